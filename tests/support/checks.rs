@@ -47,7 +47,7 @@ registry! {
     [tests of the suite, by its modules]
     activation {
         training::activation: bias_activation_equals_f64, bias_activation_in_half_precision, bias_activation_of_large_values,
-            bias_activation_gives_the_same_bits, bias_activation_keeps_its_inputs, bias_activation_constants, bias_activation_plans;
+            bias_activation_bits_and_constants, bias_activation_of_slices, bias_activation_plans;
     }
     attention {
         attention::plain: forward_and_gradients_equal_f64, lse_and_weights_equal_f64, half_precision_is_as_good_as_dense,
@@ -61,7 +61,7 @@ registry! {
     }
     block_sparse {
         training::block_sparse: block_sparse_products_equal_f64, block_sparse_products_in_half_precision,
-            block_sparse_products_of_any_strides, block_sparse_products_differentiate_what_is_tracked, dense_layouts_equal_linear;
+            block_sparse_products_bits_and_constants, dense_layouts_equal_linear;
     }
     blocks {
         attention::operators: operators_equal_dense_f64, operators_on_per_batch_layouts, operators_compose_to_attention,
@@ -84,8 +84,7 @@ registry! {
             sequences_of_a_batch_get_what_they_get_alone;
     }
     gates {
-        training::gates: gated_sums_equal_f64, gated_sums_in_half_precision, gated_sums_give_the_same_bits, gated_sums_keep_their_inputs,
-            gated_sums_constants;
+        training::gates: gated_sums_equal_f64, gated_sums_in_half_precision, gated_sums_bits_and_constants, gated_sums_keep_their_gradients;
     }
     gradients {
         attention::gradients: gradients_equal_the_backward_pass, hessian_vector_products_equal_differences,
@@ -99,14 +98,14 @@ registry! {
             replayed_decoding_chooses_keys, replayed_decoding_sees_three_branches;
     }
     heads {
-        training::heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_give_the_same_bits, heads_constants,
+        training::heads: heads_equal_f64, heads_in_half_precision, joined_heads_equal_f64, heads_bits_and_constants,
             heads_are_differentiated_together, heads_plans, heads_apart_equal_slices;
     }
     kept {
         attention::kept: given_attention_gives_the_same_bits, given_attention_of_other_kinds, given_attention_is_not_computed;
     }
     linear {
-        training::linear: products_equal_f64, products_in_half_precision, products_of_any_strides, products_differentiate_what_is_tracked;
+        training::linear: products_equal_f64, products_in_half_precision, products_bits_and_constants;
         training::few_rows: few_rows_equal_f64, few_rows_by_heads_equal_f64,
             few_rows_with_a_gate_equal_f64, few_rows_are_differentiated;
     }
@@ -134,7 +133,7 @@ registry! {
     }
     norm {
         training::norm: residual_norm_equals_f64, residual_norm_without_rows, residual_norm_in_half_precision,
-            residual_norm_gives_the_same_bits, residual_norm_constants, residual_norms_in_a_chain, residual_norm_plans;
+            residual_norm_bits_and_constants, residual_norms_in_a_chain, residual_norm_plans;
     }
     nsa {
         selection::nsa: nsa_equals_f64, nsa_in_half_precision, nsa_gradients_equal_finite_differences, nsa_is_prefix_stable,

@@ -3,7 +3,7 @@
 use burn_paged_attention::sampling::{SampleOptions, sample_tokens};
 
 use crate::prelude::*;
-use crate::training::results::assert_plan;
+use crate::training::case::assert_plan;
 
 /// How near to a boundary between two tokens a draw may come out on either side: sums are f32.
 const NEAR: f64 = 1e-5;

@@ -6,7 +6,6 @@ pub mod dsa;
 pub mod golden;
 pub mod moba;
 pub mod msa;
-pub mod norm;
 pub mod nsa;
 pub mod numbers;
 pub mod operators;

@@ -7,7 +7,7 @@ use rand::seq::SliceRandom;
 use crate::judge::golden::val;
 use crate::judge::paged::{Problem, cases};
 use crate::prelude::*;
-use crate::training::results::assert_plan;
+use crate::training::case::assert_plan;
 
 pub fn paged_attention_equals_f64(devices: &[Device]) {
     for (index, case) in cases().into_iter().enumerate() {

@@ -289,7 +289,7 @@ pub fn quantised_plans_name_the_store(devices: &[Device]) {
             let pages = problem.pages(device, DType::F32);
             let q = problem.q(device, DType::F32);
             let plan = problem.options(device).explain(&q, &pages).unwrap();
-            crate::training::results::assert_plan(&plan, device);
+            crate::training::case::assert_plan(&plan, device);
             let text = plan.to_string();
             let runs_kernels = text.contains("units");
             assert!(

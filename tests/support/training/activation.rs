@@ -5,10 +5,7 @@ use std::f64::consts::{FRAC_1_SQRT_2, PI};
 use burn_fused_ops::{Activation, bias_activation};
 
 use crate::prelude::*;
-use crate::training::results::*;
-
-/// Names of a call's results, in the order of [`Problem::solve`] and [`Problem::run`].
-const NAMES: [&str; 3] = ["y", "dx", "dbias"];
+use crate::training::case::*;
 
 /// The error function: `2/√π exp(−x²) Σ 2ⁿ x²ⁿ⁺¹ / (2n+1)!!`, whose terms have one sign.
 fn erf(x: f64) -> f64 {
@@ -35,7 +32,7 @@ fn swish(x: f64, s: f64) -> [f64; 2] {
 }
 
 /// `f(x)` and `f'(x)`.
-fn value_and_slope(x: f64, activation: Activation) -> [f64; 2] {
+pub fn value_and_slope(x: f64, activation: Activation) -> [f64; 2] {
     match activation {
         Activation::None => [x, 1.0],
         Activation::GeluSigmoid => swish(x, 1.702),
@@ -59,93 +56,54 @@ fn value_and_slope(x: f64, activation: Activation) -> [f64; 2] {
     }
 }
 
-/// A call, with numbers in f64.
-#[derive(Clone, Debug)]
-struct Problem {
-    shape: Vec<usize>,
+/// A call with tensors of any rank.
+fn case(shape: &[usize], activation: Activation, bias: bool) -> Case<'_> {
+    let count: usize = shape.iter().product();
+    let width = shape[shape.len() - 1];
+    let scaled = numbers(21, count).iter().map(|x| 4.0 * x).collect();
+    case_of(shape, activation, scaled, bias.then(|| numbers(22, width))).result(
+        "y",
+        0,
+        shape,
+        numbers(23, count),
+    )
+}
+
+/// Of numbers and a bias, without its result.
+fn case_of(
+    shape: &[usize],
     activation: Activation,
     x: Vec<f64>,
     bias: Option<Vec<f64>>,
-    grad: Vec<f64>,
-}
-
-impl Problem {
-    fn new(shape: &[usize], activation: Activation, bias: bool) -> Self {
-        let count: usize = shape.iter().product();
-        let width = shape[shape.len() - 1];
-        let scaled: Vec<f64> = numbers(21, count).iter().map(|x| 4.0 * x).collect();
-        Self {
-            shape: shape.to_vec(),
-            activation,
-            x: scaled,
-            bias: bias.then(|| numbers(22, width)),
-            grad: numbers(23, count),
-        }
+) -> Case<'_> {
+    fn made<const D: usize>(x: &mut Tensors, bias: bool, activation: Activation) -> Vec<Made> {
+        let (x, bias) = (x.take::<D>(), bias.then(|| x.take()));
+        vec![bias_activation(x, bias, activation).unwrap().into()]
     }
-
-    fn rounded(mut self, [x, bias]: [DType; 2]) -> Self {
-        round_to(&mut self.x, x);
-        round_to(&mut self.grad, x);
-        if let Some(values) = &mut self.bias {
-            round_to(values, bias);
-        }
-        self
-    }
-
-    fn solve(&self) -> Judged<3> {
-        let width = self.shape[self.shape.len() - 1];
+    let (width, has_bias) = (shape[shape.len() - 1], bias.is_some());
+    let call = move |x: &mut Tensors| match shape.len() {
+        1 => made::<1>(x, has_bias, activation),
+        2 => made::<2>(x, has_bias, activation),
+        3 => made::<3>(x, has_bias, activation),
+        _ => made::<4>(x, has_bias, activation),
+    };
+    let judge = move |x: &[Vec<f64>], grads: &[Vec<f64>]| {
         let (mut y, mut dx) = (Vec::new(), Vec::new());
         let mut by_bias = vec![0.0; width];
-        for (at, (x, grad)) in self.x.iter().zip(&self.grad).enumerate() {
-            let bias = self.bias.as_ref().map_or(0.0, |bias| bias[at % width]);
-            let [value, slope] = value_and_slope(x + bias, self.activation);
+        for (at, (value, grad)) in x[0].iter().zip(&grads[0]).enumerate() {
+            let bias = x.get(1).map_or(0.0, |bias| bias[at % width]);
+            let [value, slope] = value_and_slope(value + bias, activation);
             y.push(value);
             dx.push(grad * slope);
             by_bias[at % width] += grad * slope;
         }
-        [Some(y), Some(dx), self.bias.as_ref().map(|_| by_bias)]
-    }
-
-    /// The same of the op, for dtypes of x and of the bias.
-    fn run(&self, device: &Device, dtypes: [DType; 2], tracked: [bool; 2]) -> Given<3> {
-        match self.shape.len() {
-            1 => self.run_of::<1>(device, dtypes, tracked),
-            2 => self.run_of::<2>(device, dtypes, tracked),
-            3 => self.run_of::<3>(device, dtypes, tracked),
-            4 => self.run_of::<4>(device, dtypes, tracked),
-            rank => panic!("rank {rank}"),
-        }
-    }
-
-    fn run_of<const D: usize>(
-        &self,
-        device: &Device,
-        [dtype, bias_dtype]: [DType; 2],
-        tracked: [bool; 2],
-    ) -> Given<3> {
-        let shape: [usize; D] = self.shape.clone().try_into().unwrap();
-        let x = tensor(&self.x, shape, device, dtype).set_require_grad(tracked[0]);
-        let bias = self.bias.as_ref().map(|values| {
-            tensor(values, [values.len()], device, bias_dtype).set_require_grad(tracked[1])
-        });
-        let y = bias_activation(x.clone(), bias.clone(), self.activation).unwrap();
-        assert_eq!((y.dims(), y.dtype()), (shape, dtype));
-        let grad = tensor(&self.grad, shape, device, dtype);
-        let grads = (y.clone() * grad).sum().backward();
-        let by_bias = bias.and_then(|bias| gradient(&bias, &grads));
-        let by_x = gradient(&x, &grads);
-        [Some(y.inner().into_data()), by_x, by_bias]
-    }
-
-    fn check(&self, what: &str, device: &Device, dtypes: [DType; 2], tolerance: f64) {
-        let got = self.run(&device.clone().autodiff(), dtypes, [true; 2]);
-        let (shape, activation) = (&self.shape, self.activation);
-        let what = format!("{what}, {device:?}, {dtypes:?}, {shape:?}, {activation:?}");
-        let of = [dtypes[0], dtypes[0], dtypes[1]];
-        assert_results(&what, &NAMES, got, self.solve(), |index| {
-            (of[index], tolerance)
-        });
-    }
+        let mut all = vec![y, dx, by_bias];
+        all.truncate(1 + x.len());
+        all
+    };
+    let case = Case::new(format!("{shape:?}, {activation:?}"), call, judge);
+    let case = case.input("x", 0, shape, x);
+    case.input_if(has_bias, "bias", 1, &[width], bias.unwrap_or_default())
 }
 
 /// Shapes with rows and widths of all kinds and of each rank, empty ones too.
@@ -185,9 +143,9 @@ pub fn bias_activation_equals_f64(devices: &[Device]) {
             ],
         };
         for (activation, bias) in calls {
-            let problem = Problem::new(shape, activation, bias);
+            let case = case(shape, activation, bias);
             for (device, dtype, tolerance) in exact(devices) {
-                problem.check("f64", device, [dtype; 2], tolerance);
+                case.check_in(device, dtype, tolerance);
             }
         }
     }
@@ -195,23 +153,18 @@ pub fn bias_activation_equals_f64(devices: &[Device]) {
 
 /// Half precision, and a bias of another dtype than x, within the rounding of what is rounded.
 pub fn bias_activation_in_half_precision(devices: &[Device]) {
-    for device in devices {
-        for half in half_dtypes(device) {
-            for (index, activation) in Activation::ALL.into_iter().enumerate() {
-                for dtypes in [[half; 2], [half, DType::F32], [DType::F32, half]] {
-                    let shape: &[usize] = [&[40, 33][..], &[2, 20, 136]][index % 2];
-                    let problem = Problem::new(shape, activation, true).rounded(dtypes);
-                    problem.check("half", device, dtypes, unit(half));
-                }
-                let problem = Problem::new(&[7, 3], activation, false).rounded([half; 2]);
-                problem.check("half", device, [half; 2], unit(half));
+    for (device, half) in halves(devices) {
+        for (index, activation) in Activation::ALL.into_iter().enumerate() {
+            for dtypes in [[half; 2], [half, DType::F32], [DType::F32, half]] {
+                let shape: &[usize] = [&[40, 33][..], &[2, 20, 136]][index % 2];
+                case(shape, activation, true).check(device, &dtypes, |_| unit(half));
             }
+            case(&[7, 3], activation, false).check_in(device, half, unit(half));
         }
-        if supports(device, DType::F64) {
-            for dtypes in [[DType::F64, DType::F32], [DType::F32, DType::F64]] {
-                let problem = Problem::new(&[30, 36], Activation::GeluTanh, true);
-                problem.rounded(dtypes).check("mixed", device, dtypes, 1e-5);
-            }
+    }
+    for device in with(devices, DType::F64) {
+        for dtypes in [[DType::F64, DType::F32], [DType::F32, DType::F64]] {
+            case(&[30, 36], Activation::GeluTanh, true).check(device, &dtypes, |_| 1e-5);
         }
     }
 }
@@ -228,109 +181,42 @@ pub fn bias_activation_of_large_values(devices: &[Device]) {
             x.extend([1e12, -1e12, 1e20, -1e20, 1e30, -1e30]);
         }
         for activation in Activation::ALL {
-            let mut problem = Problem::new(&[x.len(), 1], activation, true);
-            problem.x = x.clone();
-            problem.bias = Some(vec![0.0]);
-            problem.grad = vec![1.0; x.len()];
-            let problem = problem.rounded([dtype; 2]);
-            let got = problem.run(&device.clone().autodiff(), [dtype; 2], [true; 2]);
-            for ((got, expected), name) in got.into_iter().zip(problem.solve()).zip(NAMES) {
-                let (got, expected) = (to_f64(got.unwrap()), expected.unwrap());
+            let shape = [x.len(), 1];
+            let case = case_of(&shape, activation, x.clone(), Some(vec![0.0]));
+            let case = case.result("y", 0, &shape, vec![1.0; x.len()]);
+            for (what, got, expected) in case.compared(device, &[dtype; 2]) {
+                let got = to_f64(got);
                 assert_eq!(got.len(), expected.len());
                 for (at, (got, expected)) in got.into_iter().zip(expected).enumerate() {
-                    let what = format!("{device:?}, {dtype:?}, {activation:?}: {name}, {at}");
                     let within = tolerance * expected.abs().max(1.0);
-                    assert_near(&what, &[got], &[expected], within);
+                    assert_near(&format!("{what}, {at}"), &[got], &[expected], within);
                 }
             }
         }
     }
 }
 
-/// The same bits twice, whatever the strides of x and of the gradient, and with gradient checkpointing through steps that it computes again.
-pub fn bias_activation_gives_the_same_bits(devices: &[Device]) {
-    for plain in devices {
-        for activation in Activation::ALL {
-            let problem = Problem::new(&[60, 50, 24], activation, true);
-            let device = plain.clone().autodiff();
-            let run = || bits(&problem.run(&device, [DType::F32; 2], [true; 2]));
-            let first = run();
-            assert_eq!(first, run(), "{plain:?}, {activation:?}");
-            for device in tracked(plain) {
-                let shape = [60, 50, 24];
-                let leaf = tensor(&problem.x, shape, &device, DType::F32).require_grad();
-                let values = problem.bias.as_ref().unwrap();
-                let bias = tensor(values, [24], &device, DType::F32).require_grad();
-                let stored = (leaf.clone() * 2.0).swap_dims(0, 2).reshape([24, 50, 60]);
-                let x = stored.swap_dims(0, 2) * 0.5;
-                let y = bias_activation(x, Some(bias.clone() * 2.0 * 0.5), activation).unwrap();
-                let grad = tensor(&problem.grad, shape, &device, DType::F32).swap_dims(0, 1);
-                let grads = (y.clone().swap_dims(0, 1) * grad).sum().backward();
-                let y = Some(y.inner().into_data());
-                let again = [y, gradient(&leaf, &grads), gradient(&bias, &grads)];
-                assert_eq!(first, bits(&again), "{device:?}, {activation:?}");
-            }
-            // A transposed view, that nothing has copied before.
-            let device = plain.clone().autodiff();
-            let x = tensor(&problem.x, [60, 50, 24], &device, DType::F32);
-            let x = stored_swapped(&x, 0, 2);
-            let values = problem.bias.as_ref().unwrap();
-            let bias = tensor(values, [24], &device, DType::F32);
-            let y = bias_activation(x, Some(bias), activation).unwrap();
-            assert_eq!(first[..1], bits(&[Some(y.into_data())]), "{device:?}");
-        }
+/// The same bits whatever the strides, and frozen inputs.
+pub fn bias_activation_bits_and_constants(devices: &[Device]) {
+    for activation in Activation::ALL {
+        case(&[60, 50, 24], activation, true).gives_the_same_bits(devices, 0.0);
+        case(&[2, 9, 10], activation, true).has_constants(devices, 0.0);
     }
 }
 
-/// Inputs that are used again behind the call are as they were, though the result may take x's place.
-pub fn bias_activation_keeps_its_inputs(devices: &[Device]) {
+/// What is seen of a tensor elsewhere stays, though the result may take the tensor's place.
+pub fn bias_activation_of_slices(devices: &[Device]) {
     for plain in devices {
         for device in [plain.clone(), plain.clone().autodiff()] {
-            let values = numbers(31, 7 * 12);
-            let x = tensor(&values, [7, 12], &device, DType::F32);
+            let x = tensor(&numbers(31, 7 * 12), [7, 12], &device, DType::F32);
             let bias = tensor(&numbers(32, 12), [12], &device, DType::F32);
-            let before = read(x.clone());
-            let view = x.clone().slice([2..5, 0..12]);
+            let (before, view) = (read(x.clone()), x.clone().slice([2..5, 0..12]));
             let part = read(view.clone());
-            let once = bias_activation(x.clone(), Some(bias.clone()), Activation::Silu).unwrap();
-            let once = once.into_data();
-            let _ = bias_activation(view, Some(bias.clone()), Activation::Silu).unwrap();
-            x.clone().into_data().assert_eq(&before, true);
-            x.clone()
-                .slice([2..5, 0..12])
-                .into_data()
-                .assert_eq(&part, true);
-            // The last use.
-            let twice = bias_activation(x, Some(bias), Activation::Silu).unwrap();
-            twice.into_data().assert_eq(&once, true);
+            let _ = bias_activation(view, Some(bias), Activation::Silu).unwrap();
+            read(x.clone()).assert_eq(&before, true);
+            read(x.slice([2..5, 0..12])).assert_eq(&part, true);
         }
     }
-}
-
-/// What is frozen gets no gradient, and changes no other.
-pub fn bias_activation_constants(devices: &[Device]) {
-    let mut ran = 0;
-    for plain in devices {
-        let device = plain.clone().autodiff();
-        for activation in Activation::ALL {
-            let problem = Problem::new(&[2, 9, 10], activation, true);
-            let all = problem.run(&device, [DType::F32; 2], [true; 2]);
-            for tracked in [[false, true], [true, false]] {
-                let some = problem.run(&device, [DType::F32; 2], tracked);
-                let what = format!("{plain:?}, {activation:?}, {tracked:?}");
-                assert_wanted(&what, &some, &all, [true, tracked[0], tracked[1]]);
-                ran += 1;
-            }
-        }
-        // Nothing tracked: nothing to be differentiated.
-        let x = tensor(&numbers(1, 12), [3, 4], &device, DType::F32);
-        let y = bias_activation(x, None, Activation::Relu).unwrap();
-        assert!(!y.is_require_grad());
-        let x = tensor(&numbers(1, 12), [3, 4], plain, DType::F32);
-        let y = bias_activation(x, None, Activation::Relu).unwrap();
-        assert!(!y.device().is_autodiff());
-    }
-    assert_ran("bias_activation_constants", ran);
 }
 
 /// What will run is said before, in words.

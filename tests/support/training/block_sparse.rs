@@ -5,134 +5,69 @@ use burn_fused_ops::sparse_linear::{BlockSparseLinearOptions, WeightLayout, bloc
 use burn_fused_ops::{LinearOptions, linear};
 
 use crate::prelude::*;
-use crate::training::results::*;
+use crate::training::case::*;
 
-struct Problem {
-    batch: usize,
-    rows: usize,
-    layout: WeightLayout,
-    x: Vec<f64>,
-    weight: Vec<f64>,
-    bias: Option<Vec<f64>>,
-    gates: Option<Vec<f64>>,
-    grad: Vec<f64>,
-}
-
-/// What is compared: y, dx, dW, and the gradients by the bias and the gates.
-const NAMES: [&str; 5] = ["y", "dx", "dW", "dbias", "dgates"];
-
-impl Problem {
-    fn new([batch, rows]: [usize; 2], layout: WeightLayout) -> Self {
-        let block = layout.block();
-        Self {
-            batch,
-            rows,
-            x: numbers(1, batch * rows * layout.inputs()),
-            weight: numbers(2, layout.len() * block * block),
-            bias: None,
-            gates: None,
-            grad: numbers(3, batch * rows * layout.outputs()),
-            layout,
-        }
-    }
-
-    fn with_bias_and_gates(mut self) -> Self {
-        self.bias = Some(numbers(4, self.layout.outputs()));
-        self.gates = Some(numbers(5, self.layout.len()));
-        self
-    }
-
-    fn round_to(&mut self, dtype: DType) {
-        for values in [&mut self.x, &mut self.weight, &mut self.grad] {
-            round_to(values, dtype);
-        }
-    }
-
-    fn expected(&self) -> Judged<5> {
-        let (rows, block) = (self.batch * self.rows, self.layout.block());
-        let (ins, outs) = (self.layout.inputs(), self.layout.outputs());
-        let mut y = vec![0.0; rows * outs];
-        let mut dx = vec![0.0; rows * ins];
-        let mut dw = vec![0.0; self.weight.len()];
-        let mut dgates = vec![0.0; self.layout.len()];
-        for (index, (input, output)) in self.layout.kept_blocks().enumerate() {
-            let gate = self.gates.as_ref().map_or(1.0, |gates| gates[index]);
-            for i in 0..block {
-                for o in 0..block {
-                    let at = (index * block + i) * block + o;
-                    let weight = self.weight[at];
-                    let (i, o) = (input as usize * block + i, output as usize * block + o);
-                    let mut sum = 0.0;
-                    for row in 0..rows {
-                        let (x, grad) = (self.x[row * ins + i], self.grad[row * outs + o]);
-                        y[row * outs + o] += x * weight * gate;
-                        dx[row * ins + i] += grad * weight * gate;
-                        sum += x * grad;
-                    }
-                    dw[at] = sum * gate;
-                    dgates[index] += sum * weight;
-                }
-            }
-        }
-        let dbias = self.bias.as_ref().map(|bias| {
-            let mut dbias = vec![0.0; outs];
-            for row in 0..rows {
-                for o in 0..outs {
-                    y[row * outs + o] += bias[o];
-                    dbias[o] += self.grad[row * outs + o];
-                }
-            }
-            dbias
-        });
-        let dgates = self.gates.as_ref().map(|_| dgates);
-        [Some(y), Some(dx), Some(dw), dbias, dgates]
-    }
-
-    /// The same of the op, for x and weights of `dtypes`.
-    fn run(
-        &self,
-        device: &Device,
-        [x_dtype, weight_dtype]: [DType; 2],
-        dtype: Option<FloatDType>,
-    ) -> Given<5> {
-        let shape = [self.batch, self.rows, self.layout.inputs()];
-        let x = tensor(&self.x, shape, device, x_dtype).require_grad();
-        let weight = tensor(&self.weight, self.layout.shape(), device, weight_dtype).require_grad();
-        let leaf =
-            |values: &Vec<f64>| tensor(values, [values.len()], device, weight_dtype).require_grad();
+/// The dtypes of a case are those of x, the weights and the result, of which the last is asked for if it is another one than x's.
+fn case([batch, rows]: [usize; 2], layout: &WeightLayout, more: bool) -> Case<'_> {
+    let (ins, outs, block) = (layout.inputs(), layout.outputs(), layout.block());
+    let call = move |x: &mut Tensors| {
+        let (rows, weight) = (x.take::<3>(), x.take());
         let mut options = BlockSparseLinearOptions::default();
-        options.bias = self.bias.as_ref().map(leaf);
-        options.gates = self.gates.as_ref().map(leaf);
-        options.dtype = dtype;
-        let beside = [options.bias.clone(), options.gates.clone()];
-        let y = block_sparse_linear(x.clone(), weight.clone(), &self.layout, options).unwrap();
-        let shape = [self.batch, self.rows, self.layout.outputs()];
-        assert_eq!(y.dims(), shape);
-        let expected = dtype.map_or(x_dtype, DType::from);
-        assert_eq!(y.dtype(), expected);
-        let grad = tensor(&self.grad, shape, device, expected);
-        let grads = (y.clone() * grad).sum().backward();
-        let (dx, dw) = (x.grad(&grads).unwrap(), weight.grad(&grads).unwrap());
-        assert_eq!([dx.dtype(), dw.dtype()], [x_dtype, weight_dtype]);
-        let [dbias, dgates] = beside.map(|leaf| Some(leaf?.grad(&grads).unwrap().into_data()));
-        let own = [y.into_data(), dx.into_data(), dw.into_data()].map(Some);
-        let [y, dx, dw] = own;
-        [y, dx, dw, dbias, dgates]
-    }
-
-    fn check(&self, what: &str, got: Given<5>, tolerances: [f64; 5]) {
-        let (batch, rows, layout) = (self.batch, self.rows, &self.layout);
-        let what = format!("{what}, [{batch}, {rows}] rows, {layout}");
-        let dtypes = got
-            .each_ref()
-            .map(|got| got.as_ref().map_or(DType::F32, |got| got.dtype()));
-        assert_results(&what, &NAMES, got, self.expected(), |index| {
-            (dtypes[index], tolerances[index])
-        });
-    }
+        [options.bias, options.gates] = [(); 2].map(|()| more.then(|| x.take()));
+        options.dtype = (x.dtypes[0] != x.dtypes[2]).then(|| FloatDType::from(x.dtypes[2]));
+        let y = block_sparse_linear(rows, weight, layout, options);
+        vec![y.unwrap().into()]
+    };
+    let judge = move |all: &[Vec<f64>], grads: &[Vec<f64>]| {
+        let (rows, x, grad) = (batch * rows, &all[0], &grads[0]);
+        let mut y = vec![0.0; rows * outs];
+        let [mut dx, mut dw] = [0, 1].map(|of| vec![0.0; all[of].len()]);
+        let (mut dbias, mut dgates) = (vec![0.0; outs], vec![0.0; layout.len()]);
+        for (index, (input, output)) in layout.kept_blocks().enumerate() {
+            let gate = all.get(3).map_or(1.0, |gates| gates[index]);
+            for (i, o) in (0..block).flat_map(|i| (0..block).map(move |o| (i, o))) {
+                let at = (index * block + i) * block + o;
+                let weight = all[1][at];
+                let (i, o) = (input as usize * block + i, output as usize * block + o);
+                let mut sum = 0.0;
+                for row in 0..rows {
+                    let (x, grad) = (x[row * ins + i], grad[row * outs + o]);
+                    y[row * outs + o] += x * weight * gate;
+                    dx[row * ins + i] += grad * weight * gate;
+                    sum += x * grad;
+                }
+                dw[at] = sum * gate;
+                dgates[index] += sum * weight;
+            }
+        }
+        let mut made = vec![y, dx, dw];
+        if let Some(bias) = all.get(2) {
+            for (at, y) in made[0].iter_mut().enumerate() {
+                *y += bias[at % outs];
+                dbias[at % outs] += grad[at];
+            }
+            made.extend([dbias, dgates]);
+        }
+        made
+    };
+    let numbers = |seed, shape: &[usize]| numbers(seed, shape.iter().product());
+    let (x, y, w) = ([batch, rows, ins], [batch, rows, outs], layout.shape());
+    Case::new(format!("[{batch}, {rows}] rows, {layout}"), call, judge)
+        .input("x", 0, &x, numbers(1, &x))
+        .input("W", 1, &w, numbers(2, &w))
+        .input_if(more, "bias", 1, &[outs], numbers(4, &[outs]))
+        .input_if(
+            more,
+            "gates",
+            1,
+            &[layout.len()],
+            numbers(5, &[layout.len()]),
+        )
+        .result("y", 2, &y, numbers(3, &y))
 }
 
-fn problems() -> Vec<Problem> {
+/// Rows, layouts, and whether there are a bias and gates.
+fn calls() -> Vec<([usize; 2], WeightLayout, bool)> {
     let random = |shape, block, density| WeightLayout::random(shape, block, density, 3).unwrap();
     // Output blocks 0 and 3 and input block 1 keep nothing.
     let holes = WeightLayout::from_mask([48, 64], 16, &HOLES).unwrap();
@@ -140,18 +75,22 @@ fn problems() -> Vec<Problem> {
     let world = WeightLayout::small_world([128, 96], 16, 0.3, 0.2, 1).unwrap();
     let hubs = WeightLayout::barabasi_albert([128, 160], 32, 0.4, 2).unwrap();
     vec![
-        Problem::new([1, 1], WeightLayout::dense([16, 16], 16).unwrap()),
-        Problem::new([1, 7], holes.clone()),
-        Problem::new([3, 11], holes).with_bias_and_gates(),
-        Problem::new([2, 5], none).with_bias_and_gates(),
-        Problem::new([1, 300], world).with_bias_and_gates(),
-        Problem::new([2, 33], hubs),
-        Problem::new([2, 9], WeightLayout::banded([192, 384], 64, 1).unwrap()),
-        Problem::new([1, 40], random([384, 256], 128, 0.5)).with_bias_and_gates(),
+        ([1, 1], WeightLayout::dense([16, 16], 16).unwrap(), false),
+        ([1, 7], holes.clone(), false),
+        ([3, 11], holes, true),
+        ([2, 5], none, true),
+        ([1, 300], world, true),
+        ([2, 33], hubs, false),
+        (
+            [2, 9],
+            WeightLayout::banded([192, 384], 64, 1).unwrap(),
+            false,
+        ),
+        ([1, 40], random([384, 256], 128, 0.5), true),
         // The rows of a weight's gradient in groups, and a long sum that is not.
-        Problem::new([4, 1024], random([48, 32], 16, 0.5)),
-        Problem::new([1, 5000], random([32, 48], 16, 0.5)),
-        Problem::new([2, 0], random([32, 48], 16, 0.5)).with_bias_and_gates(),
+        ([4, 1024], random([48, 32], 16, 0.5), false),
+        ([1, 5000], random([32, 48], 16, 0.5), false),
+        ([2, 0], random([32, 48], 16, 0.5), true),
     ]
 }
 
@@ -163,16 +102,12 @@ const HOLES: [bool; 12] = [
 
 /// Every block size and kind of layout, with and without bias and gates, empty blocks of outputs and of inputs, no blocks, no rows.
 pub fn block_sparse_products_equal_f64(devices: &[Device]) {
-    for problem in problems() {
+    for (rows, layout, more) in calls() {
+        let case = case(rows, &layout, more);
         for (device, dtype, tolerance) in exact(devices) {
-            let tolerance = product_tolerance(device, dtype, tolerance);
-            for tracked in tracked(device) {
-                let run = || problem.run(&tracked, [dtype; 2], None);
-                let got = run();
-                assert_eq!(got, run(), "the same bits twice");
-                problem.check(&format!("{device:?}, {dtype:?}"), got, [tolerance; 5]);
-            }
+            case.check_in(device, dtype, product_tolerance(device, dtype, tolerance));
         }
+        case.gives_the_same_bits(devices, products_within(devices));
     }
 }
 
@@ -180,106 +115,29 @@ pub fn block_sparse_products_equal_f64(devices: &[Device]) {
 pub fn block_sparse_products_in_half_precision(devices: &[Device]) {
     let world = WeightLayout::small_world([128, 96], 16, 0.3, 0.2, 1).unwrap();
     let random = WeightLayout::random([192, 128], 64, 0.5, 3).unwrap();
-    for mut problem in [Problem::new([2, 20], world), Problem::new([1, 70], random)] {
+    for (rows, layout) in [([2, 20], world), ([1, 70], random)] {
         for (device, half) in halves(devices) {
             let rounding = if half == DType::BF16 { 4e-3 } else { 5e-4 };
-            problem.round_to(half);
-            let device = device.clone().autodiff();
-            let what = format!("{device:?}, {half:?}");
-            let dtype = Some(FloatDType::from(half));
-            let got = problem.run(&device, [DType::F32; 2], dtype);
-            problem.check(&what, got, [rounding, 1e-5, 1e-5, 0.0, 0.0]);
-            let got = problem.run(&device, [half, DType::F32], None);
-            problem.check(&what, got, [rounding, rounding, 1e-5, 0.0, 0.0]);
-            let got = problem.run(&device, [half; 2], None);
-            problem.check(&what, got, [rounding; 5]);
-        }
-    }
-}
-
-/// The same numbers whatever the strides of the inputs and of the gradient.
-pub fn block_sparse_products_of_any_strides(devices: &[Device]) {
-    let layout = WeightLayout::random([64, 48], 16, 0.5, 1).unwrap();
-    for device in devices {
-        let device = &device.clone().autodiff();
-        let x = tensor(&numbers(1, 40 * 64), [40, 64], device, DType::F32);
-        let weight = numbers(2, layout.len() * 256);
-        let weight = tensor(&weight, layout.shape(), device, DType::F32);
-        let (other_x, other_weight) = (stored_swapped(&x, 0, 1), stored_swapped(&weight, 1, 2));
-        let run = |x: Tensor<2>, weight: Tensor<3>| {
-            let (x, weight) = (x.require_grad(), weight.require_grad());
-            let options = BlockSparseLinearOptions::default();
-            let y = block_sparse_linear(x.clone(), weight.clone(), &layout, options).unwrap();
-            // A gradient that is a transposed view.
-            let seed = tensor(&numbers(3, 40 * 48), [48, 40], device, DType::F32);
-            let grads = (y.clone().transpose() * seed).sum().backward();
-            let by_weight = weight.grad(&grads).unwrap().into_data();
-            [y, x.grad(&grads).unwrap()]
-                .map(Tensor::into_data)
-                .into_iter()
-                .chain([by_weight])
-        };
-        let plain: Vec<TensorData> = run(x.clone(), weight.clone()).collect();
-        for (x, weight) in [
-            (other_x.clone(), other_weight.clone()),
-            (other_x, weight),
-            (x, other_weight),
-        ] {
-            for (got, expected) in run(x, weight).zip(&plain) {
-                let tolerance = product_tolerance(device, DType::F32, 1e-6);
-                assert_close("strides", got, &to_f64(expected.clone()), tolerance);
+            let case = case(rows, &layout, false).rounded(half);
+            for dtypes in [
+                [DType::F32, DType::F32, half],
+                [half, DType::F32, half],
+                [half; 3],
+            ] {
+                let of = |index: usize| dtypes[[2, 0, 1][index]];
+                let within = |index| if of(index) == half { rounding } else { 1e-5 };
+                case.check(device, &dtypes, within);
             }
         }
     }
 }
 
-/// Frozen weights and constant inputs get no gradient and do not disturb the others'.
-pub fn block_sparse_products_differentiate_what_is_tracked(devices: &[Device]) {
+/// The same numbers whatever the strides, and frozen inputs.
+pub fn block_sparse_products_bits_and_constants(devices: &[Device]) {
     let layout = WeightLayout::random([64, 48], 16, 0.5, 1).unwrap();
-    let problem = Problem::new([1, 30], layout.clone()).with_bias_and_gates();
-    let expected = problem.expected();
-    for plain in devices {
-        let device = &plain.clone().autodiff();
-        let tolerance = product_tolerance(plain, DType::F32, 1e-5);
-        let run = |tracked: [bool; 4]| {
-            let list = |values: &Option<Vec<f64>>, tracked| {
-                let values = values.as_ref().unwrap();
-                tensor(values, [values.len()], device, DType::F32).set_require_grad(tracked)
-            };
-            let x = tensor(&problem.x, [30, 64], device, DType::F32).set_require_grad(tracked[0]);
-            let weight = tensor(&problem.weight, layout.shape(), device, DType::F32)
-                .set_require_grad(tracked[1]);
-            let (bias, gates) = (
-                list(&problem.bias, tracked[2]),
-                list(&problem.gates, tracked[3]),
-            );
-            let options = BlockSparseLinearOptions::default()
-                .bias(bias.clone())
-                .gates(gates.clone());
-            let y = block_sparse_linear(x.clone(), weight.clone(), &layout, options).unwrap();
-            let grad = tensor(&problem.grad, [30, 48], device, DType::F32);
-            let grads = (y * grad).sum().backward();
-            let [bias, gates] = [&bias, &gates].map(|list| gradient(list, &grads));
-            let got = [gradient(&x, &grads), gradient(&weight, &grads), bias, gates];
-            for (index, (got, expected)) in got.into_iter().zip(&expected[1..]).enumerate() {
-                assert_eq!(got.is_some(), tracked[index], "{tracked:?}, input {index}");
-                if let Some(got) = got {
-                    let expected = expected.as_ref().unwrap();
-                    assert_close("tracked", got, expected, tolerance);
-                }
-            }
-        };
-        for index in 0..4 {
-            run(std::array::from_fn(|at| at == index));
-            run(std::array::from_fn(|at| at != index));
-        }
-        // Nothing tracked: plain in, plain out.
-        let x = tensor(&problem.x, [30, 64], plain, DType::F32);
-        let weight = tensor(&problem.weight, layout.shape(), plain, DType::F32);
-        let options = BlockSparseLinearOptions::default();
-        let y = block_sparse_linear(x, weight, &layout, options).unwrap();
-        assert!(!y.device().is_autodiff());
-    }
+    let within = products_within(devices);
+    case([2, 20], &layout, false).gives_the_same_bits(devices, within);
+    case([1, 30], &layout, true).has_constants(devices, within);
 }
 
 /// A layout that keeps every block is a dense product.

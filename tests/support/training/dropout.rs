@@ -3,6 +3,7 @@
 use burn_fused_ops::{ElementDropout, dropout};
 
 use crate::prelude::*;
+use crate::training::case::*;
 
 /// Dropout and its gradient, of all widths and dtypes.
 pub fn stream_dropout_equals_f64(devices: &[Device]) {
@@ -21,32 +22,24 @@ pub fn stream_dropout_equals_f64(devices: &[Device]) {
             let number = |at: usize| (at * factor % 31) as f64 / 16.0 - 1.0;
             (0..rows * width).map(number).collect()
         };
-        let [numbers, by_kept] = [7, 11].map(numbers);
-        let expected = |numbers: &[f64]| -> Vec<f64> {
-            let factor = |at: usize| match mask.keeps(at / width, at % width) {
-                true => mask.factor(),
+        let call = |x: &mut Tensors| vec![dropout(x.take::<3>(), &mask).unwrap().into()];
+        let judge = |x: &[Vec<f64>], grads: &[Vec<f64>]| {
+            let kept = |(at, x): (usize, &f64)| match mask.keeps(at / width, at % width) {
+                true => mask.factor() * x,
                 false => 0.0,
             };
-            (numbers.iter().enumerate())
-                .map(|(at, x)| factor(at) * x)
+            let of = [&x[0], &grads[0]].into_iter();
+            of.map(|x| x.iter().enumerate().map(kept).collect())
                 .collect()
         };
-        for plain in devices {
-            let exact = exact_dtypes(plain).into_iter();
-            let half = half_dtypes(plain).into_iter().map(|dtype| (dtype, 4e-3));
-            for (dtype, tolerance) in exact.chain(half) {
-                let device = plain.clone().autodiff();
-                let tensor = |numbers: &[f64]| tensor(numbers, [1, rows, width], &device, dtype);
-                let x = tensor(&numbers).require_grad();
-                let kept = dropout(x.clone(), &mask).unwrap();
-                let grads = (kept.clone() * tensor(&by_kept)).sum().backward();
-                let what = format!("dropout of {rows}, {width}, {device:?}, {dtype:?}");
-                let kept = kept.inner().into_data();
-                assert_close(&what, kept, &expected(&numbers), tolerance);
-                let grad = x.grad(&grads).unwrap().into_data();
-                assert_close(&what, grad, &expected(&by_kept), tolerance);
-            }
+        let case = Case::new(format!("dropout of {rows}, {width}"), call, judge)
+            .input("x", 0, &[1, rows, width], numbers(7))
+            .result("kept", 0, &[1, rows, width], numbers(11));
+        let half = halves(devices).map(|(device, dtype)| (device, dtype, 4e-3));
+        for (device, dtype, tolerance) in exact(devices).chain(half) {
+            case.check_in(device, dtype, tolerance);
         }
+        case.gives_the_same_bits(devices, 0.0);
     }
 }
 

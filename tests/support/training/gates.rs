@@ -3,133 +3,48 @@
 use burn_sparse_select::nsa::NsaBranches;
 
 use crate::prelude::*;
-use crate::training::results::*;
+use crate::training::case::*;
 
 const BRANCHES: usize = NsaBranches::COUNT;
 
 /// All branches.
 const ALL: [bool; BRANCHES] = [true; BRANCHES];
 
-/// Names of a call's results, in the order of [`Problem::solve`] and [`Problem::run`].
-const NAMES: [&str; 2 + BRANCHES] = ["out", "by gates", "by 0", "by 1", "by 2"];
-
-/// A call, with numbers in f64.
-#[derive(Clone)]
-struct Problem {
-    shape: [usize; 4],
-    branches: [Option<Vec<f64>>; BRANCHES],
-    gates: Vec<f64>,
-    grad: Vec<f64>,
-}
-
-/// The tensors of a call.
-struct Tensors {
-    branches: [Option<Tensor<4>>; BRANCHES],
-    gates: Tensor<4>,
-    grad: Tensor<4>,
-}
-
-impl Problem {
-    /// Of the branches that are there; the second always is.
-    fn new(shape: [usize; 4], there: [bool; BRANCHES]) -> Self {
-        let count = shape.iter().product();
-        let rows: usize = shape[..3].iter().product();
-        Self {
-            shape,
-            branches: [0, 1, 2].map(|at| there[at].then(|| numbers(40 + at as u64, count))),
-            gates: numbers(43, rows * BRANCHES),
-            grad: numbers(44, count),
-        }
-    }
-
-    fn rounded(mut self, [dtype, of_gates]: [DType; 2]) -> Self {
-        self.branches
-            .iter_mut()
-            .flatten()
-            .for_each(|x| round_to(x, dtype));
-        round_to(&mut self.grad, dtype);
-        round_to(&mut self.gates, of_gates);
-        self
-    }
-
-    fn solve(&self) -> Judged<{ 2 + BRANCHES }> {
-        let width = self.shape[3];
-        let gate = |at: usize, branch: usize| self.gates[at / width * BRANCHES + branch];
-        let mut out = vec![0.0; self.grad.len()];
-        let mut by_gates = vec![0.0; self.gates.len()];
-        for (branch, x) in self.branches.iter().enumerate() {
-            for (at, x) in x.iter().flatten().enumerate() {
+/// The tensors of branches that are there, of which the second always is, the gates and the gradient.
+fn case(shape: [usize; 4], there: [bool; BRANCHES]) -> Case<'static> {
+    let [batch, heads, seq, width] = shape;
+    let of_gates = [batch, heads, seq, BRANCHES];
+    let call = move |x: &mut Tensors| {
+        let gates = x.take();
+        let branches = there.map(|there| there.then(|| x.take()));
+        vec![gated(branches, gates).into()]
+    };
+    let judge = move |x: &[Vec<f64>], grads: &[Vec<f64>]| {
+        let (gates, grad) = (&x[0], &grads[0]);
+        let gate = |at: usize, branch: usize| gates[at / width * BRANCHES + branch];
+        let (mut out, mut by_gates) = (vec![0.0; grad.len()], vec![0.0; gates.len()]);
+        let branches = (0..BRANCHES).filter(|branch| there[*branch]).zip(&x[1..]);
+        for (branch, x) in branches.clone() {
+            for (at, x) in x.iter().enumerate() {
                 out[at] += gate(at, branch) * x;
-                by_gates[at / width * BRANCHES + branch] += x * self.grad[at];
+                by_gates[at / width * BRANCHES + branch] += x * grad[at];
             }
         }
-        let by_branch = |branch: usize| {
-            let grads = self.grad.iter().enumerate();
-            let by = grads.map(|(at, grad)| grad * gate(at, branch)).collect();
-            self.branches[branch].as_ref().map(|_| by)
-        };
-        let [first, second, third] = [0, 1, 2].map(by_branch);
-        [Some(out), Some(by_gates), first, second, third]
-    }
-
-    fn gates_shape(&self) -> [usize; 4] {
-        let [batch, heads, seq, _] = self.shape;
-        [batch, heads, seq, BRANCHES]
-    }
-
-    fn tensors(&self, device: &Device, [dtype, of_gates]: [DType; 2]) -> Tensors {
-        let of = |x: &Vec<f64>| tensor(x, self.shape, device, dtype);
-        Tensors {
-            branches: self.branches.each_ref().map(|x| x.as_ref().map(of)),
-            gates: tensor(&self.gates, self.gates_shape(), device, of_gates),
-            grad: of(&self.grad),
-        }
-    }
-
-    /// The same of the op; branches, and the gates behind them, have gradients where they are `tracked`.
-    fn run(
-        &self,
-        device: &Device,
-        dtypes: [DType; 2],
-        tracked: [bool; BRANCHES + 1],
-    ) -> Given<{ 2 + BRANCHES }> {
-        let mut x = self.tensors(device, dtypes);
-        for (branch, tracked) in x.branches.iter_mut().zip(tracked) {
-            *branch = branch.take().map(|branch| branch.set_require_grad(tracked));
-        }
-        x.gates = x.gates.set_require_grad(tracked[BRANCHES]);
-        let out = gated(x.branches.clone(), x.gates.clone());
-        assert_eq!((out.dims(), out.dtype()), (self.shape, dtypes[0]));
-        let grads = (out.clone() * x.grad).sum().backward();
-        let [first, second, third] = x.branches.each_ref().map(|x| gradient(x.as_ref()?, &grads));
-        let by_gates = gradient(&x.gates, &grads);
-        [
-            Some(out.inner().into_data()),
-            by_gates,
-            first,
-            second,
-            third,
-        ]
-    }
-
-    /// What a device gives, and what it should, by name.
-    fn compared(
-        &self,
-        device: &Device,
-        dtypes: [DType; 2],
-    ) -> impl Iterator<Item = (String, TensorData, Vec<f64>)> {
-        let got = self.run(&device.clone().autodiff(), dtypes, [true; BRANCHES + 1]);
-        let what = format!("{device:?}, {dtypes:?}, {:?}", self.shape);
-        let pairs = got.into_iter().zip(self.solve()).zip(NAMES);
-        pairs.filter_map(move |((got, expected), name)| {
-            let what = format!("{what}: {name}");
-            assert_eq!(got.is_some(), expected.is_some(), "{what}");
-            let (got, expected) = (got?, expected?);
-            let dtype = dtypes[usize::from(name == "by gates")];
-            assert_eq!(got.dtype(), dtype, "{what}");
-            Some((what, got, expected))
-        })
-    }
+        let by_branch = branches.map(|(branch, _)| {
+            let grads = grad.iter().enumerate();
+            grads.map(|(at, grad)| grad * gate(at, branch)).collect()
+        });
+        [out, by_gates].into_iter().chain(by_branch).collect()
+    };
+    let count: usize = shape.iter().product();
+    let gates = numbers(43, of_gates.iter().product());
+    let case = Case::new(format!("{shape:?}, {there:?}"), call, judge)
+        .input("gates", 1, &of_gates, gates)
+        .result("out", 0, &shape, numbers(44, count));
+    (0..BRANCHES).fold(case, |case, at| {
+        let x = numbers(40 + at as u64, count);
+        case.input_if(there[at], &format!("branch {at}"), 0, &shape, x)
+    })
 }
 
 fn gated([first, second, third]: [Option<Tensor<4>>; BRANCHES], gates: Tensor<4>) -> Tensor<4> {
@@ -159,20 +74,13 @@ const CASES: [([usize; 4], [bool; BRANCHES]); 12] = [
 /// The sum and the gradients by branches and gates.
 pub fn gated_sums_equal_f64(devices: &[Device]) {
     for (shape, there) in CASES {
-        let problem = Problem::new(shape, there);
-        for device in devices {
-            for (dtype, tolerance) in exact_dtypes(device) {
-                for (what, got, expected) in problem.compared(device, [dtype; 2]) {
-                    assert_close(&what, got, &expected, tolerance);
-                }
-            }
-            if supports(device, DType::F64) {
-                for dtypes in [[DType::F64, DType::F32], [DType::F32, DType::F64]] {
-                    let problem = problem.clone().rounded(dtypes);
-                    for (what, got, expected) in problem.compared(device, dtypes) {
-                        assert_close(&what, got, &expected, 1e-5);
-                    }
-                }
+        let case = case(shape, there);
+        for (device, dtype, tolerance) in exact(devices) {
+            case.check_in(device, dtype, tolerance);
+        }
+        for device in with(devices, DType::F64) {
+            for dtypes in [[DType::F64, DType::F32], [DType::F32, DType::F64]] {
+                case.check(device, &dtypes, |_| 1e-5);
             }
         }
     }
@@ -186,8 +94,7 @@ pub fn gated_sums_in_half_precision(devices: &[Device]) {
                 ([2, 2, 40, 128], ALL),
                 ([1, 3, 20, 36], [true, true, false]),
             ] {
-                let problem = Problem::new(shape, there).rounded(dtypes);
-                for (what, got, expected) in problem.compared(device, dtypes) {
+                for (what, got, expected) in case(shape, there).compared(device, &dtypes) {
                     let unit = unit(got.dtype());
                     for (at, (got, expected)) in to_f64(got).iter().zip(expected).enumerate() {
                         // Sums of up to 128 products in f32, and numbers below the smallest of f16.
@@ -200,122 +107,79 @@ pub fn gated_sums_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// The same bits twice, by views of any strides, and with gradient checkpointing through steps that it computes again.
-pub fn gated_sums_give_the_same_bits(devices: &[Device]) {
-    let f32s = [DType::F32; 2];
-    let problem = Problem::new([2, 3, 40, 24], ALL);
-    for plain in devices {
-        let device = plain.clone().autodiff();
-        let run = || bits(&problem.run(&device, f32s, [true; BRANCHES + 1]));
-        let first = run();
-        assert_eq!(first, run(), "{plain:?}");
-        for device in tracked(plain) {
-            let x = problem.tensors(&device, f32s);
-            let leaves = x.branches.map(|x| x.unwrap().require_grad());
-            let gates = x.gates.require_grad();
-            // As products give them: heads beside each other.
-            let strided = |x: Tensor<4>| (x.swap_dims(1, 2) * 2.0).swap_dims(1, 2) * 0.5;
-            let branches = leaves.clone().map(|x| Some(strided(x)));
-            let out = gated(branches, strided(gates.clone()));
-            let grad = x.grad.swap_dims(1, 3);
-            let grads = (out.clone().swap_dims(1, 3) * grad).sum().backward();
-            let [a, b, c] = leaves.map(|x| gradient(&x, &grads));
-            let again = bits(&[
-                Some(out.inner().into_data()),
-                gradient(&gates, &grads),
-                a,
-                b,
-                c,
-            ]);
-            assert_eq!(first, again, "{device:?}");
-        }
+/// The same bits whatever the strides, and frozen inputs; one tensor may be all branches.
+pub fn gated_sums_bits_and_constants(devices: &[Device]) {
+    case([2, 3, 40, 24], ALL).gives_the_same_bits(devices, 0.0);
+    case([2, 2, 9, 20], ALL).has_constants(devices, 0.0);
+    case([2, 2, 9, 20], [true, true, false]).has_constants(devices, 0.0);
+    let (x, gates) = (numbers(40, 216), numbers(43, 54));
+    for device in devices
+        .iter()
+        .flat_map(|plain| [plain.clone(), plain.clone().autodiff()])
+    {
+        let x = tensor(&x, [1, 2, 9, 12], &device, DType::F32);
+        let gates = tensor::<4>(&gates, [1, 2, 9, 3], &device, DType::F32);
+        let (before, one) = (read(x.clone()), Some(x.clone()));
+        let out = gated([one.clone(), one.clone(), one], gates.clone());
+        let sum = (x.clone() * gates.sum_dim(3)).into_data();
+        assert_close("one tensor as all branches", read(out), &to_f64(sum), 1e-6);
+        read(x).assert_eq(&before, true);
     }
 }
 
-/// Inputs and gradients that are used again are as they were, though results may take their places; and one tensor may be all branches.
-pub fn gated_sums_keep_their_inputs(devices: &[Device]) {
-    let f32s = [DType::F32; 2];
-    let problem = Problem::new([1, 2, 9, 12], ALL);
+/// A gradient that the caller keeps is as it was, though gradients by branches may take its place.
+pub fn gated_sums_keep_their_gradients(devices: &[Device]) {
     for plain in devices {
-        for device in [plain.clone(), plain.clone().autodiff()] {
-            let x = problem.tensors(&device, f32s);
-            let before = x.branches.clone().map(|x| read(x.unwrap()));
-            let once = read(gated(x.branches.clone(), x.gates.clone()));
-            let one = x.branches[0].clone();
-            let _ = gated([one.clone(), one.clone(), one], x.gates.clone());
-            for (x, before) in x.branches.iter().zip(&before) {
-                let x = x.clone().unwrap();
-                x.into_data().assert_eq(before, true);
-            }
-            // The last use.
-            let twice = gated(x.branches, x.gates);
-            twice.into_data().assert_eq(&once, true);
-        }
-        let x = problem.tensors(&plain.clone().autodiff(), f32s);
-        let leaf = x.branches[1].clone().unwrap().require_grad();
-        let before = read(x.grad.clone().inner());
-        let out = gated([None, Some(leaf.clone()), None], x.gates);
-        // The gradient by the sum is this tensor, which the caller keeps.
-        let grads = (out * x.grad.clone()).sum().backward();
+        let device = plain.clone().autodiff();
+        let of = |seed, shape: [usize; 4]| {
+            tensor(
+                &numbers(seed, shape.iter().product()),
+                shape,
+                &device,
+                DType::F32,
+            )
+        };
+        let (leaf, grad) = (of(41, [1, 2, 9, 12]).require_grad(), of(44, [1, 2, 9, 12]));
+        let before = read(grad.clone().inner());
+        let out = gated([None, Some(leaf.clone()), None], of(43, [1, 2, 9, 3]));
+        let grads = (out * grad.clone()).sum().backward();
         assert!(leaf.grad(&grads).is_some());
-        x.grad.inner().into_data().assert_eq(&before, true);
-    }
-}
-
-/// What is frozen gets no gradient, and changes no other.
-pub fn gated_sums_constants(devices: &[Device]) {
-    let problem = Problem::new([2, 2, 9, 20], [true, true, false]);
-    let f32s = [DType::F32; 2];
-    for plain in devices {
-        let device = plain.clone().autodiff();
-        let all = problem.run(&device, f32s, [true; BRANCHES + 1]);
-        for tracked in [
-            [true, false, false, false],
-            [false, true, false, true],
-            [false, false, false, true],
-            [true, true, false, false],
-        ] {
-            let got = problem.run(&device, f32s, tracked);
-            let by_gates = tracked[BRANCHES];
-            let wanted = [true, by_gates, tracked[0], tracked[1], tracked[2]];
-            assert_wanted(&format!("{plain:?}, {tracked:?}"), &got, &all, wanted);
-        }
+        read(grad.inner()).assert_eq(&before, true);
     }
 }
 
 /// More numbers than 32 bits count, for a large GPU: the last rows are those of a small call.
 pub fn gated_sums_of_more_than_2_31_elements(devices: &[Device]) {
     let (heads, seq, width, last) = (5, 1 << 22, 128, 40);
-    let problem = Problem::new([1, 1, last, width], [true, true, false]);
+    let case = case([1, 1, last, width], [true, true, false]);
     for device in devices {
         let dtypes = [DType::BF16; 2];
+        let expected = case.run_all(device, &dtypes);
         let device = device.clone().autodiff();
-        let small = problem.tensors(&device, dtypes);
+        let rows = |seed, width: usize| {
+            let shape = [1, 1, last, width];
+            tensor::<4>(&numbers(seed, last * width), shape, &device, dtypes[0])
+        };
         // Zeros, and the small call's rows at the end.
         let large = |x: Tensor<4>| {
             let [.., rows, width] = x.dims();
             let zeros = Tensor::<4>::zeros([1, heads, seq, width], (&device, dtypes[0]));
             let at = [0..1, heads - 1..heads, seq - rows..seq, 0..width];
-            zeros.slice_assign(at, x)
+            zeros.slice_assign(at, x).detach().require_grad()
         };
-        let [first, second, _] = small.branches;
-        let branches = [first, second].map(|x| large(x.unwrap()).detach().require_grad());
-        let gates = large(small.gates).detach().require_grad();
-        let [a, b] = branches.clone();
-        let out = gated([Some(a), Some(b), None], gates.clone());
+        let leaves = [rows(43, BRANCHES), rows(40, width), rows(41, width)].map(large);
+        let [gates, a, b] = leaves.clone();
+        let out = gated([Some(a), Some(b), None], gates);
         assert!(out.shape().num_elements() > 1 << 31);
         let tail = |x: Tensor<4>| {
             let [_, heads, seq, width] = x.dims();
             x.slice([0..1, heads - 1..heads, seq - last..seq, 0..width])
         };
-        let seen = tail(out.clone().inner()).into_data();
-        let grads = (tail(out) * small.grad).sum().backward();
-        let [by_first, by_second] = branches.map(|x| tail(x.grad(&grads).unwrap()).into_data());
-        let by_gates = tail(gates.grad(&grads).unwrap()).into_data();
-        let got = [seen, by_gates, by_first, by_second];
-        let expected = problem.run(&device, dtypes, [true; BRANCHES + 1]);
+        let mut got = vec![read(tail(out.clone().inner()))];
+        let grads = (tail(out) * rows(44, width)).sum().backward();
+        got.extend(leaves.map(|x| read(tail(x.grad(&grads).unwrap()))));
         for (got, expected) in got.into_iter().zip(expected) {
-            got.assert_eq(&expected.unwrap(), true);
+            assert_eq!(got.as_bytes(), expected.unwrap().as_bytes());
         }
     }
 }

@@ -3,38 +3,29 @@
 use burn_fused_ops::{CrossEntropyOptions, Reduction, linear_cross_entropy};
 
 use crate::prelude::*;
+use crate::training::case::*;
 
+/// A call, whose gradients by the losses of positions are `grads` where losses are not reduced.
 struct Problem {
-    positions: usize,
-    width: usize,
-    vocab: usize,
+    sizes: [usize; 3],
     x: Vec<f64>,
     weight: Vec<f64>,
     targets: Vec<i64>,
-    /// The gradients by the losses of positions, where they are not reduced.
     grads: Vec<f64>,
     options: CrossEntropyOptions,
 }
 
 impl Problem {
-    fn new([positions, width, vocab]: [usize; 3], options: CrossEntropyOptions) -> Self {
-        let mut rng = seeded(vocab as u64);
-        let mut targets: Vec<i64> = (0..positions)
-            .map(|_| rng.random_range(0..vocab as i64))
-            .collect();
+    fn new(sizes: [usize; 3], options: CrossEntropyOptions) -> Self {
+        let [positions, width, vocab] = sizes;
+        let mut targets = drawn(&mut seeded(vocab as u64), positions, 0..vocab as i64);
         if let Some(ignored) = options.ignore_index {
-            for target in targets.iter_mut().step_by(3) {
-                *target = ignored;
-            }
+            let some = targets.iter_mut().step_by(3);
+            some.for_each(|target| *target = ignored);
         }
         Self {
-            positions,
-            width,
-            vocab,
-            x: numbers(1, positions * width)
-                .iter()
-                .map(|x| x * 2.0)
-                .collect(),
+            sizes,
+            x: uniform(&mut seeded(1), positions * width, 2.0),
             weight: numbers(2, width * vocab),
             targets,
             grads: numbers(3, positions),
@@ -42,34 +33,34 @@ impl Problem {
         }
     }
 
-    /// The loss, dx and dW, for a gradient of 1 by the loss, or those of positions.
-    fn expected(&self) -> [Vec<f64>; 3] {
-        let (positions, width, vocab) = (self.positions, self.width, self.vocab);
-        let (x, weight) = (&self.x, &self.weight);
+    /// What the loss of each position is multiplied by in the loss.
+    fn factors(&self, by_loss: &[f64]) -> Vec<f64> {
+        let counts = |target: &i64| self.options.ignore_index != Some(*target);
+        let counted = self.targets.iter().filter(|target| counts(target)).count();
+        let factors = self.targets.iter().enumerate().map(|(position, target)| {
+            match self.options.reduction {
+                _ if !counts(target) => 0.0,
+                Reduction::Sum => by_loss[0],
+                Reduction::Mean => by_loss[0] / counted as f64,
+                Reduction::None => by_loss[position],
+            }
+        });
+        factors.collect()
+    }
+
+    /// The loss, dx and dW.
+    fn solve(&self, x: &[f64], weight: &[f64], by_loss: &[f64]) -> Vec<Vec<f64>> {
+        let [positions, width, vocab] = self.sizes;
         let smoothing = self.options.label_smoothing;
         let mut dz = product(
-            [positions, width, vocab],
+            self.sizes,
             |r, k| x[r * width + k],
             |k, c| weight[k * vocab + c],
         );
-        let counts = |target: i64| self.options.ignore_index != Some(target);
-        let counted = self
-            .targets
-            .iter()
-            .filter(|&&target| counts(target))
-            .count();
-        let is_reduced = self.options.reduction != Reduction::None;
-        let factor_of = |position: usize| match self.options.reduction {
-            Reduction::Sum => 1.0,
-            Reduction::Mean if counted == 0 => 0.0,
-            Reduction::Mean => 1.0 / counted as f64,
-            Reduction::None => self.grads[position],
-        };
-        let mut losses = vec![0.0; positions];
+        let (factors, mut losses) = (self.factors(by_loss), vec![0.0; positions]);
         let rows = dz.chunks_mut(vocab).zip(&self.targets).enumerate();
         for (position, (row, &target)) in rows {
-            let factor = factor_of(position);
-            if !counts(target) {
+            if self.options.ignore_index == Some(target) {
                 row.fill(0.0);
                 continue;
             }
@@ -82,7 +73,7 @@ impl Problem {
             };
             for (column, z) in row.iter_mut().enumerate() {
                 losses[position] += label(column) * (lse - *z);
-                *z = ((*z - lse).exp() - label(column)) * factor;
+                *z = ((*z - lse).exp() - label(column)) * factors[position];
             }
         }
         let dx = product(
@@ -95,66 +86,59 @@ impl Problem {
             |i, r| x[r * width + i],
             |r, c| dz[r * vocab + c],
         );
-        let loss = match is_reduced {
-            true => {
-                let of_position = |(position, loss)| loss * factor_of(position);
-                vec![losses.into_iter().enumerate().map(of_position).sum()]
-            }
-            false => losses,
+        let loss = match self.options.reduction {
+            Reduction::None => losses,
+            _ => vec![dot(&losses, &self.factors(&[1.0]))],
         };
-        [loss, dx, dw]
+        vec![loss, dx, dw]
+    }
+
+    /// The dtypes of a case are those of x, the weight and the loss.
+    fn case(&self) -> Case<'_> {
+        let [positions, width, vocab] = self.sizes;
+        let call = |x: &mut Tensors| {
+            let (x, weight) = (x.take::<2>(), x.take());
+            let targets = self.targets(&x.device());
+            let loss = linear_cross_entropy(x, weight, targets, &self.options);
+            vec![loss.unwrap().into()]
+        };
+        let judge = |x: &[Vec<f64>], grads: &[Vec<f64>]| self.solve(&x[0], &x[1], &grads[0]);
+        // Gradients of a mean are as large as those of a sum, and come out again.
+        let by_loss = match self.options.reduction {
+            Reduction::Sum => vec![4.0],
+            Reduction::Mean => vec![4.0 * positions.max(1) as f64],
+            Reduction::None => self.grads.clone(),
+        };
+        let what = format!(
+            "{positions} positions of {width} to {vocab}, {:?}",
+            self.options
+        );
+        Case::new(what, call, judge)
+            .input("x", 0, &[positions, width], self.x.clone())
+            .input("W", 1, &[width, vocab], self.weight.clone())
+            .result("loss", 2, &[by_loss.len()], by_loss)
     }
 
     fn targets(&self, device: &Device) -> Tensor<1, Int> {
-        Tensor::from_data(
-            TensorData::new(self.targets.clone(), [self.positions]),
-            device,
-        )
+        let targets = TensorData::new(self.targets.clone(), [self.sizes[0]]);
+        Tensor::from_data(targets, device)
     }
 
-    fn run(&self, device: &Device, dtypes: [DType; 2]) -> [TensorData; 3] {
-        let x = tensor(&self.x, [self.positions, self.width], device, dtypes[0]).require_grad();
-        let shape = [self.width, self.vocab];
-        let weight = tensor(&self.weight, shape, device, dtypes[1]).require_grad();
-        let targets = self.targets(device);
-        let loss = linear_cross_entropy(x.clone(), weight.clone(), targets, &self.options).unwrap();
-        let by_loss = match self.options.reduction {
-            Reduction::None => {
-                assert_eq!(loss.dims(), [self.positions]);
-                let grads = tensor(&self.grads, [self.positions], device, loss.dtype());
-                (loss.clone() * grads).sum()
-            }
-            _ => {
-                assert_eq!(loss.dims(), [1]);
-                loss.clone()
-            }
-        };
-        // A gradient by the loss that is not 1, which has to come out again.
-        let grads = (by_loss * 4.0).backward();
-        let [dx, dw] = [x.grad(&grads), weight.grad(&grads)].map(|grad| grad.unwrap() / 4.0);
-        assert_eq!([dx.dtype(), dw.dtype()], dtypes);
-        [loss.into_data(), dx.into_data(), dw.into_data()]
-    }
-
-    fn check(&self, what: &str, got: [TensorData; 3], tolerances: [f64; 3]) {
-        let names = ["loss", "dx", "dW"].into_iter().zip(tolerances);
-        // Relative to what the gradients of a sum are: those of a mean are smaller.
+    fn check(&self, device: &Device, dtypes: [DType; 3], tolerances: [f64; 3]) {
+        let case = self.case();
+        // Relative to what the gradients by positions are.
         let scale = match self.options.reduction {
-            Reduction::Sum => 1.0,
-            Reduction::Mean => self.positions.max(1) as f64,
             Reduction::None => 1.0 / largest(&self.grads).max(f64::MIN_POSITIVE),
+            _ => 0.25,
         };
-        let all = got.into_iter().zip(self.expected()).zip(names);
-        for (index, ((got, expected), (name, tolerance))) in all.enumerate() {
-            let what = format!(
-                "{what}, {} positions of {} to {}, {:?}: {name}",
-                self.positions, self.width, self.vocab, self.options
-            );
+        let compared = case.compared(device, &dtypes).into_iter().enumerate();
+        for (index, (what, got, expected)) in compared {
             let scale = if index == 0 { 1.0 } else { scale };
-            let scaled = |values: Vec<f64>| values.iter().map(|x| x * scale).collect::<Vec<f64>>();
-            let shape = got.shape().clone();
-            let got = TensorData::new(scaled(to_f64(got)), shape);
-            assert_close(&what, got, &scaled(expected), tolerance);
+            let scaled = |x: Vec<f64>| x.iter().map(|x| x * scale).collect::<Vec<f64>>();
+            let (got, expected) = (scaled(to_f64(got)), scaled(expected));
+            let count = got.len();
+            let got = TensorData::new(got, [count]);
+            assert_close(&what, got, &expected, tolerances[index]);
         }
     }
 }
@@ -218,17 +202,10 @@ pub fn cross_entropy_equals_f64(devices: &[Device]) {
     for problem in problems() {
         for (device, dtype, tolerance) in exact(devices) {
             let tolerance = product_tolerance(device, dtype, tolerance);
-            let tracked = device.clone().autodiff();
-            let got = problem.run(&tracked, [dtype; 2]);
-            assert_eq!(
-                got,
-                problem.run(&tracked, [dtype; 2]),
-                "the same bits twice"
-            );
-            let checkpointing = tracked.gradient_checkpointing();
-            assert_eq!(got, problem.run(&checkpointing, [dtype; 2]));
-            problem.check(&format!("{device:?}, {dtype:?}"), got, [tolerance; 3]);
+            problem.check(device, [dtype; 3], [tolerance; 3]);
         }
+        let case = problem.case();
+        case.gives_the_same_bits(devices, 10.0 * products_within(devices));
     }
 }
 
@@ -241,15 +218,11 @@ pub fn cross_entropy_of_large_logits(devices: &[Device]) {
         problem.weight = (0..vocab)
             .map(|column| [10_000.0, -10_000.0, 9_992.0][column % 3])
             .collect();
-        for device in devices {
-            let tracked = device.clone().autodiff();
-            for (dtype, tolerance) in exact_dtypes(device) {
-                let tolerance = product_tolerance(device, dtype, tolerance);
-                // Sums over the vocabulary of numbers as large as the logits.
-                let sums = 100.0 * tolerance;
-                let got = problem.run(&tracked, [dtype; 2]);
-                problem.check("large logits", got, [tolerance, sums, sums]);
-            }
+        for (device, dtype, tolerance) in exact(devices) {
+            let tolerance = product_tolerance(device, dtype, tolerance);
+            // Sums over the vocabulary of numbers as large as the logits.
+            let sums = 100.0 * tolerance;
+            problem.check(device, [dtype; 3], [tolerance, sums, sums]);
         }
     }
 }
@@ -268,16 +241,14 @@ pub fn cross_entropy_of_positions_by_any_gradients(devices: &[Device]) {
         problem.grads.iter_mut().for_each(|grad| *grad *= scale);
         for (device, half) in halves(devices) {
             let rounding = if half == DType::BF16 { 1e-2 } else { 2e-3 };
-            round_to(&mut problem.x, half);
-            round_to(&mut problem.weight, half);
-            let device = device.clone().autodiff();
-            let [_, _, dw] = problem.run(&device, [half, DType::F32]);
-            let [_, _, expected] = problem.expected();
+            let case = problem.case();
+            let dtypes = [half, DType::F32, DType::F32];
+            let (what, got, expected) = case.compared(device, &dtypes).remove(2);
             let by_scale = |x: &f64| x / scale;
-            let got: Vec<f64> = to_f64(dw).iter().map(by_scale).collect();
-            let got = TensorData::new(got, [problem.width, problem.vocab]);
+            let got: Vec<f64> = to_f64(got).iter().map(by_scale).collect();
+            let got = TensorData::new(got, [16, 256]);
             let expected: Vec<f64> = expected.iter().map(by_scale).collect();
-            let what = format!("{device:?}, {half:?}, gradients of {scale:e}");
+            let what = format!("{what}, gradients of {scale:e}");
             assert_close(&what, got, &expected, rounding);
         }
     }
@@ -297,56 +268,33 @@ pub fn cross_entropy_in_half_precision(devices: &[Device]) {
     for mut problem in some {
         for (device, half) in halves(devices) {
             let rounding = if half == DType::BF16 { 1e-2 } else { 2e-3 };
-            round_to(&mut problem.x, half);
             round_to(&mut problem.weight, half);
-            let device = device.clone().autodiff();
-            let what = format!("{device:?}, {half:?}");
-            let got = problem.run(&device, [half, DType::F32]);
-            problem.check(&what, got, [1e-5, rounding, rounding]);
-            let got = problem.run(&device, [half; 2]);
-            problem.check(&what, got, [1e-5, rounding, rounding]);
+            for weight in [DType::F32, half] {
+                let tolerances = [1e-5, rounding, rounding];
+                problem.check(device, [half, weight, DType::F32], tolerances);
+            }
         }
     }
 }
 
-/// Only what is tracked gets a gradient, and a loss without gradients is the same.
+/// Only what is tracked gets a gradient, and a loss without gradients is the same, by batch and sequence, too.
 pub fn cross_entropy_differentiates_what_is_tracked(devices: &[Device]) {
-    let options = CrossEntropyOptions::default();
-    let problem = Problem::new([40, 6, 30], options.clone());
-    let expected = problem.expected();
-    for plain in devices {
-        let tolerance = product_tolerance(plain, DType::F32, 1e-5);
-        let device = &plain.clone().autodiff();
-        let run = |device: &Device, tracked: [bool; 2]| {
-            let x = tensor(&problem.x, [40, 6], device, DType::F32);
-            let weight = tensor(&problem.weight, [6, 30], device, DType::F32);
-            let x = x.set_require_grad(tracked[0]);
-            let weight = weight.set_require_grad(tracked[1]);
-            // By batch and sequence, too.
-            let loss = linear_cross_entropy(
-                x.clone().reshape([2, 20, 6]),
-                weight.clone(),
-                problem.targets(device).reshape([2, 20]),
-                &options,
-            )
-            .unwrap();
-            assert_close("loss", loss.clone().into_data(), &expected[0], tolerance);
-            (loss, x, weight)
-        };
-        for tracked in [[true, false], [false, true]] {
-            let (loss, x, weight) = run(device, tracked);
-            let grads = loss.backward();
-            for (index, leaf) in [x, weight].iter().enumerate() {
-                let grad = leaf.grad(&grads);
-                assert_eq!(grad.is_some(), tracked[index]);
-                if let Some(grad) = grad {
-                    let expected = &expected[index + 1];
-                    assert_close("tracked", grad.into_data(), expected, tolerance);
-                }
-            }
-        }
-        let (loss, ..) = run(plain, [false, false]);
-        assert!(!loss.device().is_autodiff());
+    let problem = Problem::new([40, 6, 30], CrossEntropyOptions::default());
+    let case = problem.case();
+    case.has_constants(devices, products_within(devices));
+    for device in devices {
+        let x = tensor::<3>(&problem.x, [2, 20, 6], device, DType::F32);
+        let weight = tensor(&problem.weight, [6, 30], device, DType::F32);
+        let targets = problem.targets(device).reshape([2, 20]);
+        let loss = linear_cross_entropy(x, weight, targets, &problem.options).unwrap();
+        let expected = case.numbers(&[DType::F32; 3], case.judge()).remove(0);
+        let tolerance = product_tolerance(device, DType::F32, 1e-5);
+        assert_close(
+            "by batch and sequence",
+            loss.into_data(),
+            &expected,
+            tolerance,
+        );
     }
 }
 
@@ -364,8 +312,8 @@ pub fn cross_entropy_of_targets_out_of_range(devices: &[Device]) {
             let mut problem = Problem::new([40, 6, 30], options);
             problem.targets[5] = target;
             for device in devices {
-                let tracked = device.clone().autodiff();
-                let [loss, dx, _] = problem.run(&tracked, [DType::F32; 2]);
+                let found = problem.case().run_all(device, &[DType::F32; 3]);
+                let [loss, dx, _] = <[_; 3]>::try_from(found).unwrap().map(Option::unwrap);
                 for (position, loss) in to_f64(loss).into_iter().enumerate() {
                     let is_nan = reduction == Reduction::Mean || position == 5;
                     assert_eq!(loss.is_nan(), is_nan, "{device:?}, {target}, {position}");

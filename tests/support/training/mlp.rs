@@ -6,202 +6,138 @@ use burn_fused_ops::{
 };
 
 use crate::prelude::*;
-use crate::training::results::*;
+use crate::training::activation::value_and_slope;
+use crate::training::case::*;
 
-/// Which of x, the weights and the bias are differentiated by.
-type Tracked = [bool; 4];
-
-#[derive(Clone, Debug)]
-struct Problem {
-    rows: usize,
-    /// in, hidden, out.
-    widths: [usize; 3],
-    activation: Activation,
-    bias: bool,
+/// Which operation makes the result.
+#[derive(Clone, Copy, Debug)]
+enum By {
+    /// The three that it is made of.
+    Parts,
+    Op {
+        recompute: bool,
+    },
 }
 
-/// The result and the gradients by x, the inner weight, the outer weight and the bias.
-type All = Given<5>;
+/// A call of rows; in, hidden and out; an activation, and whether there is a bias.
+type Call = (usize, [usize; 3], Activation, bool);
 
-impl Problem {
-    fn new(rows: usize, widths: [usize; 3], activation: Activation, bias: bool) -> Self {
-        Self {
-            rows,
-            widths,
-            activation,
-            bias,
-        }
-    }
-
-    /// By the op with options, or by its three parts.
-    fn run(
-        &self,
-        device: &Device,
-        dtypes: [DType; 2],
-        product: Option<FloatDType>,
-        tracked: Tracked,
-        op: Option<bool>,
-    ) -> All {
-        let [width, hidden, out] = self.widths;
-        let leaf = |seed: u64, shape: [usize; 2], dtype: DType, tracked: bool| {
-            let values = numbers(seed, shape[0] * shape[1]);
-            tensor(&values, shape, device, dtype).set_require_grad(tracked)
-        };
-        let x = leaf(41, [self.rows, width], dtypes[0], tracked[0]);
-        let inner = leaf(42, [width, hidden], dtypes[1], tracked[1]);
-        let outer = leaf(43, [hidden, out], dtypes[1], tracked[2]);
-        let bias = self.bias.then(|| {
-            let values = numbers(44, hidden);
-            tensor(&values, [hidden], device, dtypes[1]).set_require_grad(tracked[3])
-        });
-        let y = match op {
-            Some(recompute) => {
-                let mut params = MlpParams::new(inner.clone(), outer.clone());
-                params.bias = bias.clone();
+/// The dtypes of a case are those of x, the parameters and the result, of which the last is asked for if it is another one than x's.
+fn case(call: Call, by: By) -> Case<'static> {
+    let (rows, [width, hidden, out], activation, has_bias) = call;
+    let make = move |x: &mut Tensors| {
+        let product = (x.dtypes[0] != x.dtypes[2]).then(|| FloatDType::from(x.dtypes[2]));
+        let (rows, inner, outer) = (x.take::<2>(), x.take(), x.take());
+        let bias = has_bias.then(|| x.take());
+        let y = match by {
+            By::Op { recompute } => {
+                let mut params = MlpParams::new(inner, outer);
+                params.bias = bias;
                 let mut options = MlpOptions::default().recompute(recompute);
                 options.dtype = product;
-                mlp(x.clone(), params, self.activation, &options).unwrap()
+                mlp(rows, params, activation, &options)
             }
-            None => {
+            By::Parts => {
                 let mut options = LinearOptions::default();
                 options.dtype = product;
-                let between = linear(x.clone(), inner.clone(), &options).unwrap();
-                let between = bias_activation(between, bias.clone(), self.activation).unwrap();
-                linear(between, outer.clone(), &options).unwrap()
+                let between = linear(rows, inner, &options).unwrap();
+                let between = bias_activation(between, bias, activation).unwrap();
+                linear(between, outer, &options)
             }
         };
-        assert_eq!(y.dims(), [self.rows, out]);
-        let dtype = product.map_or(dtypes[0], DType::from);
-        assert_eq!(y.dtype(), dtype);
-        let mut grads = [const { None }; 4];
-        if tracked.contains(&true) {
-            let seed = tensor(
-                &numbers(45, self.rows * out),
-                [self.rows, out],
-                device,
-                dtype,
-            );
-            let all = (y.clone() * seed).sum().backward();
-            let by_bias = bias.and_then(|bias| gradient(&bias, &all));
-            let [by_inner, by_outer] = [&inner, &outer].map(|weight| gradient(weight, &all));
-            grads = [gradient(&x, &all), by_inner, by_outer, by_bias];
+        vec![y.unwrap().into()]
+    };
+    // Of the result alone.
+    let judge = move |x: &[Vec<f64>], _: &[Vec<f64>]| {
+        let sizes = [rows, width, hidden];
+        let mut between = product(
+            sizes,
+            |r, k| x[0][r * width + k],
+            |k, c| x[1][k * hidden + c],
+        );
+        for (at, x_at) in between.iter_mut().enumerate() {
+            let bias = x.get(3).map_or(0.0, |bias| bias[at % hidden]);
+            [*x_at, _] = value_and_slope(*x_at + bias, activation);
         }
-        let [by_x, by_inner, by_outer, by_bias] = grads;
-        [Some(y.into_data()), by_x, by_inner, by_outer, by_bias]
-    }
+        let sizes = [rows, hidden, out];
+        vec![product(
+            sizes,
+            |r, k| between[r * hidden + k],
+            |k, c| x[2][k * out + c],
+        )]
+    };
+    let of = |seed, [rows, columns]: [usize; 2]| numbers(seed, rows * columns);
+    Case::new(format!("{call:?}, {by:?}"), make, judge)
+        .input("x", 0, &[rows, width], of(41, [rows, width]))
+        .input("inner", 1, &[width, hidden], of(42, [width, hidden]))
+        .input("outer", 1, &[hidden, out], of(43, [hidden, out]))
+        .input_if(has_bias, "bias", 1, &[hidden], numbers(44, hidden))
+        .result("y", 2, &[rows, out], of(45, [rows, out]))
 }
 
-const ALL: Tracked = [true; 4];
-
-fn close(what: &str, got: All, expected: &All, dtype: DType) {
-    let tolerance = 2.0 * unit(dtype);
-    for (index, (got, expected)) in got.into_iter().zip(expected).enumerate() {
-        assert_eq!(got.is_some(), expected.is_some(), "{what}, result {index}");
-        let (Some(got), Some(expected)) = (got, expected) else {
-            continue;
-        };
-        let what = format!("{what}, result {index}");
-        assert_close(&what, got, &to_f64(expected.clone()), tolerance);
-    }
-}
+const CALLS: [Call; 7] = [
+    (1, [1, 1, 1], Activation::Relu, true),
+    (70, [20, 33, 12], Activation::GeluErf, true),
+    (300, [64, 136, 40], Activation::GeluSigmoid, true),
+    (40, [16, 24, 8], Activation::Silu, false),
+    (40, [16, 24, 8], Activation::None, true),
+    (40, [16, 24, 8], Activation::None, false),
+    (0, [6, 9, 4], Activation::GeluTanh, true),
+];
 
 /// The same bits as of the three operations, or as close as rounding to half precision, with and without the first product computed again, and with gradient checkpointing.
 pub fn mlp_equals_its_parts(devices: &[Device]) {
     let mut ran = 0;
     for plain in devices {
-        let problems = [
-            Problem::new(1, [1, 1, 1], Activation::Relu, true),
-            Problem::new(70, [20, 33, 12], Activation::GeluErf, true),
-            Problem::new(300, [64, 136, 40], Activation::GeluSigmoid, true),
-            Problem::new(40, [16, 24, 8], Activation::Silu, false),
-            Problem::new(40, [16, 24, 8], Activation::None, true),
-            Problem::new(40, [16, 24, 8], Activation::None, false),
-            Problem::new(0, [6, 9, 4], Activation::GeluTanh, true),
-        ];
-        let exact = exact_dtypes(plain).into_iter().map(|(dtype, _)| [dtype; 2]);
-        let halves = half_dtypes(plain);
-        let half = halves.iter().map(|half| [*half, DType::F32]);
-        let mut cases: Vec<_> = exact.chain(half).map(|dtypes| (dtypes, None)).collect();
-        // Rounded for the products alone.
-        cases.extend(
-            halves
-                .iter()
-                .map(|half| ([DType::F32; 2], Some(FloatDType::from(*half)))),
-        );
-        for problem in &problems {
-            for &(dtypes, product) in &cases {
-                let device = plain.clone().autodiff();
-                let parts = problem.run(&device, dtypes, product, ALL, None);
-                for device in tracked(plain) {
-                    for recompute in [false, true] {
-                        let op = problem.run(&device, dtypes, product, ALL, Some(recompute));
-                        let what =
-                            format!("{plain:?}, {problem:?}, {dtypes:?}, {product:?}, {recompute}");
-                        match product.map_or(dtypes[0], DType::from) {
-                            // A kernel that makes two of the three may sum in another order.
-                            dtype @ (DType::BF16 | DType::F16) => close(&what, op, &parts, dtype),
-                            _ => assert_eq!(bits(&op), bits(&parts), "{what}"),
-                        }
-                        ran += 1;
-                    }
-                }
+        let exact = exact_dtypes(plain).into_iter().map(|(dtype, _)| [dtype; 3]);
+        // Rounded as they are, and for the products alone.
+        let halves = half_dtypes(plain).into_iter();
+        let halves = halves.flat_map(|half| {
+            let f32 = DType::F32;
+            [[half, f32, half], [f32, f32, half]]
+        });
+        for (call, dtypes) in exact
+            .chain(halves)
+            .flat_map(|dtypes| CALLS.map(|call| (call, dtypes)))
+        {
+            let parts = case(call, By::Parts).run_all(plain, &dtypes);
+            for (device, recompute) in tracked(plain)
+                .into_iter()
+                .flat_map(|device| [(device.clone(), false), (device, true)])
+            {
+                let op = case(call, By::Op { recompute });
+                let tracked = vec![true; 3 + usize::from(call.3)];
+                let got = op.run(&device, &dtypes, &tracked, Laid::Plain);
+                let what = format!("{device:?}, {call:?}, {dtypes:?}, {recompute}");
+                // A kernel that makes two of the three may sum in another order.
+                assert_found(&what, &got, &parts, 2.0 * unit(dtypes[2]));
+                ran += 1;
             }
         }
     }
     assert_ran("mlp_equals_its_parts", ran);
 }
 
-/// What is frozen gets no gradient, and changes no other: all combinations.
+/// What is frozen gets no gradient, and changes no other.
 pub fn mlp_constants(devices: &[Device]) {
-    for plain in devices {
-        let device = plain.clone().autodiff();
-        for activation in [Activation::Silu, Activation::None] {
-            let problem = Problem::new(9, [8, 10, 6], activation, true);
-            let all = problem.run(&device, [DType::F32; 2], None, ALL, None);
-            for tracked in some_tracked::<4>().chain([[false; 4]]) {
-                for recompute in [false, true] {
-                    let some =
-                        problem.run(&device, [DType::F32; 2], None, tracked, Some(recompute));
-                    let what = format!("{plain:?}, {activation:?}, {tracked:?}, {recompute}");
-                    let wanted = [true].into_iter().chain(tracked);
-                    assert_wanted(&what, &some, &all, wanted);
-                }
-            }
+    for activation in [Activation::Silu, Activation::None] {
+        for recompute in [false, true] {
+            let call = (9, [8, 10, 6], activation, true);
+            case(call, By::Op { recompute }).has_constants(devices, 0.0);
         }
-        // Plain in, plain out.
-        let problem = Problem::new(9, [8, 10, 6], Activation::Silu, true);
-        let plainly = problem.run(plain, [DType::F32; 2], None, [false; 4], Some(false));
-        let parts = problem.run(plain, [DType::F32; 2], None, [false; 4], None);
-        assert_eq!(bits(&plainly), bits(&parts));
     }
 }
 
-/// The result of one problem against f64, so that not everything is compared with itself.
+/// Results against f64, so that not everything is compared with itself.
 pub fn mlp_equals_f64(devices: &[Device]) {
-    let problem = Problem::new(7, [12, 20, 8], Activation::Relu, true);
-    let [width, hidden, out] = problem.widths;
-    let [x, inner, outer] = [(41, 7 * width), (42, width * hidden), (43, hidden * out)]
-        .map(|(seed, count)| numbers(seed, count));
-    let bias = numbers(44, hidden);
-    let between: Vec<f64> = product(
-        [7, width, hidden],
-        |row, k| x[row * width + k],
-        |k, column| inner[k * hidden + column],
-    )
-    .into_iter()
-    .enumerate()
-    .map(|(at, x)| (x + bias[at % hidden]).max(0.0))
-    .collect();
-    let expected = product(
-        [7, hidden, out],
-        |row, k| between[row * hidden + k],
-        |k, column| outer[k * out + column],
-    );
-    for (device, dtype, tolerance) in exact(devices) {
-        let tolerance = product_tolerance(device, dtype, 10.0 * tolerance);
-        let [got, ..] = problem.run(device, [dtype; 2], None, [false; 4], Some(false));
-        let got = got.expect("a result");
-        assert_eq!(to_f64(got.clone()).len(), expected.len());
-        assert_close(&format!("{device:?}, {dtype:?}"), got, &expected, tolerance);
+    for call in CALLS {
+        let case = case(call, By::Op { recompute: false });
+        for (device, dtype, tolerance) in exact(devices) {
+            let tolerance = product_tolerance(device, dtype, 10.0 * tolerance);
+            let expected = case.numbers(&[dtype; 3], case.judge()).remove(0);
+            let got = case.run_all(device, &[dtype; 3]).remove(0).unwrap();
+            let what = format!("{device:?}, {dtype:?}, {call:?}");
+            assert_close(&what, got, &expected, tolerance);
+        }
     }
 }

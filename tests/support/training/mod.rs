@@ -2,6 +2,7 @@
 
 pub mod activation;
 pub mod block_sparse;
+pub mod case;
 pub mod dropout;
 pub mod embedding;
 pub mod few_rows;
@@ -13,5 +14,4 @@ pub mod mlp;
 pub mod norm;
 pub mod optim;
 pub mod projection;
-pub mod results;
 pub mod rope;

@@ -1,0 +1,454 @@
+//! An operation as a case: its tensors, its call, and the loops in f64 that judge it. What holds of every operation stands here, once.
+
+use burn::tensor::Shape;
+use burn_blocksparse::OpPlan;
+
+use crate::gate;
+use crate::prelude::*;
+
+/// A tensor of a case.
+#[derive(Clone)]
+struct Given {
+    name: String,
+    shape: Vec<usize>,
+    /// Of an input; of a result the gradient by it, or nothing where it is not in the loss.
+    values: Option<Vec<f64>>,
+    /// Which of a call's dtypes it has.
+    dtype: usize,
+}
+
+/// How tensors lie in memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Laid {
+    /// As their shapes say.
+    Plain,
+    /// With the first and the last dimension the other way round, behind steps that gradient checkpointing computes again; gradients by results, too.
+    Turned,
+}
+
+/// What a case gives: its results, and the gradients by its inputs where there are some.
+pub type Found = Vec<Option<TensorData>>;
+
+pub type Call<'a> = dyn Fn(&mut Tensors) -> Vec<Made> + 'a;
+
+pub type Judge<'a> = dyn Fn(&[Vec<f64>], &[Vec<f64>]) -> Vec<Vec<f64>> + 'a;
+
+/// A call with its tensors in f64.
+pub struct Case<'a> {
+    what: String,
+    inputs: Vec<Given>,
+    results: Vec<Given>,
+    call: Box<Call<'a>>,
+    judge: Box<Judge<'a>>,
+}
+
+/// The tensors of a call, in the order of the inputs.
+pub struct Tensors {
+    rest: std::vec::IntoIter<(Tensor<1>, Vec<usize>, Laid)>,
+    pub dtypes: Vec<DType>,
+}
+
+impl Tensors {
+    pub fn take<const D: usize>(&mut self) -> Tensor<D> {
+        let (flat, shape, laid) = self.rest.next().expect("an input that is left");
+        let shape: [usize; D] = shape.try_into().expect("a tensor of that rank");
+        if laid == Laid::Plain {
+            return shaped(flat, shape);
+        }
+        let mut stored = shape;
+        stored.swap(0, D - 1);
+        shaped(flat * 2.0 * 0.5, stored).swap_dims(0, D - 1)
+    }
+}
+
+/// Burn reads a 0 of `reshape` as the length that there was.
+fn shaped<const D: usize>(flat: Tensor<1>, shape: [usize; D]) -> Tensor<D> {
+    match shape.iter().position(|length| *length == 0) {
+        None => flat.reshape(shape),
+        Some(empty) => {
+            let mut column = [1; D];
+            column[0] = 0;
+            flat.reshape(column)
+                .swap_dims(0, empty)
+                .expand(Shape::new(shape))
+        }
+    }
+}
+
+/// A result of any rank.
+pub struct Made {
+    shape: Vec<usize>,
+    flat: Tensor<1>,
+    turned: Tensor<1>,
+}
+
+impl<const D: usize> From<Tensor<D>> for Made {
+    fn from(x: Tensor<D>) -> Self {
+        Self {
+            shape: x.dims().to_vec(),
+            flat: x.clone().flatten(0, D - 1),
+            turned: x.swap_dims(0, D - 1).flatten(0, D - 1),
+        }
+    }
+}
+
+/// Lengths of the first, of all the middle and of the last dimension.
+fn three(shape: &[usize]) -> [usize; 3] {
+    match shape {
+        [first, middle @ .., last] => [*first, middle.iter().product(), *last],
+        _ => [1, 1, shape.iter().product()],
+    }
+}
+
+impl Given {
+    fn rounded(&self, dtypes: &[DType]) -> Vec<f64> {
+        let zeros = || vec![0.0; self.shape.iter().product()];
+        let mut values = self.values.clone().unwrap_or_else(zeros);
+        round_to(&mut values, dtypes[self.dtype]);
+        values
+    }
+
+    fn flat(&self, device: &Device, dtypes: &[DType], laid: Laid) -> Tensor<1> {
+        let mut values = self.rounded(dtypes);
+        if laid == Laid::Turned {
+            let [a, m, b] = three(&self.shape);
+            let at = |at: usize| (at % a * m + at / a % m) * b + at / a / m;
+            values = (0..values.len()).map(|i| values[at(i)]).collect();
+        }
+        tensor(&values, [values.len()], device, dtypes[self.dtype])
+    }
+
+    /// A gradient by this input, as it would be if it was not turned.
+    fn back(&self, grad: Tensor<1>, laid: Laid) -> TensorData {
+        let [a, m, b] = three(&self.shape);
+        match laid {
+            Laid::Plain => read(grad),
+            Laid::Turned => read(shaped(grad, [b, m, a]).swap_dims(0, 2).flatten::<1>(0, 2)),
+        }
+    }
+}
+
+impl<'a> Case<'a> {
+    /// A call without tensors. Its judge gets the inputs and the gradients by results, and gives the results and the gradients by inputs.
+    pub fn new(
+        what: impl Into<String>,
+        call: impl Fn(&mut Tensors) -> Vec<Made> + 'a,
+        judge: impl Fn(&[Vec<f64>], &[Vec<f64>]) -> Vec<Vec<f64>> + 'a,
+    ) -> Self {
+        Self {
+            what: what.into(),
+            inputs: Vec::new(),
+            results: Vec::new(),
+            call: Box::new(call),
+            judge: Box::new(judge),
+        }
+    }
+
+    /// A call that is compared with another one alone.
+    pub fn unjudged(
+        what: impl Into<String>,
+        call: impl Fn(&mut Tensors) -> Vec<Made> + 'a,
+    ) -> Self {
+        Self::new(what, call, |_, _| panic!("a case without a judge"))
+    }
+
+    fn given(name: &str, dtype: usize, shape: &[usize], values: Option<Vec<f64>>) -> Given {
+        Given {
+            name: name.to_owned(),
+            shape: shape.to_vec(),
+            values,
+            dtype,
+        }
+    }
+
+    pub fn input(mut self, name: &str, dtype: usize, shape: &[usize], values: Vec<f64>) -> Self {
+        self.inputs
+            .push(Self::given(name, dtype, shape, Some(values)));
+        self
+    }
+
+    /// An input that some calls have.
+    pub fn input_if(
+        self,
+        is_there: bool,
+        name: &str,
+        dtype: usize,
+        shape: &[usize],
+        values: Vec<f64>,
+    ) -> Self {
+        match is_there {
+            true => self.input(name, dtype, shape, values),
+            false => self,
+        }
+    }
+
+    /// A result, and the gradient by it if it is in the loss.
+    pub fn result(
+        mut self,
+        name: &str,
+        dtype: usize,
+        shape: &[usize],
+        gradient: impl Into<Option<Vec<f64>>>,
+    ) -> Self {
+        let given = Self::given(name, dtype, shape, gradient.into());
+        self.results.push(given);
+        self
+    }
+
+    /// With numbers that another dtype has, too.
+    pub fn rounded(mut self, dtype: DType) -> Self {
+        let all = self.inputs.iter_mut().chain(&mut self.results);
+        all.filter_map(|given| given.values.as_mut())
+            .for_each(|values| round_to(values, dtype));
+        self
+    }
+
+    fn all(&self) -> Vec<bool> {
+        vec![true; self.inputs.len()]
+    }
+
+    /// The inputs, which are differentiated by where `tracked` says so.
+    fn leaves(
+        &self,
+        device: &Device,
+        dtypes: &[DType],
+        tracked: &[bool],
+        laid: Laid,
+    ) -> Vec<Tensor<1>> {
+        let leaf =
+            |(x, tracked): (&Given, &bool)| x.flat(device, dtypes, laid).set_require_grad(*tracked);
+        self.inputs.iter().zip(tracked).map(leaf).collect()
+    }
+
+    fn call(&self, leaves: Vec<Tensor<1>>, dtypes: &[DType], laid: Laid) -> Vec<Made> {
+        let shapes = self.inputs.iter().map(|x| x.shape.clone());
+        let inputs: Vec<_> = (leaves.into_iter().zip(shapes))
+            .map(|(leaf, shape)| (leaf, shape, laid))
+            .collect();
+        let mut tensors = Tensors {
+            rest: inputs.into_iter(),
+            dtypes: dtypes.to_vec(),
+        };
+        let made = (self.call)(&mut tensors);
+        assert_eq!(tensors.rest.len(), 0, "{}: inputs are left", self.what);
+        assert_eq!(made.len(), self.results.len(), "{}", self.what);
+        for (made, given) in made.iter().zip(&self.results) {
+            let (what, name) = (&self.what, &given.name);
+            assert_eq!(made.shape, given.shape, "{what}: {name}");
+            assert_eq!(made.flat.dtype(), dtypes[given.dtype], "{what}: {name}");
+        }
+        made
+    }
+
+    /// The results, and the gradients by inputs that are tracked.
+    pub fn run(&self, device: &Device, dtypes: &[DType], tracked: &[bool], laid: Laid) -> Found {
+        let leaves = self.leaves(device, dtypes, tracked, laid);
+        let made = self.call(leaves.clone(), dtypes, laid);
+        let mut loss: Option<Tensor<1>> = None;
+        for (made, given) in made.iter().zip(&self.results) {
+            if given.values.is_none() {
+                continue;
+            }
+            let seen = match laid {
+                Laid::Plain => made.flat.clone(),
+                Laid::Turned => made.turned.clone(),
+            };
+            let sums = match seen.dtype() {
+                DType::F64 => DType::F64,
+                _ => DType::F32,
+            };
+            let part = (seen * given.flat(device, dtypes, laid)).sum().cast(sums);
+            loss = Some(match loss {
+                Some(loss) => {
+                    let dtype = loss.dtype();
+                    loss + part.cast(dtype)
+                }
+                None => part,
+            });
+        }
+        let mut found: Found = (made.into_iter())
+            .map(|made| Some(read(made.flat)))
+            .collect();
+        if tracked.contains(&true) {
+            let grads = loss.expect("a result in the loss").backward();
+            let leaves = leaves.iter().zip(&self.inputs);
+            found.extend(leaves.map(|(leaf, x)| Some(x.back(leaf.grad(&grads)?, laid))));
+        }
+        found
+    }
+
+    /// With everything tracked.
+    pub fn run_all(&self, device: &Device, dtypes: &[DType]) -> Found {
+        self.run(&device.clone().autodiff(), dtypes, &self.all(), Laid::Plain)
+    }
+
+    /// What is made of the numbers of inputs and of the gradients by results.
+    pub fn numbers<R>(&self, dtypes: &[DType], of: impl Fn(&[Vec<f64>], &[Vec<f64>]) -> R) -> R {
+        let all = |given: &[Given]| given.iter().map(|x| x.rounded(dtypes)).collect::<Vec<_>>();
+        of(&all(&self.inputs), &all(&self.results))
+    }
+
+    pub fn judge(&self) -> &Judge<'a> {
+        &self.judge
+    }
+
+    /// What a device gives and what it should, by name.
+    pub fn compared(
+        &self,
+        device: &Device,
+        dtypes: &[DType],
+    ) -> Vec<(String, TensorData, Vec<f64>)> {
+        let expected = self.numbers(dtypes, &self.judge);
+        let got = self.run_all(device, dtypes);
+        assert_eq!(got.len(), expected.len(), "{}", self.what);
+        let results = self.results.iter().map(|x| (x.name.clone(), x.dtype));
+        let inputs = self
+            .inputs
+            .iter()
+            .map(|x| (format!("d{}", x.name), x.dtype));
+        let names = results.chain(inputs).zip(got.into_iter().zip(expected));
+        let named = names.map(|((name, dtype), (got, expected))| {
+            let what = format!("{}, {device:?}, {dtypes:?}: {name}", self.what);
+            let got = got.unwrap_or_else(|| panic!("{what}: there is none"));
+            assert_eq!(got.dtype(), dtypes[dtype], "{what}");
+            (what, got, expected)
+        });
+        named.collect()
+    }
+
+    /// Compares all results and gradients, by how far each may be off.
+    pub fn check(&self, device: &Device, dtypes: &[DType], within: impl Fn(usize) -> f64) {
+        let compared = self.compared(device, dtypes).into_iter().enumerate();
+        for (index, (what, got, expected)) in compared {
+            assert_close(&what, got, &expected, within(index));
+        }
+    }
+
+    /// Compares in one dtype.
+    pub fn check_in(&self, device: &Device, dtype: DType, tolerance: f64) {
+        self.check(device, &[dtype; 4], |_| tolerance);
+    }
+
+    /// The same bits twice, whatever the strides of tensors and of gradients, and with gradient checkpointing through steps that it computes again. Other
+    /// strides may be within a tolerance.
+    pub fn gives_the_same_bits(&self, devices: &[Device], strides: f64) {
+        for plain in devices {
+            let first = self.run_all(plain, &[DType::F32; 4]);
+            let again = self.run_all(plain, &[DType::F32; 4]);
+            assert_found(
+                &format!("{}, {plain:?}, twice", self.what),
+                &again,
+                &first,
+                0.0,
+            );
+            let turned = tracked(plain)
+                .map(|device| self.run(&device, &[DType::F32; 4], &self.all(), Laid::Turned));
+            let what = format!("{}, {plain:?}, of other strides", self.what);
+            assert_found(&what, &turned[0], &first, strides);
+            assert_found(
+                &format!("{what}, checkpointing"),
+                &turned[1],
+                &turned[0],
+                0.0,
+            );
+        }
+    }
+
+    /// What is frozen has no gradient, and changes no other by more than that; where nothing is tracked, nothing is to be differentiated, and inputs that are
+    /// used again are as they were.
+    pub fn has_constants(&self, devices: &[Device], tolerance: f64) {
+        let f32s = &[DType::F32; 4];
+        for plain in devices {
+            let device = plain.clone().autodiff();
+            let all = self.run_all(plain, f32s);
+            for bits in 1..(1_usize << self.inputs.len()) - 1 {
+                let tracked: Vec<bool> = (0..self.inputs.len())
+                    .map(|bit| bits >> bit & 1 != 0)
+                    .collect();
+                let mut expected = all.clone();
+                let by_inputs = expected[self.results.len()..].iter_mut();
+                for (by, tracked) in by_inputs.zip(&tracked) {
+                    *by = by.take().filter(|_| *tracked);
+                }
+                let some = self.run(&device, f32s, &tracked, Laid::Plain);
+                let what = format!("{}, {plain:?}, {tracked:?}", self.what);
+                assert_found(&what, &some, &expected, tolerance);
+            }
+            let none = vec![false; self.inputs.len()];
+            for device in [plain, &device] {
+                let leaves = self.leaves(device, f32s, &none, Laid::Plain);
+                let before: Found = leaves.iter().map(|x| Some(read(x.clone()))).collect();
+                let results = |leaves| -> Found {
+                    let made = self.call(leaves, f32s, Laid::Plain).into_iter();
+                    let flat = made.map(|made| made.flat).inspect(|made| {
+                        assert!(!made.is_require_grad());
+                        assert_eq!(made.device().is_autodiff(), device.is_autodiff());
+                    });
+                    flat.map(|made| Some(read(made))).collect()
+                };
+                let once = results(leaves.clone());
+                let after = leaves.iter().map(|x| Some(read(x.clone()))).collect();
+                let what = format!("{}, {device:?}, untracked", self.what);
+                assert_found(&format!("{what}, inputs"), &after, &before, 0.0);
+                // The last use, whose results may take the places of inputs.
+                assert_found(&what, &results(leaves), &once, 0.0);
+            }
+        }
+    }
+}
+
+/// How far products of other strides, or beside other gradients, may be apart: other kernels multiply.
+pub fn products_within(devices: &[Device]) -> f64 {
+    let within = |device: &Device| product_tolerance(device, DType::F32, 1e-6);
+    devices.iter().map(within).fold(0.0, f64::max)
+}
+
+/// The dtype, the shape and the bits of a result, if there is one.
+pub type Bits = Option<(DType, Vec<usize>, Vec<u8>)>;
+
+pub fn bits<'a>(results: impl IntoIterator<Item = &'a Option<TensorData>>) -> Vec<Bits> {
+    let bits = |data: &TensorData| {
+        (
+            data.dtype(),
+            data.shape().to_vec(),
+            data.as_bytes().to_vec(),
+        )
+    };
+    let results = results.into_iter();
+    results.map(|data| data.as_ref().map(bits)).collect()
+}
+
+/// Panics if there are not the same results, with other bits or further apart than that.
+pub fn assert_found(what: &str, got: &Found, expected: &Found, tolerance: f64) {
+    assert_eq!(got.len(), expected.len(), "{what}");
+    let (of_got, of_expected) = (bits(got), bits(expected));
+    for (index, (got, expected)) in got.iter().zip(expected).enumerate() {
+        assert_eq!(got.is_some(), expected.is_some(), "{what}: result {index}");
+        match (got, expected) {
+            (Some(got), Some(expected)) if tolerance > 0.0 => {
+                assert_eq!(got.dtype(), expected.dtype(), "{what}: result {index}");
+                let what = format!("{what}: result {index}");
+                assert_close(&what, got.clone(), &to_f64(expected.clone()), tolerance);
+            }
+            _ => {
+                let same = of_got[index] == of_expected[index];
+                assert!(same, "{what}: other bits of result {index}");
+            }
+        }
+    }
+}
+
+/// Kernels where there are some, and text that says so.
+pub fn assert_plan(plan: &OpPlan, device: &Device) {
+    let name = format!("{device:?}");
+    let kernels = ["Wgpu", "Cuda"].iter().any(|kind| name.contains(kind)) && !uses_reference();
+    assert_eq!(plan.is_kernels(), kernels, "{plan}");
+    let text = plan.to_string();
+    gate::note_plan(&text);
+    let expected = if kernels {
+        "units a cube"
+    } else {
+        "primitives"
+    };
+    assert!(text.contains(expected), "{text}");
+}
