@@ -8,6 +8,7 @@ use burn_sparse_select::{
 use crate::judge::moba::{CASE, Case, cases, selected};
 use crate::prelude::*;
 use crate::selection::moba_lists::check_lists;
+use crate::selection::prefix::Prefix;
 
 /// Every output and gradient equals that of the choice in f64, and so do the blocks that are chosen.
 pub fn selected_attention_equals_f64(devices: &[Device]) {
@@ -195,73 +196,34 @@ pub fn selected_attention_is_prefix_stable(devices: &[Device]) {
         seq: [90, 90],
         ..CASE
     };
-    prefix_stable(case, devices);
-    prefix_stable(
-        Case {
-            keep: 4,
-            forced: Always { first: 1, local: 2 },
-            ..case
-        },
-        devices,
-    );
-}
-
-fn prefix_stable(case: Case, devices: &[Device]) {
-    let selection = case.selection();
-    assert!(selection.estimator().traits().prefix_stable);
-    let (problem, _) = case.problem(8400, DType::F32);
-    for device in devices {
-        let run = |problem: &Problem| {
-            let [q, k, v, _] = inputs(problem, device, DType::F32);
-            attention_selected(q, k, v, &selection, AttentionOptions::default()).unwrap()
-        };
-        let before = run(&problem);
-        // The last queries alone attend as they do among all.
-        let [q, k, v, _] = inputs(&problem, device, DType::F32);
-        for count in [1, 7, 40] {
-            let last = 90 - count..90;
-            let q = q.clone().slice_dim(2, last.clone());
-            let options = AttentionOptions::default();
-            let out = attention_selected(q, k.clone(), v.clone(), &selection, options).unwrap();
-            let expected = to_f64(before.clone().slice_dim(2, last).into_data());
-            let what = format!("{device:?}, the last {count} queries");
-            assert_close(&what, out.into_data(), &expected, 1e-6);
-        }
-        for first in [17, 48, 63] {
-            let (mut moved, _) = case.problem(8400, DType::F32);
-            let fresh = Problem::random(case.sizes(), 8401 + first as u64, |_, _, _, _| false);
-            let [seq, _] = case.seq;
-            let numbers = [
-                (&mut moved.q, fresh.q),
-                (&mut moved.k, fresh.k),
-                (&mut moved.v, fresh.v),
-            ];
-            for (values, fresh) in numbers {
-                for (at, value) in values.iter_mut().enumerate() {
-                    if at / case.dims[0] % seq >= first {
-                        *value = 3.0 * fresh[at];
-                    }
-                }
-            }
-            let after = run(&moved);
-            let kept = |x: &Tensor<4>| to_f64(x.clone().slice_dim(2, 0..first).into_data());
-            assert_close(
-                &format!("{device:?}, tokens from {first} on changed"),
-                after.clone().slice_dim(2, 0..first).into_data(),
-                &kept(&before),
-                1e-6,
-            );
-            let blocks = |problem: &Problem| {
-                let [q, k, ..] = inputs(problem, device, DType::F32);
-                let lists = selection.query_lists(&EstimateInputs::new(q, k)).unwrap();
-                let blocks = lists.unwrap().blocks.slice_dim(2, 0..first);
-                to_f64(blocks.into_data())
+    let forced = Case {
+        keep: 4,
+        forced: Always { first: 1, local: 2 },
+        ..case
+    };
+    for case in [case, forced] {
+        let selection = case.selection();
+        assert!(selection.estimator().traits().prefix_stable);
+        let (problem, _) = case.problem(8400, DType::F32);
+        for device in devices {
+            let [q, k, v, _] = inputs(&problem, device, DType::F32);
+            let prefix = Prefix {
+                what: format!("{device:?}, {:?}", case.forced),
+                queries: vec![q],
+                keys: vec![k, v],
+                attend: &|queries, keys| {
+                    let [q, k, v] = [&queries[0], &keys[0], &keys[1]].map(Clone::clone);
+                    let options = AttentionOptions::default();
+                    attention_selected(q, k, v, &selection, options).unwrap()
+                },
+                choose: &|queries, keys| {
+                    let call = EstimateInputs::new(queries[0].clone(), keys[0].clone());
+                    selection.query_lists(&call).unwrap().unwrap().blocks
+                },
+                is_clear: &|_| true,
+                within: 2e-6,
             };
-            assert_eq!(blocks(&moved), blocks(&problem), "{device:?}, {first}");
-            assert_ne!(
-                to_f64(after.into_data()),
-                to_f64(before.clone().into_data())
-            );
+            prefix.assert_stable();
         }
     }
 }

@@ -5,6 +5,7 @@ use burn_sparse_select::{SelectedBlocks, pages::PageChoice};
 
 use crate::judge::msa::{Case, Index, cases};
 use crate::prelude::*;
+use crate::selection::prefix::Prefix;
 
 /// The blocks of each list beside the own one, ascending; none without lists.
 fn blocks(lists: &Option<SelectedBlocks>) -> Option<Vec<Vec<usize>>> {
@@ -193,57 +194,32 @@ pub fn msa_gradients_equal_finite_differences(_: &[Device]) {
     }
 }
 
-/// Later tokens change no choice and no output, and queries of new tokens choose and see as they do among all.
+/// Later tokens change no choice and no output, and queries alone choose and see as they do among all.
 pub fn msa_is_prefix_stable(devices: &[Device]) {
     let case = cases()[0];
-    let at = 61;
     let index = Index::clear(case, 46_000, DType::F32, 2e-5);
     let problem = index.problem(46_500, DType::F32);
     for device in devices {
-        let dtype = DType::F32;
-        let run = |index: &MsaIndex, [q, k, v]: [Tensor<4>; 3]| {
-            let lists = case.msa().choose(index).unwrap();
-            let options = AttentionOptions::default();
-            let (out, _) = case
-                .msa()
-                .attention(q, k, v, lists.clone(), options)
-                .unwrap();
-            (lists.unwrap().blocks, out)
+        let of_index = index.tensors(device, DType::F32);
+        let [q, k, v, _] = inputs(&problem, device, DType::F32);
+        let choose = |queries: &[Tensor<4>], keys: &[Tensor<4>]| {
+            let index = MsaIndex::new(queries[0].clone(), keys[0].clone()).unwrap();
+            case.msa().choose(&index).unwrap()
         };
-        let whole = index.tensors(device, dtype);
-        let [q, k, v, _] = inputs(&problem, device, dtype);
-        let (lists, out) = run(&whole, [q.clone(), k.clone(), v.clone()]);
-        let changed = |x: &Tensor<4>| {
-            let rows = x.dims()[2];
-            let later = x.clone().narrow(2, at, rows - at);
-            Tensor::cat(vec![x.clone().narrow(2, 0, at), later * -1.5 + 0.25], 2)
+        let prefix = Prefix {
+            what: format!("{device:?}"),
+            queries: vec![of_index.q, q],
+            keys: vec![of_index.k, k, v],
+            attend: &|queries, keys| {
+                let [q, k, v] = [&queries[1], &keys[1], &keys[2]].map(Clone::clone);
+                let (lists, options) = (choose(queries, keys), AttentionOptions::default());
+                case.msa().attention(q, k, v, lists, options).unwrap().0
+            },
+            choose: &|queries, keys| choose(queries, keys).unwrap().blocks,
+            is_clear: &|_| true,
+            within: 10.0 * product_tolerance(device, DType::F32, 1e-6),
         };
-        let other = MsaIndex::new(changed(&whole.q), changed(&whole.k)).unwrap();
-        let (other_lists, other_out) = run(&other, [changed(&q), changed(&k), changed(&v)]);
-        let before =
-            |x: &Tensor<4>, count: usize| to_f64(x.clone().narrow(2, 0, count).into_data());
-        assert_near("before", &before(&other_out, at), &before(&out, at), 1e-5);
-        let last = |x: &Tensor<4>| to_f64(x.clone().narrow(2, at, 1).into_data());
-        assert!(last(&other_out) != last(&out));
-        let first = |x: &Tensor<4, Int>| read_ints(x.clone().narrow(2, 0, at));
-        assert_eq!(first(&other_lists), first(&lists), "{device:?}");
-        let all = |x: &Tensor<4, Int>| read_ints(x.clone());
-        assert!(all(&other_lists) != all(&lists), "{device:?}");
-        // Token by token, over the keys so far.
-        let tolerance = 10.0 * product_tolerance(device, dtype, 1e-6);
-        for query in 0..case.seq[0] {
-            let row = |x: &Tensor<4>| x.clone().narrow(2, query, 1);
-            let known = |x: &Tensor<4>| x.clone().narrow(2, 0, query + 1);
-            let index = MsaIndex::new(row(&whole.q), known(&whole.k)).unwrap();
-            let chosen = case.msa().choose(&index).unwrap();
-            let options = AttentionOptions::default();
-            let (got, _) = (case.msa())
-                .attention(row(&q), known(&k), known(&v), chosen, options)
-                .unwrap();
-            let what = format!("{device:?}, query {query}");
-            let got = to_f64(got.into_data());
-            assert_near(&what, &got, &to_f64(row(&out).into_data()), tolerance);
-        }
+        prefix.assert_stable();
     }
 }
 

@@ -5,6 +5,7 @@ use burn_sparse_select::nsa::{Nsa, NsaKeysValues};
 use crate::judge::golden::vals;
 use crate::judge::nsa::{CASE, Case, Inputs, Results, TABLE, Tensors, cases};
 use crate::prelude::*;
+use crate::selection::prefix::Prefix;
 
 /// How near attention sums are to those of f64 where queries and keys are `dtype`.
 fn attention_sum_tolerance(device: &Device, dtype: DType) -> f64 {
@@ -209,7 +210,7 @@ pub fn nsa_gradients_equal_finite_differences(devices: &[Device]) {
     }
 }
 
-/// Later tokens change nothing of what comes before, and the last queries alone see what they see among all.
+/// Later tokens change nothing of what comes before, and queries alone see what they see among all.
 pub fn nsa_is_prefix_stable(devices: &[Device]) {
     let case = Case {
         seq: [90, 90],
@@ -218,62 +219,33 @@ pub fn nsa_is_prefix_stable(devices: &[Device]) {
     let nsa = case.nsa();
     let inputs = Inputs::random(case, 9300, DType::F32);
     for device in devices {
-        let run = |x: &Tensors| {
-            let out = nsa.attention(x.q.clone(), x.keys_values(&nsa), x.gates.clone());
-            out.unwrap()
-        };
         let x = inputs.tensors(device, DType::F32);
-        let before = run(&x);
-        let is_clear = clear_choices(&inputs, attention_sum_tolerance(device, DType::F32));
-        let rows = |x: &Tensor<4>, range: std::ops::Range<usize>| {
-            to_f64(x.clone().slice_dim(2, range).into_data())
+        let tensors = |queries: &[Tensor<4>], keys: &[Tensor<4>]| Tensors {
+            q: queries[0].clone(),
+            keys: std::array::from_fn(|branch| keys[branch].clone()),
+            values: std::array::from_fn(|branch| keys[3 + branch].clone()),
+            gates: queries[1].clone(),
+            grad_out: queries[0].clone(),
         };
-        for count in [1, 7, 40] {
-            let last = 90 - count..90;
-            let mut some = inputs.tensors(device, DType::F32);
-            some.q = some.q.slice_dim(2, last.clone());
-            some.gates = some.gates.slice_dim(2, last.clone());
-            let what = format!("{device:?}, the last {count} queries");
-            // Products of other sizes may be rounded otherwise, which chooses between near attention sums.
-            let clear = |x: Vec<f64>| -> Vec<f64> {
-                let of = |at: usize| (at / 8 / count) * 90 + 90 - count + at / 8 % count;
-                let numbers = x.into_iter().enumerate();
-                let numbers = numbers.map(|(at, x)| if is_clear[of(at)] { x } else { 0.0 });
-                numbers.collect()
-            };
-            let got = clear(to_f64(run(&some).into_data()));
-            let expected = clear(rows(&before, last));
-            let (error, at) = relative_error(&got, &expected);
-            assert!(error < 1e-6, "{what}: {error} at {at}");
-        }
-        for first in [11, 48, 63] {
-            let mut moved = inputs.clone();
-            let fresh = Inputs::random(case, 9301, DType::F32);
-            let move_rows = |x: &mut Vec<f64>, fresh: &[f64], width: usize| {
-                for (at, x) in x.iter_mut().enumerate() {
-                    if at / width % 90 >= first {
-                        *x = 3.0 * fresh[at];
-                    }
-                }
-            };
-            move_rows(&mut moved.q, &fresh.q, 16);
-            move_rows(&mut moved.gates, &fresh.gates, 3);
-            for branch in 0..3 {
-                move_rows(&mut moved.keys[branch], &fresh.keys[branch], 16);
-                move_rows(&mut moved.values[branch], &fresh.values[branch], 8);
-            }
-            let y = moved.tensors(device, DType::F32);
-            let after = run(&y);
-            let what = format!("{device:?}, tokens from {first} on changed");
-            let kept = after.clone().slice_dim(2, 0..first);
-            assert_close(&what, kept.into_data(), &rows(&before, 0..first), 1e-6);
-            let blocks = |x: &Tensors| {
-                let lists = nsa.query_lists(x.q.clone(), &x.keys_values(&nsa)).unwrap();
-                to_f64(lists.unwrap().blocks.slice_dim(2, 0..first).into_data())
-            };
-            assert_eq!(blocks(&y), blocks(&x), "{what}");
-            assert_ne!(rows(&after, first..90), rows(&before, first..90));
-        }
+        let clear = clear_choices(&inputs, attention_sum_tolerance(device, DType::F32));
+        let prefix = Prefix {
+            what: format!("{device:?}"),
+            queries: vec![x.q, x.gates],
+            keys: x.keys.into_iter().chain(x.values).collect(),
+            attend: &|queries, keys| {
+                let x = tensors(queries, keys);
+                let keys_values = x.keys_values(&nsa);
+                nsa.attention(x.q, keys_values, x.gates).unwrap()
+            },
+            choose: &|queries, keys| {
+                let x = tensors(queries, keys);
+                let keys_values = x.keys_values(&nsa);
+                nsa.query_lists(x.q, &keys_values).unwrap().unwrap().blocks
+            },
+            is_clear: &|row| clear[row],
+            within: 2e-6,
+        };
+        prefix.assert_stable();
     }
 }
 
