@@ -23,15 +23,12 @@ fn call<'a>([q, k, v]: [Tensor<4>; 3], layout: &'a BlockLayout) -> SparseAttenti
     SparseAttentionCall::new(q, k, v, layout)
 }
 
-fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f32> {
-    x.into_data().try_to_vec().unwrap()
+fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
+    to_f64(x.into_data())
 }
 
-fn assert_near(what: &str, got: &[f32], expected: &[f32]) {
-    assert_eq!(got.len(), expected.len(), "{what}");
-    for (got, expected) in got.iter().zip(expected) {
-        assert!((got - expected).abs() < 2e-5, "{what}: {got}, {expected}");
-    }
+fn assert_same(what: &str, got: &[f64], expected: &[f64]) {
+    assert_near(what, got, expected, 2e-5);
 }
 
 #[test]
@@ -43,7 +40,7 @@ fn returns_what_is_asked_for() {
         let call = || call(x.clone(), &layout).sinks(sinks.clone()).softcap(3.0);
         let plain = numbers(call().run().unwrap().out);
         let (out, lse) = call().run_with_lse().unwrap();
-        assert_near("run_with_lse", &numbers(out), &plain);
+        assert_same("run_with_lse", &numbers(out), &plain);
         for asked in 0..8 {
             let [with_lse, with_max, with_weights] = [1, 2, 4].map(|bit| asked & bit != 0);
             let mut call = call();
@@ -58,12 +55,12 @@ fn returns_what_is_asked_for() {
             }
             call.explain().unwrap();
             let output = call.run().unwrap();
-            assert_near("out", &numbers(output.out.clone()), &plain);
+            assert_same("out", &numbers(output.out.clone()), &plain);
             assert_eq!(output.lse.is_some(), with_lse);
             assert_eq!(output.max_scores.is_some(), with_max);
             assert_eq!(output.weights.is_some(), with_weights);
             if let Some(got) = output.lse {
-                assert_near("lse", &numbers(got), &numbers(lse.clone()));
+                assert_same("lse", &numbers(got), &numbers(lse.clone()));
             }
             let Some(weights) = output.weights else {
                 continue;
@@ -72,14 +69,14 @@ fn returns_what_is_asked_for() {
             // What the sink leaves of each row, and what the rows make of v.
             let sink = sinks.clone().reshape([1, HEADS, 1]) - lse.clone();
             let sums = weights.clone().sum_dim(3).squeeze_dim::<3>(3);
-            assert_near("sums", &numbers(sums), &numbers(1.0 - sink.exp()));
+            assert_same("sums", &numbers(sums), &numbers(1.0 - sink.exp()));
             let v = (x[2].clone().unsqueeze_dim::<5>(2))
                 .expand([2, 2, 2, 40, 16])
                 .reshape([2, HEADS, 40, 16]);
             // Burn multiplies f32 matrices in tf32 where a GPU has it, so by rows.
             let product = weights.unsqueeze_dim::<5>(4) * v.unsqueeze_dim::<5>(2);
             let made = product.sum_dim(3).squeeze_dim::<4>(3);
-            assert_near("weights", &numbers(made), &plain);
+            assert_same("weights", &numbers(made), &plain);
         }
     }
 }

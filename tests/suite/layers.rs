@@ -9,6 +9,7 @@ use burn_sparse_transformer::{
 
 use burn_blocksparse_tests::fuzz::attention::pattern;
 use burn_blocksparse_tests::prelude::*;
+use burn_blocksparse_tests::training::case::{Case, Tensors};
 
 /// Rows of a dense layer, and its parameters.
 struct Dense {
@@ -195,28 +196,17 @@ impl Layer {
     ) {
         let shape = [places.len(), places[0].len(), self.heads * self.width];
         let mut random = || -> Vec<f64> {
-            (0..shape.iter().product())
-                .map(|_| f64::from(2.0 * rng.random::<f32>() - 1.0))
-                .collect()
+            let numbers = drawn(rng, shape.iter().product(), -1.0f32..1.0);
+            numbers.into_iter().map(f64::from).collect()
         };
         let (x, grad) = (random(), random());
-        let device = &device.clone().autodiff();
-        let tensor = |values: &[f64]| {
-            let data = TensorData::new(values.to_vec(), shape);
-            Tensor::<3>::from_data(data, (device, DType::F32))
-        };
-        let input = tensor(&x).require_grad();
-        let context = run(input.clone());
-        let grads = (context.clone() * tensor(&grad)).sum().backward();
-        let by_x = input.grad(&grads).unwrap().into_data();
-        let [expected, expected_by_x] = self.expected(&x, &grad, places);
-        assert_close(
-            &format!("{what}: context"),
-            context.into_data(),
-            &expected,
-            1e-5,
-        );
-        assert_close(&format!("{what}: dx"), by_x, &expected_by_x, 1e-5);
+        let call = |x: &mut Tensors| vec![run(x.take()).into()];
+        let judge =
+            |x: &[Vec<f64>], grads: &[Vec<f64>]| self.expected(&x[0], &grads[0], places).to_vec();
+        Case::new(what, call, judge)
+            .input("x", 0, &shape, x)
+            .result("context", 0, &shape, grad)
+            .check_in(device, DType::F32, 1e-5);
     }
 }
 

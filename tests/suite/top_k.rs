@@ -7,16 +7,8 @@ use rstest::rstest;
 use burn_blocksparse_tests::prelude::*;
 
 fn random(shape: [usize; 4], rng: &mut ChaCha8Rng) -> Vec<f64> {
-    (0..shape.iter().product())
-        .map(|_| f64::from(2.0 * rng.random::<f32>() - 1.0))
-        .collect()
-}
-
-fn tensor(values: &[f64], shape: [usize; 4], device: &Device) -> Tensor<4> {
-    Tensor::from_data(
-        TensorData::new(values.to_vec(), shape),
-        (device, DType::F32),
-    )
+    let numbers = drawn(rng, shape.iter().product(), -1.0f32..1.0);
+    numbers.into_iter().map(f64::from).collect()
 }
 
 /// The mean of rows `from..to` of a head.
@@ -49,7 +41,8 @@ fn keeps_the_highest_scores(#[case] options: TopKOptions, #[case] seq: [usize; 2
     let b = options.block_size;
     let offset = seq_kv as i64 - seq_q as i64;
     for device in devices() {
-        let (q_tensor, k_tensor) = (tensor(&q, q_shape, &device), tensor(&k, k_shape, &device));
+        let tensor = |x: &[f64], shape| tensor(x, shape, &device, DType::F32);
+        let (q_tensor, k_tensor) = (tensor(&q, q_shape), tensor(&k, k_shape));
         let layout = top_k_blocks(q_tensor, k_tensor, options.clone()).unwrap();
         assert_eq!(layout.batch(), Some(2));
         for (entry, head) in (0..2).flat_map(|entry| (0..4).map(move |head| (entry, head))) {
@@ -138,7 +131,8 @@ fn straight_through_terms_teach_what_was_not_chosen() {
         let device = device.autodiff();
         // Gradients by the keys of the loss of the last block of queries.
         let run = |exact: bool, straight_through: bool| {
-            let [q, k, v] = [0, 1, 2].map(|at| tensor(&values[at], shape, &device).require_grad());
+            let [q, k, v] =
+                (values.each_ref()).map(|x| tensor(x, shape, &device, DType::F32).require_grad());
             let choice = TopKOptions::new(B, 3);
             let layout = top_k_blocks_on_device(q.clone(), k.clone(), choice).unwrap();
             let mut out = attend([&q, &k, &v], &layout, &options);

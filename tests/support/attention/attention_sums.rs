@@ -36,7 +36,6 @@ pub struct Call<'a> {
     pub what: String,
     pub problem: &'a Problem,
     pub layout: BlockLayout,
-    pub options: AttentionOptions,
     pub queries: Option<std::ops::Range<usize>>,
 }
 
@@ -45,7 +44,7 @@ impl Call<'_> {
         let mut tensors = tensors(self.problem, device, dtype);
         tensors.sinks = None;
         let options = AccumulatedAttentionOptions::default()
-            .attention(self.options.clone())
+            .attention(self.problem.asked())
             .tensors(tensors);
         match &self.queries {
             Some(queries) => options.queries(queries.clone()),
@@ -89,13 +88,10 @@ impl Call<'_> {
 pub fn attention_sums_equal_f64(devices: &[Device]) {
     for (index, case) in table() {
         let seed = 7000 + index as u64;
-        let (mut problem, mut options) = (case.problem(seed), case.options());
+        let mut problem = case.problem(seed);
         if index % 3 == 1 {
-            let slopes: Vec<f64> = (0..case.heads)
-                .map(|head| 0.2 - 0.1 * head as f64)
-                .collect();
-            problem = problem.with_slopes(slopes.clone());
-            options = options.alibi(slopes);
+            let slopes = (0..case.heads).map(|head| 0.2 - 0.1 * head as f64);
+            problem = problem.with_slopes(slopes.collect());
         }
         if index % 4 == 1 {
             problem = problem.with_bias(seed, SHARED[index / 4 % SHARED.len()]);
@@ -116,7 +112,6 @@ pub fn attention_sums_equal_f64(devices: &[Device]) {
                 what: format!("{}, {queries:?}", case.name),
                 problem: &problem,
                 layout: case.layout(),
-                options: options.clone(),
                 queries: queries.clone(),
             };
             call.check(device, dtype, tolerance);

@@ -2,6 +2,7 @@
 
 use crate::attention::cases::table;
 use crate::prelude::*;
+use crate::training::case::{Case, Tensors};
 
 fn random(device: &Device) -> Tensor<4> {
     Tensor::random([1, 2, 40, 8], Distribution::Default, device)
@@ -26,25 +27,43 @@ pub fn gradient_checkpointing_gives_the_same_gradients(devices: &[Device]) {
     }
 }
 
+/// Constants get no gradient and change no other, whichever of the inputs and biases they are.
 pub fn constants_get_no_gradient(devices: &[Device]) {
     let layout = Pattern::causal().layout(2, 40, 8).unwrap();
+    let call = |x: &mut Tensors| {
+        let [q, k, v, bias] = [(); 4].map(|()| x.take::<4>());
+        let tensors = AttentionTensors::default()
+            .bias(bias)
+            .relative_bias(x.take());
+        let call = SparseAttentionCall::new(q, k, v, &layout).tensors(tensors);
+        let (out, lse) = call.run_with_lse().unwrap();
+        vec![out.into(), lse.into()]
+    };
+    let given = |seed: u64, shape: &[usize]| numbers(seed, shape.iter().product());
+    let mut case = Case::unjudged("attention", call);
+    let rows: &[usize] = &[1, 2, 40, 8];
+    let inputs = [
+        ("q", rows),
+        ("k", rows),
+        ("v", rows),
+        ("bias", &[1, 2, 40, 40]),
+        ("relative bias", &[1, 15]),
+    ];
+    for (seed, (name, shape)) in (0..).zip(inputs) {
+        case = case.input(name, 0, shape, given(seed, shape));
+    }
+    case.result("out", 0, rows, given(5, rows))
+        .result("lse", 0, &rows[..3], given(6, &rows[..3]))
+        .has_constants(devices, 0.0);
     for plain in devices {
-        let device = plain.clone().autodiff();
-        // k and v from the device without autodiff: constants.
-        let (k, v) = (random(plain), random(plain));
-        let call = |q: Tensor<4>| {
-            let (k, v) = (k.clone(), v.clone());
-            attend_with_lse([&q, &k, &v], &layout, &AttentionOptions::default())
-        };
-        let q = random(&device).require_grad();
-        let (out, _) = call(q.clone());
+        // k and v from the device without autodiff.
+        let q = random(&plain.clone().autodiff()).require_grad();
+        let out = attend(
+            [&q, &random(plain), &random(plain)],
+            &layout,
+            &AttentionOptions::default(),
+        );
         assert!(q.grad(&out.sum().backward()).is_some());
-        // An autodiff tensor that is not tracked is a constant, too.
-        let (out, lse) = call(random(&device));
-        assert!(!out.is_require_grad() && !lse.is_require_grad());
-        // Nothing tracked: plain in, plain out, even after an autodiff call with the same layout.
-        let (out, lse) = call(random(plain));
-        assert!(!out.device().is_autodiff() && !lse.device().is_autodiff());
     }
 }
 
@@ -88,57 +107,6 @@ pub fn out_and_lse_are_differentiated_together(devices: &[Device]) {
     }
 }
 
-/// The bias alone may be what is differentiated by, and a constant bias changes no other gradient.
-pub fn bias_with_and_without_gradient(devices: &[Device]) {
-    let layout = Pattern::causal().layout(2, 40, 8).unwrap();
-    for plain in devices {
-        let (x, y) = (random(plain).into_data(), random(plain).into_data());
-        let bias = Tensor::<4>::random([1, 2, 40, 40], Distribution::Default, plain).into_data();
-        let table = Tensor::<2>::random([1, 15], Distribution::Default, plain).into_data();
-        for device in tracked(plain) {
-            let grads = |tracked: [bool; 3]| {
-                let tensor = |data: &TensorData, track: bool| {
-                    let tensor = Tensor::<4>::from_data(data.clone(), &device);
-                    if track { tensor.require_grad() } else { tensor }
-                };
-                let (x, bias) = (tensor(&x, tracked[0]), tensor(&bias, tracked[1]));
-                let table = Tensor::<2>::from_data(table.clone(), &device);
-                let table = if tracked[2] {
-                    table.require_grad()
-                } else {
-                    table
-                };
-                let y = tensor(&y, false);
-                // Memory-bound steps, which checkpointing computes again.
-                let tensors = AttentionTensors::default()
-                    .bias(bias.clone() * 2.0)
-                    .relative_bias(table.clone() * 2.0);
-                let options = AttentionOptions::default();
-                let (out, _) = SparseAttentionCall::new(x.clone() * 2.0, y.clone(), y, &layout)
-                    .tensors(tensors)
-                    .options(options)
-                    .run_with_lse()
-                    .unwrap();
-                let grads = out.powi_scalar(2).sum().backward();
-                let data = |x: &Tensor<4>| x.grad(&grads).map(|grad| grad.into_data());
-                let table = table.grad(&grads).map(|grad| grad.into_data());
-                [data(&x), data(&bias), table]
-            };
-            let all = grads([true; 3]);
-            for bits in 1..7 {
-                let tracked = [0, 1, 2].map(|bit| bits >> bit & 1 == 1);
-                for ((some, all), tracked) in grads(tracked).iter().zip(&all).zip(tracked) {
-                    let bytes = |data: &Option<TensorData>| {
-                        data.as_ref().map(|data| data.as_bytes().to_vec())
-                    };
-                    let expected = bytes(all).filter(|_| tracked);
-                    assert_eq!(bytes(some), expected, "{device:?}, {bits:b}");
-                }
-            }
-        }
-    }
-}
-
 pub fn one_tensor_as_query_key_and_value(devices: &[Device]) {
     let layout = Pattern::local(7).layout(2, 40, 8).unwrap();
     for device in devices.iter().cloned() {
@@ -167,7 +135,7 @@ pub fn recompute_and_store_agree(devices: &[Device]) {
             let device = &device.clone().autodiff();
             let gradients = |mode: WeightsMode| {
                 let options = case.options().weights(mode);
-                run(&problem, &layout, options, device, DType::F32).split_off(1)
+                run_with(&problem, &layout, options, device, DType::F32).split_off(1)
             };
             let modes = [WeightsMode::Store, WeightsMode::Recompute];
             let [stored, recomputed] = modes.map(gradients);

@@ -57,18 +57,12 @@ fn check(
     what: &str,
     layout: &BlockLayout,
     problem: impl Fn() -> Problem,
-    options: AttentionOptions,
 ) -> usize {
     let mut ran = 0;
     for dtype in half_dtypes(device) {
         let mut problem = problem();
         problem.round_to(dtype);
-        let call = Call::new(
-            what.to_string(),
-            &problem,
-            layout.clone(),
-            options.clone().weights(WeightsMode::Recompute),
-        );
+        let call = Call::new(what, &problem, layout.clone());
         call.check_dtype(device, dtype, half_tolerance(dtype));
         if dtype == DType::BF16 {
             let run = || call.run(device, dtype);
@@ -86,13 +80,7 @@ pub fn bias_gradients_in_half_precision(devices: &[Device]) {
         for (case, shared) in some_of(cases(), 3) {
             let problem = || case.problem(71).with_bias(72, shared);
             let what = format!("{}, shared {shared:?}", case.name);
-            ran += check(
-                device,
-                &what,
-                &case.layout(),
-                problem,
-                AttentionOptions::default(),
-            );
+            ran += check(device, &what, &case.layout(), problem);
         }
         assert_or_lacks(device, ran);
     }
@@ -107,16 +95,15 @@ pub fn bias_gradients_with_options(devices: &[Device]) {
                 softcap: Some(2.0),
                 ..case
             };
-            let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.05 * head as f64).collect();
-            let dropout = Dropout::new(0.3, 11);
-            let options = case.options().alibi(slopes.clone()).dropout(dropout);
             let problem = || {
-                let problem = case.problem(73).with_bias(74, shared);
-                let problem = problem.with_slopes(slopes.clone()).with_dropout(dropout);
-                problem.with_relative(8, 40, true)
+                let slopes = (1..=case.heads).map(|head| 0.05 * head as f64);
+                (case.problem(73).with_bias(74, shared))
+                    .with_slopes(slopes.collect())
+                    .with_dropout(Dropout::new(0.3, 11))
+                    .with_relative(8, 40, true)
             };
             let what = format!("{}, all options", case.name);
-            ran += check(device, &what, &case.layout(), problem, options);
+            ran += check(device, &what, &case.layout(), problem);
         }
         assert_or_lacks(device, ran);
     }
@@ -138,13 +125,7 @@ pub fn bias_gradients_per_batch(devices: &[Device]) {
             let made = || per_batch(&patterns, sizes, 32, 75);
             let problem = || made().1.with_bias(76, shared);
             let what = format!("layouts of batch entries, shared {shared:?}");
-            ran += check(
-                device,
-                &what,
-                &made().0,
-                problem,
-                AttentionOptions::default(),
-            );
+            ran += check(device, &what, &made().0, problem);
         }
         assert_or_lacks(device, ran);
     }

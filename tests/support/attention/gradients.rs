@@ -106,33 +106,29 @@ impl Case {
             .collect()
     }
 
-    fn inputs(&self, numbers: &[f64], device: &Device) -> Inputs {
-        let mut rest = numbers;
-        let mut next = |shape: &[usize]| {
-            let (own, after) = rest.split_at(size(shape));
-            rest = after;
-            TensorData::new(own.to_vec(), shape.to_vec())
+    /// The tensors of all shapes, which lie one behind the other in `flat`.
+    fn inputs(&self, flat: &Tensor<1>) -> Inputs {
+        let mut first = 0;
+        let mut next = |length: usize| {
+            first += length;
+            flat.clone().narrow(0, first - length, length)
         };
         let shapes = self.shapes();
-        let four = [0, 1, 2, 3].map(|index| leaf(next(&shapes[index]), device));
+        let four = [0, 1, 2, 3].map(|index| {
+            let shape: [usize; 4] = shapes[index].clone().try_into().unwrap();
+            next(size(&shape)).reshape(shape)
+        });
         let mut tensors = AttentionTensors::default();
-        let mut shapes = shapes[4..].iter();
-        let mut further = || next(shapes.next().unwrap());
-        if self.sinks {
-            tensors.sinks = Some(leaf(further(), device));
-        }
-        if self.bias.is_some() {
-            tensors.bias = Some(leaf(further(), device));
-        }
-        if self.relative.is_some() {
-            tensors.relative_bias = Some(leaf(further(), device));
-        }
+        tensors.sinks = self.sinks.then(|| next(HEADS));
+        tensors.bias = (self.bias).map(|shape| next(size(&shape)).reshape(shape));
+        tensors.relative_bias = (self.relative).map(|shape| next(size(&shape)).reshape(shape));
         Inputs { four, tensors }
     }
 
-    fn gradients(&self, inputs: &Inputs) -> AttentionGradients {
-        let [q, k, v, grad_out] = inputs.four.clone();
-        let (tensors, options) = (inputs.tensors.clone(), self.options.clone());
+    fn gradients(&self, flat: &Tensor<1>) -> AttentionGradients {
+        let Inputs { four, tensors } = self.inputs(flat);
+        let [q, k, v, grad_out] = four;
+        let options = self.options.clone();
         attention_gradients(q, k, v, tensors, grad_out, &self.layout, options).unwrap()
     }
 }
@@ -147,30 +143,31 @@ fn size(shape: &[usize]) -> usize {
     shape.iter().product()
 }
 
-fn leaf<const D: usize>(data: TensorData, device: &Device) -> Tensor<D> {
-    let tensor = Tensor::from_data(data, (device, DType::F64));
-    match device.is_autodiff() {
-        true => tensor.require_grad(),
-        false => tensor,
-    }
+fn flat(numbers: &[f64], device: &Device) -> Tensor<1> {
+    tensor(numbers, [numbers.len()], device, DType::F64)
 }
 
-fn numbers<const D: usize>(tensor: &Tensor<D>) -> Vec<f64> {
-    to_f64(tensor.to_data())
+fn flat_of<const D: usize>(x: Tensor<D>) -> Tensor<1> {
+    x.flatten(0, D - 1)
 }
 
-/// The gradients by all inputs in the order of their shapes; 0 by the output's gradient, which only a backward pass gives.
-fn listed(gradients: &AttentionGradients) -> Vec<(&'static str, Vec<f64>)> {
+/// The gradients by all inputs as inputs lie; 0 by the output's gradient, which only a backward pass gives.
+fn joined(gradients: AttentionGradients) -> Tensor<1> {
     let AttentionGradients {
-        q, k, v, tensors, ..
+        q,
+        k,
+        v,
+        tensors,
+        out,
+        ..
     } = gradients;
-    let mut list = vec![("q", numbers(q)), ("k", numbers(k)), ("v", numbers(v))];
-    list.push(("grad_out", vec![0.0; gradients.out.shape().num_elements()]));
-    list.extend(tensors.sinks.iter().map(|x| ("sinks", numbers(x))));
-    list.extend(tensors.bias.iter().map(|x| ("bias", numbers(x))));
-    let relative = tensors.relative_bias.iter();
-    list.extend(relative.map(|x| ("relative_bias", numbers(x))));
-    list
+    let four = [q, k, v, out.zeros_like()].map(flat_of).into_iter();
+    let further = (tensors.bias.map(flat_of).into_iter()).chain(tensors.relative_bias.map(flat_of));
+    Tensor::cat(four.chain(tensors.sinks).chain(further).collect(), 0)
+}
+
+fn numbers_of<const D: usize>(x: Tensor<D>) -> Vec<f64> {
+    to_f64(x.into_data())
 }
 
 /// Devices whose numbers are fine enough, and which have no kernels.
@@ -191,37 +188,27 @@ pub fn gradients_equal_the_backward_pass(devices: &[Device]) {
     for device in exact(devices) {
         for case in cases() {
             let start = case.random(1);
-            let got = case.gradients(&case.inputs(&start, &device));
-            let inputs = case.inputs(&start, &device.clone().autodiff());
-            let [q, k, v, grad_out] = inputs.four.clone();
-            let (tensors, options) = (inputs.tensors.clone(), case.options.clone());
+            let got = case.gradients(&flat(&start, &device));
+            let leaf = flat(&start, &device.clone().autodiff()).require_grad();
+            let Inputs { four, tensors } = case.inputs(&leaf);
+            let [q, k, v, grad_out] = four;
             let (out, _) = SparseAttentionCall::new(q, k, v, &case.layout)
                 .tensors(tensors)
-                .options(options)
+                .options(case.options.clone())
                 .run_with_lse()
                 .unwrap();
-            assert_close(case.name, got.out.to_data(), &numbers(&out), 1e-12);
-            let grads = (out * grad_out.inner()).sum().backward();
-            let [q, k, v, _] = inputs.four.each_ref().map(|x| x.grad(&grads));
-            let tensors = &inputs.tensors;
-            let mut expected = vec![
-                ("q", numbers(&q.unwrap())),
-                ("k", numbers(&k.unwrap())),
-                ("v", numbers(&v.unwrap())),
-                ("grad_out", vec![0.0; got.out.shape().num_elements()]),
-            ];
-            let sinks = tensors.sinks.iter();
-            expected.extend(sinks.map(|x| ("sinks", numbers(&x.grad(&grads).unwrap()))));
-            let bias = tensors.bias.iter();
-            expected.extend(bias.map(|x| ("bias", numbers(&x.grad(&grads).unwrap()))));
-            let relative = tensors.relative_bias.iter();
-            expected.extend(relative.map(|x| ("relative_bias", numbers(&x.grad(&grads).unwrap()))));
-            let got = listed(&got);
-            assert_eq!(got.len(), case.shapes().len());
-            for ((name, got), (_, expected)) in got.into_iter().zip(&expected) {
-                let length = got.len();
-                let got = TensorData::new(got, [length]);
-                assert_close(&format!("{}: {name}", case.name), got, expected, 1e-12);
+            let of_out = numbers_of(out.clone());
+            assert_close(case.name, got.out.to_data(), &of_out, 1e-12);
+            let grads = (out * grad_out.detach()).sum().backward();
+            let expected = numbers_of(leaf.grad(&grads).unwrap());
+            let got = joined(got);
+            assert_eq!(got.dims(), [expected.len()]);
+            let mut first = 0;
+            for (index, length) in case.shapes().iter().map(|shape| size(shape)).enumerate() {
+                let what = format!("{}: gradient {index}", case.name);
+                let got = got.clone().narrow(0, first, length).into_data();
+                assert_close(&what, got, &expected[first..][..length], 1e-12);
+                first += length;
             }
         }
     }
@@ -239,13 +226,13 @@ pub fn hessian_vector_products_equal_differences(devices: &[Device]) {
                 for (x, d) in inputs.iter_mut().zip(&direction).take(moved) {
                     *x += step * d;
                 }
-                let gradients = case.gradients(&case.inputs(&inputs, &device));
-                [gradients.q, gradients.k, gradients.v].map(|x| numbers(&x))
+                let gradients = case.gradients(&flat(&inputs, &device));
+                [gradients.q, gradients.k, gradients.v].map(numbers_of)
             };
             let (after, before) = (at(STEP), at(-STEP));
-            let Inputs { four, tensors } = case.inputs(&start, &device);
+            let Inputs { four, tensors } = case.inputs(&flat(&start, &device));
             let [q, k, v, grad_out] = four;
-            let [tq, tk, tv, _] = case.inputs(&direction, &device).four;
+            let [tq, tk, tv, _] = case.inputs(&flat(&direction, &device)).four;
             let (tangents, options) = ([tq, tk, tv], case.options.clone());
             let (inputs, layout) = ([q, k, v], &case.layout);
             let products =
@@ -269,56 +256,21 @@ pub fn gradients_are_differentiated_by_every_input(devices: &[Device]) {
         for case in cases() {
             let (start, direction, weights) = (case.random(1), case.random(2), case.random(3));
             // The gradients of all inputs, weighed and summed up.
-            let loss = |step: f64| {
-                let moved = start.iter().zip(&direction);
-                let moved: Vec<f64> = moved.map(|(x, d)| x + step * d).collect();
-                let gradients = listed(&case.gradients(&case.inputs(&moved, &device)));
-                let gradients = gradients.into_iter().flat_map(|(_, numbers)| numbers);
-                let terms = gradients.zip(&weights).map(|(x, weight)| x * weight);
-                terms.sum::<f64>()
+            let loss = |flat: &Tensor<1>| {
+                let weights = tensor(&weights, flat.dims(), &flat.device(), DType::F64);
+                (joined(case.gradients(flat)) * weights).sum()
             };
-            let expected = (loss(STEP) - loss(-STEP)) / (2.0 * STEP);
+            let at = |step: f64| {
+                let moved = start.iter().zip(&direction).map(|(x, d)| x + step * d);
+                let moved: Vec<f64> = moved.collect();
+                loss(&flat(&moved, &device)).into_scalar::<f64>()
+            };
+            let expected = (at(STEP) - at(-STEP)) / (2.0 * STEP);
             assert!(expected.abs() > 1e-2, "{}: {expected}", case.name);
-            let tracked = device.clone().autodiff();
-            for device in [tracked.clone(), tracked.gradient_checkpointing()] {
-                let inputs = case.inputs(&start, &device);
-                let factors = case.inputs(&weights, &device.clone().without_autodiff());
-                let made = case.gradients(&inputs);
-                let [wq, wk, wv, _] = factors.four;
-                let parts = [(made.q, wq), (made.k, wk), (made.v, wv)];
-                let mut sum = Tensor::<1>::zeros([1], (&device, DType::F64));
-                for (gradient, weight) in parts {
-                    sum = sum + (gradient * weight).sum();
-                }
-                let further = (made.tensors, factors.tensors);
-                if let (Some(gradient), Some(weight)) = (further.0.sinks, further.1.sinks) {
-                    sum = sum + (gradient * weight).sum();
-                }
-                if let (Some(gradient), Some(weight)) = (further.0.bias, further.1.bias) {
-                    sum = sum + (gradient * weight).sum();
-                }
-                let tables = (further.0.relative_bias, further.1.relative_bias);
-                if let (Some(gradient), Some(weight)) = tables {
-                    sum = sum + (gradient * weight).sum();
-                }
-                let grads = sum.backward();
-                let four = inputs
-                    .four
-                    .iter()
-                    .map(|x| numbers(&x.grad(&grads).unwrap()));
-                let tensors = &inputs.tensors;
-                let sinks = tensors
-                    .sinks
-                    .iter()
-                    .map(|x| numbers(&x.grad(&grads).unwrap()));
-                let bias = tensors
-                    .bias
-                    .iter()
-                    .map(|x| numbers(&x.grad(&grads).unwrap()));
-                let relative = tensors.relative_bias.iter();
-                let relative = relative.map(|x| numbers(&x.grad(&grads).unwrap()));
-                let slopes = four.chain(sinks).chain(bias).chain(relative).flatten();
-                let got: f64 = slopes.zip(&direction).map(|(x, d)| x * d).sum();
+            for device in tracked(&device) {
+                let leaf = flat(&start, &device).require_grad();
+                let slopes = numbers_of(leaf.grad(&loss(&leaf).backward()).unwrap());
+                let got: f64 = slopes.iter().zip(&direction).map(|(x, d)| x * d).sum();
                 let error = (got - expected).abs() / expected.abs().max(1.0);
                 assert!(error < 1e-6, "{}: {got}, not {expected}", case.name);
             }

@@ -5,31 +5,23 @@ use burn_blocksparse::internal::{
 };
 
 use crate::attention::cases::{Case, gaps_per_batch, table};
-use crate::attention::options::{SHARED, everything, with_distances};
+use crate::attention::options::{SHARED, everything, with_alibi, with_distances};
 use crate::device_layout::case::cases as device_cases;
 use crate::device_layout::chosen::layout_of;
 use crate::prelude::*;
 
 /// The case with one of five kinds of scores: with dropout, with sinks and ALiBi, with biases of each kind, with all options. Plain if there are few
 /// queries.
-fn variant(index: usize, case: &Case, seed: u64) -> (Problem, AttentionOptions) {
+fn variant(index: usize, case: &Case, seed: u64) -> Problem {
     let problem = case.problem(seed).with_grad_lse(seed);
-    let options = case.options();
     match index % 5 {
         // So that the heads of a key head may be one sequence.
-        _ if case.seq_q < case.heads => (problem, options),
-        0 => {
-            let dropout = Dropout::new(0.3, seed);
-            (problem.with_dropout(dropout), options.dropout(dropout))
-        }
-        1 => {
-            let slopes: Vec<f64> = (0..case.heads).map(|h| 0.3 - 0.17 * h as f64).collect();
-            let problem = problem.with_slopes(slopes.clone()).with_sinks(7);
-            (problem, options.alibi(slopes))
-        }
-        2 => (problem.with_bias(6, SHARED[index / 5 % 6]), options),
-        3 => (with_distances(index, problem), options),
-        _ => everything(index, case, problem),
+        _ if case.seq_q < case.heads => problem,
+        0 => problem.with_dropout(Dropout::new(0.3, seed)),
+        1 => with_alibi(problem).with_sinks(7),
+        2 => problem.with_bias(6, SHARED[index / 5 % 6]),
+        3 => with_distances(index, problem),
+        _ => everything(index, problem),
     }
 }
 
@@ -47,7 +39,6 @@ type Kept = (Results, Option<AttentionResiduals>);
 fn run<'a>(
     problem: &Problem,
     layout: impl Into<Layout<'a>>,
-    options: &AttentionOptions,
     (device, dtype): (&Device, DType),
     by: By,
 ) -> Kept {
@@ -63,7 +54,7 @@ fn run<'a>(
     let through = |x: &Tensor<4>| x.clone() * 2.0 / 2.0;
     let [tq, tk, tv] = [&q, &k, &v].map(through);
     tensors.bias = tensors.bias.as_ref().map(through);
-    let options = options.clone();
+    let options = problem.asked();
     let (out, lse, kept) = match by {
         By::Itself => {
             let (out, lse) = SparseAttentionCall::new(tq, tk, tv, layout)
@@ -98,23 +89,19 @@ fn check<'a>(
     what: &str,
     problem: &Problem,
     layout: impl Into<Layout<'a>>,
-    options: &AttentionOptions,
     plain: &Device,
     dtype: DType,
     checkpointing: bool,
 ) {
     let layout = layout.into();
-    let device = plain.clone().autodiff();
-    let device = match checkpointing {
-        true => device.gradient_checkpointing(),
-        false => device,
-    };
-    let (expected, _) = run(problem, layout, options, (&device, dtype), By::Itself);
-    let (first, kept) = run(problem, layout, options, (plain, dtype), By::Keeping);
+    let device = &tracked(plain)[usize::from(checkpointing)];
+    let run = |device: &Device, by: By| run(problem, layout, (device, dtype), by);
+    let (expected, _) = run(device, By::Itself);
+    let (first, kept) = run(plain, By::Keeping);
     let given = By::Given(Box::new(kept.unwrap()));
-    let (again, _) = run(problem, layout, options, (&device, dtype), given.clone());
-    let (plain_again, _) = run(problem, layout, options, (plain, dtype), given);
-    let (keeping, _) = run(problem, layout, options, (&device, dtype), By::Keeping);
+    let (again, _) = run(device, given.clone());
+    let (plain_again, _) = run(plain, given);
+    let (keeping, _) = run(device, By::Keeping);
     assert_eq!(expected.len(), again.len());
     for (way, results) in [
         ("kept", &first),
@@ -125,7 +112,7 @@ fn check<'a>(
         for ((name, got), (_, expected)) in results.iter().zip(&expected) {
             let what = format!("{what}, {device:?}, {dtype:?}: {name}, {way}");
             // Around sinks there are Burn's own sums, which may be in another order on a GPU.
-            if problem.sinks.is_some() && is_cube(&device) {
+            if problem.sinks.is_some() && is_cube(device) {
                 assert_close(&what, got.clone(), &to_f64(expected.clone()), 1e-5);
             } else {
                 assert_eq!(got.as_bytes(), expected.as_bytes(), "{what}");
@@ -143,18 +130,9 @@ pub fn given_attention_gives_the_same_bits(devices: &[Device]) {
     for (index, case) in table().into_iter().filter(has) {
         for device in devices {
             for (dtype, _) in exact_dtypes(device).into_iter().take(1 + index % 2) {
-                let (problem, options) = variant(index, &case, 9000 + index as u64);
+                let problem = variant(index, &case, 9000 + index as u64);
                 let (what, layout) = (case.name, case.layout());
-                let checkpointed = index % 2 == 0;
-                check(
-                    what,
-                    &problem,
-                    &layout,
-                    &options,
-                    device,
-                    dtype,
-                    checkpointed,
-                );
+                check(what, &problem, &layout, device, dtype, index % 2 == 0);
                 ran += 1;
             }
         }
@@ -166,35 +144,25 @@ pub fn given_attention_gives_the_same_bits(devices: &[Device]) {
 pub fn given_attention_of_other_kinds(devices: &[Device]) {
     for (index, case) in table().iter().filter(|(index, _)| index % 10 == 3) {
         for (device, dtype) in halves(devices) {
-            let (mut problem, options) = variant(index / 10, case, 9100 + *index as u64);
+            let mut problem = variant(index / 10, case, 9100 + *index as u64);
             problem.sinks = None;
             problem.round_to(dtype);
             let layout = case.layout();
-            check(case.name, &problem, &layout, &options, device, dtype, false);
+            check(case.name, &problem, &layout, device, dtype, false);
         }
     }
     let (layout, problem) = gaps_per_batch(92);
     let problem = problem.with_grad_lse(92);
-    let options = AttentionOptions::default();
     for device in devices {
         let dtype = DType::F32;
-        check(
-            "per batch",
-            &problem,
-            &layout,
-            &options,
-            device,
-            dtype,
-            true,
-        );
+        check("per batch", &problem, &layout, device, dtype, true);
         for index in [0, 4] {
             let case = &device_cases()[index];
             let mask = case.mask(&mut seeded(9200));
             let problem = case.problem(9200, mask.clone()).with_grad_lse(9200);
             let problem = problem.options(Some(0.3), None);
             let layout = layout_of(case, &mask, device);
-            let options = AttentionOptions::default().scale(0.3);
-            check(case.name, &problem, &layout, &options, device, dtype, false);
+            check(case.name, &problem, &layout, device, dtype, false);
         }
     }
 }

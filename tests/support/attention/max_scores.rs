@@ -1,36 +1,31 @@
 //! Each row's largest score against f64, and that nothing else changes where it is asked for.
 
 use crate::attention::cases::{Case, cases, gaps_per_batch, table};
-use crate::attention::options::{SHARED, everything, with_distances};
+use crate::attention::options::{SHARED, everything, with_alibi, with_distances};
 use crate::device_layout::case::cases as device_cases;
 use crate::device_layout::chosen::layout_of;
 use crate::prelude::*;
 
 /// The case with one of six kinds of scores: plain, with a scale that turns the order of products around or makes them one, with biases of
 /// each kind, with all options.
-fn variant(index: usize, case: &Case, seed: u64) -> (Problem, AttentionOptions) {
+fn variant(index: usize, case: &Case, seed: u64) -> Problem {
     let problem = case.problem(seed).with_grad_lse(seed);
-    let options = case.options();
     match (index + 1) % 6 {
-        0 => (problem, options),
-        1 => {
-            let scale = [-0.7, 0.0, -1.3][index / 6 % 3];
-            let problem = problem.options(Some(scale), case.softcap);
-            (problem, options.scale(scale))
-        }
-        2 => (problem.with_bias(6, SHARED[index / 6 % 6]), options),
-        3 => {
-            // Steep, flat, and one that rewards distance. Sinks are in lse and not in the largest scores.
-            let slope = |head: usize| 0.3 - 0.17 * head as f64;
-            let slopes: Vec<f64> = (0..case.heads).map(slope).collect();
-            let problem = problem.with_slopes(slopes.clone()).with_sinks(7);
-            (problem, options.alibi(slopes))
-        }
-        4 => (with_distances(index, problem), options),
-        _ => {
-            let (problem, options) = everything(index, case, problem);
-            (problem, options.weights(WeightsMode::Store))
-        }
+        0 => problem,
+        1 => problem.options(Some([-0.7, 0.0, -1.3][index / 6 % 3]), case.softcap),
+        2 => problem.with_bias(6, SHARED[index / 6 % 6]),
+        // Sinks are in lse and not in the largest scores.
+        3 => with_alibi(problem).with_sinks(7),
+        4 => with_distances(index, problem),
+        _ => everything(index, problem),
+    }
+}
+
+/// The problem's, of which those with dropout store weights.
+fn options(problem: &Problem) -> AttentionOptions {
+    match problem.dropout {
+        Some(_) => problem.asked().weights(WeightsMode::Store),
+        None => problem.asked(),
     }
 }
 
@@ -39,7 +34,6 @@ fn check<'a>(
     what: &str,
     problem: &Problem,
     layout: impl Into<Layout<'a>>,
-    options: &AttentionOptions,
     device: &Device,
     dtype: DType,
 ) {
@@ -48,7 +42,7 @@ fn check<'a>(
     let tensors = tensors(problem, device, dtype);
     let output = SparseAttentionCall::new(q, k, v, layout)
         .tensors(tensors)
-        .options(options.clone())
+        .options(options(problem))
         .lse()
         .max_scores()
         .run()
@@ -75,9 +69,9 @@ fn check<'a>(
 
 pub fn max_scores_equal_f64(devices: &[Device]) {
     for (index, case) in &table() {
-        let (problem, options) = variant(*index, case, 8000 + *index as u64);
+        let problem = variant(*index, case, 8000 + *index as u64);
         for (device, dtype, _) in exact(devices) {
-            check(case.name, &problem, &case.layout(), &options, device, dtype);
+            check(case.name, &problem, &case.layout(), device, dtype);
         }
     }
 }
@@ -89,9 +83,9 @@ pub fn max_scores_in_half_precision(devices: &[Device]) {
     for (index, case) in table().iter().filter(|(index, case)| has(*index, case)) {
         ran += 1;
         for (device, dtype) in halves(devices) {
-            let (mut problem, options) = variant(*index, case, 8100 + *index as u64);
+            let mut problem = variant(*index, case, 8100 + *index as u64);
             problem.round_to(dtype);
-            check(case.name, &problem, &case.layout(), &options, device, dtype);
+            check(case.name, &problem, &case.layout(), device, dtype);
         }
     }
     assert_ran("max_scores in half precision", ran);
@@ -101,12 +95,12 @@ pub fn max_scores_in_half_precision(devices: &[Device]) {
 pub fn max_scores_change_nothing_else(devices: &[Device]) {
     let mut ran = 0;
     for (index, case) in table().iter().filter(|(index, _)| index % 3 == 1) {
-        let (mut problem, options) = variant(*index, case, 8200 + *index as u64);
+        let mut problem = variant(*index, case, 8200 + *index as u64);
         // They are Burn's own sums.
         problem.sinks = None;
         for device in devices {
             let [without, with, again] =
-                [false, true, true].map(|asked| run(&problem, case, &options, device, asked));
+                [false, true, true].map(|asked| run(&problem, case, device, asked));
             let what = format!("{}, {device:?}", case.name);
             assert_same_bits(&format!("{what}, twice"), &with, &again);
             let shared = with[..without.len()].to_vec();
@@ -119,13 +113,7 @@ pub fn max_scores_change_nothing_else(devices: &[Device]) {
 }
 
 /// Outputs and gradients by name, the largest scores last if they are `asked` for.
-fn run(
-    problem: &Problem,
-    case: &Case,
-    options: &AttentionOptions,
-    device: &Device,
-    asked: bool,
-) -> Results {
+fn run(problem: &Problem, case: &Case, device: &Device, asked: bool) -> Results {
     let device = &device.clone().autodiff();
     let [q, k, v, grad_out] = inputs(problem, device, DType::F32);
     let [q, k, v] = [q, k, v].map(Tensor::require_grad);
@@ -133,7 +121,7 @@ fn run(
     let layout = case.layout();
     let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
         .tensors(tensors.clone())
-        .options(options.clone())
+        .options(options(problem))
         .lse();
     let output = if asked { call.max_scores() } else { call }.run().unwrap();
     let (out, lse) = (output.out, output.lse.unwrap());
@@ -157,26 +145,16 @@ pub fn max_scores_of_other_layouts(devices: &[Device]) {
         let scale = if index == 1 { -0.6 } else { 0.3 };
         let problem = case.problem(seed, mask.clone());
         let problem = problem.options(Some(scale), (index == 4).then_some(2.0));
-        let mut options = AttentionOptions::default().scale(scale);
-        options.softcap = (index == 4).then_some(2.0);
         for device in devices {
             let layout = layout_of(case, &mask, device);
             for (dtype, _) in exact_dtypes(device) {
-                check(case.name, &problem, &layout, &options, device, dtype);
+                check(case.name, &problem, &layout, device, dtype);
             }
         }
     }
     let (layout, problem) = gaps_per_batch(83);
     for device in devices {
-        let options = AttentionOptions::default();
-        check(
-            "per batch entry",
-            &problem,
-            &layout,
-            &options,
-            device,
-            DType::F32,
-        );
+        check("per batch entry", &problem, &layout, device, DType::F32);
     }
 }
 

@@ -61,7 +61,7 @@ fn check(
     sizes: Sizes,
     dtype: DType,
     devices: &[Device],
-    change: impl Fn(Problem) -> (Problem, AttentionOptions),
+    change: impl Fn(Problem) -> Problem,
 ) -> usize {
     let mut ran = 0;
     let layout = blocks.layout(LayoutShape::new(
@@ -70,7 +70,7 @@ fn check(
         blocks.size,
     ));
     let problem = Problem::random(sizes, 77, move |_, head, i, j| blocks.allows(head, i, j));
-    let (mut problem, options) = change(problem.with_grad_lse(78));
+    let mut problem = change(problem.with_grad_lse(78));
     problem.round_to(dtype);
     for device in devices {
         let has = |other: &DType| discriminant(other) == discriminant(&dtype);
@@ -78,7 +78,7 @@ fn check(
             continue;
         }
         let [q, k, v, _] = inputs(&problem, device, dtype);
-        let lines = plan_of([&q, &k, &v], &layout, &options);
+        let lines = plan_of([&q, &k, &v], &layout, &problem.asked());
         println!("{what}\n{lines}");
         for pass in ["forward", "backward"] {
             let on = format!("{pass:<8} hopper");
@@ -88,7 +88,7 @@ fn check(
                 assert!(line.contains(&bits), "{what}: {line}");
             }
         }
-        let call = Call::new(what.to_string(), &problem, layout.clone(), options.clone());
+        let call = Call::new(what, &problem, layout.clone());
         call.check_dtype(device, dtype, half_tolerance(dtype));
         ran += 1;
     }
@@ -111,8 +111,7 @@ pub fn narrow_blocks_in_half_precision(devices: &[Device]) {
     };
     let mut ran = 0;
     for (what, sizes) in [("tall tiles", many), ("tiles of few rows", few)] {
-        let plain = |problem| (problem, AttentionOptions::default());
-        ran += check(what, blocks, sizes, DType::BF16, devices, plain);
+        ran += check(what, blocks, sizes, DType::BF16, devices, |problem| problem);
     }
     assert_ran("narrow blocks", ran);
 }
@@ -133,15 +132,9 @@ pub fn narrow_blocks_with_options(devices: &[Device]) {
         DType::F16,
         devices,
         |problem| {
-            let slopes: Vec<f64> = (1..=8).map(|head| 0.01 * head as f64).collect();
-            let dropout = Dropout::new(0.25, 3);
-            let problem = problem
-                .options(None, Some(5.0))
-                .with_slopes(slopes.clone())
-                .with_dropout(dropout);
-            let mut options = AttentionOptions::default();
-            options.softcap = Some(5.0);
-            (problem, options.alibi(slopes).dropout(dropout))
+            (problem.options(None, Some(5.0)))
+                .with_slopes((1..=8).map(|head| 0.01 * f64::from(head)).collect())
+                .with_dropout(Dropout::new(0.25, 3))
         },
     );
     assert_ran("narrow blocks with options", ran);

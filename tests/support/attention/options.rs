@@ -43,18 +43,17 @@ impl Cases {
     }
 }
 
-/// The cases in both modes, with what `change` makes of their problems and options.
+/// The cases in both modes, with what `change` makes of their problems.
 fn check_cases(
     devices: &[Device],
     name: &str,
     cases: Cases,
-    change: impl Fn(usize, &Case, Problem, AttentionOptions) -> (Problem, AttentionOptions),
+    change: impl Fn(usize, Problem) -> Problem,
 ) {
     let mut ran = 0;
     for (index, case) in table().iter().filter(|(index, _)| cases.has(*index)) {
         let seed = 4000 + *index as u64;
-        let problem = case.problem(seed).with_grad_lse(seed);
-        let (problem, options) = change(*index, case, problem, case.options());
+        let problem = change(*index, case.problem(seed).with_grad_lse(seed));
         let count = match cases.has_beside(*index) {
             true => devices.len(),
             false => 1,
@@ -63,9 +62,8 @@ fn check_cases(
         let devices = devices.filter(|device| cases.has_on(*index, device));
         for (device, mode) in devices.flat_map(|d| MODES.map(|mode| (d, mode))) {
             let what = format!("{}, {name}, {mode:?}", case.name);
-            let options = options.clone().weights(mode);
-            let call = Call::new(what, &problem, case.layout(), options);
-            call.check(device);
+            let call = Call::new(what, &problem, case.layout());
+            call.weights(mode).check(device);
             ran += 1;
         }
     }
@@ -74,12 +72,7 @@ fn check_cases(
 
 /// The gradient through lse, with the output's.
 pub fn lse_gradients_equal_f64(devices: &[Device]) {
-    check_cases(
-        devices,
-        "loss of lse",
-        Cases::All,
-        |_, _, problem, options| (problem, options),
-    );
+    check_cases(devices, "loss of lse", Cases::All, |_, problem| problem);
 }
 
 /// A loss of lse alone.
@@ -95,7 +88,6 @@ pub fn lse_alone_equals_f64(devices: &[Device]) {
                     format!("{}, loss of lse alone", case.name),
                     &problem,
                     case.layout(),
-                    case.options(),
                 )
             };
             call.check(device);
@@ -104,8 +96,8 @@ pub fn lse_alone_equals_f64(devices: &[Device]) {
 }
 
 pub fn sinks_equal_f64(devices: &[Device]) {
-    check_cases(devices, "sinks", Cases::Third, |_, _, problem, options| {
-        (problem.with_sinks(7), options)
+    check_cases(devices, "sinks", Cases::Third, |_, problem| {
+        problem.with_sinks(7)
     });
 }
 
@@ -113,14 +105,13 @@ pub fn sinks_equal_f64(devices: &[Device]) {
 pub fn with_weights(
     problem: &Problem,
     layout: &BlockLayout,
-    options: &AttentionOptions,
     device: &Device,
     dtype: DType,
 ) -> Results {
     let [q, k, v, _] = inputs(problem, device, dtype);
     let output = SparseAttentionCall::new(q, k, v, layout)
         .tensors(tensors(problem, device, dtype))
-        .options(options.clone())
+        .options(problem.asked())
         .lse()
         .weights()
         .run()
@@ -136,11 +127,10 @@ pub fn with_weights(
 /// The weights of calls with all options: after biases, before dropout, and with sinks less than 1 in all.
 pub fn weights_with_options_equal_f64(devices: &[Device]) {
     for (index, case) in table().iter().filter(|(index, _)| Cases::Third.has(*index)) {
-        let problem = case.problem(5200 + *index as u64);
-        let (problem, options) = everything(*index, case, problem);
+        let problem = everything(*index, case.problem(5200 + *index as u64));
         let answer = problem.solve();
         for (device, dtype, tolerance) in exact(devices) {
-            let got = with_weights(&problem, &case.layout(), &options, device, dtype);
+            let got = with_weights(&problem, &case.layout(), device, dtype);
             let what = format!("{}, {device:?}, {dtype:?}", case.name);
             answer.assert(&what, got, &[Near::Tensor(tolerance)]);
         }
@@ -165,33 +155,25 @@ pub fn weights_with_sinks_per_batch(devices: &[Device]) {
 }
 
 pub fn alibi_equals_f64(devices: &[Device]) {
-    check_cases(
-        devices,
-        "alibi",
-        Cases::AllOfKernels,
-        |_, case, problem, options| {
-            // Steep, flat, and one that rewards distance.
-            let slopes: Vec<f64> = (0..case.heads)
-                .map(|head| 0.3 - 0.17 * head as f64)
-                .collect();
-            (problem.with_slopes(slopes.clone()), options.alibi(slopes))
-        },
-    );
+    check_cases(devices, "alibi", Cases::AllOfKernels, |_, problem| {
+        with_alibi(problem)
+    });
+}
+
+/// Slopes that are steep, flat, and one that rewards distance.
+pub fn with_alibi(problem: Problem) -> Problem {
+    let slopes = (0..problem.sizes.heads).map(|head| 0.3 - 0.17 * head as f64);
+    let slopes = slopes.collect();
+    problem.with_slopes(slopes)
 }
 
 pub fn dropout_equals_f64(devices: &[Device]) {
     // Of the last hardly one in 65,536 pairs is dropped, and the factor is not 1.
     let probabilities = [0.3, 0.75, 1e-7];
-    check_cases(
-        devices,
-        "dropout",
-        Cases::All,
-        |index, _, problem, options| {
-            let probability = probabilities[index % probabilities.len()];
-            let dropout = Dropout::new(probability, 0x1234_5678_9abc);
-            (problem.with_dropout(dropout), options.dropout(dropout))
-        },
-    );
+    check_cases(devices, "dropout", Cases::All, |index, problem| {
+        let probability = probabilities[index % probabilities.len()];
+        problem.with_dropout(Dropout::new(probability, 0x1234_5678_9abc))
+    });
 }
 
 /// What shares a bias: batch entries, heads, queries.
@@ -227,12 +209,8 @@ pub fn bias_equals_f64(devices: &[Device]) {
                 if compiles && run != kept {
                     continue;
                 }
-                let call = Call::new(
-                    format!("{}, bias, {mode:?}", case.name),
-                    &problem,
-                    case.layout(),
-                    case.options().weights(mode),
-                );
+                let what = format!("{}, bias, {mode:?}", case.name);
+                let call = Call::new(what, &problem, case.layout()).weights(mode);
                 call.check_dtype(device, dtype, tolerance);
                 ran += 1;
             }
@@ -246,12 +224,7 @@ pub const REACHES: [usize; 5] = [5, 0, 40, 1, 700];
 
 pub fn relative_bias_equals_f64(devices: &[Device]) {
     let name = "biases of distances";
-    check_cases(
-        devices,
-        name,
-        Cases::AllOfKernels,
-        |index, _, problem, options| (with_distances(index, problem), options),
-    );
+    check_cases(devices, name, Cases::AllOfKernels, with_distances);
 }
 
 /// The problem with biases of distances, of another kind in each case.
@@ -261,30 +234,24 @@ pub fn with_distances(index: usize, problem: Problem) -> Problem {
 }
 
 /// All options at once.
-pub fn everything(index: usize, case: &Case, problem: Problem) -> (Problem, AttentionOptions) {
-    let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.1 * head as f64).collect();
-    let dropout = Dropout::new(0.5, 3);
-    let problem = problem
+pub fn everything(index: usize, problem: Problem) -> Problem {
+    let slopes = (1..=problem.sizes.heads).map(|head| 0.1 * head as f64);
+    let slopes = slopes.collect();
+    problem
         .with_sinks(8)
-        .with_slopes(slopes.clone())
-        .with_dropout(dropout)
+        .with_slopes(slopes)
+        .with_dropout(Dropout::new(0.5, 3))
         .with_bias(8, SHARED[index / 3 % SHARED.len()])
         .with_relative(
             8,
             REACHES[index / 3 % REACHES.len()],
             index.is_multiple_of(2),
-        );
-    (problem, case.options().alibi(slopes).dropout(dropout))
+        )
 }
 
 /// Each option sees what the others leave.
 pub fn options_work_together(devices: &[Device]) {
-    check_cases(
-        devices,
-        "all options",
-        Cases::Third,
-        |index, case, problem, _| everything(index, case, problem),
-    );
+    check_cases(devices, "all options", Cases::Third, everything);
 }
 
 /// The cases that `has` leaves in half precision, with what `change` makes of their problems. The gradient of a sink is a sum over all
@@ -293,22 +260,17 @@ fn check_half(
     devices: &[Device],
     name: &str,
     has: impl Fn(usize, &Case) -> bool,
-    change: impl Fn(usize, &Case, Problem) -> (Problem, AttentionOptions),
+    change: impl Fn(usize, Problem) -> Problem,
 ) {
     let mut ran = 0;
     for (index, case) in table().iter().filter(|(index, case)| has(*index, case)) {
         ran += 1;
         let seed = 6000 + *index as u64;
         for (device, dtype) in halves(devices) {
-            let problem = case.problem(seed).with_grad_lse(seed);
-            let (mut problem, options) = change(*index, case, problem);
+            let mut problem = change(*index, case.problem(seed).with_grad_lse(seed));
             problem.round_to(dtype);
-            let call = Call::new(
-                format!("{}, {name}", case.name),
-                &problem,
-                case.layout(),
-                options,
-            );
+            let what = format!("{}, {name}", case.name);
+            let call = Call::new(what, &problem, case.layout());
             call.check_dtype(device, dtype, half_tolerance(dtype));
         }
     }
@@ -335,7 +297,7 @@ pub fn relative_bias_in_half_precision(devices: &[Device]) {
         devices,
         "biases of distances",
         |index, case| index % 3 == 2 || is_wide(case),
-        |index, case, problem| (with_distances(index, problem), case.options()),
+        with_distances,
     );
 }
 
@@ -343,19 +305,12 @@ pub fn relative_bias_in_half_precision(devices: &[Device]) {
 pub fn options_give_the_same_bits(devices: &[Device]) {
     for (index, shared) in [(14, SHARED[3]), (29, SHARED[5]), (37, SHARED[4])] {
         let case = &cases()[index];
-        let dropout = Dropout::new(0.2, 5);
-        let slopes = vec![0.1; case.heads];
-        let problem = case
-            .problem(3)
-            .with_grad_lse(3)
+        let problem = (case.problem(3).with_grad_lse(3))
             .with_bias(3, shared)
-            .with_relative(3, 20, shared[1]);
-        let call = Call::new(
-            case.name.to_string(),
-            &problem,
-            case.layout(),
-            case.options().alibi(slopes).dropout(dropout),
-        );
+            .with_relative(3, 20, shared[1])
+            .with_slopes(vec![0.1; case.heads])
+            .with_dropout(Dropout::new(0.2, 5));
+        let call = Call::new(case.name, &problem, case.layout());
         for device in devices {
             let run = || call.run(device, DType::F32);
             assert_same_bits(case.name, run(), run());

@@ -14,9 +14,9 @@ pub fn forward_and_gradients_equal_f64(devices: &[Device]) {
         for (device, dtype, tolerance) in exact(devices) {
             for mode in [WeightsMode::Recompute, WeightsMode::Store] {
                 let what = format!("{}, {device:?}, {dtype:?}, {mode:?}", case.name);
-                let options = case.options().weights(mode);
+                let options = problem.asked().weights(mode);
                 let device = device.clone().autodiff();
-                let got = run(&problem, &case.layout(), options, &device, dtype);
+                let got = run_with(&problem, &case.layout(), options, &device, dtype);
                 answer.assert(&what, got, &[Near::Tensor(tolerance), Near::Rows(dtype)]);
             }
         }
@@ -56,7 +56,7 @@ pub fn half_precision_is_as_good_as_dense(devices: &[Device]) {
             problem.round_to(dtype);
             let layout = case.layout();
             let device = device.clone().autodiff();
-            let ours = run(&problem, &layout, case.options(), &device, dtype);
+            let ours = run(&problem, &layout, &device, dtype);
             // Grouped heads have no counterpart in the fallback.
             let dense = (case.heads == case.kv_heads)
                 .then(|| run_dense(&case, &problem, &layout, &device, dtype));
@@ -149,44 +149,12 @@ pub fn equals_burns_own_attention(devices: &[Device]) {
             // Burn multiplies f32 matrices in tf32 where a GPU has it.
             let tolerance = if is_cuda(device) { 5e-3 } else { 2e-5 };
             let device = device.clone().autodiff();
-            let ours = run(&problem, &layout, case.options(), &device, dtype);
+            let ours = run(&problem, &layout, &device, dtype);
             let burns = run_dense(&case, &problem, &layout, &device, dtype);
             assert_alike(&what, ours, burns, tolerance);
         }
     }
     assert_ran("equals_burns_own_attention", ran);
-}
-
-pub fn gradients_equal_finite_differences(devices: &[Device]) {
-    let pattern = Pattern::merged_strided(5);
-    let case = Case {
-        seq_q: 11,
-        seq_kv: 13,
-        softcap: Some(2.0),
-        ..cases().remove(0)
-    };
-    let case = Case { pattern, ..case };
-    for device in with(devices, DType::F64) {
-        let (problem, layout) = (case.problem(7), case.layout());
-        let loss = |which: usize, index: usize, step: f64| {
-            let mut moved = case.problem(7);
-            moved.qkv()[which][index] += step;
-            let [q, k, v, grad_out] = inputs(&moved, device, DType::F64);
-            let out = attend([&q, &k, &v], &layout, &case.options());
-            (out * grad_out).sum().into_scalar::<f64>()
-        };
-        let autodiff = device.clone().autodiff();
-        let grads = run(&problem, &layout, case.options(), &autodiff, DType::F64);
-        for which in 0..3 {
-            let grad = to_f64(grads[which + 1].1.clone());
-            for index in (0..grad.len()).step_by(17) {
-                let step = 1e-5;
-                let slope = (loss(which, index, step) - loss(which, index, -step)) / (2.0 * step);
-                let what = format!("{device:?}, input {which} at {index}");
-                assert_near(&what, &[grad[index]], &[slope], 1e-8);
-            }
-        }
-    }
 }
 
 /// Permuted, sliced and expanded tensors are read as what they mean.
@@ -245,7 +213,7 @@ pub fn same_input_same_bits(devices: &[Device]) {
             dtypes.push(DType::F32);
             for dtype in dtypes {
                 let device = device.clone().autodiff();
-                let run = || run(&problem, &layout, case.options(), &device, dtype);
+                let run = || run(&problem, &layout, &device, dtype);
                 assert_same_bits(&format!("{}, {dtype:?}", case.name), run(), run());
             }
         }
@@ -259,12 +227,11 @@ pub fn per_batch_layouts(devices: &[Device]) {
         let sizes = Sizes::new([3, 2, 2], [seq; 2], [dim; 2]);
         per_batch(&patterns, sizes, block_size, 3)
     };
-    let options = AttentionOptions::default;
     for (device, dtype) in halves(devices) {
         let (layout, mut wide) = problem(150, 16, 64);
         wide.round_to(dtype);
         let device = device.clone().autodiff();
-        let got = run(&wide, &layout, options(), &device, dtype);
+        let got = run(&wide, &layout, &device, dtype);
         let what = format!("per batch, {dtype:?}");
         wide.solve().assert(&what, got, &[Near::Rows(dtype)]);
     }
@@ -273,13 +240,8 @@ pub fn per_batch_layouts(devices: &[Device]) {
     for device in devices {
         for mode in [WeightsMode::Recompute, WeightsMode::Store] {
             let device = device.clone().autodiff();
-            let got = run(
-                &problem,
-                &layout,
-                options().weights(mode),
-                &device,
-                DType::F32,
-            );
+            let options = problem.asked().weights(mode);
+            let got = run_with(&problem, &layout, options, &device, DType::F32);
             let bounds = [Near::Tensor(1e-5), Near::Rows(DType::F32)];
             answer.assert("per batch", got, &bounds);
         }
@@ -311,7 +273,7 @@ pub fn tf32_only_where_asked_for(devices: &[Device]) {
             let tf32 = plan.contains("in tf32");
             assert!(precision == ProductPrecision::Tf32 || !tf32, "{plan}");
             let device = device.clone().autodiff();
-            let got = run(&problem, &layout, options, &device, DType::F32);
+            let got = run_with(&problem, &layout, options, &device, DType::F32);
             let within = if tf32 { tolerance } else { 1e-5 };
             answer.assert(
                 &format!("{precision:?}, {plan}"),

@@ -121,6 +121,16 @@ pub fn differentiated(
 pub fn run<'a>(
     problem: &Problem,
     layout: impl Into<Layout<'a>>,
+    device: &Device,
+    dtype: DType,
+) -> Results {
+    run_with(problem, layout, problem.asked(), device, dtype)
+}
+
+/// The same with other options than those of the problem.
+pub fn run_with<'a>(
+    problem: &Problem,
+    layout: impl Into<Layout<'a>>,
     options: AttentionOptions,
     device: &Device,
     dtype: DType,
@@ -136,7 +146,7 @@ pub struct Call<'a, L = BlockLayout> {
     pub what: String,
     pub problem: &'a Problem,
     pub layout: L,
-    pub options: AttentionOptions,
+    pub mode: WeightsMode,
     /// Whether out is in the loss.
     pub use_out: bool,
 }
@@ -145,19 +155,19 @@ impl<'a, L> Call<'a, L>
 where
     for<'l> &'l L: Into<Layout<'l>>,
 {
-    pub fn new(
-        what: impl Into<String>,
-        problem: &'a Problem,
-        layout: L,
-        options: AttentionOptions,
-    ) -> Self {
+    pub fn new(what: impl Into<String>, problem: &'a Problem, layout: L) -> Self {
         Self {
             what: what.into(),
             problem,
             layout,
-            options,
+            mode: WeightsMode::default(),
             use_out: true,
         }
+    }
+
+    /// What is stored for the backward pass.
+    pub fn weights(self, mode: WeightsMode) -> Self {
+        Self { mode, ..self }
     }
 
     /// The call over another layout.
@@ -166,7 +176,7 @@ where
             what: self.what,
             problem: self.problem,
             layout,
-            options: self.options,
+            mode: self.mode,
             use_out: self.use_out,
         }
     }
@@ -201,7 +211,7 @@ where
         let tensors = require_grad(tensors(problem, device, dtype));
         let (out, lse) = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &self.layout)
             .tensors(tensors.clone())
-            .options(self.options.clone())
+            .options(problem.asked().weights(self.mode))
             .run_with_lse()
             .unwrap();
         let grad_out = self.use_out.then_some(grad_out);

@@ -9,7 +9,6 @@ struct Tiles {
     name: &'static str,
     layout: BlockLayout,
     problem: Problem,
-    options: AttentionOptions,
     /// What a plan says if it is one of the `hopper` tier.
     says: &'static str,
 }
@@ -34,7 +33,6 @@ impl Tiles {
             name,
             layout,
             problem: Problem::random(sizes, 31, attends),
-            options: AttentionOptions::default(),
             says,
         }
     }
@@ -42,7 +40,6 @@ impl Tiles {
     fn with_dropout(self, dropout: Dropout) -> Self {
         Self {
             problem: self.problem.with_dropout(dropout),
-            options: self.options.dropout(dropout),
             ..self
         }
     }
@@ -55,12 +52,11 @@ impl Tiles {
             let answer = self.problem.solve();
             let what = format!("{}, {device:?}, {dtype:?}", self.name);
             let [q, k, v, _] = inputs(&self.problem, device, dtype);
-            let plan = plan_of([&q, &k, &v], &self.layout, &self.options);
+            let plan = plan_of([&q, &k, &v], &self.layout, &self.problem.asked());
             let on_hopper = plan.contains("forward  hopper");
             assert!(!on_hopper || plan.contains(self.says), "{what}: {plan}");
             let device = device.clone().autodiff();
-            let options = || self.options.clone();
-            let run = || run(&self.problem, &self.layout, options(), &device, dtype);
+            let run = || run(&self.problem, &self.layout, &device, dtype);
             let got = run();
             assert_same_bits(&format!("{what}, twice"), &got, &run());
             answer.assert(&what, got, &[Near::Rows(dtype)]);
@@ -94,7 +90,6 @@ pub fn shared_tiles_equal_f64(devices: &[Device]) {
         name: "a staircase",
         layout,
         problem,
-        options: AttentionOptions::default(),
         says: SHARED,
     };
     call.check(devices);

@@ -62,7 +62,7 @@ pub fn every_width_equals_f64(devices: &[Device]) {
                     case.name
                 );
                 let device = device.clone().autodiff();
-                let got = run(&problem, &case.layout(), case.options(), &device, dtype);
+                let got = run(&problem, &case.layout(), &device, dtype);
                 answer.assert(&what, got, &[Near::Rows(dtype)]);
                 ran += 1;
             }
@@ -182,13 +182,7 @@ pub fn strided_layouts_of_other_kinds(devices: &[Device]) {
             let answer = problem.solve();
             let what = format!("{name}, {device:?}, {dtype:?}");
             let device = device.clone().autodiff();
-            let got = run(
-                &problem,
-                &layout,
-                AttentionOptions::default(),
-                &device,
-                dtype,
-            );
+            let got = run(&problem, &layout, &device, dtype);
             answer.assert(&what, got, &[Near::Rows(dtype)]);
         }
     }

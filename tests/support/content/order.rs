@@ -4,6 +4,7 @@ use burn_blocksparse::internal::{gather_rows, runs_kernels, segment_sum};
 use burn_sparse_select::internal::{counting_argsort, topk_rows};
 
 use crate::prelude::*;
+use crate::training::case::{Case, Tensors};
 
 /// Those of a stable sort: random buckets, one bucket, rising and falling ones, and more than are sorted at once.
 pub fn buckets_are_sorted_as_by_the_host(devices: &[Device]) {
@@ -112,49 +113,69 @@ fn highest_of(numbers: &[f32], most: usize) -> Vec<i32> {
     first
 }
 
-/// The one is the gradient of the other.
+/// Rows by an index, with rows of no place and places of no row, and sums at places: the one is the gradient of the other.
 pub fn sums_at_places_are_gradients_of_rows(devices: &[Device]) {
-    let [batch, heads, rows, most, dim] = [2, 2, 13, 3, 8];
-    let places = rows * most;
-    let mut rng = seeded(78);
-    // Every third place names no row.
-    let index: Vec<i32> = (0..batch * heads * places)
-        .map(|at| match at % 3 {
-            0 => -1,
-            _ => (at * 7 % rows) as i32,
-        })
-        .collect();
-    let mut users = vec![-1; batch * heads * rows * places];
-    for (at, &row) in index.iter().enumerate().filter(|(_, row)| **row >= 0) {
-        let list = &mut users[(at / places * rows + row as usize) * places..][..places];
-        list[at % places] = (at % places) as i32;
-    }
-    let mut random = |count: usize| drawn(&mut rng, count, -1.0f32..1.0);
-    let (x, y) = (
-        random(batch * heads * places * dim),
-        random(batch * heads * rows * dim),
-    );
-    for device in devices {
-        let device = device.clone().autodiff();
-        let float =
-            |x: &[f32], rows: usize| floats(x, [batch, heads, rows, dim], &device).require_grad();
-        let (x, y) = (float(&x, places), float(&y, rows));
-        let index = ints(&index, [batch, heads, places], &device);
-        let users = ints(&users, [batch, heads, rows, places], &device);
-        let taken = gather_rows(y.clone(), index.clone(), users.clone()).unwrap();
-        let sums = segment_sum(x.clone(), index, users).unwrap();
-        let by_y = y.grad(&(taken.clone() * x.clone().detach()).sum().backward());
-        let by_x = x.grad(&(sums.clone() * y.detach()).sum().backward());
-        for (got, expected) in [(by_y, sums), (by_x, taken)] {
-            let expected = to_f64(expected.into_data());
-            let got = to_f64(got.unwrap().into_data());
-            assert!(expected.iter().any(|x| x.abs() > 0.1));
-            assert!(got.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-6));
+    let [batch, heads, rows, dim, most, places] = [2, 3, 11, 5, 3, 40];
+    let lists = batch * heads;
+    let mut rng = seeded(8800);
+    let mut index = vec![-1i32; lists * places];
+    let mut users = vec![-1i32; lists * rows * most];
+    for (slot, user) in users.iter_mut().enumerate() {
+        let place = rng.random_range(0..places);
+        let row = &mut index[slot / (rows * most) * places + place];
+        if *row < 0 && rng.random::<f64>() < 0.7 {
+            *row = (slot / most % rows) as i32;
+            *user = place as i32;
         }
+    }
+    let moved = |x: &[f64], count: usize, back: bool| {
+        let mut out = vec![0.0; lists * count * dim];
+        for (place, row) in index.iter().enumerate().filter(|(_, row)| **row >= 0) {
+            let row = place / places * rows + *row as usize;
+            let (from, to) = if back { (place, row) } else { (row, place) };
+            for c in 0..dim {
+                out[to * dim + c] += x[from * dim + c];
+            }
+        }
+        out
+    };
+    for back in [false, true] {
+        let (from, to) = if back { (places, rows) } else { (rows, places) };
+        let call = |x: &mut Tensors| {
+            let x = x.take();
+            let index = ints_of(&index, [batch, heads, places], &x.device());
+            let users = ints_of(&users, [batch, heads, rows, most], &x.device());
+            let made = match back {
+                true => segment_sum(x, index, users),
+                false => gather_rows(x, index, users),
+            };
+            vec![made.unwrap().into()]
+        };
+        let judge = |x: &[Vec<f64>], grads: &[Vec<f64>]| {
+            vec![moved(&x[0], to, back), moved(&grads[0], from, !back)]
+        };
+        let case = Case::new(format!("to {to} rows"), call, judge)
+            .input(
+                "x",
+                0,
+                &[batch, heads, from, dim],
+                numbers(8801, lists * from * dim),
+            )
+            .result(
+                "out",
+                0,
+                &[batch, heads, to, dim],
+                numbers(8802, lists * to * dim),
+            );
+        for (device, dtype, tolerance) in exact(devices) {
+            case.check_in(device, dtype, tolerance);
+        }
+    }
+    for device in devices {
         let error = segment_sum(
-            Tensor::zeros([batch, heads, places + 1, dim], &device),
-            Tensor::zeros([batch, heads, places], &device),
-            Tensor::zeros([batch, heads, rows, 1], &device),
+            Tensor::zeros([batch, heads, places + 1, dim], device),
+            Tensor::zeros([batch, heads, places], device),
+            Tensor::zeros([batch, heads, rows, 1], device),
         );
         assert!(error.unwrap_err().to_string().contains("x's places"));
     }

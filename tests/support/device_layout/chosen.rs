@@ -20,13 +20,7 @@ pub fn layout_of(case: &Case, mask: &[bool], device: &Device) -> DeviceLayout {
 }
 
 fn check(case: &Case, name: &str, problem: &Problem, layout: DeviceLayout, device: &Device) {
-    let call = Call::new(
-        format!("{}, {name}", case.name),
-        problem,
-        layout,
-        AttentionOptions::default(),
-    );
-    call.check(device);
+    Call::new(format!("{}, {name}", case.name), problem, layout).check(device);
 }
 
 pub fn device_masks_equal_f64(devices: &[Device]) {
@@ -211,22 +205,15 @@ pub fn device_layouts_with_all_options(devices: &[Device]) {
         let case = &cases()[index];
         let seed = 9400 + index as u64;
         let mask = case.mask(&mut seeded(seed));
-        let slopes: Vec<f64> = (1..=case.heads).map(|head| 0.1 * head as f64).collect();
-        let dropout = Dropout::new(0.4, 3);
+        let slopes = (1..=case.heads).map(|head| 0.1 * head as f64);
         let problem = (case.problem(seed, mask.clone()).with_sinks(8))
             .options(Some(0.3), Some(2.0))
-            .with_slopes(slopes.clone())
-            .with_dropout(dropout)
+            .with_slopes(slopes.collect())
+            .with_dropout(Dropout::new(0.4, 3))
             .with_bias(8, [false, true, index == 0]);
-        let options = AttentionOptions::default().scale(0.3).softcap(2.0);
         for device in devices {
-            let call = Call::new(
-                format!("{}, all options", case.name),
-                &problem,
-                layout_of(case, &mask, device),
-                options.clone().alibi(slopes.clone()).dropout(dropout),
-            );
-            call.check(device);
+            let layout = layout_of(case, &mask, device);
+            check(case, "all options", &problem, layout, device);
         }
     }
 }
@@ -239,9 +226,7 @@ pub fn device_layouts_are_used_again(devices: &[Device]) {
     for device in devices {
         let layout = layout_of(case, &mask, device);
         let run = |layout: &DeviceLayout| {
-            let options = AttentionOptions::default();
-            let call = Call::new(case.name, &problem, layout.clone(), options);
-            call.run(device, DType::F32)
+            Call::new(case.name, &problem, layout.clone()).run(device, DType::F32)
         };
         let first = run(&layout);
         let what = format!("{device:?}");
@@ -284,12 +269,8 @@ pub fn device_layouts_in_half_precision(devices: &[Device]) {
         for (device, dtype) in halves(devices) {
             let mut problem = case.problem(seed, mask.clone());
             problem.round_to(dtype);
-            let call = Call::new(
-                format!("{}, a mask", case.name),
-                &problem,
-                layout_of(case, &mask, device),
-                AttentionOptions::default(),
-            );
+            let layout = layout_of(case, &mask, device);
+            let call = Call::new(format!("{}, a mask", case.name), &problem, layout);
             call.check_dtype(device, dtype, half_tolerance(dtype));
         }
     }

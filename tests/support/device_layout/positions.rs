@@ -158,12 +158,8 @@ fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
                 if half {
                     problem.round_to(DType::BF16);
                 }
-                let call = Call::new(
-                    format!("{}, {rule:?}", case.name),
-                    &problem,
-                    chosen.clone(),
-                    AttentionOptions::default(),
-                );
+                let what = format!("{}, {rule:?}", case.name);
+                let call = Call::new(what, &problem, chosen.clone());
                 call.check_dtype(device, dtype, tolerance);
             }
         }

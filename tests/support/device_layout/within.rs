@@ -96,8 +96,7 @@ pub fn blocks_within_a_layout_equal_f64(devices: &[Device]) {
             };
             let chosen = chosen.masked_by(layout).unwrap();
             check_counts(case, &chosen);
-            let call = Call::new(case.name, &problem, chosen, AttentionOptions::default());
-            call.check(device);
+            Call::new(case.name, &problem, chosen).check(device);
         }
     }
 }
@@ -193,13 +192,8 @@ pub fn layouts_within_give_the_same_bits(devices: &[Device]) {
     let problem = problem(case, layout, 9999, mask.clone());
     for device in with(devices, DType::F32) {
         let run = || {
-            let call = Call::new(
-                String::new(),
-                &problem,
-                layout_of(case, &mask, device).masked_by(layout).unwrap(),
-                AttentionOptions::default(),
-            );
-            call.run(device, DType::F32)
+            let chosen = layout_of(case, &mask, device).masked_by(layout).unwrap();
+            Call::new("", &problem, chosen).run(device, DType::F32)
         };
         let first = run();
         for _ in 1..20 {

@@ -95,7 +95,7 @@ pub struct Fuzz {
     pub seed: u64,
     pub case: Case,
     pub dtype: DType,
-    mode: WeightsMode,
+    pub mode: WeightsMode,
     /// Padding per batch entry.
     restrictions: Option<Vec<PaddingMask>>,
     /// Whether the layout is written and read before it is used, so that it is computed by its own blocks.
@@ -209,21 +209,10 @@ impl Extras {
         nothing
     }
 
-    /// The problem and the options with what is asked for.
-    pub fn apply(
-        &self,
-        seed: u64,
-        mut problem: Problem,
-        mut options: AttentionOptions,
-    ) -> (Problem, AttentionOptions) {
-        if let Some(slopes) = &self.slopes {
-            problem = problem.with_slopes(slopes.clone());
-            options = options.alibi(slopes.clone());
-        }
-        if let Some(dropout) = self.dropout {
-            problem = problem.with_dropout(dropout);
-            options = options.dropout(dropout);
-        }
+    /// The problem with what is asked for.
+    pub fn apply(&self, seed: u64, mut problem: Problem) -> Problem {
+        problem.slopes.clone_from(&self.slopes);
+        problem.dropout = self.dropout;
         if let Some(shared) = self.bias {
             problem = problem.with_bias(seed, shared);
         }
@@ -236,7 +225,7 @@ impl Extras {
         if self.grad_lse {
             problem = problem.with_grad_lse(seed);
         }
-        (problem, options)
+        problem
     }
 }
 
@@ -357,10 +346,6 @@ impl Fuzz {
         problem.options(case.scale, case.softcap)
     }
 
-    pub fn options(&self) -> AttentionOptions {
-        self.case.options().weights(self.mode)
-    }
-
     fn check(&self, device: &Device) {
         let exact = exact_dtypes(device);
         let tolerance = exact.iter().find(|(dtype, _)| *dtype == self.dtype);
@@ -372,10 +357,10 @@ impl Fuzz {
     }
 
     fn check_extras(&self, device: &Device, tolerance: f64) {
-        let (mut problem, options) = self.extras.apply(self.seed, self.problem(), self.options());
+        let mut problem = self.extras.apply(self.seed, self.problem());
         problem.round_to(self.dtype);
         let answer = problem.solve();
-        let call = Call::new(String::new(), &problem, self.layout(), options);
+        let call = Call::new("", &problem, self.layout()).weights(self.mode);
         let results = match &self.chosen {
             Some(chosen) => {
                 let layout = chosen.layout(&self.case, device);
@@ -395,12 +380,13 @@ impl Fuzz {
         let (mut problem, layout) = (self.problem(), self.layout());
         problem.round_to(self.dtype);
         let device = device.clone().autodiff();
+        let options = problem.asked().weights(self.mode);
         let got = match &self.chosen {
             Some(chosen) => {
                 let layout = chosen.layout(&self.case, &device);
-                run(&problem, &layout, self.options(), &device, self.dtype)
+                run_with(&problem, &layout, options, &device, self.dtype)
             }
-            None => run(&problem, &layout, self.options(), &device, self.dtype),
+            None => run_with(&problem, &layout, options, &device, self.dtype),
         };
         let dense = run_dense(&self.case, &problem, &layout, &device, self.dtype);
         assert_as_good_as_dense("", &problem, got, Some(dense), self.dtype, true);
@@ -419,7 +405,7 @@ pub fn half_precision_sees_a_small_bias(device: &Device) {
             _ => continue,
         };
         let problem_with = |bias: f64| {
-            let (mut problem, _) = fuzz.extras.apply(seed, fuzz.problem(), fuzz.options());
+            let mut problem = fuzz.extras.apply(seed, fuzz.problem());
             problem.add_alternating_bias(bias);
             problem.round_to(fuzz.dtype);
             problem

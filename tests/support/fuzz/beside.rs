@@ -37,7 +37,7 @@ fn exact(fuzz: &Fuzz, device: &Device) -> (DType, f64) {
 /// Columns and diagonals of some queries' weights; in half precision of rounded inputs.
 fn attention_sums_of(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
     let extras = fuzz.extras.without_dropout();
-    let (mut problem, options) = extras.apply(fuzz.seed, fuzz.problem(), fuzz.case.options());
+    let mut problem = extras.apply(fuzz.seed, fuzz.problem());
     problem.round_to(fuzz.dtype);
     let first = rng.random_range(0..fuzz.case.seq_q);
     let end = rng.random_range(first + 1..=fuzz.case.seq_q);
@@ -45,7 +45,6 @@ fn attention_sums_of(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
         what: "attention sums".into(),
         problem: &problem,
         layout: fuzz.layout(),
-        options,
         queries: chance(rng, 2).then_some(first..end),
     };
     let tolerance = if fuzz.dtype == DType::F64 {
@@ -72,8 +71,8 @@ fn operators_of(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
 /// The weights of a call with all that the case asks for.
 fn weights_of(fuzz: &Fuzz, device: &Device) {
     let (dtype, tolerance) = exact(fuzz, device);
-    let (problem, options) = (fuzz.extras).apply(fuzz.seed, fuzz.problem(), fuzz.case.options());
-    let got = with_weights(&problem, &fuzz.layout(), &options, device, dtype);
+    let problem = fuzz.extras.apply(fuzz.seed, fuzz.problem());
+    let got = with_weights(&problem, &fuzz.layout(), device, dtype);
     let bounds = [Near::Terms(tolerance), Near::Rows(dtype)];
     problem.solve().assert("weights", got, &bounds);
 }
@@ -102,27 +101,21 @@ fn stacked(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
         .map(|pattern| BlockLayout::new(pattern, shape).unwrap())
         .collect();
     let problem = problem_of(&case, fuzz.seed, patterns);
-    let (problem, options) = fuzz.extras.apply(fuzz.seed, problem, fuzz.options());
     let layout = BlockLayout::stack_batch(&layouts).unwrap();
-    check(problem, layout, options, "stacked", fuzz, device);
+    check(problem, layout, "stacked", fuzz, device);
 }
 
-/// Outputs and gradients of a call in the case's dtype.
-fn check(
-    mut problem: Problem,
-    layout: BlockLayout,
-    options: AttentionOptions,
-    name: &str,
-    fuzz: &Fuzz,
-    device: &Device,
-) {
+/// Outputs and gradients of a call in the case's dtype, with all that the case asks for.
+fn check(problem: Problem, layout: BlockLayout, name: &str, fuzz: &Fuzz, device: &Device) {
+    let mut problem = fuzz.extras.apply(fuzz.seed, problem);
     problem.round_to(fuzz.dtype);
     let tolerance = match fuzz.dtype {
         DType::F32 => 1e-5,
         DType::F64 => 1e-12,
         dtype => half_tolerance(dtype),
     };
-    let got = Call::new(name, &problem, layout, options).run(device, fuzz.dtype);
+    let call = Call::new(name, &problem, layout).weights(fuzz.mode);
+    let got = call.run(device, fuzz.dtype);
     let bounds = [Near::Terms(tolerance), Near::Rows(fuzz.dtype)];
     problem.solve().assert(name, got, &bounds);
 }
@@ -147,8 +140,9 @@ fn merged(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
     let problem = problem_of(case, fuzz.seed, vec![case.pattern.clone()]).with_grad_lse(fuzz.seed);
     let (dtype, tolerance) = exact(fuzz, device);
     let got = differentiated(&problem, &device.clone().autodiff(), dtype, |q, k, v| {
-        let [(out_a, lse_a), (out_b, lse_b)] = [true, false]
-            .map(|in_first| attend_with_lse([&q, &k, &v], &part(in_first), &fuzz.options()));
+        let options = fuzz.case.options().weights(fuzz.mode);
+        let [(out_a, lse_a), (out_b, lse_b)] =
+            [true, false].map(|in_first| attend_with_lse([&q, &k, &v], &part(in_first), &options));
         merge_attention(out_a, lse_a, out_b, lse_b).unwrap()
     });
     let bounds = [Near::Terms(tolerance), Near::Rows(dtype)];
@@ -178,6 +172,5 @@ fn vertical_slash(fuzz: &Fuzz, rng: &mut impl Rng, device: &Device) {
     let pattern =
         Pattern::per_head(heads.map(|(v, s)| Pattern::vertical_slash(v.clone(), s.clone())));
     let problem = problem_of(case, fuzz.seed, vec![pattern]);
-    let (problem, options) = fuzz.extras.apply(fuzz.seed, problem, fuzz.options());
-    check(problem, layout, options, "vertical-slash", fuzz, device);
+    check(problem, layout, "vertical-slash", fuzz, device);
 }

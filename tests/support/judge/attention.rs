@@ -333,9 +333,15 @@ impl Problem {
         self
     }
 
-    /// The numbers of the inputs that a gradient is by.
-    pub fn qkv(&mut self) -> [&mut Vec<f64>; 3] {
-        [&mut self.q, &mut self.k, &mut self.v]
+    /// The options of a call that has them.
+    pub fn asked(&self) -> AttentionOptions {
+        let usual = 1.0 / (self.sizes.head_dim as f64).sqrt();
+        let mut options = AttentionOptions::default();
+        options.scale = (self.scale != usual).then_some(self.scale);
+        options.softcap = self.softcap;
+        options.alibi = self.slopes.clone().map(Into::into);
+        options.dropout = self.dropout;
+        options
     }
 
     /// Rounds every input, so that the answer is that of inputs a dtype can hold.

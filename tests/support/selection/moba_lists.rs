@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use burn_blocksparse::internal::gather_rows;
 use burn_sparse_select::{
     Always, BlockEstimator, Budget, EstimateGrid, EstimateInputs, EstimatorTraits, GqaReduction,
     Moba, ReferenceInputs, Rule, Selection, attention_selected, attention_selected_with_lse,
@@ -313,60 +312,6 @@ pub fn moba_golden(devices: &[Device]) {
             let rows = (8..16).map(|i| share[head * 32 + 2 * i + 1]);
             let recall = rows.sum::<f64>() / 8.0;
             close(&format!("{device:?}, recall"), recall, recalls[head]);
-        }
-    }
-}
-
-/// Rows by an index, with rows of no place and places of no row, and their gradient.
-pub fn rows_at_equals_f64(devices: &[Device]) {
-    let (batch, heads, rows, dim, most) = (2, 3, 11, 5, 3);
-    let places = 40;
-    let mut rng = seeded(8800);
-    let lists = batch * heads;
-    let mut index = vec![-1i32; lists * places];
-    let mut users = vec![-1i32; lists * rows * most];
-    for list in 0..lists {
-        for slot in 0..rows * most {
-            let place = rng.random_range(0..places);
-            if index[list * places + place] < 0 && rng.random::<f64>() < 0.7 {
-                index[list * places + place] = (slot / most) as i32;
-                users[list * rows * most + slot] = place as i32;
-            }
-        }
-    }
-    let (x, grad) = (
-        numbers(8801, lists * rows * dim),
-        numbers(8802, lists * places * dim),
-    );
-    let (mut expected, mut by_x) = (vec![0.0; grad.len()], vec![0.0; x.len()]);
-    for list in 0..lists {
-        for place in 0..places {
-            let Ok(row) = usize::try_from(index[list * places + place]) else {
-                continue;
-            };
-            for c in 0..dim {
-                let (from, to) = (
-                    (list * rows + row) * dim + c,
-                    (list * places + place) * dim + c,
-                );
-                expected[to] = x[from];
-                by_x[from] += grad[to];
-            }
-        }
-    }
-    for device in devices {
-        for (dtype, tolerance) in exact_dtypes(device) {
-            let device = device.clone().autodiff();
-            let x = tensor(&x, [batch, heads, rows, dim], &device, dtype).require_grad();
-            let grad = tensor(&grad, [batch, heads, places, dim], &device, dtype);
-            let index = ints_of(&index, [batch, heads, places], &device);
-            let users = ints_of(&users, [batch, heads, rows, most], &device);
-            let taken = gather_rows(x.clone(), index, users).unwrap();
-            let grads = (taken.clone() * grad).sum().backward();
-            let what = format!("{device:?}, {dtype:?}");
-            assert_close(&what, taken.into_data(), &expected, tolerance);
-            let got = x.grad(&grads).unwrap().into_data();
-            assert_close(&format!("{what}: gradient"), got, &by_x, tolerance);
         }
     }
 }
