@@ -16,9 +16,10 @@ use crate::memory::peak_resident_bytes;
 use crate::overrides::Overrides;
 use crate::presets::{AttentionKind, Preset};
 use crate::progress::say;
+use crate::report::median;
 use crate::step::{Batch, Steps};
 use crate::table::table;
-use crate::{arguments, device, model};
+use crate::{arguments, device, model, run};
 
 /// Time training iterations with sparse and with dense attention
 #[derive(Args, Debug)]
@@ -216,8 +217,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         say(format!("\n{}", memory_table(&rows)));
     }
     if let Some(path) = &args.json {
-        let text = serde_json::to_string_pretty(&rows)? + "\n";
-        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        run::write_json(path, &rows)?;
     }
     Ok(())
 }
@@ -468,11 +468,6 @@ fn sync(device: &Device) -> Result<()> {
 
 fn milliseconds(since: Instant) -> f64 {
     since.elapsed().as_secs_f64() * 1_000.0
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }
 
 fn speed_table(rows: &[Measurement]) -> String {

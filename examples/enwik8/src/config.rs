@@ -330,7 +330,7 @@ fn first_difference(
 }
 
 /// All fields of a configuration by name, and those of what has flags of its own by `name.inner`.
-fn fields(config: &RunConfig) -> BTreeMap<String, Value> {
+pub fn fields(config: &RunConfig) -> BTreeMap<String, Value> {
     let mut fields = BTreeMap::new();
     fields.insert("preset".to_owned(), Value::from(config.preset.to_string()));
     let parts = [

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, ensure};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor};
 use burn_paged_attention::pool::{
@@ -15,7 +15,7 @@ use indicatif::ProgressBar;
 use crate::arguments::{self, ModelArgs};
 use crate::data::{Corpus, Split, thousands};
 use crate::kept::{CACHE, KeptArgs};
-use crate::model::{self, bits};
+use crate::model::{self, bits, numbers};
 use crate::presets::Task;
 use crate::progress::{plain_bar, say, warn};
 use crate::windows::{Cut, Window};
@@ -226,10 +226,7 @@ impl Evaluator<'_> {
     fn losses(&self, bytes: &[u8], part: &[Window]) -> Result<Vec<f32>> {
         let starts: Vec<usize> = part.iter().map(|window| window.start).collect();
         let [tokens, targets] = self.cut.tensors(bytes, &starts, self.device);
-        let losses = losses_of(self.model.try_forward(tokens)?, targets);
-        losses
-            .try_into_vec_as()
-            .map_err(|error| anyhow!("{error:?}"))
+        numbers(losses_of(self.model.try_forward(tokens)?, targets))
     }
 
     /// The same through a cache that keeps some of the keys, `chunk` bytes a call; `usage` is the largest of a window so far.
@@ -267,10 +264,7 @@ impl Evaluator<'_> {
                 *usage = now;
             }
         }
-        let losses = Tensor::cat(losses, 1);
-        losses
-            .try_into_vec_as()
-            .map_err(|error| anyhow!("{error:?}"))
+        numbers(Tensor::cat(losses, 1))
     }
 }
 

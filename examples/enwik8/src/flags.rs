@@ -110,11 +110,10 @@ mod tests {
     use burn_blocksparse::Pattern;
     use burn_sparse_transformer::{Factorization, SparseTransformerConfig};
     use clap::{Args, CommandFactory};
-    use serde_json::Value;
 
     use super::*;
     use crate::Cli;
-    use crate::config::RunConfig;
+    use crate::config::{self, RunConfig};
     use crate::overrides::Overrides;
     use crate::presets::Preset;
 
@@ -171,29 +170,10 @@ mod tests {
             (Preset::Shapes, &Overrides::default()),
         ] {
             let config = RunConfig::new(preset, overrides).unwrap();
-            let parts = [
-                serde_json::to_value(&config.model).unwrap(),
-                serde_json::to_value(&config.recipe).unwrap(),
-            ];
-            for part in parts {
-                let Value::Object(fields) = part else {
-                    panic!("{part}");
-                };
-                for (name, value) in fields {
-                    let has_flags = ["pictures", "ff_weights", "ff_prune"].contains(&&*name);
-                    match value {
-                        Value::Object(inner) if has_flags => {
-                            names.extend(inner.keys().map(|field| format!("{name}.{field}")));
-                        }
-                        // --steps and --epochs.
-                        _ if name == "length" => {}
-                        _ => {
-                            names.insert(name);
-                        }
-                    }
-                }
-            }
+            names.extend(config::fields(&config).into_keys());
         }
+        // --steps and --epochs.
+        assert!(names.remove("length"));
         let command = train();
         for name in &names {
             let flag = of(name);

@@ -69,6 +69,32 @@ impl Row {
     }
 }
 
+#[cfg(test)]
+impl Row {
+    /// A step of half a second, of which a test reads little else.
+    pub fn trained(step: usize, bits_per_byte: f64) -> Self {
+        Row::Train {
+            step,
+            loss: bits_per_byte * std::f64::consts::LN_2,
+            bits_per_byte,
+            learning_rate: 1e-3,
+            grad_norm: 0.25,
+            indexer_loss: None,
+            tokens_per_s: 2_000.0,
+            ms: 500.0,
+        }
+    }
+
+    pub fn validated(step: usize, bits_per_byte: f64) -> Self {
+        Row::Validation {
+            step,
+            loss: bits_per_byte * std::f64::consts::LN_2,
+            bits_per_byte,
+            bytes: 10,
+        }
+    }
+}
+
 pub struct Log {
     path: PathBuf,
     file: File,
@@ -157,12 +183,7 @@ mod tests {
     use rand_chacha::ChaCha8Rng;
 
     fn row(step: usize) -> Row {
-        Row::Validation {
-            step,
-            loss: 1.0,
-            bits_per_byte: 1.5,
-            bytes: 10,
-        }
+        Row::validated(step, 1.5)
     }
 
     #[test]

@@ -25,6 +25,11 @@ use crate::prune::prune;
 /// Every byte is a token. In pictures each class is one, too.
 const BYTES: usize = 256;
 
+/// A tensor's numbers on the host.
+pub fn numbers<const D: usize>(x: Tensor<D>) -> Result<Vec<f32>> {
+    (x.try_into_vec_as()).map_err(|error| anyhow!("{error:?}"))
+}
+
 /// A model with random weights that depend on `seed` only.
 pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTransformer> {
     device.seed(seed);

@@ -241,24 +241,9 @@ mod tests {
         for step in 1..=count {
             let bits_per_byte =
                 2.2 + 5.8 * (-(step as f64) / 200.0).exp() + 0.1 * (step as f64 * 1.7).sin();
-            let loss = bits_per_byte * std::f64::consts::LN_2;
-            rows.push(Row::Train {
-                step,
-                loss,
-                bits_per_byte,
-                learning_rate: 1e-3,
-                grad_norm: 1.0,
-                indexer_loss: None,
-                tokens_per_s: 1.0,
-                ms: 500.0,
-            });
+            rows.push(Row::trained(step, bits_per_byte));
             if step % 100 == 0 {
-                rows.push(Row::Validation {
-                    step,
-                    loss,
-                    bits_per_byte: bits_per_byte + 0.2,
-                    bytes: 1,
-                });
+                rows.push(Row::validated(step, bits_per_byte + 0.2));
             }
         }
         rows.push(Row::Final {

@@ -154,12 +154,7 @@ mod tests {
                 })
                 .collect(),
         };
-        let other = Row::Validation {
-            step: 15,
-            loss: 1.0,
-            bits_per_byte: 1.5,
-            bytes: 10,
-        };
+        let other = Row::validated(15, 1.5);
         vec![measured(10), other, measured(20), measured(30)]
     }
 

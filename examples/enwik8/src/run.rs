@@ -5,6 +5,7 @@ use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use serde::Serialize;
 
 use crate::checkpoint::{Checkpoint, TEMPORARY, write_atomically};
 use crate::config::RunConfig;
@@ -145,6 +146,12 @@ impl RunFolder {
     pub fn save_best(&self, checkpoint: &Checkpoint) -> Result<()> {
         checkpoint.write(&self.path.join(BEST))
     }
+}
+
+/// Writes a value as JSON where a flag says.
+pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(value)?;
+    fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// The newest checkpoint of a run that is whole, with a warning of each that is not.

@@ -19,8 +19,8 @@ use writer::{Cache, Writer};
 use crate::arguments::{self, MOST, MOST_AT_ONCE, ModelArgs};
 use crate::data::thousands;
 use crate::kept::{CACHE, KeptArgs};
-use crate::model;
 use crate::progress::warn;
+use crate::{model, run};
 
 /// Let a checkpoint write bytes
 #[derive(Args, Debug)]
@@ -201,9 +201,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
             eprint!("{statistics}");
         }
         if let Some(path) = &args.json {
-            let text = serde_json::to_string_pretty(&statistics)?;
-            fs::write(path, text + "\n")
-                .with_context(|| format!("cannot write {}", path.display()))?;
+            run::write_json(path, &statistics)?;
         }
     }
     Ok(())

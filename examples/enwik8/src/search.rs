@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::arguments::{self, ModelArgs};
 use crate::data::{Corpus, Split};
 use crate::progress::say;
-use crate::{model, notation, recall};
+use crate::{model, notation, recall, run};
 
 /// Find for each head the choice of keys that keeps most of its attention
 #[derive(Args, Debug)]
@@ -140,9 +140,7 @@ pub fn run(args: &SearchArgs) -> Result<()> {
         numbers(&file.recall),
         numbers(&file.density)
     ));
-    let json = serde_json::to_string_pretty(&file)?;
-    std::fs::write(&args.out, json + "\n")
-        .with_context(|| format!("cannot write {}", args.out.display()))
+    run::write_json(&args.out, &file)
 }
 
 /// For each head the candidate of largest recall of those that are sparse enough, of equal ones the earlier; the sparsest if none is.

@@ -11,6 +11,7 @@ use burn_fused_ops::optim::{AdamWStepState, FusedAdamW};
 use burn_sparse_transformer::dsa::DsaStage;
 use burn_sparse_transformer::{Recompute, Seed, SparseTransformer, StepLosses, TransformerShard};
 
+use crate::model;
 use crate::prune::prune;
 
 /// A model in training.
@@ -85,8 +86,7 @@ pub struct Measured<T> {
 impl Measured<f32> {
     /// A step's numbers on the host: the only wait for the device in a step.
     pub fn read(step: Tensor<1>) -> Result<Self> {
-        let numbers = step.try_into_vec_as::<f32>();
-        let numbers = numbers.map_err(|error| anyhow!("{error:?}"))?;
+        let numbers = model::numbers(step)?;
         Ok(Self {
             loss: numbers[0],
             grad_norm: numbers[1],

@@ -301,16 +301,7 @@ mod tests {
     use super::*;
 
     fn train(step: usize) -> Row {
-        Row::Train {
-            step,
-            loss: 1.0,
-            bits_per_byte: 1.5,
-            learning_rate: 1e-3,
-            grad_norm: 0.25,
-            indexer_loss: None,
-            tokens_per_s: 2_000.0,
-            ms: 500.0,
-        }
+        Row::trained(step, 1.5)
     }
 
     /// The steps of a file's events.

@@ -1,9 +1,11 @@
 //! A model and its pool, one call at a time or replayed.
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_paged_attention::pool::{GraphDecoder, KvPool, KvStep, PagedDecoder};
 use burn_sparse_transformer::SparseTransformer;
+
+use crate::model::numbers;
 
 /// A model and its pool.
 pub enum Decoder {
@@ -54,9 +56,7 @@ impl Decoder {
     ) -> Result<Vec<Vec<f32>>> {
         let next = self.next_logits(tokens, steps, device)?;
         let [_, vocab] = next.dims();
-        let next: Vec<f32> = next
-            .try_into_vec_as()
-            .map_err(|error| anyhow!("{error:?}"))?;
+        let next = numbers(next)?;
         Ok(next.chunks(vocab).map(<[f32]>::to_vec).collect())
     }
 

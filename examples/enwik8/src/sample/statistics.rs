@@ -79,7 +79,7 @@ pub struct Statistics {
 }
 
 /// What the keys and values of all texts take in the end.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct CacheStatistics {
     pub slots: usize,
     pub bytes: usize,

@@ -1,15 +1,15 @@
 //! A model that writes several texts at once.
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result};
 use burn::tensor::Device;
 use burn_paged_attention::pool::{
-    CachePolicy, KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, KvUsage, PagedDecoder,
-    SequenceId,
+    CachePolicy, KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, PagedDecoder, SequenceId,
 };
 use burn_sparse_transformer::SparseTransformer;
 
 use super::decoder::Decoder;
 use super::statistics::CacheStatistics;
+use crate::model::numbers;
 
 /// What is kept of the bytes that were read.
 #[derive(Clone, Debug)]
@@ -177,23 +177,19 @@ impl Writer {
             let (text, bytes) = &more[place];
             rows[place] = self.read(&[(*text, bytes)])?;
         }
-        let Some(most) = together.iter().map(|&place| more[place].1.len()).max() else {
+        if together.is_empty() {
             return Ok(rows);
-        };
-        let (mut steps, mut tokens) = (Vec::new(), Vec::new());
+        }
         for &place in &together {
             let (text, bytes) = &more[place];
-            let window = &mut self.windows[*text];
-            window.bytes.extend(bytes);
-            steps.push(KvStep::new(window.id, bytes.len()));
-            tokens.extend(bytes.iter().map(|&byte| u32::from(byte)));
-            tokens.extend(std::iter::repeat_n(0, most - bytes.len()));
+            self.windows[*text].bytes.extend(bytes);
         }
+        let texts = together.iter().map(|&place| &more[place]);
+        let (steps, tokens) =
+            call_of(texts.map(|(text, bytes)| (self.windows[*text].id, &**bytes)));
         let logits = self.decoder.all_logits(&tokens, &steps, &self.device)?;
         let [_, seq, vocab] = logits.dims();
-        let logits: Vec<f32> = logits
-            .try_into_vec_as()
-            .map_err(|error| anyhow!("{error:?}"))?;
+        let logits = numbers(logits)?;
         for (&place, logits) in together.iter().zip(logits.chunks(seq * vocab)) {
             let count = more[place].1.len();
             rows[place] = logits
@@ -220,15 +216,10 @@ impl Writer {
         texts: &[(usize, SequenceId, Vec<u8>)],
         logits: &mut [Vec<f32>],
     ) -> Result<()> {
-        let Some(most) = texts.iter().map(|(_, _, bytes)| bytes.len()).max() else {
+        if texts.is_empty() {
             return Ok(());
-        };
-        let (mut steps, mut tokens) = (Vec::new(), Vec::new());
-        for (_, id, bytes) in texts {
-            steps.push(KvStep::new(*id, bytes.len()));
-            tokens.extend(bytes.iter().map(|&byte| u32::from(byte)));
-            tokens.extend(std::iter::repeat_n(0, most - bytes.len()));
         }
+        let (steps, tokens) = call_of(texts.iter().map(|(_, id, bytes)| (*id, &**bytes)));
         let next = self.decoder.next_rows(&tokens, &steps, &self.device)?;
         for ((place, ..), next) in texts.iter().zip(next) {
             logits[*place] = next;
@@ -238,7 +229,7 @@ impl Writer {
 
     /// What the keys and values of all texts take.
     pub fn usage(&mut self) -> Result<CacheStatistics> {
-        let mut sum = KvUsage::default();
+        let mut sum = CacheStatistics::default();
         for window in &self.windows {
             let usage = self.decoder.with_pool(|pool| pool.usage(window.id))?;
             sum.slots += usage.slots;
@@ -249,28 +240,33 @@ impl Writer {
             sum.summary_bytes += usage.summary_bytes;
             sum.read_bytes += usage.read_bytes;
         }
-        let (pool_bytes, shared_pages) = self.decoder.with_pool(|pool| {
+        (sum.pool_bytes, sum.shared_pages) = self.decoder.with_pool(|pool| {
             let shared = pool.page_pools().map(|books| {
                 let pages = 0..books.config().pages();
                 pages.filter(|&page| books.references(page) > 1).count()
             });
             (pool.bytes(), shared.sum())
         });
-        Ok(CacheStatistics {
-            slots: sum.slots,
-            bytes: sum.bytes,
-            live_bytes: sum.live_bytes,
-            all_bytes: sum.all_bytes,
-            score_bytes: sum.score_bytes,
-            summary_bytes: sum.summary_bytes,
-            read_bytes: sum.read_bytes,
-            pool_bytes,
-            shared_pages,
-        })
+        Ok(sum)
     }
 
     /// How steps of a byte run, where they were to be replayed and it is known.
     pub fn describe(&self) -> Option<String> {
         self.decoder.describe()
     }
+}
+
+/// The steps of a call, and its rows of tokens, which are as long as the longest text.
+fn call_of<'a>(
+    texts: impl Iterator<Item = (SequenceId, &'a [u8])> + Clone,
+) -> (Vec<KvStep>, Vec<u32>) {
+    let most = texts.clone().map(|(_, bytes)| bytes.len()).max();
+    let row = |(_, bytes): (SequenceId, &'a [u8])| {
+        let tokens = bytes.iter().map(|&byte| u32::from(byte));
+        tokens.chain(std::iter::repeat(0)).take(most.unwrap_or(0))
+    };
+    let steps = texts
+        .clone()
+        .map(|(id, bytes)| KvStep::new(id, bytes.len()));
+    (steps.collect(), texts.flat_map(row).collect())
 }
