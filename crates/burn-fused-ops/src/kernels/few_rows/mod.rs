@@ -11,7 +11,6 @@
 mod call;
 mod plan;
 mod units;
-#[cfg(feature = "cuda")]
 mod warps;
 
 pub use call::{FewRows, FewRowsRequest, FewRowsWeight, MOST_WEIGHTS};

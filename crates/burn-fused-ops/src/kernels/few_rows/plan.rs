@@ -7,10 +7,8 @@ use cubecl::client::Client;
 use crate::kernels::few_rows::call::{FewRows, FewRowsRequest};
 use crate::kernels::few_rows::units;
 use crate::kernels::few_rows::units::MOST_UNIT_ROWS;
-#[cfg(feature = "cuda")]
 use crate::kernels::few_rows::warps::{self, WarpsPlan};
 use blocksparse_cubecl::error::KernelError;
-#[cfg(feature = "cuda")]
 use blocksparse_cubecl::tuning::Tuning;
 
 /// Rows that a product has at most.
@@ -22,7 +20,6 @@ pub enum FewRowsPlan {
     /// Without tensor cores.
     Units,
     /// On mma.sync.
-    #[cfg(feature = "cuda")]
     Warps(WarpsPlan),
 }
 
@@ -44,23 +41,15 @@ impl FewRowsPlan {
     pub fn all(client: &Client, request: &FewRowsRequest) -> Vec<Self> {
         let [rows, _] = request.lengths;
         let units = (rows <= MOST_UNIT_ROWS).then_some(Self::Units);
-        #[cfg(feature = "cuda")]
-        {
-            let [by_units, by_warps] = Tuning::or_default().few_rows;
-            let warps = match rows <= by_warps {
-                true => WarpsPlan::all(client, request).unwrap_or_default(),
-                false => Vec::new(),
-            };
-            let warps = warps.into_iter().map(Self::Warps);
-            match rows <= by_units {
-                true => units.into_iter().chain(warps).collect(),
-                false => warps.chain(units).collect(),
-            }
-        }
-        #[cfg(not(feature = "cuda"))]
-        {
-            let _ = client;
-            units.into_iter().collect()
+        let [by_units, by_warps] = Tuning::or_default().few_rows;
+        let warps = match rows <= by_warps {
+            true => WarpsPlan::all(client, request).unwrap_or_default(),
+            false => Vec::new(),
+        };
+        let warps = warps.into_iter().map(Self::Warps);
+        match rows <= by_units {
+            true => units.into_iter().chain(warps).collect(),
+            false => warps.chain(units).collect(),
         }
     }
 
@@ -77,7 +66,6 @@ impl FewRowsPlan {
         let request = call.request()?;
         match self {
             Self::Units => units::launch(client, call),
-            #[cfg(feature = "cuda")]
             Self::Warps(plan) => warps::launch(client, plan, &request, call),
         }
     }
@@ -87,7 +75,6 @@ impl fmt::Display for FewRowsPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Units => f.write_str("one pass over the weights, no tensor cores"),
-            #[cfg(feature = "cuda")]
             Self::Warps(plan) => write!(f, "one pass over the weights, {plan}"),
         }
     }

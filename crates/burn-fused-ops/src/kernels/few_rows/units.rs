@@ -6,6 +6,7 @@ use cubecl::prelude::*;
 
 use crate::kernels::few_rows::call::{BYTES, FewRows, FewRowsWeight, MOST_WEIGHTS};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
+use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::sum_of;
@@ -361,7 +362,7 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
         starts: call.starts,
         gate: call.gate.map(|activation| Curve {
             activation,
-            fast: cfg!(feature = "cuda") && element.size() == 2 && client.name() == "cuda",
+            fast: HAS_PTX && element.size() == 2 && client.name() == "cuda",
         }),
     };
     for (index, weight) in call.weights.iter().enumerate() {
