@@ -245,7 +245,11 @@ fn times_are_measured() {
     let folder = checkpoint();
     let bench =
         "bench --prompts 16,32 --steps 2 --repeats 1 --attention dense --attention topk:8,2";
-    assert_eq!(printed(&folder, bench).lines().count(), 6);
+    let printed_lines = printed(&folder, bench);
+    // This device captures nothing, and each row of decoding says so.
+    let (reasons, rows): (Vec<&str>, Vec<&str>) =
+        (printed_lines.lines()).partition(|line| line.starts_with("  one by one: "));
+    assert_eq!([rows.len(), reasons.len()], [6, 4], "{printed_lines}");
     let shards = [1, 2].map(|shard| format!("model-0000{shard}-of-00002.safetensors"));
     for shard in &shards {
         fs::remove_file(folder.path().join(shard)).unwrap();
