@@ -44,7 +44,7 @@ pub fn list() -> String {
         "  They combine with & (pairs that all parts allow), + (pairs that any part allows) and / (heads use\n  \
          the parts in turn); & binds tighter than +, and + tighter than /. Brackets group."
             .to_owned(),
-        section("--attention TEXT: the pattern, or single keys by content", &attention_forms()),
+        section("--attention TEXT: the pattern, or keys by content", &attention_forms()),
         section(
             "--selection TEXT: blocks of keys by content, of those that the pattern keeps",
             Selection::NOTATION,

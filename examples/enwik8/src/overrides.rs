@@ -32,8 +32,8 @@ pub struct Overrides {
     /// Width of the model
     #[arg(long, value_parser = arguments::positive)]
     pub d_model: Option<usize>,
-    /// sparse, dense (causal, with the same parameters), or heads that choose single keys by content: routing, lsh, nsa, dsa or msa (`enwik8 patterns` has
-    /// their forms)
+    /// sparse, dense (causal, with the same parameters), or heads that choose by content: routing, lsh or dsa single keys, nsa or msa blocks (`enwik8 patterns`
+    /// has their forms)
     #[arg(long, value_name = "TEXT", value_parser = notation::attention, help_heading = ATTENTION)]
     pub attention: Option<AttentionKind>,
     /// With --attention routing or lsh: heads of each layer that are local, or one number for all [default: half]

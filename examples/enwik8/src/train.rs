@@ -153,6 +153,10 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
         let group = Group::open(device, devices, reduce, shard, exchange, args.share)?;
         return train(args, group);
     }
+    ensure!(
+        !matches!(exchange, Some(Crossing::Nccl)),
+        "--exchange nccl is of devices in one process; processes exchange keys by the host and TCP"
+    );
     let processes = Arc::new(Processes::from_env().context("--processes")?);
     settled(&processes, || {
         let group = Group::of_processes(&processes, device, reduce, shard, args.share)?;
