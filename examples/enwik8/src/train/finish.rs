@@ -12,7 +12,7 @@ use crate::memory::Resources;
 use crate::presets::Task;
 use crate::progress::{clock, plain_bar, program, say, warn};
 use crate::report::Report;
-use crate::run;
+use crate::{model, run};
 
 impl Session {
     /// The whole validation split, the final picture, and what to do next.
@@ -57,7 +57,10 @@ impl Session {
                 String::new(),
             ),
         };
-        say(format!("sample:     {program} {sample}"));
+        // What writes byte by byte cannot read some choices by content.
+        if model::check_cached(&self.config.model).is_ok() {
+            say(format!("sample:     {program} {sample}"));
+        }
         say(format!(
             "evaluate:   {program} eval --checkpoint {folder} --split test{min_context}"
         ));
