@@ -28,9 +28,9 @@ use crate::{arguments, device, model, run};
   enwik8 bench --context 2048 --batch 2
   enwik8 bench --preset small --precision bf16 --device cuda --peak-tflops 989 --json small.json
   enwik8 bench --preset paper --attention sparse --batch 4 --recompute none --device cuda
-  enwik8 bench --preset paper --attention sparse --precision bf16 --dropout 0 --batch 1 --context 1_048_576 \\
-    --pattern fixed:1024,32 --block 32 --recompute segment:2+attention --data FILE --iterations 1 --untimed 1 \\
-    --parts 0 --device cuda
+  enwik8 bench --preset paper --attention sparse --precision bf16 --dropout 0 --batch 1 \\
+    --context 1_048_576 --pattern fixed:1024,32 --block 32 --recompute segment:2+attention \\
+    --data FILE --iterations 1 --untimed 1 --parts 0 --device cuda
 
 An iteration is what training does: forward, backward, clipping and the optimizer's step. Each kind of attention runs \
 in a process of its own, so that the peaks of memory do not mix. Memory after the first and the last iteration shows \

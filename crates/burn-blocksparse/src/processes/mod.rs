@@ -88,6 +88,8 @@ struct Inbox {
     /// Who has ended which lane.
     ended: HashSet<(usize, u32)>,
     lost: Option<OpError>,
+    /// The same before the others know: one of them may leave first, because of it.
+    losing: Option<OpError>,
     /// This process has left.
     closed: bool,
 }
@@ -327,7 +329,7 @@ impl Shared {
             ];
             let end = ends.iter().find(|end| inbox.ended.contains(end));
             if let Some(&(rank, _)) = end {
-                return Err(OpError::Left { rank });
+                return Err(inbox.losing.clone().unwrap_or(OpError::Left { rank }));
             }
             if inbox.closed {
                 return Err(OpError::Left { rank: self.rank });
@@ -425,14 +427,16 @@ impl Shared {
 
     /// Ends all waiting, here and in the other processes.
     fn lose(&self, rank: usize, reason: &str) {
-        let inbox = self.inbox();
-        if inbox.closed || inbox.lost.is_some() {
+        let error = lost(rank, reason);
+        let mut inbox = self.inbox();
+        if inbox.closed || inbox.lost.is_some() || inbox.losing.is_some() {
             return;
         }
+        inbox.losing = Some(error.clone());
         drop(inbox);
         // First, because this process may end as soon as it knows.
         self.tell(Kind::Lost, rank as u32, reason.as_bytes());
-        self.inbox().lost.get_or_insert(lost(rank, reason));
+        self.inbox().lost.get_or_insert(error);
         self.changed.notify_all();
     }
 
