@@ -14,9 +14,7 @@ use cubecl::prelude::*;
 
 use crate::kernels::few_rows::call::{FewRows, FewRowsRequest, MOST_WEIGHTS};
 use blocksparse_cubecl::arch::Four;
-use blocksparse_cubecl::arch::ptx::{
-    Half, global_address, merge_words, read_four_words_once, uniform, val,
-};
+use blocksparse_cubecl::arch::ptx::{Half, merge_words, uniform};
 use blocksparse_cubecl::arch::sm80::{Element, multiply};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::call::check_ampere;
@@ -52,8 +50,6 @@ struct Cut {
     blocks: usize,
     /// Blocks that are read together.
     steps: usize,
-    /// Whether a fence holds the compiler from moving reads of such blocks behind the first product.
-    fenced: bool,
 }
 
 impl Cut {
@@ -288,38 +284,6 @@ fn added<N: Size>(
     sum
 }
 
-const READ_TWO_WORDS: &str = "ld.global.v2.b32 {%0, %1}, [%2]; /* $0 $1 */";
-
-/// Words of memory that is not said to be constant: reads of constant memory may move over a fence.
-#[cube]
-fn read_words<W: Size>(address: u64) -> Vector<u32, W> {
-    let mut words = Vector::<u32, W>::zeroed();
-    match comptime!(W::value()) {
-        4 => {
-            let read = read_four_words_once(address, 0u32, 1u32);
-            #[unroll]
-            for i in 0..4usize {
-                words.insert(i, read.extract(i));
-            }
-        }
-        2 => {
-            let o: Vector<u32, Const<2>>;
-            gpu_asm!("{body} /* {o} {a} */", body = const READ_TWO_WORDS, o = out(_) o,
-                a = in(_) val::<u64>(address));
-            #[unroll]
-            for i in 0..2usize {
-                words.insert(i, o.extract(i));
-            }
-        }
-        _ => {
-            let o: u32;
-            gpu_asm!("ld.global.b32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address));
-            words.insert(0usize, o);
-        }
-    }
-    words
-}
-
 /// Reads what a lane has of a block: of the weight from vector `at` on, of x from `place` in rows of its eighths.
 #[cube]
 fn read_block<W: Size>(
@@ -339,24 +303,12 @@ fn read_block<W: Size>(
     #[unroll]
     for i in 0..OWN {
         let depth = place * comptime!(OWN) + i;
-        read[comptime!(step * OWN + i)] = match comptime!(k.cut.fenced) {
-            true => {
-                let vector = (depth * pitch + at) as u64 * comptime!(4 * k.cut.words as u64);
-                read_words::<W>(global_address::<Vector<u32, W>>(weight) + vector)
-            }
-            false => weight[depth * pitch + at],
-        };
+        read[comptime!(step * OWN + i)] = weight[depth * pitch + at];
     }
     #[unroll]
     for eight in 0..eights {
         let row = min(row + comptime!(8 * eight), rows - 1);
-        let factor = row * comptime!(k.depth / OWN) + place;
-        factors[comptime!(step * eights + eight)] = match comptime!(k.cut.fenced) {
-            true => {
-                read_words::<Four>(global_address::<Vector<u32, Four>>(x) + factor as u64 * 16u64)
-            }
-            false => x[factor],
-        };
+        factors[comptime!(step * eights + eight)] = x[row * comptime!(k.depth / OWN) + place];
     }
 }
 
@@ -415,9 +367,6 @@ fn accumulate<W: Size>(
                     k,
                 );
             }
-        }
-        if comptime!(k.cut.fenced) {
-            gpu_asm!("fence.acq_rel.cta;");
         }
         #[unroll]
         for half in 0..comptime!(2 * k.cut.steps) {
@@ -494,14 +443,7 @@ impl WarpsPlan {
         plans.sort_by(|(a, _), (b, _)| a.total_cmp(b));
         match plans.is_empty() {
             true => Err("no cut fits the registers and the shared memory"),
-            // Each behind the same without a fence.
-            false => Ok((plans.into_iter())
-                .flat_map(|(_, plan)| {
-                    let mut fenced = plan;
-                    fenced.cut.fenced = true;
-                    [plan, fenced]
-                })
-                .collect()),
+            false => Ok(plans.into_iter().map(|(_, plan)| plan).collect()),
         }
     }
 
@@ -559,7 +501,6 @@ fn cuts(request: &FewRowsRequest, shared: usize) -> impl Iterator<Item = Cut> {
             slices: all.div_ceil(blocks),
             blocks,
             steps,
-            fenced: false,
         };
         let fits = |cut: &Cut| {
             let cubes = if warps == WARPS[0] { 1 } else { 2 };
@@ -583,9 +524,8 @@ impl fmt::Display for WarpsPlan {
         )?;
         write!(
             f,
-            "{} rows of weights at a time{}, {cubes} cubes",
-            BLOCK * cut.steps,
-            if cut.fenced { " behind a fence" } else { "" }
+            "{} rows of weights at a time, {cubes} cubes",
+            BLOCK * cut.steps
         )
     }
 }
