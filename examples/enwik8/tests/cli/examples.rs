@@ -15,6 +15,7 @@ const SHORT: &str = "--steps 2 --warmup 1 --eval-windows 1";
 /// Numbers that are too large for a test, and files by their names here.
 const INSTEAD: &[(&str, &str)] = &[
     ("1_048_576", "256"),
+    ("fixed:1024,32", "fixed:64,16"),
     ("2048", "256"),
     ("12160", "128"),
     ("100000", "300"),
