@@ -11,7 +11,7 @@ use crate::prelude::*;
 struct Given {
     name: String,
     shape: Vec<usize>,
-    /// Of an input; of a result the gradient by it, or nothing where it is not in the loss.
+    /// Of an input; of a result the gradient with respect to it, or nothing where it is not in the loss.
     values: Option<Vec<f64>>,
     /// Which of a call's dtypes it has.
     dtype: usize,
@@ -22,11 +22,11 @@ struct Given {
 pub enum Laid {
     /// As their shapes say.
     Plain,
-    /// With the first and the last dimension the other way round, behind steps that gradient checkpointing computes again; gradients by results, too.
+    /// With the first and the last dimension the other way round, behind steps that gradient checkpointing computes again; gradients with respect to results, too.
     Turned,
 }
 
-/// What a case gives: its results, and the gradients by its inputs where there are some.
+/// What a case gives: its results, and the gradients with respect to its inputs where there are some.
 pub type Found = Vec<Option<TensorData>>;
 
 pub type Call<'a> = dyn Fn(&mut Tensors) -> Vec<Made> + 'a;
@@ -118,7 +118,7 @@ impl Given {
         tensor(&values, [values.len()], device, dtypes[self.dtype])
     }
 
-    /// A gradient by this input, as it would be if it was not turned.
+    /// A gradient with respect to this input, as it would be if it was not turned.
     fn back(&self, grad: Tensor<1>, laid: Laid) -> TensorData {
         let [a, m, b] = three(&self.shape);
         match laid {
@@ -129,7 +129,7 @@ impl Given {
 }
 
 impl<'a> Case<'a> {
-    /// A call without tensors. Its judge gets the inputs and the gradients by results, and gives the results and the gradients by inputs.
+    /// A call without tensors. Its judge gets the inputs and the gradients with respect to results, and gives the results and the gradients with respect to inputs.
     pub fn new(
         what: impl Into<String>,
         call: impl Fn(&mut Tensors) -> Vec<Made> + 'a,
@@ -182,7 +182,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// A result, and the gradient by it if it is in the loss.
+    /// A result, and the gradient with respect to it if it is in the loss.
     pub fn result(
         mut self,
         name: &str,
@@ -240,16 +240,13 @@ impl<'a> Case<'a> {
         made
     }
 
-    /// The results, and the gradients by inputs that are tracked.
+    /// The results, and the gradients with respect to inputs that are tracked.
     pub fn run(&self, device: &Device, dtypes: &[DType], tracked: &[bool], laid: Laid) -> Found {
         let leaves = self.leaves(device, dtypes, tracked, laid);
         let made = self.call(leaves.clone(), dtypes, laid);
         let mut loss: Option<Tensor<1>> = None;
-        let has_numbers = |x: &Given| x.values.as_ref().is_some_and(|values| !values.is_empty());
-        let any = self.results.iter().any(has_numbers);
         for (made, given) in made.iter().zip(&self.results) {
-            // Burn's sums of no numbers on WGPU write where other tensors are.
-            if given.values.is_none() || any && !has_numbers(given) {
+            if given.values.is_none() {
                 continue;
             }
             let seen = match laid {
@@ -260,7 +257,10 @@ impl<'a> Case<'a> {
                 DType::F64 => DType::F64,
                 _ => DType::F32,
             };
-            let part = (seen * given.flat(device, dtypes, laid)).sum().cast(sums);
+            // Not `sum`: on WGPU its gradient, if there are no numbers, is written over the loss's.
+            let part = (seen * given.flat(device, dtypes, laid))
+                .sum_dim(0)
+                .cast(sums);
             loss = Some(match loss {
                 Some(loss) => {
                     let dtype = loss.dtype();
@@ -285,7 +285,7 @@ impl<'a> Case<'a> {
         self.run(&device.clone().autodiff(), dtypes, &self.all(), Laid::Plain)
     }
 
-    /// What is made of the numbers of inputs and of the gradients by results.
+    /// What is made of the numbers of inputs and of the gradients with respect to results.
     pub fn numbers<R>(&self, dtypes: &[DType], of: impl Fn(&[Vec<f64>], &[Vec<f64>]) -> R) -> R {
         let all = |given: &[Given]| given.iter().map(|x| x.rounded(dtypes)).collect::<Vec<_>>();
         of(&all(&self.inputs), &all(&self.results))

@@ -13,7 +13,11 @@ fn width_of(parts: Parts<'_>) -> usize {
 }
 
 /// Calls `visit` with the part, the place in the part and the place in x of each number.
-fn walk([batch, seq]: [usize; 2], parts: Parts<'_>, mut visit: impl FnMut(usize, usize, usize)) {
+fn each_place(
+    [batch, seq]: [usize; 2],
+    parts: Parts<'_>,
+    mut visit: impl FnMut(usize, usize, usize),
+) {
     let width = width_of(parts);
     let mut start = 0;
     for (part, &(heads, dim)) in parts.iter().enumerate() {
@@ -38,7 +42,7 @@ fn case<'a>(rows: [usize; 2], parts: Parts<'a>, bias: bool, unused: &[usize]) ->
     let judge = move |x: &[Vec<f64>], grads: &[Vec<f64>]| {
         let mut results: Vec<Vec<f64>> = grads.iter().map(|by| vec![0.0; by.len()]).collect();
         let (mut dx, mut by_bias) = (vec![0.0; x[0].len()], vec![0.0; width]);
-        walk(rows, parts, |part, at, place| {
+        each_place(rows, parts, |part, at, place| {
             let bias = x.get(1).map_or(0.0, |bias| bias[place % width]);
             results[part][at] = x[0][place] + bias;
             dx[place] = grads[part][at];
@@ -65,7 +69,7 @@ fn case<'a>(rows: [usize; 2], parts: Parts<'a>, bias: bool, unused: &[usize]) ->
     })
 }
 
-/// What is moved is not rounded: the gradient by x, and parts without a bias.
+/// What is moved is not rounded: the gradient with respect to x, and parts without a bias.
 fn check(case: &Case<'_>, device: &Device, dtypes: [DType; 2], parts: usize, tolerance: f64) {
     let compared = case.compared(device, &dtypes);
     let bias = compared.len() > parts + 1;
@@ -102,7 +106,7 @@ const ROWS: [[usize; 2]; 9] = [
     [1, 1000],
 ];
 
-/// The parts and the gradients by x and the bias, with all parts used and all but one.
+/// The parts and the gradients with respect to x and the bias, with all parts used and all but one.
 pub fn heads_equal_f64(devices: &[Device]) {
     let qkv = [(4, 16), (2, 16), (2, 16)];
     let mut cases: Vec<([usize; 2], Parts<'_>, bool, Vec<usize>)> = vec![
@@ -164,7 +168,7 @@ pub fn joined_heads_equal_f64(devices: &[Device]) {
         };
         let judge = |x: &[Vec<f64>], grads: &[Vec<f64>]| {
             let mut all = vec![vec![0.0; x[0].len()]; 2];
-            walk(rows, &parts[..1], |_, at, place| {
+            each_place(rows, &parts[..1], |_, at, place| {
                 all[0][place] = x[0][at];
                 all[1][at] = grads[0][place];
             });
