@@ -143,7 +143,7 @@ pub fn msa_in_half_precision(devices: &[Device]) {
 
 /// Losses over chosen keys and over all, and their gradients, twice with the same bits.
 pub fn msa_losses_equal_f64(devices: &[Device]) {
-    for (seed, case) in (0..).zip(cases()) {
+    for (seed, case) in some_of((0..).zip(cases()), 2) {
         let index = Index::clear(case, 44_000 + 10 * seed, DType::F32, 2e-5);
         let problem = index.problem(44_500 + seed, DType::F32);
         let scale = 1.0 / (case.dims[0] as f64).sqrt();
