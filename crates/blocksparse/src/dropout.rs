@@ -62,7 +62,7 @@ impl Dropout {
         f64::from(NUMBERS) / f64::from(self.threshold())
     }
 
-    /// Whether the weight of a query and a key, by their rows, is retained.
+    /// Returns whether the weight of a query and a key, by their rows, is retained.
     pub fn keeps(&self, batch: usize, head: usize, query: usize, key: usize) -> bool {
         self.keeps_eight(batch, head, query, key / 8)[key % 8]
     }

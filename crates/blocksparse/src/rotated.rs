@@ -19,7 +19,7 @@ pub enum HadamardFp8 {
 }
 
 impl HadamardFp8 {
-    /// Whether rows of such a width can be rotated.
+    /// Returns whether rows of such a width can be rotated.
     pub fn takes(width: usize) -> bool {
         let [least, most] = HADAMARD_WIDTHS;
         width.is_power_of_two() && (least..=most).contains(&width)

@@ -71,7 +71,7 @@ pub struct ScoreGrid {
     pub seq_q: usize,
     /// Number of keys.
     pub seq_kv: usize,
-    /// Whether queries see no later keys.
+    /// True if queries see no later keys.
     pub causal: bool,
 }
 
@@ -98,12 +98,12 @@ impl ScoreGrid {
         (block * self.block) as i64
     }
 
-    /// Whether some query of a row may see some key of a block.
+    /// Returns whether some query of a row may see some key of a block.
     pub fn is_visible(&self, row: usize, block: usize) -> bool {
         !self.causal || self.start(block) <= self.positions(row)[1]
     }
 
-    /// Whether a block is always selected.
+    /// Returns whether a block is always selected.
     pub fn is_forced(&self, row: usize, block: usize, forced: Always) -> bool {
         let [first, last] = self.positions(row);
         let reach = i64::try_from(forced.local).unwrap_or(i64::MAX);
@@ -233,7 +233,7 @@ impl Rule {
         kept
     }
 
-    /// Whether an estimator wants a block of this score whatever the others get.
+    /// Returns whether an estimator wants a block of this score whatever the others get.
     fn is_wanted(&self, score: f64) -> bool {
         self.kind == EstimateKind::Probability && score == f64::INFINITY
     }

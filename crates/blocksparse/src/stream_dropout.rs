@@ -73,7 +73,7 @@ impl ElementDropout {
         crate::Dropout::new(self.probability, self.seed)
     }
 
-    /// Whether the element at a column of a row is retained.
+    /// Returns whether the element at a column of a row is retained.
     pub fn keeps(&self, row: usize, column: usize) -> bool {
         self.keeps_eight(row, column / 8, self.threshold())[column % 8]
     }

@@ -16,7 +16,7 @@ pub struct TopKOptions {
     pub block_size: usize,
     /// Key blocks of each row of query blocks, the forced ones among them (more, if more are forced).
     pub k: usize,
-    /// Whether queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query sits at the last key.
     pub causal: bool,
     /// How many key blocks up to the queries' own are forced: 1 is the diagonal, 2 also the block before it.
     pub local: usize,

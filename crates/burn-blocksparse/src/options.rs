@@ -29,7 +29,7 @@ pub struct AttentionOptions {
     pub weights: WeightsMode,
     /// How precise the products of f32 tensors are.
     pub precision: ProductPrecision,
-    /// Whether each row's largest score is returned, too, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
+    /// True if each row's largest score is returned, too, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
     pub max_scores: bool,
     /// How queries that choose each for itself attend to what they chose.
     pub dispatch_mode: DispatchMode,

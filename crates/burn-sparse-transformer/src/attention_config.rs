@@ -69,19 +69,19 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Probability that an attention weight is dropped while training, in `[0, 1)`.
     #[config(default = 0.0)]
     pub dropout: f64,
-    /// Whether scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
+    /// True if scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
     #[config(default = false)]
     pub alibi: bool,
     /// Learns a bias for each head and each distance up to so many positions, those further away sharing the last one; they begin
     /// at 0. Default: none.
     pub relative_reach: Option<usize>,
-    /// Whether each head learns the score of a further key whose value is 0, from 0 on.
+    /// True if each head learns the score of a further key whose value is 0, from 0 on.
     #[config(default = false)]
     pub sinks: bool,
-    /// Whether the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit stays 0.
+    /// True if the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit stays 0.
     #[config(default = false)]
     pub quiet_softmax: bool,
-    /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
+    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
     pub store_weights: bool,
@@ -93,16 +93,16 @@ pub struct SparseMultiHeadAttentionConfig {
         default = "Initializer::KaimingUniform{gain: 1.0 / f64::sqrt(3.0), fan_out_only: false}"
     )]
     pub initializer: Initializer,
-    /// Whether the query projection has a bias.
+    /// True if the query projection has a bias.
     #[config(default = true)]
     pub query_bias: bool,
-    /// Whether the key projection has a bias.
+    /// True if the key projection has a bias.
     #[config(default = true)]
     pub key_bias: bool,
-    /// Whether the value projection has a bias.
+    /// True if the value projection has a bias.
     #[config(default = true)]
     pub value_bias: bool,
-    /// Whether the output projection has a bias.
+    /// True if the output projection has a bias.
     #[config(default = true)]
     pub output_bias: bool,
 }

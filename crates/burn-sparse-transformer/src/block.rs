@@ -59,7 +59,7 @@ pub struct SparseTransformerBlockConfig {
     pub attention: Option<BlockAttentionConfig>,
     /// Longest sequence, in positions, which `rope_theta` of `attention` needs to know.
     pub context: Option<usize>,
-    /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
+    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
     pub store_weights: bool,
@@ -418,7 +418,7 @@ pub(crate) struct Pass {
     branches: Option<(f64, Seed)>,
     /// Rows of both branches that come before these: of a part of a batch.
     first_row: u32,
-    /// Whether the backward pass computes the feed-forward network's first product again.
+    /// True if the backward pass computes the feed-forward network's first product again.
     mlp: bool,
     /// Of the attention.
     results: Results,

@@ -33,12 +33,12 @@ pub struct BlockAttentionConfig {
     pub dropout: f64,
     /// Factor of the scores. Default: `1 / √d_k`.
     pub scale: Option<f64>,
-    /// Whether scores get ALiBi's biases: see [`SparseMultiHeadAttentionConfig::alibi`].
+    /// True if scores get ALiBi's biases: see [`SparseMultiHeadAttentionConfig::alibi`].
     #[config(default = false)]
     pub alibi: bool,
     /// Reach of a relative position bias: see [`SparseMultiHeadAttentionConfig::relative_reach`]. Default: none.
     pub relative_reach: Option<usize>,
-    /// Whether each head learns a sink logit: see [`SparseMultiHeadAttentionConfig::sinks`].
+    /// True if each head learns a sink logit: see [`SparseMultiHeadAttentionConfig::sinks`].
     #[config(default = false)]
     pub sinks: bool,
     /// Normalisation of every query and key head. Default: none.

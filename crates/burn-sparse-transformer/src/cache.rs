@@ -49,7 +49,7 @@ impl SparseMhaCache {
         self.len
     }
 
-    /// Whether the cache holds no position.
+    /// Returns whether the cache holds no position.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }

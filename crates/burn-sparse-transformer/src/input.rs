@@ -22,7 +22,7 @@ pub struct SparseMhaInput {
     /// What is dropped, whether or not the device is one of training; none: the module decides.
     pub(crate) dropout: Option<Dropout>,
     pub(crate) results: Results,
-    /// Whether the queries are positions of the same sequence as the keys.
+    /// True if the queries are positions of the same sequence as the keys.
     self_attention: bool,
 }
 

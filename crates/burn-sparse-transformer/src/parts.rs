@@ -112,7 +112,7 @@ impl SparseMultiHeadAttention {
         kind.attend(self, (query, key, value), &request, &call)
     }
 
-    /// Whether keys are chosen by content with parameters of no head.
+    /// Returns whether keys are chosen by content with parameters of no head.
     #[doc(hidden)]
     pub fn chooses(&self) -> bool {
         self.kind().chooses()

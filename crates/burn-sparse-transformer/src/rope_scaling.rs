@@ -61,7 +61,7 @@ fn beta_slow() -> f64 {
 }
 
 impl RopeScaling {
-    /// Whether its numbers are in their ranges, for heads of `width`.
+    /// Checks whether its numbers are in their ranges, for heads of `width`.
     pub(crate) fn check(&self, width: usize) -> Result<(), TransformerError> {
         let factor = match self {
             Self::Linear { factor } | Self::Llama3 { factor, .. } | Self::Yarn { factor, .. } => {

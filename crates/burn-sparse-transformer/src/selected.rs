@@ -323,7 +323,7 @@ fn check_choice(pattern: &Pattern, selection: &Selection) -> Result<(), Transfor
     )
 }
 
-/// Whether a pattern leaves out no key, or none but later ones.
+/// Returns whether a pattern leaves out no key, or none but later ones.
 fn is_whole(pattern: &Pattern) -> bool {
     [Pattern::causal(), Pattern::dense()].contains(pattern)
 }

@@ -28,7 +28,7 @@ pub struct SparseAttentionConfig {
     pub scale: Option<f64>,
     /// Bounds the scores to ±`softcap` with a tanh before the softmax. Default: no bound.
     pub softcap: Option<f64>,
-    /// Whether scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
+    /// True if scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
     #[config(default = false)]
     pub alibi: bool,
     /// Probability that an attention weight is dropped while training, in `[0, 1)`.

@@ -96,10 +96,10 @@ pub struct SparseTransformerConfig {
     /// What the attention of every block has beside the paper's: rotary embeddings, ALiBi, relative position
     /// biases, sinks, normalised queries and keys, dropout of the weights. Default: nothing.
     pub attention: Option<BlockAttentionConfig>,
-    /// Whether learned embeddings of positions are added to those of tokens, as in the paper. Default: yes;
+    /// True if learned embeddings of positions are added to those of tokens, as in the paper. Default: yes;
     /// with `Some(false)` a token's place is known from the pattern and from `attention` only.
     pub position_embedding: Option<bool>,
-    /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
+    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
     pub store_weights: bool,

@@ -42,7 +42,7 @@ pub struct GenerateOptions {
     pub page_size: Option<usize>,
     /// Drafts that are checked several tokens at once. Default: none.
     pub drafts: Option<PromptLookup>,
-    /// Whether the layers' selections read prompts alone ([`KvPoolConfig::with_choosing_prompts`]). Default: no.
+    /// True if the layers' selections read prompts alone ([`KvPoolConfig::with_choosing_prompts`]). Default: no.
     pub choosing_prompts: bool,
 }
 

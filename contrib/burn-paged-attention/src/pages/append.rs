@@ -124,7 +124,7 @@ impl PagePool {
             .collect())
     }
 
-    /// Whether the next token of a sequence may have a page copied, because it goes into one that another sequence names, too.
+    /// Returns whether the next token of a sequence may have a page copied, because it goes into one that another sequence names, too.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]

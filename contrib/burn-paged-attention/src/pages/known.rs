@@ -56,7 +56,7 @@ impl KnownPages {
         true
     }
 
-    /// Whether a page is known by its contents.
+    /// Returns whether a page is known by its contents.
     pub fn names(&self, page: u32) -> bool {
         self.of_page.contains_key(&page)
     }

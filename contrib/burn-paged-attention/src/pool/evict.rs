@@ -37,7 +37,7 @@ struct Moves {
 }
 
 impl KvPool {
-    /// Whether keys of a step's sequences are evicted after it.
+    /// Returns whether keys of a step's sequences are evicted after it.
     pub(super) fn due(&self, steps: &[KvStep]) -> Result<Vec<bool>, PoolError> {
         let Some(config) = self.evictor.as_ref().map(|evictor| evictor.config) else {
             return Ok(vec![false; steps.len()]);

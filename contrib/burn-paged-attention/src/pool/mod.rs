@@ -117,7 +117,7 @@ pub struct KvPool {
     cascade: usize,
     positions: KvPositions,
     evictor: Option<Evictor>,
-    /// Whether choices by content are of prompts alone.
+    /// True if choices by content are of prompts alone.
     prompts_choose: bool,
     device: Device,
 }

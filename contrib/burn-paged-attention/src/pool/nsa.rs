@@ -31,7 +31,7 @@ pub(super) struct Branches {
     /// What is compressed.
     pub tokens: Store,
     pub window: Option<Store>,
-    /// Whether keys and values of the branches are others than those that are chosen.
+    /// True if keys and values of the branches are others than those that are chosen.
     own: bool,
 }
 
@@ -114,7 +114,7 @@ impl Branches {
         })
     }
 
-    /// Whether steps can be recorded: numbers of eight bits are unpacked with constants of the host.
+    /// Returns whether steps can be recorded: numbers of eight bits are unpacked with constants of the host.
     pub(super) fn is_recordable(&self) -> bool {
         !self.entries.is_quantized()
     }

@@ -18,7 +18,7 @@ pub(super) struct BranchGroups {
     pub window: Option<usize>,
 }
 
-/// Whether a compressed block ends at a position.
+/// Returns whether a compressed block ends at a position.
 fn ends(nsa: &NsaHeadsConfig, position: usize) -> bool {
     (position + 1).is_multiple_of(nsa.stride) && position + 1 >= nsa.block
 }

@@ -230,7 +230,7 @@ impl GroupKey {
         }
     }
 
-    /// Whether it is an attention's, which [`Self::of`] would make anew.
+    /// Returns whether it is an attention's, which [`Self::of`] would make anew.
     pub(super) fn is_of(&self, mha: &SparseMultiHeadAttention) -> bool {
         let relative = mha.relative_bias.as_ref().map(|table| table.dims());
         self.pattern == *mha.pattern()
@@ -243,7 +243,7 @@ impl GroupKey {
             && self.msa.as_ref() == mha.choosing_msa().map(|msa| msa.config())
     }
 
-    /// Whether attention over pages knows all that the layers add to scores.
+    /// Returns whether attention over pages knows all that the layers add to scores.
     pub(super) fn is_plain(&self) -> bool {
         self.alibi.is_none() && self.relative.is_none()
     }

@@ -146,7 +146,7 @@ impl Store {
         })
     }
 
-    /// Whether numbers have eight bits.
+    /// Returns whether numbers have eight bits.
     pub(super) fn is_quantized(&self) -> bool {
         matches!(self.pages, Some(PagedStore::Quantized(_)))
     }

@@ -179,7 +179,7 @@ impl Evictor {
         Ok(evictor)
     }
 
-    /// Whether attention that keys got is summed up.
+    /// Returns whether attention that keys got is summed up.
     pub(super) fn sums(&self) -> bool {
         matches!(self.config.score, EvictionScore::Sum | EvictionScore::Mean)
     }

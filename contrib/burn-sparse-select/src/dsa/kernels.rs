@@ -64,13 +64,13 @@ impl Index {
     }
 }
 
-/// Whether kernels take such queries and keys, so many queries of them at a time.
+/// Returns whether kernels take such queries and keys, so many queries of them at a time.
 fn is_served([q, k]: [&Tensor<4>; 2], rows: [usize; 2], listed: Option<usize>) -> bool {
     let sizes = PairSizes::new(q.dims(), k.dims(), rows, listed);
     cube::of(&q.device()).is_some_and(|device| available(&device, q.dtype(), &sizes))
 }
 
-/// Whether kernels make the scores of an index, so many numbers at a time.
+/// Returns whether kernels make the scores of an index, so many numbers at a time.
 pub(crate) fn has_scores(index: &DsaIndex, numbers: usize) -> bool {
     let index = Index::new(index);
     let rows = [0, index.together(numbers)];

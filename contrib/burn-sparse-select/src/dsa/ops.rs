@@ -15,9 +15,9 @@ pub struct IndexerScores {
     pub rows: [usize; 2],
     /// Keys up to a query's own that get the highest score.
     pub near: usize,
-    /// Whether the scores of keys behind a query's position are wanted: others say nothing.
+    /// True if the scores of keys behind a query's position are wanted: others say nothing.
     pub all: bool,
-    /// Whether queries and keys are rows that were [rounded](IndexerOps::indexer_rows) to fp8: they may be multiplied in fp8.
+    /// True if queries and keys are rows that were [rounded](IndexerOps::indexer_rows) to fp8: they may be multiplied in fp8.
     pub in_fp8: bool,
 }
 
@@ -55,7 +55,7 @@ pub struct IndexerLoss {
     pub scale: f64,
     /// Queries that are computed at once: their scores are in memory at a time.
     pub rows: usize,
-    /// Whether no query is compared over a key behind its own position.
+    /// True if no query is compared over a key behind its own position.
     pub causal: bool,
 }
 

@@ -30,7 +30,7 @@ impl<'a> Slabs<'a> {
         }
     }
 
-    /// Whether kernels make them.
+    /// Returns whether kernels make them.
     pub fn by_kernels(&self) -> bool {
         self.operations.is_none()
     }

@@ -69,6 +69,6 @@ pub struct GatedGrads<B: Backend> {
 pub struct GatedTask {
     /// The branches whose gradients are wanted.
     pub branches: [bool; MOST_BRANCHES],
-    /// Whether the gates' is.
+    /// True if the gates' is.
     pub gates: bool,
 }

@@ -123,7 +123,7 @@ impl Msa {
         before.min(self.keep - 1) * self.block + (keys - before * self.block)
     }
 
-    /// Whether queries of so many keys see all of them.
+    /// Returns whether queries of so many keys see all of them.
     fn sees_all(&self, seq_kv: usize) -> bool {
         seq_kv.div_ceil(self.block) <= self.keep
     }

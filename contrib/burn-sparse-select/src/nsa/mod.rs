@@ -69,7 +69,7 @@ pub use strides::NsaStrides;
 pub struct Nsa {
     options: NsaOptions,
     layouts: LayoutCache,
-    /// Whether the kernel of attention sums is left out.
+    /// True if the kernel of attention sums is left out.
     #[cfg_attr(not(feature = "cube"), allow(dead_code))]
     is_general: bool,
 }

@@ -21,7 +21,7 @@ pub struct PageChoice {
     pub keep: usize,
     /// Such blocks that are always selected: the first of a page list, and up to its last, which is always one of them.
     pub forced: Always,
-    /// Whether scores are the mean over the heads that share keys; otherwise their sum.
+    /// True if scores are the mean over the heads that share keys; otherwise their sum.
     pub mean: bool,
 }
 

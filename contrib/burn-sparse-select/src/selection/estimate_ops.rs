@@ -21,7 +21,7 @@ pub struct MeanScores {
     pub rows: Range<usize>,
     /// What products are multiplied by.
     pub factor: f64,
-    /// Whether queries see no later keys: other scores may be 0.
+    /// True if queries see no later keys: other scores may be 0.
     pub causal: bool,
 }
 
@@ -31,7 +31,7 @@ pub struct MeanScores {
 pub struct LikeBlocks {
     /// The least mean of the cosines of all pairs of their rows.
     pub similarity: f64,
-    /// Whether keys are taken less their mean over the sequence.
+    /// True if keys are taken less their mean over the sequence.
     pub smooth: bool,
 }
 

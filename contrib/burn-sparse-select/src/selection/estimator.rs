@@ -53,10 +53,10 @@ impl EstimateGrid {
 pub struct EstimatorTraits {
     /// What its scores are.
     pub kind: EstimateKind,
-    /// Whether what a query chooses follows from what comes before it alone. Where it does not, later tokens leak into the choice: such a choice serves
+    /// True if what a query chooses follows from what comes before it alone. Where it does not, later tokens leak into the choice: such a choice serves
     /// for reading a prompt, not for generating token by token, and a language model that is trained with it sees a little of the future.
     pub prefix_stable: bool,
-    /// Whether it is defined only where queries see no later keys.
+    /// True if it is defined only where queries see no later keys.
     pub causal_only: bool,
 }
 
@@ -89,7 +89,7 @@ pub struct EstimateInputs {
     pub k: Tensor<4>,
     /// What products are multiplied by before a softmax.
     pub scale: f64,
-    /// Whether queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query sits at the last key.
     pub causal: bool,
 }
 
@@ -142,7 +142,7 @@ pub struct ReferenceInputs<'a> {
     pub head_dim: usize,
     /// What products are multiplied by before a softmax.
     pub scale: f64,
-    /// Whether queries see no later keys.
+    /// True if queries see no later keys.
     pub causal: bool,
 }
 

@@ -127,7 +127,7 @@ impl TokenIndices {
         self.seq_kv
     }
 
-    /// Whether queries see no keys behind their own position.
+    /// Returns whether queries see no keys behind their own position.
     pub fn is_causal(&self) -> bool {
         self.causal
     }

@@ -215,7 +215,7 @@ impl Selection {
         }
     }
 
-    /// Whether heads that share keys share one choice.
+    /// Returns whether heads that share keys share one choice.
     pub fn gqa_reduction(&self) -> GqaReduction {
         self.sharing
     }

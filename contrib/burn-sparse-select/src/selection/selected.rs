@@ -16,7 +16,7 @@ use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
 #[must_use]
 #[non_exhaustive]
 pub struct SelectedOptions {
-    /// Whether queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query sits at the last key.
     pub causal: bool,
     /// How attention is computed over what is chosen; its scale is that of the scores that choose, too.
     pub attention: AttentionOptions,
@@ -123,7 +123,7 @@ pub fn attention_selected_with_lse(
 }
 
 impl Selection {
-    /// Whether every query chooses for itself.
+    /// Returns whether every query chooses for itself.
     pub(crate) fn is_by_query(&self) -> bool {
         self.estimator.grid().query_rows == 1 && self.estimator.grid().block > 1
     }

@@ -178,7 +178,7 @@ impl<'a> Arguments<'a> {
         Ok(rule)
     }
 
-    /// Whether heads share, if it says so.
+    /// Returns whether heads share, if it says so.
     pub fn gqa_reduction(&mut self) -> Result<Option<GqaReduction>, OpError> {
         let Some(text) = self.take("share") else {
             return Ok(None);

@@ -8,7 +8,7 @@ use crate::rule::Rule;
 pub struct DeviceChoice {
     /// Batch entries and heads that have blocks of their own: `[batch or 1, a divisor of the heads]`. Adjacent heads share.
     pub patterns: [usize; 2],
-    /// Whether queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query sits at the last key.
     pub causal: bool,
     /// The tensor that chooses.
     pub by: BlockSource,
@@ -39,7 +39,7 @@ pub enum BlockSource {
 }
 
 impl BlockSource {
-    /// Whether the blocks are all those of the layout that the choice is made within, of which the tensor says what pairs they have.
+    /// Returns whether the blocks are all those of the layout that the choice is made within, of which the tensor says what pairs they have.
     pub fn has_all_blocks(&self) -> bool {
         match self {
             Self::Positions(_) | Self::OwnPositions(_) | Self::Keys { .. } => true,
@@ -60,7 +60,7 @@ pub enum PositionMask {
 }
 
 impl PositionMask {
-    /// Whether a query at one position sees a key at another.
+    /// Returns whether a query at one position sees a key at another.
     pub fn sees(self, query: i32, key: i32) -> bool {
         query >= 0
             && key >= 0

@@ -166,7 +166,7 @@ pub enum Pattern {
 pub struct PatternFn {
     name: String,
     predicate: Arc<Predicate>,
-    /// Whether heads may differ.
+    /// True if heads may differ.
     by_head: bool,
 }
 
@@ -176,7 +176,7 @@ impl PatternFn {
         &self.name
     }
 
-    /// Whether its heads may differ.
+    /// Returns whether its heads may differ.
     pub fn is_by_head(&self) -> bool {
         self.by_head
     }

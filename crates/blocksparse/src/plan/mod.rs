@@ -160,7 +160,7 @@ impl TilePlan {
     }
 }
 
-/// Whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share. Tiles have
+/// Returns whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share. Tiles have
 /// `least` steps on average, or more.
 pub fn has_long_tiles(layout: &BlockLayout, tiling: Tiling, least: f64) -> bool {
     let others = match tiling.mainloop {

@@ -172,7 +172,7 @@ pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
     (0..layout.num_patterns()).map(of_pattern).collect()
 }
 
-/// Whether a plan of blocks that a device chooses can be cut so.
+/// Returns whether a plan of blocks that a device chooses can be cut so.
 fn may_be_chosen(tiling: Tiling, b: usize) -> bool {
     (tiling.rows / b).max(1) <= TALLEST && !tiling.clustered
 }
@@ -212,7 +212,7 @@ fn scattered(count: usize) -> impl Iterator<Item = usize> {
 pub struct Grouping {
     /// See [`tiling_overhead`].
     pub overhead: f64,
-    /// Whether tiles are clustered.
+    /// True if tiles are clustered.
     pub clustered: bool,
 }
 
@@ -268,7 +268,7 @@ pub struct NarrowCosts {
 }
 
 impl NarrowCosts {
-    /// Whether mainloops over a layout may have coarse steps: their blocks are narrow and known on the host.
+    /// Returns whether mainloops over a layout may have coarse steps: their blocks are narrow and known on the host.
     pub fn concern(layout: &BlockLayout) -> bool {
         matches!(layout.block_size(), 16 | 32) && layout.device_choice().is_none()
     }

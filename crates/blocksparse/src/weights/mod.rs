@@ -172,7 +172,7 @@ impl WeightLayout {
         self.inner.kept.input_blocks.len()
     }
 
-    /// Whether no block is retained.
+    /// Returns whether no block is retained.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -244,7 +244,7 @@ impl WeightLayout {
         place.ok().map(|place| blocks.start + place)
     }
 
-    /// Whether a block is retained.
+    /// Returns whether a block is retained.
     pub fn contains(&self, input_block: usize, output_block: usize) -> bool {
         self.index_of(input_block, output_block).is_some()
     }

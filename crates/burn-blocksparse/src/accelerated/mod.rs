@@ -89,11 +89,11 @@ pub struct AttentionCall {
     pub seq_q: usize,
     /// Keys.
     pub seq_kv: usize,
-    /// Whether queries see no later keys.
+    /// True if queries see no later keys.
     pub is_causal: bool,
-    /// Whether there is a mask of bools.
+    /// True if there is a mask of bools.
     pub has_mask: bool,
-    /// Whether there is a bias.
+    /// True if there is a bias.
     pub has_bias: bool,
 }
 

@@ -20,7 +20,7 @@ pub enum OpPlan {
 }
 
 impl OpPlan {
-    /// Whether our kernels run.
+    /// Returns whether our kernels run.
     pub fn is_kernels(&self) -> bool {
         matches!(self, Self::Kernels(_))
     }

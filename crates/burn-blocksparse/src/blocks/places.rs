@@ -99,7 +99,7 @@ impl Places {
         self.masks.len()
     }
 
-    /// Whether some of these blocks have masked pairs.
+    /// Returns whether some of these blocks have masked pairs.
     pub fn is_partial(&self, blocks: Range<usize>) -> bool {
         self.masks[blocks].iter().any(|&mask| mask != FULL as i32)
     }

@@ -25,7 +25,7 @@ use crate::error::OpError;
 pub struct DeviceLayoutOptions {
     /// The layout's sizes.
     pub shape: LayoutShape,
-    /// Whether queries see no later keys, also in the blocks that are chosen. The last query sits at the last key, as in
+    /// True if queries see no later keys, also in the blocks that are chosen. The last query sits at the last key, as in
     /// [`Pattern::causal`](crate::Pattern::causal).
     pub causal: bool,
 }
@@ -365,7 +365,7 @@ impl DeviceLayout {
         self.frame.batch()
     }
 
-    /// Whether queries see no later keys, as the options said; [`within`](Self::masked_by) another layout, which keys they see is that layout's to say.
+    /// Returns whether queries see no later keys, as the options said; [`within`](Self::masked_by) another layout, which keys they see is that layout's to say.
     pub fn is_causal(&self) -> bool {
         self.causal
     }

@@ -50,7 +50,7 @@ impl Drop for Recording {
     }
 }
 
-/// Whether this thread records.
+/// Returns whether this thread records.
 pub fn is_recording() -> bool {
     RECORDING.get()
 }

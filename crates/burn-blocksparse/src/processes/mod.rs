@@ -195,7 +195,7 @@ impl Processes {
         self.place.local_rank
     }
 
-    /// Whether all are on one host, as `LOCAL_WORLD_SIZE` says.
+    /// Returns whether all are on one host, as `LOCAL_WORLD_SIZE` says.
     pub fn are_of_one_host(&self) -> bool {
         self.place.local_count == Some(self.count())
     }

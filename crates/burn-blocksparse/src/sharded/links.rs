@@ -10,7 +10,7 @@ use crate::error::OpError;
 pub struct Stage {
     /// Which call of a device, counted from 0.
     pub call: u64,
-    /// Whether it is of gradients.
+    /// True if it is of gradients.
     pub gradients: bool,
 }
 

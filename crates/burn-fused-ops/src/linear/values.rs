@@ -29,7 +29,7 @@ pub enum LinearForm {
     Activated {
         /// What is made of each number.
         activation: Activation,
-        /// Whether the product is returned, too.
+        /// True if the product is returned, too.
         keep: bool,
     },
     /// `f(x · W₁) ∘ (x · W₂)`, `[.., out]`: a gated unit. No bias.
@@ -48,7 +48,7 @@ pub struct LinearCall {
     pub dtype: FloatDType,
     /// What it reads and makes.
     pub form: LinearForm,
-    /// Whether a backward pass follows, which reads the factors as they were multiplied.
+    /// True if a backward pass follows, which reads the factors as they were multiplied.
     pub for_backward: bool,
 }
 
@@ -263,7 +263,7 @@ impl LinearTask {
         }
     }
 
-    /// Whether a weight's gradient is wanted.
+    /// Returns whether a weight's gradient is wanted.
     #[cfg(any(feature = "autodiff", feature = "cube"))]
     pub(crate) fn by_weights(&self) -> bool {
         let mut weights = self.weights.iter().flatten();
@@ -333,11 +333,11 @@ pub struct ActivationGrads<B: Backend> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ActivationTask {
-    /// Whether x's gradient is wanted.
+    /// True if x's gradient is wanted.
     pub x: bool,
     /// The bias's dtype, if its gradient is wanted.
     pub bias: Option<FloatDType>,
-    /// Whether the activation is wanted again. Then x's gradient is wanted, too, and there is an activation.
+    /// True if the activation is wanted again. Then x's gradient is wanted, too, and there is an activation.
     pub y: bool,
 }
 
@@ -403,7 +403,7 @@ pub struct MlpCall {
     pub activation: Activation,
     /// Of the products.
     pub dtype: FloatDType,
-    /// Whether the backward pass computes the first product again.
+    /// True if the backward pass computes the first product again.
     pub recompute: bool,
 }
 
@@ -433,6 +433,6 @@ pub struct MlpOuterTask {
     pub dtype: FloatDType,
     /// The bias's dtype, if its gradient is wanted.
     pub bias: Option<FloatDType>,
-    /// Whether the activation is wanted again.
+    /// True if the activation is wanted again.
     pub active: bool,
 }

@@ -14,7 +14,7 @@ use burn_cubecl::tensor::CubeTensor;
 use crate::linear::values::{HeadParts, MOST_PARTS};
 use burn_blocksparse::internal::cube::empty;
 
-/// Whether a dtype of factors is bf16, and not f16.
+/// Returns whether a dtype of factors is bf16, and not f16.
 pub(crate) fn is_bf16(dtype: DType) -> Result<bool, String> {
     match dtype {
         DType::BF16 => Ok(true),
@@ -46,7 +46,7 @@ pub(crate) fn swapped(mut tensor: CubeTensor) -> CubeTensor {
 /// Rows and columns that a product of Burn's has at least, to be run here.
 const SMALLEST: usize = 32;
 
-/// Whether the device has the kernel at all.
+/// Returns whether the device has the kernel at all.
 pub(crate) fn available(device: &CubeDevice) -> bool {
     is_available(&device.client()).is_ok()
 }
@@ -256,7 +256,7 @@ pub(crate) fn by_heads(
     }))
 }
 
-/// Whether a dtype of factors is one that the kernel multiplies.
+/// Returns whether a dtype of factors is one that the kernel multiplies.
 pub(crate) fn is_half(dtype: FloatDType) -> bool {
     is_bf16(dtype.into()).is_ok()
 }

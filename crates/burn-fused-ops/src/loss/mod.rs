@@ -33,7 +33,7 @@ pub struct CrossEntropyOptions {
     pub ignore_index: Option<i64>,
     /// How much of the target's probability is spread over the whole vocabulary (Szegedy et al., 2016, section 7); default 0.
     pub label_smoothing: f64,
-    /// Whether targets are read from the device before, to see that they are in range; default `true`. It waits for the device. Without, a
+    /// True if targets are read from the device before, to see that they are in range; default `true`. It waits for the device. Without, a
     /// target out of range makes the loss NaN.
     pub check_targets: bool,
     /// Logits that there are at a time, at most, though at least one row.

@@ -95,7 +95,7 @@ pub struct NormCall {
     pub dropout: Option<ElementDropout>,
     /// The normed stream's dtype.
     pub dtype: FloatDType,
-    /// Whether a backward pass will come, for which xhat and rstd are returned.
+    /// True if a backward pass will come, for which xhat and rstd are returned.
     pub keep: bool,
 }
 

@@ -26,7 +26,7 @@ pub struct RopeInputs<B: Backend> {
 pub struct RopeCall {
     /// Position of the first row, where there are no places.
     pub first: usize,
-    /// Whether the other way round.
+    /// True if the other way round.
     pub back: bool,
     /// Of the result.
     pub dtype: FloatDType,

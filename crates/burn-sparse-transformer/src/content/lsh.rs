@@ -33,11 +33,11 @@ const SELF_ALONE: f64 = -5e4;
 pub struct LshOptions {
     /// Tokens of a chunk, and of a bucket on average.
     pub bucket: NonZeroUsize,
-    /// Whether tokens see earlier ones only.
+    /// True if tokens see earlier ones only.
     pub causal: bool,
-    /// Whether a pair that several rounds find counts once. Otherwise it counts as often as it is found, as published.
+    /// True if a pair that several rounds find counts once. Otherwise it counts as often as it is found, as published.
     pub dedup: bool,
-    /// Whether tokens see those of their own bucket alone. Otherwise chunks may cross buckets, as published.
+    /// True if tokens see those of their own bucket alone. Otherwise chunks may cross buckets, as published.
     pub own_bucket: bool,
 }
 
@@ -390,13 +390,13 @@ pub struct LshHeadsConfig {
     pub rounds: usize,
     /// Buckets of a hash, an even number. Default: one for each `bucket` tokens of a sequence, with what it is filled up with.
     pub n_buckets: Option<usize>,
-    /// Whether tokens see earlier ones only.
+    /// True if tokens see earlier ones only.
     #[config(default = true)]
     pub causal: bool,
-    /// Whether a pair that several rounds find counts once.
+    /// True if a pair that several rounds find counts once.
     #[config(default = false)]
     pub dedup: bool,
-    /// Whether tokens see those of their own bucket alone.
+    /// True if tokens see those of their own bucket alone.
     #[config(default = false)]
     pub own_bucket: bool,
     /// Seed of the rotations of passes that are not of training, and of those that are, if nothing else says theirs.

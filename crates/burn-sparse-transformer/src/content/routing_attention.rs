@@ -30,10 +30,10 @@ pub struct RoutingAttentionConfig {
     pub context: usize,
     /// Clusters of each head. Default: `context / window`, rounded up.
     pub clusters: Option<usize>,
-    /// Whether tokens see earlier ones only.
+    /// True if tokens see earlier ones only.
     #[config(default = true)]
     pub causal: bool,
-    /// Whether keys are the queries, made as long as 1. Default: if `causal`. Attention that is not causal must not share
+    /// True if keys are the queries, made as long as 1. Default: if `causal`. Attention that is not causal must not share
     /// them.
     pub shared_qk: Option<bool>,
     /// How much of a mean stays in an update.

@@ -38,7 +38,7 @@ impl SparseMultiHeadAttention {
         Ok(self)
     }
 
-    /// Whether there is an indexer.
+    /// Returns whether there is an indexer.
     fn set_dsa_stage(&mut self, stage: DsaStage) -> bool {
         let stages = self
             .content

@@ -30,10 +30,10 @@ pub struct BlockSparseLinearConfig {
     /// Seed of the patterns that are drawn.
     #[config(default = 0)]
     pub seed: u64,
-    /// Whether there is a bias.
+    /// True if there is a bias.
     #[config(default = true)]
     pub bias: bool,
-    /// Whether each block has a factor of its own, 1 at first, which is learned.
+    /// True if each block has a factor of its own, 1 at first, which is learned.
     #[config(default = false)]
     pub gates: bool,
     /// How the parameters are initialised: as burn-nn's `Linear`, whose width is what an output sees of the input, on average.

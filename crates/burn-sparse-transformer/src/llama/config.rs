@@ -53,16 +53,16 @@ pub struct LlamaConfig {
     pub rope_theta: f64,
     /// How the rotations reach further than a model was trained for. Default: not.
     pub rope_scaling: Option<RopeScaling>,
-    /// Whether every query and key head has an RMS norm, as in Qwen3.
+    /// True if every query and key head has an RMS norm, as in Qwen3.
     #[config(default = false)]
     pub qk_norm: bool,
-    /// Whether the projections to queries, keys and values have biases, as in Qwen2.
+    /// True if the projections to queries, keys and values have biases, as in Qwen2.
     #[config(default = false)]
     pub qkv_bias: bool,
-    /// Whether the output projection of the attention has a bias.
+    /// True if the output projection of the attention has a bias.
     #[config(default = false)]
     pub output_bias: bool,
-    /// Whether logits are products with the embedding of tokens.
+    /// True if logits are products with the embedding of tokens.
     #[config(default = true)]
     pub tied_embedding: bool,
     /// Added to the mean square in the norms.

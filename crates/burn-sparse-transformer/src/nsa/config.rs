@@ -39,7 +39,7 @@ pub struct NsaHeadsConfig {
     /// What makes one key or value of a block of them.
     #[config(default = "Compression::Mean")]
     pub compression: Compression,
-    /// Whether all branches have the same projections of keys and values. The paper's have their own.
+    /// True if all branches have the same projections of keys and values. The paper's have their own.
     #[config(default = false)]
     pub shared_kv: bool,
 }

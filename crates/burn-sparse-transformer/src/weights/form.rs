@@ -67,7 +67,7 @@ impl Form {
         Some(shape)
     }
 
-    /// Whether a parameter can be written in this form.
+    /// Returns whether a parameter can be written in this form.
     pub(super) fn is_reversible(self) -> bool {
         matches!(
             self,

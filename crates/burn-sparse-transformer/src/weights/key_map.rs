@@ -109,7 +109,7 @@ impl KeyMap {
         }
     }
 
-    /// Whether files need not have a parameter.
+    /// Returns whether files need not have a parameter.
     pub(super) fn is_kept(&self, parameter: &str) -> bool {
         let mut kept = self.kept.iter();
         kept.any(|pattern| numbers(pattern, parameter).is_some())

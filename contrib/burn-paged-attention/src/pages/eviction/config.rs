@@ -176,17 +176,17 @@ impl EvictionConfig {
         (self.sinks.saturating_add(self.recent)).saturating_add(self.heavy)
     }
 
-    /// Whether all KV heads of a layer keep the same keys.
+    /// Returns whether all KV heads of a layer keep the same keys.
     pub fn is_shared(&self) -> bool {
         self.score == EvictionScore::LastRow
     }
 
-    /// Whether a layer's KV heads keep equally many keys.
+    /// Returns whether a layer's KV heads keep equally many keys.
     pub fn is_even_in_layers(&self) -> bool {
         !matches!(self.budget, EvictionBudget::Adaptive { .. })
     }
 
-    /// Whether all layers keep equally many keys.
+    /// Returns whether all layers keep equally many keys.
     pub fn is_even(&self) -> bool {
         self.budget == EvictionBudget::Uniform
     }

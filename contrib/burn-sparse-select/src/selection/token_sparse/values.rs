@@ -14,7 +14,7 @@ use burn_blocksparse::internal::values::LayoutTensors;
 pub enum Sparsity {
     /// Single keys.
     Tokens {
-        /// Whether no query lists a key behind its own position.
+        /// True if no query lists a key behind its own position.
         causal: bool,
     },
     /// Blocks of keys.
@@ -36,7 +36,7 @@ pub struct TokenSparseCall {
     pub scale: f64,
     /// The share that the lists of adjacent queries are expected to have in common, from 0 to 1.
     pub overlap: f64,
-    /// Whether kernels gather by the lists.
+    /// True if kernels gather by the lists.
     pub dispatch: bool,
 }
 

@@ -17,7 +17,7 @@ pub(crate) struct GroupShape {
     pub entries: usize,
     /// How many of them, the first ones, need their element mask.
     pub partial: usize,
-    /// Whether some query of a tile has no key at all.
+    /// True if some query of a tile has no key at all.
     pub empty_rows: bool,
 }
 

@@ -51,7 +51,7 @@ impl MlpParams {
 pub struct MlpOptions {
     /// The dtype of the factors and of the products; default x's. Sums are f32, f64 for f64.
     pub dtype: Option<FloatDType>,
-    /// Whether the backward pass computes the first product again instead of storing it.
+    /// True if the backward pass computes the first product again instead of storing it.
     pub recompute: bool,
 }
 
