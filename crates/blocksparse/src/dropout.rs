@@ -57,7 +57,7 @@ impl Dropout {
         f64::from(NUMBERS - self.threshold()) / f64::from(NUMBERS)
     }
 
-    /// What weights of retained pairs are multiplied by: `1 / (1 − rounded)`, so that the expectation of a weight is the weight.
+    /// Factor of the probabilities of retained pairs: `1 / (1 − rounded)`, so that the expectation of a weight is the weight.
     pub fn factor(&self) -> f64 {
         f64::from(NUMBERS) / f64::from(self.threshold())
     }

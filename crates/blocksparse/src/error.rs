@@ -1,4 +1,4 @@
-/// What can be wrong with a pattern or a layout.
+/// Errors of patterns and layouts.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {

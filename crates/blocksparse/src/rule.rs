@@ -2,7 +2,7 @@
 
 use crate::LayoutError;
 
-/// What a score of a block is.
+/// Kind of a block's score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EstimateKind {
     /// An estimate of the attention that the block gets, at least 0: a score is its own weight. +∞ is no estimate: it marks a block that an estimator wants
@@ -12,7 +12,7 @@ pub enum EstimateKind {
     Logit,
 }
 
-/// How many of the blocks with the highest scores a row keeps, of equal ones the earlier. NaN is the lowest score.
+/// Number of highest-scoring blocks that a row selects. Ties go to the earlier block; NaN sorts last.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Budget {
     /// So many, the forced ones among them (more, if more are forced).
@@ -49,18 +49,18 @@ pub struct Always {
     pub local: usize,
 }
 
-/// How the blocks of a row are chosen by their scores.
+/// Rule that selects the blocks of a row by score.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rule {
-    /// What the scores are.
+    /// Kind of the scores.
     pub kind: EstimateKind,
-    /// How many are selected.
+    /// Number of selected blocks.
     pub keep: Budget,
-    /// Which are always selected.
+    /// Blocks that are always selected.
     pub forced: Always,
 }
 
-/// What rows of scores are of: `query_rows` adjacent queries, and blocks of keys. The last query sits at the last key.
+/// Grid of scores: a row covers `query_rows` adjacent queries, and blocks of keys. The last query sits at the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreGrid {
     /// Queries of a row, which share a choice.
@@ -166,7 +166,7 @@ impl Rule {
         kept.max(forced).min(all)
     }
 
-    /// Which blocks a row of scores keeps.
+    /// Returns the blocks that a row of scores selects.
     ///
     /// # Panics
     /// If there are not as many scores as blocks.
@@ -174,7 +174,7 @@ impl Rule {
         self.selects_of(grid, row, scores, |_| true)
     }
 
-    /// Which blocks a row of scores keeps, of those alone at which `may_choose` is true: no other one is visible.
+    /// Returns the blocks that a row of scores selects, of those alone at which `may_choose` is true: no other one is visible.
     ///
     /// # Panics
     /// As [`Self::selects`].

@@ -134,7 +134,7 @@ impl SeedTable {
         table.expect("it lives").set(seed);
     }
 
-    /// How many places there are.
+    /// Returns the number of places.
     pub fn places(&self) -> usize {
         read().live[&self.0].values.len()
     }

@@ -29,9 +29,9 @@ pub struct ElementDropout {
     pub probability: f64,
     /// Seed of the mask. Training takes another in every step.
     pub seed: Seed,
-    /// Which of a model's dropouts this is: each has a number of its own, so that they share a seed.
+    /// Index of this dropout in the model: with an index for each, all share a seed.
     pub site: u32,
-    /// What rows are counted from: a part of a matrix, from this row on, keeps what the whole matrix keeps there.
+    /// Index of the first row: a part of a matrix, from this row on, keeps what the whole matrix keeps there.
     pub first_row: u32,
 }
 
@@ -64,7 +64,7 @@ impl ElementDropout {
         self.of_weights().threshold()
     }
 
-    /// What elements that are retained are multiplied by: that of a [`Dropout`](crate::Dropout) of this probability.
+    /// Returns the factor of retained elements: that of a [`Dropout`](crate::Dropout) of this probability.
     pub fn factor(&self) -> f64 {
         self.of_weights().factor()
     }

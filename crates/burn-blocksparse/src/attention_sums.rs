@@ -16,12 +16,12 @@ use crate::error::OpError;
 use crate::options::AttentionOptions;
 use crate::{check, upload};
 
-/// How [`accumulated_attention`] computes weights, and which it sums. Build it from [`Default`].
+/// Options of [`accumulated_attention`]. Build it from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]
 pub struct AccumulatedAttentionOptions {
-    /// What the attention was computed with.
+    /// Options of the attention.
     pub attention: AttentionOptions,
     /// Its further tensors.
     pub tensors: AttentionTensors,
@@ -41,7 +41,7 @@ impl AccumulatedAttentionOptions {
     }
 }
 
-/// What [`accumulated_attention`] returns, in lse's dtype.
+/// Output of [`accumulated_attention`], in lse's dtype.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AccumulatedAttention {
@@ -53,7 +53,7 @@ pub struct AccumulatedAttention {
     pub diagonals: Tensor<3>,
 }
 
-/// How much attention each key and each distance gets: sums of `p[i, j] = exp(score[i, j] − lse[i])` over the allowed pairs, in O(n) memory and
+/// Sums the attention of each key and of each distance: sums of `p[i, j] = exp(score[i, j] − lse[i])` over the allowed pairs, in O(n) memory and
 /// a small multiple for kept blocks, without the weights. Keys that recent queries look at are what SnapKV keeps of a cache (Li et al., 2024);
 /// the largest columns and diagonals of the last queries are MInference's vertical-slash pattern (Jiang et al., 2024, section 3), which
 /// `burn-sparse-select`'s `vertical_slash_layout` takes.

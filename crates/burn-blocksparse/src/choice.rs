@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::error::OpError;
 
-/// How `top_k_blocks` chooses. Build it from [`TopKOptions::new`].
+/// Options of `top_k_blocks`. Build it from [`TopKOptions::new`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
@@ -18,9 +18,9 @@ pub struct TopKOptions {
     pub k: usize,
     /// True if queries see no later keys. The last query sits at the last key.
     pub causal: bool,
-    /// How many key blocks up to the queries' own are forced: 1 is the diagonal, 2 also the block before it.
+    /// Number of forced key blocks up to the queries' own: 1 is the diagonal, 2 also the block before it.
     pub local: usize,
-    /// How many of the first key blocks are forced (attention sinks).
+    /// Number of forced first key blocks (attention sinks).
     pub first: usize,
 }
 

@@ -1,4 +1,4 @@
-/// What can be wrong with a call of an op of this crate.
+/// Errors of this crate's operations.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpError {

@@ -22,7 +22,7 @@ use crate::merge::Shares;
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::{check, upload};
 
-/// What [`attention_gradients`] returns: the output, and the gradients of `Σ out · grad_out`. All are of their inputs' shapes and dtypes.
+/// Output of [`attention_gradients`]: the output of attention, and the gradients of `Σ out · grad_out`. All are of their inputs' shapes and dtypes.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AttentionGradients {

@@ -5,7 +5,7 @@ use burn::tensor::DType;
 
 use crate::error::OpError;
 
-/// How attention is computed. Build it from [`Default`]:
+/// Options of attention. Build them from [`Default`]:
 ///
 /// ```
 /// use burn_blocksparse::{AttentionOptions, WeightsMode};
@@ -25,17 +25,17 @@ pub struct AttentionOptions {
     pub alibi: Option<Arc<[f64]>>,
     /// Dropout of the weights.
     pub dropout: Option<Dropout>,
-    /// What is stored for the backward pass.
+    /// Storage for the backward pass.
     pub weights: WeightsMode,
-    /// How precise the products of f32 tensors are.
+    /// Precision of matmuls of f32 tensors.
     pub precision: ProductPrecision,
     /// True if each row's largest score is returned, too, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
     pub max_scores: bool,
-    /// How queries that choose each for itself attend to what they chose.
+    /// Implementation of attention to keys that each query selected.
     pub dispatch_mode: DispatchMode,
 }
 
-/// How queries attend to blocks that each of them chose (`attention_selected`), `Nsa`).
+/// Implementation of attention to blocks that each query selected (`attention_selected`, `Nsa`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DispatchMode {
@@ -47,7 +47,7 @@ pub enum DispatchMode {
     GroupByBlock,
 }
 
-/// How precise the products of f32 tensors are. Sums, exponentials and outputs are f32 in any case.
+/// Precision of matmuls of f32 tensors. Sums, exponentials and outputs are f32 in any case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ProductPrecision {
@@ -59,7 +59,7 @@ pub enum ProductPrecision {
     Tf32,
 }
 
-/// What the forward pass keeps for the backward pass. The gradients are the same.
+/// Storage of attention probabilities for the backward pass. The gradients are the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightsMode {
     /// Keep q, k, v, out and lse; compute the weights again in backward. Memory O(n · d).

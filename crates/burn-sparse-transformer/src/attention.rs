@@ -221,7 +221,7 @@ impl SparseMultiHeadAttention {
         Ok((self.attend(heads, &layout, &call)?, call))
     }
 
-    /// Which query attends to which key.
+    /// Returns the pattern.
     pub fn pattern(&self) -> &Pattern {
         self.layouts.pattern()
     }

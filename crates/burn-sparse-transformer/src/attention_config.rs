@@ -29,11 +29,11 @@ pub struct SparseMultiHeadAttentionConfig {
     pub d_model: usize,
     /// Number of query heads.
     pub n_heads: usize,
-    /// Which query attends to which key, per head.
+    /// The pattern: which query attends to which key, per head.
     pub pattern: Pattern,
-    /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
+    /// Selection of keys by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
     pub selection: Option<Selection>,
-    /// How heads that are not the pattern's choose keys by content: single ones, where their keys are their queries, or as `nsa`, `dsa` and `msa` do, which are all heads. Default:
+    /// Content-based heads: single ones, where their keys are their queries, or as `nsa`, `dsa` and `msa` do, which are all heads. Default:
     /// all heads are the pattern's.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's, the first ones. Default: half of them.
@@ -59,7 +59,7 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Rotary position embeddings of queries and keys (Su et al., 2021); its `d_model` is the width of a query head. Rotations are
     /// computed in f32. Default: none.
     pub rope: Option<RotaryEncodingConfig>,
-    /// How `rope` reaches further than a model was trained for. Default: not.
+    /// Scaling of `rope` to contexts longer than a model was trained for. Default: none.
     pub rope_scaling: Option<RopeScaling>,
     /// Normalisation of every query and key head, before the rotation. Default: none.
     pub qk_norm: Option<QkNorm>,

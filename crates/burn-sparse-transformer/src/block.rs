@@ -29,11 +29,11 @@ pub struct SparseTransformerBlockConfig {
     pub d_model: usize,
     /// Number of query heads.
     pub n_heads: usize,
-    /// Which query attends to which key, per head.
+    /// The pattern: which query attends to which key, per head.
     pub pattern: Pattern,
-    /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
+    /// Selection of keys by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
     pub selection: Option<Selection>,
-    /// How heads that are not the pattern's choose keys by content. Default: all heads are the pattern's.
+    /// Content-based heads, in addition to the pattern's or in their place. Default: all heads are the pattern's.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's. With as many as `n_heads` there is no `content`. Default: half of them.
     pub local_heads: Option<usize>,
@@ -46,7 +46,7 @@ pub struct SparseTransformerBlockConfig {
     pub d_key: Option<usize>,
     /// Width of the feed-forward network. Default: `4 · d_model`.
     pub d_ff: Option<usize>,
-    /// Which blocks of the feed-forward network's weights are retained. Default: all, as dense weights.
+    /// Retained blocks of the feed-forward network's weights. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
     /// Activation of the feed-forward network. Default: the paper's, `x · sigmoid(1.702 x)`.
     pub activation: Option<FeedForwardActivation>,
@@ -55,7 +55,7 @@ pub struct SparseTransformerBlockConfig {
     pub dropout: f64,
     /// Bounds the attention scores to ±`softcap`. Default: no bound.
     pub softcap: Option<f64>,
-    /// What the attention has beside the paper's. Default: nothing.
+    /// Options of the attention that the paper does not have. Default: nothing.
     pub attention: Option<BlockAttentionConfig>,
     /// Longest sequence, in positions, which `rope_theta` of `attention` needs to know.
     pub context: Option<usize>,

@@ -4,7 +4,7 @@ use burn::nn::RotaryEncodingConfig;
 use crate::error::ensure;
 use crate::{QkNorm, SparseMultiHeadAttentionConfig, TransformerError};
 
-/// What the attention of a [`SparseTransformerBlock`](crate::SparseTransformerBlock), or of all blocks of a
+/// Options of the attention of a [`SparseTransformerBlock`](crate::SparseTransformerBlock), or of all blocks of a
 /// [`SparseTransformer`](crate::SparseTransformer), has that the paper's does not. Everything is off by default.
 ///
 /// ```

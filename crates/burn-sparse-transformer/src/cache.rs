@@ -195,7 +195,7 @@ fn write(buffer: Option<Tensor<4>>, chunk: Tensor<4>, start: usize, capacity: us
     buffer.slice_assign([0..batch, 0..heads, start..start + new, 0..width], chunk)
 }
 
-/// What [`crate::SparseTransformer::forward_cache`] remembers: keys and values of every block, and the
+/// Cache of [`crate::SparseTransformer::forward_cache`]: keys and values of every block, and the
 /// position reached.
 ///
 /// For a batch whose sequences all have the same length. It keeps every key; a `KvPool` of `burn-paged-attention` is for sequences of unequal lengths that come and

@@ -4,7 +4,7 @@ use burn_blocksparse::{LayoutError, OpError};
 
 use crate::Precision;
 
-/// What can be wrong with a configuration, an input or a cache.
+/// Errors of configurations, inputs and caches.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransformerError {

@@ -15,7 +15,7 @@ use crate::{
 };
 
 impl SparseMultiHeadAttention {
-    /// What the heads see of `x`, `[batch, seq, d_model]`, which [`Self::output_projection`] joins: `[batch, n_heads, seq, d_v]`.
+    /// Returns the heads' outputs for `x`, `[batch, seq, d_model]`, which [`Self::output_projection`] joins: `[batch, n_heads, seq, d_v]`.
     ///
     /// # Errors
     /// As [`Self::try_forward`].
@@ -66,7 +66,7 @@ impl SparseMultiHeadAttention {
         [self.d_k(), self.d_v]
     }
 
-    /// What its attention does with scores. Dropout is a call's.
+    /// Returns the options of its attention. Dropout is a call's.
     pub fn attention_options(&self) -> &AttentionOptions {
         &self.options
     }

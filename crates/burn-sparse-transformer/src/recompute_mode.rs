@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::TransformerError;
 
-/// What the backward pass of [`SparseTransformer::loss_and_gradients`](crate::SparseTransformer) computes again instead of storing it. The
+/// Activation recomputation in the backward pass of [`SparseTransformer::loss_and_gradients`](crate::SparseTransformer). The
 /// gradients are the same.
 ///
 /// As text: `none`, `mlp`, `block` (segments of one), `segment:N`, and the last two with `+attention` for what keeps the results of attention.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::TransformerError;
 use crate::error::ensure;
 
-/// How the frequencies of rotary embeddings are scaled, as `transformers` does by its `rope_scaling`.
+/// Scaling of the frequencies of rotary embeddings, as `transformers` does by its `rope_scaling`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]

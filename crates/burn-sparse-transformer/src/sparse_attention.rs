@@ -19,7 +19,7 @@ use crate::{Precision, TransformerError};
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct SparseAttentionConfig {
-    /// Which query attends to which key, per head.
+    /// The pattern: which query attends to which key, per head.
     pub pattern: Pattern,
     /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
@@ -198,7 +198,7 @@ impl SparseAttention {
             .get(&Request::new(seq_q, seq_kv).with_heads(heads))
     }
 
-    /// Which query attends to which key.
+    /// Returns the pattern.
     pub fn pattern(&self) -> &Pattern {
         self.layouts.pattern()
     }

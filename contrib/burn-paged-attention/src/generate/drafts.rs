@@ -97,7 +97,7 @@ impl PromptLookupIndex {
         }
     }
 
-    /// What may come next, [`PromptLookup::tokens`] tokens: none if the last few were not there before. Where the text ends before the draft does, the draft
+    /// Proposes [`PromptLookup::tokens`] next tokens: none if the last few were not there before. Where the text ends before the draft does, the draft
     /// repeats itself, as a copy that overlaps does.
     pub fn draft(&self) -> Vec<u32> {
         let end = self.tokens.len();

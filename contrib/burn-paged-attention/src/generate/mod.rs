@@ -19,12 +19,12 @@ use crate::pool::{
 };
 use crate::sampling::sample_tokens;
 
-/// What [`generate`] writes, and where it ends. Build it from [`Default`].
+/// Options of [`generate`]. Build it from [`Default`].
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
 pub struct GenerateOptions {
-    /// How tokens are chosen.
+    /// Sampling of tokens.
     pub sampling: Sampling,
     /// The most tokens that a prompt is followed by. Default: 256.
     pub max_new: usize,
@@ -32,11 +32,11 @@ pub struct GenerateOptions {
     pub stop_tokens: Vec<u32>,
     /// Sequences of tokens that end a text and do not belong to it.
     pub stop: Vec<Vec<u32>>,
-    /// Which keys are retained. Default: those that later tokens reach.
+    /// Keys that are retained. Default: those that later tokens reach.
     pub residency: KvRetention,
-    /// Which keys are evicted, in place of [`Self::residency`]. Default: none.
+    /// Eviction of keys, in place of [`Self::residency`]. Default: none.
     pub eviction: Option<EvictionConfig>,
-    /// How the keys and values that are retained are stored. Default: in the dtype of the model's products.
+    /// Dtype of stored keys and values. Default: that of the model's matmuls.
     pub kv_dtype: Option<KvDtype>,
     /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32, or what the layers' selections choose.
     pub page_size: Option<usize>,
@@ -159,7 +159,7 @@ impl GenerateOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GenerateStep {
-    /// Which prompt it follows.
+    /// Index of its prompt.
     pub prompt: usize,
     /// Tokens that were written before it.
     pub index: usize,
@@ -183,7 +183,7 @@ pub enum FinishReason {
     NotFinite,
 }
 
-/// What follows a prompt.
+/// A generated text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GenerateOutput {

@@ -8,7 +8,7 @@ use crate::sampling::SampleOptions;
 /// The last word of the generator's counter, which dropout does not use.
 const STREAM: u32 = u32::MAX - 1;
 
-/// How the next token is chosen. Build it from [`Default`], which samples from the model as it is.
+/// Sampling of the next token. Build it from [`Default`], which samples from the model as it is.
 ///
 /// In this order: logits of tokens that were seen are lowered (`repetition`), all are divided by `temperature`, and of their softmax
 /// the `top_k` likeliest are kept, of these those that make up `top_p`, and of these those that are at least `min_p` times as likely as the
@@ -26,9 +26,9 @@ const STREAM: u32 = u32::MAX - 1;
 #[must_use]
 #[non_exhaustive]
 pub struct Sampling {
-    /// What logits are divided by; 0 takes the likeliest. Default: 1.
+    /// Divisor of the logits; 0 takes the likeliest token. Default: 1.
     pub temperature: f64,
-    /// How many of the likeliest tokens are retained. Default: all.
+    /// Number of likeliest tokens that are retained. Default: all.
     pub top_k: Option<usize>,
     /// A token is retained if those that are likelier make up less than this (Holtzman et al., 2020). Default: 1.
     pub top_p: f64,
@@ -69,7 +69,7 @@ impl Sampling {
         seed: u64,
     }
 
-    /// Which tokens may be drawn, without the seed.
+    /// The same options for [`sample_tokens`](crate::sampling::sample_tokens), which takes its draws separately.
     pub fn options(&self) -> SampleOptions {
         SampleOptions::default()
             .temperature(self.temperature)

@@ -8,7 +8,7 @@ use blocksparse::Pattern;
 /// The page sizes that pools have; smaller ones are for tests, [`PoolConfig::with_small_pages`].
 pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 
-/// Which keys of a sequence are retained.
+/// Keys of a sequence that are retained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KvRetention {
@@ -47,7 +47,7 @@ impl KvRetention {
 /// Tokens of a sequence: positions are numbers of 32 bits on devices, the largest of which means "always".
 pub(super) const MOST_POSITIONS: usize = i32::MAX as usize - 1;
 
-/// How many pages a pool has, of which size, and which keys the layers that share it attend to.
+/// Number and size of a pool's pages, and the patterns of the layers that share it.
 ///
 /// Layers whose patterns are equal keep the same keys and share one pool's books, each with tensors of its own.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -96,7 +96,7 @@ impl PoolConfig {
         self
     }
 
-    /// What `heads` query heads attend to, of which `heads / kv_heads` share a KV head.
+    /// Adds a pattern of `heads` query heads, of which `heads / kv_heads` share a KV head.
     pub fn with_pattern(mut self, pattern: Pattern, heads: usize, kv_heads: usize) -> Self {
         self.pattern = pattern;
         self.heads = heads;

@@ -1,6 +1,6 @@
 use super::SequenceId;
 
-/// What can be wrong with a call to a pool of pages. Whatever it is, the pool is as it was before the call.
+/// Errors of a pool of pages. After an error the pool is as it was before the call.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CacheError {

@@ -22,7 +22,7 @@ impl fmt::Display for SequenceId {
     }
 }
 
-/// Which page and slot each key of each sequence lives in. See the [module](super).
+/// Block tables of sequences: the page and slot of each key. See the [module](super).
 ///
 /// Every method that returns an error leaves the pool as it was. Free pages are taken lowest first.
 #[derive(Clone, Debug)]
@@ -59,7 +59,7 @@ impl PagePool {
         })
     }
 
-    /// What the pool was made from.
+    /// The pool's configuration.
     pub fn config(&self) -> &PoolConfig {
         &self.config
     }

@@ -12,7 +12,7 @@ use super::{CacheError, KvRetention};
 
 const VERSION: u32 = 1;
 
-/// What the books know of a sequence, without its pages: which keys it stores, in which order. Its keys and values go beside it in that order, which is
+/// A sequence of the block tables, without its pages: which keys it stores, in which order. Its keys and values go beside it in that order, which is
 /// the one of [`PagePool::slot_keys`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSequence {
@@ -42,7 +42,7 @@ impl SavedSequence {
 }
 
 impl PagePool {
-    /// What the books know of a sequence.
+    /// Returns a sequence's block table as a value.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]

@@ -122,7 +122,7 @@ impl PagePool {
         Ok(keys.collect())
     }
 
-    /// What the queries of a pool see, as two tensors `[pages, page_size]`: each slot's position, and the last query that attends to it. Slots without a key have
+    /// Slots that queries of a pool see, as two tensors `[pages, page_size]`: each slot's position, and the last query that attends to it. Slots without a key have
     /// [`ALWAYS`](super::ALWAYS) and [`NEVER`](super::NEVER), so that no query sees them. Made anew from all sequences: a step changes what
     /// [`Writes`](super::Writes) says.
     pub fn visibility(&self) -> [Vec<i32>; 2] {

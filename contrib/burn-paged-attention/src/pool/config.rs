@@ -9,7 +9,7 @@ use super::store::Stored;
 use crate::pages::{CacheError, EvictionBudget, EvictionConfig, KvRetention, PagePool, PoolConfig};
 use crate::{PoolError, Quantization};
 
-/// How a pool stores keys and values.
+/// Dtype in which a pool stores keys and values.
 ///
 /// ```
 /// use burn_paged_attention::pool::{KvDtype, KvPoolConfig};
@@ -49,7 +49,7 @@ impl KvDtype {
     }
 }
 
-/// Which positions rotations are of, where [`KvRetention::Window`] leaves out keys between the first ones and the last.
+/// Positions of rotary embeddings where [`KvRetention::Window`] leaves out keys between the first ones and the last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KvPositions {
@@ -61,7 +61,7 @@ pub enum KvPositions {
     InCache,
 }
 
-/// What a [`KvPool`](super::KvPool) is made from.
+/// Configuration of a [`KvPool`](super::KvPool).
 ///
 /// ```
 /// use burn_paged_attention::pool::{KvPoolConfig, KvRetention};
@@ -133,7 +133,7 @@ impl KvPoolConfig {
         with_cascade => cascade: usize,
     }
 
-    /// Which keys are retained.
+    /// Sets the keys that are retained.
     pub fn with_residency(mut self, residency: KvRetention) -> Self {
         self.residency = residency;
         self.eviction = None;
@@ -152,7 +152,7 @@ impl KvPoolConfig {
         self
     }
 
-    /// How keys and values are stored: a [`FloatDType`], or a [`KvDtype`]. Default: [`KvDtype::Model`].
+    /// Sets the dtype of stored keys and values: a [`FloatDType`], or a [`KvDtype`]. Default: [`KvDtype::Model`].
     pub fn with_dtype(mut self, dtype: impl Into<KvDtype>) -> Self {
         self.dtype = dtype.into();
         self

@@ -255,7 +255,7 @@ impl KvPool {
         Ok(())
     }
 
-    /// What each key of a layer and sequence got of the attention so far, `[kv_heads, slots]`, if that is what keys are chosen by.
+    /// Returns the sum of attention of each key of a layer and sequence so far, `[kv_heads, slots]`, if eviction uses it.
     #[doc(hidden)]
     pub fn attention_sums(&self, id: SequenceId, layer: usize) -> Option<Tensor<2>> {
         let books = &self.groups[self.layers.get(layer)?.0].books;

@@ -68,7 +68,7 @@ impl KvStep {
     }
 }
 
-/// What a sequence takes, over all layers.
+/// Memory of a sequence, over all layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvUsage {
@@ -347,7 +347,7 @@ impl KvPool {
         self.groups[0].books.sequences()
     }
 
-    /// What a sequence takes.
+    /// Returns the memory of a sequence.
     ///
     /// # Errors
     /// [`PoolError::Cache`] if there is no such sequence.

@@ -7,7 +7,7 @@ use super::{CacheError, EvictionConfig, EvictionScore, KvPoolConfig, KvRetention
 /// The largest number of [`CachePolicy::NOTATION`].
 const MOST: usize = 1 << 30;
 
-/// Which keys a cache keeps: by their positions, or by what attention says of them.
+/// Keys that a cache retains: by their positions, or by what attention says of them.
 ///
 /// ```
 /// use burn_paged_attention::pool::{CachePolicy, EvictionConfig, KvPoolConfig};

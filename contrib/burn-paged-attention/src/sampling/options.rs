@@ -2,7 +2,7 @@
 
 use burn_blocksparse::OpError;
 
-/// Which tokens may be drawn of a row of logits. Build it from [`Default`], which leaves the softmax as it is.
+/// Options of [`sample_tokens`](super::sample_tokens). Build it from [`Default`], which leaves the softmax as it is.
 ///
 /// In this order: logits of tokens that were seen are lowered (`repetition`), all are divided by `temperature`, and of their softmax
 /// the `top_k` likeliest are kept, of these those that make up `top_p`, and of these those that are at least `min_p` times as likely as the
@@ -11,9 +11,9 @@ use burn_blocksparse::OpError;
 #[must_use]
 #[non_exhaustive]
 pub struct SampleOptions {
-    /// What logits are divided by; 0 takes the likeliest. Default: 1.
+    /// Divisor of the logits; 0 takes the likeliest token. Default: 1.
     pub temperature: f64,
-    /// How many of the likeliest tokens are retained. Default: all.
+    /// Number of likeliest tokens that are retained. Default: all.
     pub top_k: Option<usize>,
     /// A token is retained if those that are likelier make up less than this (Holtzman et al., 2020). Default: 1.
     pub top_p: f64,

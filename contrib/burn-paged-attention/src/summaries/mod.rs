@@ -20,11 +20,11 @@ use crate::summaries::values::{PackedKeys, PageScoreInputs, StoredKeys, Summariz
 
 pub use burn_sparse_select::pages::{PageChoice, topk_pages};
 
-/// What is known of each page of keys besides the keys: `[pages, 2, d_k]`, the largest number of each channel and behind it the smallest, or
+/// Summaries of pages of keys: `[pages, 2, d_k]`, the largest value of each channel and then the smallest, or
 /// `[pages, 1, d_k]`, the means.
 #[derive(Clone, Debug)]
 pub struct PageSummaries {
-    /// What it is.
+    /// Kind of the summary.
     pub summary: PageSummary,
     /// The elements. Bounds are exact in the keys' dtype.
     pub values: Tensor<3>,

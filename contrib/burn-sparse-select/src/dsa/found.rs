@@ -6,7 +6,7 @@ use crate::dsa::scores::DsaIndex;
 use crate::selection::key_lists::TokenIndices;
 use burn_blocksparse::internal::sums::sum_all;
 
-/// Which keys an indexer's scores are compared over.
+/// Keys over which an indexer's loss compares scores.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum DsaTarget<'a> {

@@ -10,7 +10,7 @@ use burn_blocksparse::internal::device::served;
 /// Queries whose scores are made together, before heads are: so many rows a product has at least, if there is room.
 const FEWEST_ROWS: usize = 64;
 
-/// What an indexer makes of the tokens: queries of several heads, a key and weights of the heads.
+/// Projections of an indexer: queries of several heads, a key and weights of the heads.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct DsaIndex {

@@ -8,7 +8,7 @@ use crate::selection::parts::padded;
 use burn_blocksparse::OpError;
 
 impl Msa {
-    /// How queries choose among pages of so many tokens: [`keep`](Self::keep) blocks of them.
+    /// Returns the same choice over pages of `page` tokens: [`keep`](Self::keep) blocks.
     ///
     /// # Errors
     /// [`OpError`] if pages are no whole parts of blocks, or no power of two.

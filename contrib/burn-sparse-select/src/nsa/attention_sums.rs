@@ -78,7 +78,7 @@ impl<'a> AttentionSums<'a> {
         Ok(joined(slabs, 2))
     }
 
-    /// How they are made.
+    /// The plan of the scores.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn op_plan(&self) -> OpPlan {
         burn_blocksparse::op_plan!(&self.q.device(), |device| {

@@ -26,7 +26,7 @@ pub struct NsaOptions {
     pub scale: Option<f64>,
     /// Of products of f32 tensors.
     pub precision: ProductPrecision,
-    /// How queries attend to the blocks that they chose.
+    /// Implementation of attention to selected blocks.
     pub dispatch_mode: DispatchMode,
 }
 

@@ -20,7 +20,7 @@ use burn_blocksparse::OpError;
 /// Above every attention sum: that of blocks which are seen in any case.
 const FORCED: f32 = 1e30;
 
-/// What queries see of compressed keys, and the importance scores by which they choose: see [`Nsa::of_strides`].
+/// Attention to compressed keys, and the importance scores of blocks: see [`Nsa::of_strides`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct NsaStrides {
@@ -32,7 +32,7 @@ pub struct NsaStrides {
 }
 
 impl Nsa {
-    /// How queries choose among pages of so many tokens: [`keep`](crate::nsa::NsaOptions::keep) blocks of them.
+    /// Returns the same choice over pages of `page` tokens: [`keep`](crate::nsa::NsaOptions::keep) blocks.
     ///
     /// # Errors
     /// [`OpError`] if pages are no whole parts of the blocks that are chosen, or hold no whole strides.

@@ -7,11 +7,11 @@ use burn_blocksparse::OpError;
 
 use crate::selection::{GqaReduction, PageSummary, Selection};
 
-/// How pages are chosen: what a cache in pages does of a [`Selection`].
+/// Choice of pages: a [`Selection`] over a paged cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageChoice {
-    /// What of each page scores follow from.
+    /// Summary of a page that scores are computed from.
     pub summary: PageSummary,
     /// Slots of a page.
     pub page: usize,
@@ -98,7 +98,7 @@ impl PageChoice {
 }
 
 impl Selection {
-    /// How the selection chooses among pages of so many slots, of keys that `group` heads of queries share.
+    /// Returns the selection's choice over pages of `page` slots, of keys that `group` query heads share.
     ///
     /// # Errors
     /// [`OpError`] if its method scores no pages, pages are not whole parts of its blocks, or heads that share keys choose each for itself: a page is
@@ -156,7 +156,7 @@ impl Selection {
 pub struct PageChoiceCall {
     /// Heads of keys.
     pub kv_heads: usize,
-    /// How pages are chosen.
+    /// The choice of pages.
     pub choice: PageChoice,
 }
 
@@ -169,7 +169,7 @@ impl PageChoiceCall {
         }
     }
 
-    /// What sums over so many heads that share keys are multiplied by.
+    /// Returns the factor of sums over `group` heads that share keys.
     pub fn factor(&self, group: usize) -> f64 {
         match self.choice.mean {
             true => 1.0 / group as f64,

@@ -48,10 +48,10 @@ impl EstimateGrid {
     }
 }
 
-/// What an estimator is.
+/// Properties of an estimator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EstimatorTraits {
-    /// What its scores are.
+    /// Kind of its scores.
     pub kind: EstimateKind,
     /// True if what a query chooses follows from what comes before it alone. Where it does not, later tokens leak into the choice: such a choice serves
     /// for reading a prompt, not for generating token by token, and a language model that is trained with it sees a little of the future.
@@ -60,7 +60,7 @@ pub struct EstimatorTraits {
     pub causal_only: bool,
 }
 
-/// What a pool of pages has to know of each page for an estimator's scores, besides its keys.
+/// Summary of each page that a paged pool stores for an estimator's scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageSummary {
     /// The largest and the smallest number of each channel: scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
@@ -87,7 +87,7 @@ pub struct EstimateInputs {
     pub q: Tensor<4>,
     /// `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`.
     pub k: Tensor<4>,
-    /// What products are multiplied by before a softmax.
+    /// Factor of dot products before the softmax.
     pub scale: f64,
     /// True if queries see no later keys. The last query sits at the last key.
     pub causal: bool,
@@ -140,7 +140,7 @@ pub struct ReferenceInputs<'a> {
     pub seq_kv: usize,
     /// Elements of a query.
     pub head_dim: usize,
-    /// What products are multiplied by before a softmax.
+    /// Factor of dot products before the softmax.
     pub scale: f64,
     /// True if queries see no later keys.
     pub causal: bool,

@@ -52,7 +52,7 @@ pub struct FlexPrefill {
     pub block: usize,
     /// The share that is retained, in (0, 1].
     pub gamma: f64,
-    /// How far an estimate may be from what it estimates: 0.1.
+    /// Largest distance (Jensen-Shannon) of an estimate: 0.1.
     pub threshold: f64,
     /// So many keys are retained at least, in whole blocks, and as many distances. 0: none but what is forced.
     pub min_budget: usize,

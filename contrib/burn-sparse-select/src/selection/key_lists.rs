@@ -209,7 +209,7 @@ pub fn token_sparse_attention(
 }
 
 impl TokenIndices {
-    /// What [`token_sparse_attention`] runs for these arguments. It prints.
+    /// Returns the plan of [`token_sparse_attention`] for these arguments. It prints.
     ///
     /// # Errors
     /// As [`token_sparse_attention`].

@@ -59,7 +59,7 @@ pub fn selected_blocks_attention(
 }
 
 impl SelectedBlocks {
-    /// What [`selected_blocks_attention`] runs for these arguments, and what [`attention_selected`](crate::selection::attention_selected()) and [`Nsa`](crate::nsa::Nsa) run for lists
+    /// Returns the plan of [`selected_blocks_attention`] for these arguments, and of what [`attention_selected`](crate::selection::attention_selected()) and [`Nsa`](crate::nsa::Nsa) run for lists
     /// of these sizes.
     ///
     /// # Errors

@@ -109,7 +109,7 @@ pub use vertical_slash::VerticalSlash;
 pub use within::Candidates;
 use within::WholeLayouts;
 
-/// How blocks of keys are chosen by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
+/// Selection of blocks of keys by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
 /// [`sparse_attention`](burn_blocksparse::sparse_attention) runs over.
 ///
 /// ```
@@ -139,7 +139,7 @@ pub struct Selection {
     whole: WholeLayouts,
 }
 
-/// What a [`Selection`] chose.
+/// The layout that a [`Selection`] chose.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SelectedLayout {
@@ -148,7 +148,7 @@ pub struct SelectedLayout {
 }
 
 impl SelectedLayout {
-    /// How many blocks each row of queries attends to: i32 `[batch, heads, rows]`, on the device. Nothing is read back where kernels run. Heads that share a
+    /// Returns the number of blocks per row of queries: i32 `[batch, heads, rows]`, on the device. Nothing is read back where kernels run. Heads that share a
     /// choice have one row for all of them ([`DeviceLayout::counts`]).
     ///
     /// # Errors
@@ -167,7 +167,7 @@ impl SelectedLayout {
 }
 
 impl Selection {
-    /// How selections are written: `KEEP` is a number, or a rule with its name, `k=12`, `ratio=0.25`, `p=0.9` or `above=0.01`. `share=sum`, `mean` or `max`
+    /// Texts of selections: `KEEP` is a number, or a rule with its name, `k=12`, `ratio=0.25`, `p=0.9` or `above=0.01`. `share=sum`, `mean` or `max`
     /// lets heads that share keys choose together. `first=1` and `local=2` set the forced blocks of any method ([`Always`]).
     pub const NOTATION: &[&str] = methods::NOTATION;
 
@@ -192,7 +192,7 @@ impl Selection {
         with_gqa_reduction => sharing: GqaReduction,
     }
 
-    /// What scores the blocks.
+    /// The method that scores blocks.
     pub fn estimator(&self) -> &dyn BlockEstimator {
         &*self.estimator
     }
@@ -206,7 +206,7 @@ impl Selection {
         self
     }
 
-    /// What keeps them.
+    /// The rule that selects by score.
     pub fn rule(&self) -> Rule {
         Rule {
             kind: self.estimator.traits().kind,
@@ -248,7 +248,7 @@ impl Selection {
         self.choose_among(call, Candidates::default())
     }
 
-    /// What [`choose`](Self::choose) chooses, of one batch entry, in plain f64 loops on the host.
+    /// [`choose`](Self::choose) for one batch entry, in plain f64 loops on the host.
     ///
     /// # Errors
     /// [`OpError`] if a number is out of range.

@@ -18,7 +18,7 @@ const SLAB_SCORES: usize = 1 << 24;
 /// Queries whose scores are in memory at a time, at least.
 const FEWEST_ROWS: usize = 64;
 
-/// Which blocks each query chose beside the forced ones, and the same by blocks: for each head a sequence of places, `tile` to a tile, where the queries that
+/// Blocks that each query selected in addition to the forced ones, and the same by blocks: for each head a sequence of places, `tile` to a tile, where the queries that
 /// chose a block have neighbouring places, in order, and the last tile of a block is filled up with places of no query. All are i32 tensors on the
 /// device, without autodiff; −1 stands for none. `lists` are the heads of the queries, or those of the keys if heads share a choice.
 ///

@@ -43,11 +43,11 @@ pub struct VerticalSlash {
     pub columns: usize,
     /// Distances that are retained, the shortest ones among them.
     pub slashes: usize,
-    /// How many of the last queries choose: 64.
+    /// Number of last queries that select: 64.
     pub queries: usize,
-    /// How many of the first keys are always retained: 30.
+    /// Number of first keys that are always selected: 30.
     pub sinks: usize,
-    /// How many of the shortest distances are always retained, 0 being one of them: 100.
+    /// Number of shortest distances, from 0 on, that are always selected: 100.
     pub window: usize,
 }
 

@@ -12,7 +12,7 @@ use crate::selection::{SelectedLayout, Selection};
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::{DeviceLayout, OpError};
 
-/// What a choice is made from, if that is less than all keys or all earlier ones: for [`Selection::choose_among`].
+/// Candidates of a selection, if fewer than all keys or all earlier ones: for [`Selection::choose_among`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[must_use]
 #[non_exhaustive]
@@ -228,7 +228,7 @@ impl Selection {
         Ok(joined(parts, 0))
     }
 
-    /// What [`choose_among`](Self::choose_among) chooses for batch entry `entry` of the cut, in plain f64 loops on the host.
+    /// [`choose_among`](Self::choose_among) for batch entry `entry` of the cut, in plain f64 loops on the host.
     ///
     /// # Errors
     /// As [`choose_among`](Self::choose_among).

@@ -3,7 +3,7 @@
 use super::shape::LayoutShape;
 use crate::rule::Rule;
 
-/// How the blocks of a layout are chosen on a device.
+/// Rule by which blocks of a layout are chosen on a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceChoice {
     /// Batch entries and heads that have blocks of their own: `[batch or 1, a divisor of the heads]`. Adjacent heads share.
@@ -14,7 +14,7 @@ pub struct DeviceChoice {
     pub by: BlockSource,
 }
 
-/// What the tensor that chooses blocks says, for each row of query blocks.
+/// Contents of the tensor that chooses blocks, for each row of query blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum BlockSource {
     /// Of each key block, whether it is chosen.
@@ -48,7 +48,7 @@ impl BlockSource {
     }
 }
 
-/// Which keys a query sees by the positions of both. A negative position is none: its query sees nothing, and nobody its key.
+/// Keys that a query sees, by the positions of both. A negative position is none: its query sees nothing, and nobody its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PositionMask {
     /// Those of earlier positions.

@@ -6,7 +6,7 @@ use super::Pattern;
 pub(super) const MAX_DRAWN: usize = 1 << 12;
 
 impl Pattern {
-    /// Whether, in `head`, the query at position `i` attends to the key at position `j`.
+    /// Returns whether, in `head`, the query at position `i` attends to the key at position `j`.
     ///
     /// With `seq_q ≠ seq_kv` query row `r` of a layout sits at position `r + seq_kv − seq_q`
     /// (aligned bottom-right, as Burn's own attention does). With parameters that [`Pattern::validate`] refuses the answer means nothing.

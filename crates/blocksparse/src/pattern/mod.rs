@@ -23,7 +23,7 @@ pub use row_keys::Repeat;
 
 type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
 
-/// Which (query, key) pairs of each head are computed.
+/// A static sparsity pattern: the (query, key) pairs that each head computes.
 ///
 /// [`Pattern::attends`] is the definition; everything else (layouts, kernels, pictures) follows it.
 /// Patterns are plain values: they print, compare, serialize and combine.

@@ -150,17 +150,17 @@ impl ShardPlan {
         &self.layout
     }
 
-    /// How many devices share the sequence.
+    /// Returns the number of devices that share the sequence.
     pub fn devices(&self) -> usize {
         self.dealt.devices
     }
 
-    /// How many heads keys have.
+    /// Returns the number of KV heads.
     pub fn kv_heads(&self) -> usize {
         self.kv_heads
     }
 
-    /// How many pieces of the sequence each device has.
+    /// Returns the number of pieces of the sequence per device.
     pub fn pieces(&self) -> usize {
         self.dealt.pieces
     }

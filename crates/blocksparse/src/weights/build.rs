@@ -41,7 +41,7 @@ impl Grid {
         self.ins * self.outs
     }
 
-    /// How many blocks are retained: the nearest number to a density, and one at least.
+    /// Returns the number of retained blocks: the nearest to a density, at least one.
     pub fn count(&self, density: f64) -> Result<usize, LayoutError> {
         crate::ensure! { LayoutError; density > 0.0 && density <= 1.0 => "density", "above 0 and at most 1", density; }
         Ok(((density * self.blocks() as f64).round() as usize).max(1))

@@ -132,7 +132,7 @@ impl WeightLayout {
         }
     }
 
-    /// How it was made: a [`WeightPattern`]'s name, `mask` or `magnitude`.
+    /// Returns the layout's origin: a [`WeightPattern`]'s name, `mask` or `magnitude`.
     pub fn name(&self) -> &str {
         &self.inner.name
     }
@@ -167,7 +167,7 @@ impl WeightLayout {
         self.out_blocks() * self.block()
     }
 
-    /// How many blocks are retained.
+    /// Returns the number of retained blocks.
     pub fn len(&self) -> usize {
         self.inner.kept.input_blocks.len()
     }

@@ -97,7 +97,7 @@ pub struct AttentionCall {
     pub has_bias: bool,
 }
 
-/// What became of the calls of Burn's `attention`: launches are lazy, so of those that something has been read from.
+/// Counts of Burn's `attention` calls by what ran. Launches are lazy: a call counts once its result is needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AcceleratedAttention {
@@ -117,7 +117,7 @@ impl fmt::Display for AcceleratedAttention {
     }
 }
 
-/// How many calls of this program [`accelerate_attention`] has seen so far.
+/// Returns the counts of this program's calls after [`accelerate_attention`].
 pub fn accelerated_attention() -> AcceleratedAttention {
     AcceleratedAttention {
         taken: TAKEN.load(Ordering::Relaxed),

@@ -104,7 +104,7 @@ pub struct SparseAttentionCall<'a> {
     weights: bool,
 }
 
-/// What a [`SparseAttentionCall`] returns: the output, and what else it was asked for.
+/// Results of a [`SparseAttentionCall`]: the output, and what else was asked for.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SparseAttentionOutput {

@@ -19,7 +19,7 @@ use crate::options::AttentionOptions;
 #[cfg(feature = "cube")]
 use crate::pack;
 
-/// What a call of [`sparse_attention`](crate::sparse_attention) runs on its device, from [`SparseAttentionCall::explain`](crate::SparseAttentionCall::explain).
+/// Plan of a [`sparse_attention`](crate::sparse_attention) call on its device, from [`SparseAttentionCall::explain`](crate::SparseAttentionCall::explain).
 /// It prints:
 ///
 /// ```text

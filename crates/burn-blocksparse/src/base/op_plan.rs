@@ -4,7 +4,7 @@ use std::fmt;
 
 use burn::tensor::Device;
 
-/// What a call will run, and why not something faster. It prints.
+/// Plan of a call: what runs, and why not something faster. It prints.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OpPlan {

@@ -18,7 +18,7 @@ use crate::base::values::DynamicBlocks;
 use crate::choice::{TopKOptions, checked};
 use crate::error::OpError;
 
-/// What a [`DeviceLayout`] is, besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
+/// Options of a [`DeviceLayout`], besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]

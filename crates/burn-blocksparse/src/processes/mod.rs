@@ -180,17 +180,17 @@ impl Processes {
         })
     }
 
-    /// Which of the processes this is.
+    /// Returns the rank of this process.
     pub fn rank(&self) -> usize {
         self.shared.rank
     }
 
-    /// How many there are.
+    /// Returns the number of processes.
     pub fn count(&self) -> usize {
         self.shared.count
     }
 
-    /// Which of those of its host it is.
+    /// Returns its rank among the processes of its host.
     pub fn local_rank(&self) -> usize {
         self.place.local_rank
     }

@@ -76,7 +76,7 @@ pub fn embedding_backward(
     Ok(Tensor::from_dispatch(table))
 }
 
-/// What the backward pass of [`embedding`] runs.
+/// Returns the plan of the backward pass of [`embedding`].
 ///
 /// # Errors
 /// As [`embedding`].

@@ -35,7 +35,7 @@ pub fn accelerate_matmul() -> Result<(), OpError> {
     take::<Product>()
 }
 
-/// How many products of this program have run in our kernel because of [`accelerate_matmul`]: launches are lazy, so those that something has been read from.
+/// Returns the number of this program's matmuls that ran in our kernel because of [`accelerate_matmul`]. Launches are lazy: a matmul counts once its result is needed.
 pub fn accelerated_products() -> u64 {
     TAKEN.load(Ordering::Relaxed)
 }

@@ -42,7 +42,7 @@ use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::ThreeFloats;
 use values::{LinearCall, LinearForm, LinearInputs, WEIGHTS};
 
-/// How [`linear`] computes. Build it from [`Default`].
+/// Options of [`linear`]. Build it from [`Default`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
@@ -170,7 +170,7 @@ pub fn gated_linear<const D: usize>(
 }
 
 impl LinearOptions {
-    /// What [`fused_linear`] would run.
+    /// Returns the plan of [`fused_linear`].
     ///
     /// # Errors
     /// As that call.

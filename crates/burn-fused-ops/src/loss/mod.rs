@@ -22,16 +22,16 @@ use values::{LossInputs, LossTask};
 /// Logits that there are at a time: 64 MiB of f32.
 const CHUNK_ELEMENTS: usize = 1 << 24;
 
-/// How [`linear_cross_entropy`] computes. Build it from [`Default`].
+/// Options of [`linear_cross_entropy`]. Build it from [`Default`].
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
 pub struct CrossEntropyOptions {
-    /// What becomes of the losses of positions; default their mean.
+    /// Reduction of the losses of positions; default their mean.
     pub reduction: Reduction,
     /// A target that does not count, neither in the sum nor in the number that a mean is divided by: padding; default none.
     pub ignore_index: Option<i64>,
-    /// How much of the target's probability is spread over the whole vocabulary (Szegedy et al., 2016, section 7); default 0.
+    /// Share of the target's probability that is spread over the whole vocabulary (Szegedy et al., 2016, section 7); default 0.
     pub label_smoothing: f64,
     /// True if targets are read from the device before, to see that they are in range; default `true`. It waits for the device. Without, a
     /// target out of range makes the loss NaN.
@@ -129,7 +129,7 @@ pub fn linear_cross_entropy<const D: usize, const T: usize>(
 }
 
 impl CrossEntropyOptions {
-    /// What [`linear_cross_entropy`] would run. Targets are not read.
+    /// Returns the plan of [`linear_cross_entropy`]. Targets are not read.
     ///
     /// # Errors
     /// As that call, but for targets out of range.

@@ -7,7 +7,7 @@ use burn::tensor::FloatDType;
 use burn_blocksparse::float_list;
 use burn_blocksparse::internal::values::OptFloat;
 
-/// What becomes of the losses of positions.
+/// Reduction of the losses of positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Reduction {
     /// Their mean over the positions that count; 0 without any.
@@ -86,11 +86,11 @@ float_list!(LossGrads, 2: ; x weight);
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LossTask {
-    /// What becomes of the losses.
+    /// Reduction of the losses.
     pub reduction: Reduction,
     /// The target that does not count.
     pub ignore_index: Option<i64>,
-    /// How much of a target's probability is spread over all.
+    /// Share of a target's probability that is spread over all.
     pub smoothing: f64,
     /// Logits that there are at a time, at most.
     pub chunk_elements: usize,

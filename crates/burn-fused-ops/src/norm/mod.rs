@@ -20,7 +20,7 @@ use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::OptFloat;
 use values::{NormCall, NormInputs, NormOutput};
 
-/// What a row is divided by.
+/// Divisor of a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum NormKind {
     /// The standard deviation, after its mean is taken off: layer normalization (Ba et al., 2016, section 3).
@@ -30,7 +30,7 @@ pub enum NormKind {
     Rms,
 }
 
-/// How [`add_norm`] computes. Build it from [`Default`]:
+/// Options of [`add_norm`]. Build them from [`Default`]:
 ///
 /// ```
 /// use burn_fused_ops::{NormKind, AddNormOptions};
@@ -42,9 +42,9 @@ pub enum NormKind {
 #[must_use]
 #[non_exhaustive]
 pub struct AddNormOptions {
-    /// Which norm; default layer normalization.
+    /// The norm; default layer normalization.
     pub norm: NormKind,
-    /// What is added to the variance; default 1e-5.
+    /// Term added to the variance; default 1e-5.
     pub epsilon: f64,
     /// Dropout of what is added to the stream.
     pub dropout: Option<ElementDropout>,
@@ -99,7 +99,7 @@ impl NormParams {
     }
 }
 
-/// What is added to a residual stream.
+/// A branch that is added to a residual stream.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Residual<const D: usize> {
@@ -219,7 +219,7 @@ pub fn residual_add<const D: usize>(
 }
 
 impl AddNormOptions {
-    /// What [`add_norm`] would run for these arguments.
+    /// Returns the plan of [`add_norm`] for these arguments.
     ///
     /// # Errors
     /// As [`add_norm`].

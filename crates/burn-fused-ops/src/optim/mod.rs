@@ -125,7 +125,7 @@ impl FusedAdamW {
         Ok(self.stepped(model, gradients, &device, numbers))
     }
 
-    /// What steps of `model` read from the device when they are recorded.
+    /// Returns the state that captured steps of `model` read from the device.
     ///
     /// # Errors
     /// [`OpError`] if the configuration is out of range, if this thread records, or as [`step`](Self::step) of the parameters.
@@ -290,7 +290,7 @@ impl FusedAdamW {
         held
     }
 
-    /// What a step of `model` will run.
+    /// Returns the plan of a step of `model`.
     ///
     /// # Errors
     /// As [`step`](Self::step), but for what gradients bring.

@@ -11,7 +11,7 @@ use crate::dsa::DsaHeadsConfig;
 use crate::msa::MsaHeadsConfig;
 use crate::nsa::NsaHeadsConfig;
 
-/// How the heads of an attention that are not its pattern's choose their keys: each token for itself, by content.
+/// Content-based heads of a layer: each token selects its own keys.
 ///
 /// As text: see [`Self::NOTATION`].
 ///

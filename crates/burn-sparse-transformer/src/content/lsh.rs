@@ -26,7 +26,7 @@ const NOTHING: f64 = -1e30;
 /// lse of a token that sees itself alone, so that any other round outweighs it (lucidrains' `TOKEN_SELF_ATTN_VALUE`).
 const SELF_ALONE: f64 = -5e4;
 
-/// How [`lsh_attention`] hashes and attends.
+/// Options of [`lsh_attention`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[must_use]
 #[non_exhaustive]
@@ -385,7 +385,7 @@ pub struct LshHeadsConfig {
     /// Tokens of a chunk, and of a bucket on average.
     #[config(default = 64)]
     pub bucket: usize,
-    /// How many hashes there are.
+    /// Number of hashes.
     #[config(default = 8)]
     pub rounds: usize,
     /// Buckets of a hash, an even number. Default: one for each `bucket` tokens of a sequence, with what it is filled up with.

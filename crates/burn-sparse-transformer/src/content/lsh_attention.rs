@@ -23,7 +23,7 @@ pub struct LshAttentionConfig {
     pub d_model: usize,
     /// Number of heads, a divisor of `d_model`.
     pub n_heads: usize,
-    /// How the heads hash.
+    /// Configuration of the hashing heads.
     #[config(default = "LshHeadsConfig::new()")]
     pub heads: LshHeadsConfig,
     /// Dtype of the projections and of the products of attention. Hashes are computed in f32.

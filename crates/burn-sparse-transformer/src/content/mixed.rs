@@ -49,7 +49,7 @@ impl ContentHeads {
         &self.config
     }
 
-    /// How many heads before them are the pattern's.
+    /// Returns the number of the pattern's heads, which come first.
     pub fn local_heads(&self) -> usize {
         self.local_heads
     }

@@ -31,7 +31,7 @@ pub struct RoutingHeadsConfig {
     pub window: usize,
     /// Clusters of each head. Default: the longest sequence over `window`, rounded up.
     pub clusters: Option<usize>,
-    /// How much of a mean stays in an update.
+    /// Decay of the moving averages: share of a mean that stays in an update.
     #[config(default = 0.999)]
     pub means_decay: f64,
     /// Factor of the commitment loss, the mean square of the distances of queries from their means.
@@ -151,7 +151,7 @@ pub struct RoutingHeads {
     layouts: LayoutCache,
 }
 
-/// What [`RoutingHeads::forward`] gives.
+/// Output of [`RoutingHeads::forward`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RoutingOutput {
@@ -286,7 +286,7 @@ impl RoutingHeads {
         self.finish(context, Tensor::cat(vec![x, y], 2), nearest)
     }
 
-    /// Which tokens each cluster takes, ascending: `[batch, heads, clusters, min(window, seq)]`, i32, without autodiff.
+    /// Returns the tokens of each cluster, ascending: `[batch, heads, clusters, min(window, seq)]`, i32, without autodiff.
     ///
     /// # Shapes
     /// - `x`: queries or keys, `[batch, heads, seq, head_dim]`

@@ -36,7 +36,7 @@ pub struct RoutingAttentionConfig {
     /// True if keys are the queries, made as long as 1. Default: if `causal`. Attention that is not causal must not share
     /// them.
     pub shared_qk: Option<bool>,
-    /// How much of a mean stays in an update.
+    /// Decay of the moving averages: share of a mean that stays in an update.
     #[config(default = 0.999)]
     pub means_decay: f64,
     /// Factor of the commitment loss.

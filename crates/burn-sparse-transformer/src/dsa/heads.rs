@@ -55,7 +55,7 @@ impl DsaHeads {
         &self.config
     }
 
-    /// How far its training is.
+    /// Returns its training stage.
     pub fn stage(&self) -> DsaStage {
         self.stage
     }
@@ -65,7 +65,7 @@ impl DsaHeads {
         &self.op
     }
 
-    /// What the indexer makes of tokens `[batch, seq, d_model]`.
+    /// Returns the indexer's projections of tokens `[batch, seq, d_model]`.
     #[doc(hidden)]
     pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex, TransformerError> {
         self.indexer.index(x, positions)

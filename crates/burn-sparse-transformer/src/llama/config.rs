@@ -51,7 +51,7 @@ pub struct LlamaConfig {
     /// Base of the rotary position embeddings.
     #[config(default = 10_000.0)]
     pub rope_theta: f64,
-    /// How the rotations reach further than a model was trained for. Default: not.
+    /// Scaling of RoPE to contexts longer than a model was trained for. Default: none.
     pub rope_scaling: Option<RopeScaling>,
     /// True if every query and key head has an RMS norm, as in Qwen3.
     #[config(default = false)]
@@ -68,10 +68,10 @@ pub struct LlamaConfig {
     /// Added to the mean square in the norms.
     #[config(default = 1e-5)]
     pub rms_norm_eps: f64,
-    /// Which query attends to which key.
+    /// The pattern.
     #[config(default = "Pattern::causal()")]
     pub pattern: Pattern,
-    /// How keys are chosen by content, in turn by layers. Default: they are the pattern's.
+    /// Selections of keys by content, in turn by layers. Default: they are the pattern's.
     pub selections: Option<Vec<Selection>>,
     /// Side of the blocks that the pattern is cut into: 8, 16, 32, 64 or 128.
     #[config(default = 64)]

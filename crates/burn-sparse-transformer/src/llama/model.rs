@@ -108,7 +108,7 @@ impl Llama {
         self.logits(self.try_forward_hidden(tokens)?)
     }
 
-    /// What stands behind the last norm, `[batch, seq, d_model]`; [`Decoder::logits`] takes any rows of it.
+    /// Returns the output of the last norm, `[batch, seq, d_model]`; [`Decoder::logits`] takes any rows of it.
     ///
     /// # Errors
     /// As [`Self::try_forward`].

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Precision, TransformerError};
 
-/// What makes one key or value of a block of them: φ of Yuan et al. (2025), §3.3.1.
+/// Compression of a block of keys or values into one: φ of Yuan et al. (2025), §3.3.1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]

@@ -36,7 +36,7 @@ pub struct NsaHeadsConfig {
     /// Keys of the window; 0 turns that branch off.
     #[config(default = 512)]
     pub window: usize,
-    /// What makes one key or value of a block of them.
+    /// Compression of a block of keys or values into one.
     #[config(default = "Compression::Mean")]
     pub compression: Compression,
     /// True if all branches have the same projections of keys and values. The paper's have their own.

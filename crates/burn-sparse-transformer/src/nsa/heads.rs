@@ -24,9 +24,9 @@ pub struct NsaHeads {
     pub window: Option<NsaProjections>,
     /// `d_model` to `3 · n_heads`: for each head the gates of compressed blocks, chosen blocks and the window, before their sigmoids.
     pub gate: Linear,
-    /// What compresses keys, if it is not the mean.
+    /// Network that compresses keys; without it, their mean.
     pub key_compressor: Option<NsaCompressor>,
-    /// What compresses values.
+    /// Network that compresses values; without it, their mean.
     pub value_compressor: Option<NsaCompressor>,
     n_kv_heads: usize,
     #[module(skip)]

@@ -2,7 +2,7 @@ use std::fmt;
 
 use burn::tensor::{Shape, TensorData};
 
-/// How a parameter lies in the tensor of a file.
+/// Form of a parameter in a file's tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Form {

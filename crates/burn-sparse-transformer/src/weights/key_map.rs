@@ -1,6 +1,6 @@
 use super::Form;
 
-/// Which tensors of a file are a module's parameters.
+/// Names and forms of a module's parameters in a file.
 ///
 /// A rule names parameters, the tensors of the file that they are, and how they lie there. In both names `{}` stands for a number, the same in both.
 /// A parameter that no rule names is the tensor of its own name. Several rules for one parameter are tried in their order: the first whose tensor is

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::CacheError;
 
-/// What a key is worth. Queries of the heads that share a KV head count as one.
+/// Score of a key. Queries of the heads that share a KV head count as one.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -32,7 +32,7 @@ pub enum EvictionScore {
     Custom,
 }
 
-/// How the votes of adjacent keys become one.
+/// Smoothing of the scores of adjacent keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreSmoothing {
@@ -43,7 +43,7 @@ pub enum ScoreSmoothing {
     Max,
 }
 
-/// How the keys of all layers and KV heads are shared out among these.
+/// Distribution of the retained keys over layers and KV heads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -63,7 +63,7 @@ pub enum EvictionBudget {
     },
 }
 
-/// Which keys of a sequence are retained: the first `sinks`, the last `recent` ones, and those of the others with the best scores, `capacity` in all for each layer and
+/// Keys of a sequence that are retained: the first `sinks`, the last `recent` ones, and those of the others with the best scores, `capacity` in all for each layer and
 /// KV head. They are evicted when there are more than `capacity + slack`, down to `capacity`.
 ///
 /// ```
@@ -82,7 +82,7 @@ pub enum EvictionBudget {
 #[must_use]
 #[non_exhaustive]
 pub struct EvictionConfig {
-    /// What a key is worth.
+    /// Score of a key.
     pub score: EvictionScore,
     /// First keys, which are never evicted.
     pub sinks: usize,
@@ -92,7 +92,7 @@ pub struct EvictionConfig {
     pub heavy: usize,
     /// Keys above the capacity until which nothing is evicted, so that there need not be a contest for each token.
     pub slack: usize,
-    /// How keys are shared out among layers and heads.
+    /// Distribution of keys over layers and heads.
     pub budget: EvictionBudget,
 }
 

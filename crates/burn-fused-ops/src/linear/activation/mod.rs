@@ -57,7 +57,7 @@ pub fn bias_activation<const D: usize>(
 }
 
 impl Activation {
-    /// What [`bias_activation`] and its backward pass run.
+    /// Returns the plan of [`bias_activation`] and its backward pass.
     ///
     /// # Errors
     /// As [`bias_activation`].

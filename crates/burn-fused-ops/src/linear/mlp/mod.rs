@@ -44,7 +44,7 @@ impl MlpParams {
     }
 }
 
-/// How [`mlp`] computes. Build it from [`Default`].
+/// Options of [`mlp`]. Build it from [`Default`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
@@ -119,7 +119,7 @@ pub fn mlp<const D: usize>(
 }
 
 impl MlpOptions {
-    /// What [`mlp`] would run: its products, and what is between them.
+    /// Returns the plan of [`mlp`]: its matmuls, and what is between them.
     ///
     /// # Errors
     /// As that call.
