@@ -60,7 +60,7 @@ pub struct Rule {
     pub forced: Always,
 }
 
-/// Grid of scores: a row covers `query_rows` adjacent queries, and blocks of keys. The last query sits at the last key.
+/// Grid of scores: a row stands for `query_rows` adjacent queries, a column for a block of keys. The last query sits at the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreGrid {
     /// Queries of a row, which share a choice.

@@ -1,4 +1,4 @@
-//! Dropout of the numbers of a matrix: which are kept is a function of a seed, a site and the place alone.
+//! Dropout of the elements of a matrix: which are retained is a function of a seed, a site and the place alone.
 
 use crate::Seed;
 use crate::dropout::keeps_eight;

@@ -16,7 +16,7 @@ use crate::error::OpError;
 use crate::options::AttentionOptions;
 use crate::{check, upload};
 
-/// Options of [`accumulated_attention`]. Build it from [`Default`].
+/// Options of [`accumulated_attention`]. Build them from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]

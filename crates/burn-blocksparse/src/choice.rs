@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::error::OpError;
 
-/// Options of `top_k_blocks`. Build it from [`TopKOptions::new`].
+/// Options of `top_k_blocks`. Build them from [`TopKOptions::new`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]

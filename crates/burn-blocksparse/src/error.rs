@@ -46,7 +46,7 @@ pub enum OpError {
     /// What a function needs of the device could not be read.
     #[error("the device must give back its tensors, got {0}")]
     Read(String),
-    /// Numbers of the host that would be copied inside a recording.
+    /// Values of the host that a CUDA graph would capture.
     #[error(
         "{what} must be on the device before a recording begins, because replays would copy the same bytes again: \
          make the same call once before"

@@ -61,7 +61,7 @@ pub struct AttentionGradients {
 /// let ones = Tensor::ones([1, 2, 64, 16], &device);
 /// let (tensors, options) = (AttentionTensors::default(), AttentionOptions::default());
 /// let gradients = attention_gradients(q.clone(), k, v, tensors, ones, &layout, options)?;
-/// // A penalty on the size of the gradient by the queries.
+/// // A penalty on the size of the gradient with respect to the queries.
 /// let penalty = gradients.q.powi_scalar(2).sum();
 /// let grads = penalty.backward();
 /// assert_eq!(q.grad(&grads).unwrap().dims(), [1, 2, 64, 16]);

@@ -53,7 +53,7 @@ pub struct SparseMultiHeadAttention {
     pub relative_bias: Option<Param<Tensor<2>>>,
     /// Sink logits, `[n_heads]`: see [`AttentionTensors::sinks`].
     pub sinks: Option<Param<Tensor<1>>>,
-    /// Heads that choose by content, behind those of the pattern.
+    /// Heads that choose by content, after those of the pattern.
     pub content: Option<ContentHeads>,
     /// Of the attention weights. Its masks are not drawn from the backend's generator but depend on a seed, see [`SparseMhaInput::dropout_seed`].
     pub dropout: Dropout,

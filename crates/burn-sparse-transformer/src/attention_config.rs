@@ -33,7 +33,7 @@ pub struct SparseMultiHeadAttentionConfig {
     pub pattern: Pattern,
     /// Selection of keys by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
     pub selection: Option<Selection>,
-    /// Content-based heads: single ones, where their keys are their queries, or as `nsa`, `dsa` and `msa` do, which are all heads. Default:
+    /// Content-based heads: some (`routing`, `lsh`; their queries are also their keys), or all (`nsa`, `dsa`, `msa`). Default:
     /// all heads are the pattern's.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's, the first ones. Default: half of them.

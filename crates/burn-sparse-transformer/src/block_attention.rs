@@ -5,7 +5,7 @@ use crate::error::ensure;
 use crate::{QkNorm, SparseMultiHeadAttentionConfig, TransformerError};
 
 /// Options of the attention of a [`SparseTransformerBlock`](crate::SparseTransformerBlock), or of all blocks of a
-/// [`SparseTransformer`](crate::SparseTransformer), has that the paper's does not. Everything is off by default.
+/// [`SparseTransformer`](crate::SparseTransformer), that the paper's does not have. Everything is off by default.
 ///
 /// ```
 /// use burn::tensor::Device;

@@ -142,7 +142,7 @@ impl SparseMhaCache {
         }
     }
 
-    /// Writes keys and values `[batch, kv_heads, new, width]` behind the present ones and returns all
+    /// Writes keys and values `[batch, kv_heads, new, width]` after the present ones and returns all
     /// of them, `[batch, kv_heads, len, width]`.
     pub(crate) fn append(&mut self, key: Tensor<4>, value: Tensor<4>) -> (Tensor<4>, Tensor<4>) {
         let [_, _, new, _] = key.dims();

@@ -75,7 +75,7 @@ pub trait Decoder: Module {
     /// The attention of its layers, first to last.
     fn attentions(&self) -> Vec<&SparseMultiHeadAttention>;
 
-    /// What stands behind the last layer, `[batch, seq, d_model]`, of tokens `[batch, seq]` at positions: for models that embed them. Calls `attend` once for each
+    /// What stands after the last layer, `[batch, seq, d_model]`, of tokens `[batch, seq]` at positions: for models that embed them. Calls `attend` once for each
     /// layer, in their order.
     fn hidden(
         &self,

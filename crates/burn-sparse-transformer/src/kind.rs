@@ -47,7 +47,7 @@ pub(crate) trait AttentionKind {
         false
     }
 
-    /// Returns whether rows behind a sequence's end change nothing of what the others see, without a layout that leaves them out.
+    /// Returns whether rows after a sequence's end change nothing of what the others see, without a layout that leaves them out.
     fn ignores_later_rows(&self) -> bool {
         false
     }

@@ -91,7 +91,7 @@ impl SparseMultiHeadAttention {
         self.precision.dtype(self.key.weight.val().dtype())
     }
 
-    /// Attention of the projected heads of whole sequences, all of a length or of these. What rows behind a sequence's own see has no meaning.
+    /// Attention of the projected heads of whole sequences, all of a length or of these. What rows after a sequence's own see has no meaning.
     #[doc(hidden)]
     pub fn attend_sequences(
         &self,

@@ -295,7 +295,7 @@ fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
     let factorization = model::factorization(&config.model)?;
     let parts = trainer.parts(args.parts)?;
     let peak = Usage::of(&device);
-    // Behind everything else: it may need more memory than an iteration.
+    // After everything else: it may need more memory than an iteration.
     let kept = match peak.is_some() && config.recipe.recompute == Recompute::None {
         true => trainer.kept()?,
         false => None,

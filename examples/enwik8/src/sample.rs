@@ -348,7 +348,7 @@ impl Sample {
         Ok(accepted)
     }
 
-    /// What may come behind the last byte.
+    /// What may come after the last byte.
     fn draft(&self, room: usize, length: usize) -> Vec<u8> {
         let draft = self
             .index

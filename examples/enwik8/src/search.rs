@@ -143,7 +143,7 @@ pub fn run(args: &SearchArgs) -> Result<()> {
     run::write_json(&args.out, &file)
 }
 
-/// For each head the candidate of largest recall of those that are sparse enough, of equal ones the earlier; the sparsest if none is.
+/// For each head the candidate of largest recall of those that are sparse enough, ties go to the earlier; the sparsest if none is.
 fn best(found: &[(String, Vec<Vec<SelectionQuality>>)], density: f64) -> SelectionFile {
     let mut file = SelectionFile {
         layers: Vec::new(),

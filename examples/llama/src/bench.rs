@@ -33,7 +33,7 @@ pub struct BenchArgs {
     /// Sequences that write at once
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// Tokens that each writes, behind a prompt; 0 times prompts alone
+    /// Tokens that each writes, after a prompt; 0 times prompts alone
     #[arg(long, default_value_t = 16)]
     steps: usize,
     #[command(flatten)]
@@ -141,7 +141,7 @@ fn tokens(vocab: usize, [batch, seq]: [usize; 2], device: &Device) -> Tensor<2, 
     )
 }
 
-/// Milliseconds until the logits behind a prompt are there.
+/// Milliseconds until the logits after a prompt are there.
 fn prompt_ms(model: &Llama, length: usize, args: &BenchArgs, device: &Device) -> Result<f64> {
     let prompt = tokens(model.vocab_size(), [1, length], device);
     let last = || last_logits(model, prompt.clone());
@@ -156,7 +156,7 @@ fn prompt_ms(model: &Llama, length: usize, args: &BenchArgs, device: &Device) ->
     }
 }
 
-/// Logits behind the last token, `[batch, vocab_size]`.
+/// Logits after the last token, `[batch, vocab_size]`.
 fn last_logits(model: &Llama, tokens: Tensor<2, Int>) -> Result<Tensor<2>, TransformerError> {
     let hidden = model.try_forward_hidden(tokens)?;
     let [batch, seq, _] = hidden.dims();

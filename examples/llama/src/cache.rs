@@ -34,7 +34,7 @@ impl From<Store> for KvDtype {
 /// Caches that are measured.
 #[derive(Args, Debug)]
 pub struct CacheArgs {
-    /// Keys that a cache keeps, behind a prompt that is read at once: all, those that later tokens reach, the first S and the last W, or C (H + R, S + R + H) of each layer and head, by their attention; once for each that is measured
+    /// Keys that a cache keeps, after a prompt that is read at once: all, those that later tokens reach, the first S and the last W, or C (H + R, S + R + H) of each layer and head, by their attention; once for each that is measured
     #[arg(long, value_name = POLICIES)]
     cache: Vec<Policy>,
     /// How a cache stores keys and values; once for each that is measured

@@ -33,7 +33,7 @@ pub struct PerplexityArgs {
     /// Tokens of a window
     #[arg(long, default_value_t = 2048)]
     window: usize,
-    /// Windows, one behind the other
+    /// Windows, one after the other
     #[arg(long, default_value_t = 4)]
     windows: usize,
     /// Tokens at the beginning of the text that are left out
@@ -44,7 +44,7 @@ pub struct PerplexityArgs {
     /// With a cache: tokens of a window that are read at once and do not count [default: half of it]
     #[arg(long)]
     prompt: Option<usize>,
-    /// With a cache: tokens of a call behind the prompt
+    /// With a cache: tokens of a call after the prompt
     #[arg(long, default_value_t = 16)]
     chunk: usize,
     /// With a cache: windows that are read at once

@@ -10,7 +10,7 @@ const MOST_PLACES: usize = 64;
 /// Speculative decoding with drafts from the text itself: where its last few tokens were before, what followed them then is checked
 /// (Saxena, "Prompt Lookup Decoding", 2023). No second model is needed, and texts that repeat themselves, as code, tables and dialogues do, gain most.
 ///
-/// The model reads the drafted tokens in one call behind the last one. A draft is accepted if it is what would have been drawn
+/// The model reads the drafted tokens in one call after the last one. A draft is accepted if it is what would have been drawn
 /// there anyway; the first that is not, and those behind it, are taken back. So texts are those that are written without drafts, whatever the temperature, as
 /// far as calls of several tokens and of one give the same logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -19,7 +19,7 @@ use crate::pool::{
 };
 use crate::sampling::sample_tokens;
 
-/// Options of [`generate`]. Build it from [`Default`].
+/// Options of [`generate`]. Build them from [`Default`].
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
@@ -123,7 +123,7 @@ impl GenerateOptions {
             let length = prompt.len().saturating_add(self.max_new);
             length.min(context)
         });
-        // A window hides keys from a prompt's queries, too, and keys are evicted behind a prompt: they are all stored until then.
+        // A window hides keys from a prompt's queries, too, and keys are evicted after a prompt: they are all stored until then.
         let chunk = match self.residency {
             _ if self.eviction.is_some() => prompts.iter().map(Vec::len).max().unwrap_or(1),
             KvRetention::Window { .. } | KvRetention::Evict => {
@@ -262,7 +262,7 @@ impl Text {
         Ok(())
     }
 
-    /// What the model may read behind the last token and check at once.
+    /// What the model may read after the last token and check at once.
     fn draft(&self, options: &GenerateOptions, len: usize, context: usize) -> Vec<u32> {
         let mut draft = self
             .index
@@ -504,7 +504,7 @@ fn continue_texts<M: Decoder>(
             }
         };
         let texts = going_on.iter().zip(&read);
-        // Behind a token everything up to it is known; rows behind a text's own draw what nobody looks at.
+        // After a token everything up to it is known; rows behind a text's own draw what nobody looks at.
         let rows = texts.flat_map(|(text, read)| {
             let text: &Text = text;
             (0..seq).map(move |row| (text, &read[1..read.len().min(row + 1)]))

@@ -36,7 +36,7 @@ pub trait PagedOps: Backend {
     }
 
     /// The slots of region one of page lists over a table `[page_lists, entries]` with spans `[page_lists, 4]`, i32 `[page_lists, entries · page]`: `x · page + slot` of entry `x`,
-    /// and below 0 behind the last.
+    /// and below 0 after the last.
     #[fusion(dtype = DType::I32, shape = [table[0], table[1] * page].into())]
     fn page_list_slots(
         table: IntTensor<Self>,

@@ -81,7 +81,7 @@ impl PagedKeysValues {
     }
 
     /// Single slots of pages, as `Dsa::choose_in_pages` lists them: i32 `[page_lists, kv_heads, most]`, of each head of keys
-    /// `page · P + slot`, below 0 behind the last. `spans` are those of the page lists that they were chosen from, over region one alone: a page list with fewer slots
+    /// `page · P + slot`, below 0 after the last. `spans` are those of the page lists that they were chosen from, over region one alone: a page list with fewer slots
     /// than are listed has as many.
     pub fn of_slots(store: PagedStore, slots: Tensor<3, Int>, spans: &Tensor<3, Int>) -> Self {
         let [page_lists, kv_heads, most] = slots.dims();
@@ -103,7 +103,7 @@ impl PagedKeysValues {
     }
 }
 
-/// Options of [`paged_attention`](crate::paged::paged_attention). Build it from [`Default`].
+/// Options of [`paged_attention`](crate::paged::paged_attention). Build them from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]

@@ -22,7 +22,7 @@ impl fmt::Display for SequenceId {
     }
 }
 
-/// Block tables of sequences: the page and slot of each key. See the [module](super).
+/// A pool of pages, which gives each key of each sequence a page and a slot. See the [module](super).
 ///
 /// Every method that returns an error leaves the pool as it was. Free pages are taken lowest first.
 #[derive(Clone, Debug)]

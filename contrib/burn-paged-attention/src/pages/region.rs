@@ -20,7 +20,7 @@ pub(super) struct Region {
     stretches: VecDeque<Stretch>,
 }
 
-/// Keys of neighbouring positions, up to the next stretch.
+/// Keys of adjacent positions, up to the next stretch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Stretch {
     position: usize,
@@ -114,7 +114,7 @@ impl Region {
         })
     }
 
-    /// Adds a key behind all others, in a slot of a page that is there: page and slot.
+    /// Adds a key after all others, in a slot of a page that is there: page and slot.
     pub fn push(&mut self, position: usize, page_size: usize) -> (u32, usize) {
         let at = self.filled();
         let is_next = self

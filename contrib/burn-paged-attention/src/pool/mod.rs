@@ -457,7 +457,7 @@ impl KvPool {
     ///
     /// # Shapes
     /// - `x`: `[batch, seq, d_model]`; of entry `b` the first `steps[b].tokens` rows count
-    /// - result: `[batch, seq, d_model]`, with numbers of no meaning in the other rows
+    /// - result: `[batch, seq, d_model]`, with arbitrary values in the other rows
     ///
     /// # Panics
     /// With the text of [`Self::try_forward_attention`]'s error.

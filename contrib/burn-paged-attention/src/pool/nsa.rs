@@ -7,7 +7,7 @@
 //! tokens       the last ones of a block, from which the next pair is made, in pages of another
 //! ```
 //!
-//! So what the books say of pages holds for all branches: copies behind a fork, steps back, what is known of a beginning.
+//! So what the books say of pages holds for all branches: copies after a fork, steps back, what is known of a beginning.
 
 use burn::tensor::{Device, FloatDType};
 use burn_blocksparse::Pattern;
@@ -114,7 +114,7 @@ impl Branches {
         })
     }
 
-    /// Returns whether steps can be recorded: numbers of eight bits are unpacked with constants of the host.
+    /// Returns whether steps can be recorded: 8-bit elements are unpacked with constants of the host.
     pub(super) fn is_recordable(&self) -> bool {
         !self.entries.is_quantized()
     }

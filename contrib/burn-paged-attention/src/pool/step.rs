@@ -21,7 +21,7 @@ use crate::{PagedKeysValues, PagedStore, PagedVisibility, PoolError};
 /// Added to the scores of pairs that do not count.
 pub(super) const HIDDEN: f32 = -1e30;
 
-/// Where the rows of a call are: of each sequence from its start on, none past the context, so that rows behind a sequence's own have any.
+/// Where the rows of a call are: of each sequence from its start on, none past the context, so that rows after a sequence's own have any.
 pub(super) fn positions_of(
     starts: &[usize],
     seq: usize,
@@ -104,7 +104,7 @@ impl Sinks {
     ) -> Result<Option<Self>, PoolError> {
         let last = sinks + window - 1;
         let queries = writes.iter().flat_map(|writes| {
-            // Rows behind a sequence's own are none.
+            // Rows after a sequence's own are none.
             let own = writes.tokens;
             (0..seq).map(move |row| writes.first + row.min(own.saturating_sub(1)))
         });
@@ -357,7 +357,7 @@ pub(super) fn slots_of(
     ints(slots, [writes.len(), table_rows, seq], device)
 }
 
-/// Numbers of the rows of a step, −1 behind a sequence's own.
+/// Numbers of the rows of a step, −1 after a sequence's own.
 pub(super) fn slots_in_rows(
     writes: &[Writes],
     table_rows: usize,

@@ -16,7 +16,7 @@ pub enum DsaTarget<'a> {
     Chosen(&'a TokenIndices),
 }
 
-/// A loss, and its gradients by the parts of an index, in the dtype of scores and without autodiff.
+/// A loss, and its gradients with respect to the parts of an index, in the dtype of scores and without autodiff.
 pub(crate) struct Found {
     pub loss: Tensor<1>,
     pub q: Tensor<4>,

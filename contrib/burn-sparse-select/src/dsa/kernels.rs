@@ -99,7 +99,7 @@ pub(crate) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool)
     Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_scores(inputs, call))
 }
 
-/// The keys of the `most` highest scores of all queries, `[batch, seq_q, most]`, ascending, −1 behind the last, `near` keys up to the last that a query sees
+/// The keys of the `most` highest scores of all queries, `[batch, seq_q, most]`, ascending, −1 after the last, `near` keys up to the last that a query sees
 /// among them. Queries see so many keys as `seen`, `[batch or 1, seq_q]`, says: up to their own positions, if it says nothing. `None` also where there is no
 /// kernel that selects them.
 pub(crate) fn top_k(
@@ -127,7 +127,7 @@ pub(crate) fn top_k(
     Some(Tensor::from_dispatch(lists))
 }
 
-/// The places of the `most` highest scores of queries, `[queries, most]`, ascending, −1 behind the last, `near` of the last among them: of the keys in
+/// The places of the `most` highest scores of queries, `[queries, most]`, ascending, −1 after the last, `near` of the last among them: of the keys in
 /// the slots that they list, `[queries, listed]`, so many as `seen` says. `None` also where queries and keys are of different dtypes.
 pub(crate) fn top_k_in_lists(
     index: &DsaLists,

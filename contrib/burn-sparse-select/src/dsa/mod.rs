@@ -74,7 +74,7 @@ pub struct Dsa {
     numbers: usize,
 }
 
-/// What neighbouring queries choose in common, of indexers that have learned something: .80 to .95 in the four layers of a small model (docs/dev/selection-measurements.md).
+/// What adjacent queries choose in common, of indexers that have learned something: .80 to .95 in the four layers of a small model (docs/dev/selection-measurements.md).
 const OVERLAP: f64 = 0.85;
 
 /// Scores in memory at a time.
@@ -124,7 +124,7 @@ impl Dsa {
     }
 
     /// The keys that each query attends to, one list for all heads. The last query sits at the last key, so that the queries of new tokens choose among all
-    /// keys that a cache has. Scores are in memory for some queries at a time, 2²⁴ numbers of them. Nothing is read back where kernels run.
+    /// keys that a cache has. Scores are in memory for some queries at a time, 2²⁴ elements. Nothing is read back where kernels run.
     ///
     /// # Errors
     /// [`OpError`] if there are more queries than keys.
@@ -137,7 +137,7 @@ impl Dsa {
         TokenIndices::of_unique(keys, seq_kv, true).with_group_reuse(OVERLAP)
     }
 
-    /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`:
+    /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 after the last; `seen` is `[batch or 1, seq_q]`:
     /// those up to their own positions, unless it is given.
     fn listed(
         &self,
@@ -232,7 +232,7 @@ impl Dsa {
 /// Which keys are on no query's list of lists `[batch, rows, most]`: `[batch, rows, seq_kv]`.
 fn unlisted(keys: Tensor<3, Int>, seq_kv: usize) -> Tensor<3, Bool> {
     let [batch, rows, most] = keys.dims();
-    // No key is that of a column behind all others.
+    // No key is that of a column after all others.
     let none = keys.clone().lower_elem(0);
     let keys = keys.mask_fill(none, seq_kv as i32);
     let inner = keys.device().without_autodiff();

@@ -89,7 +89,7 @@ pub struct DsaLists {
     pub weights: Tensor<2>,
     /// `[rows, index_dim]`
     pub keys: Tensor<2>,
-    /// i32 `[queries, listed]`: rows of keys, below 0 behind the last.
+    /// i32 `[queries, listed]`: rows of keys, below 0 after the last.
     pub slots: Tensor<2, Int>,
     /// i32 `[queries]`: so many of them each query sees.
     pub seen: Tensor<1, Int>,
@@ -100,7 +100,7 @@ impl DsaLists {
     pub(super) fn gathered(&self) -> Result<DsaIndex, OpError> {
         let [_, width] = self.keys.dims();
         let [queries, listed] = self.slots.dims();
-        // Those behind the last are not seen, whatever they are.
+        // Those after the last are not seen, whatever they are.
         let ids = self.slots.clone().clamp_min(0).reshape([queries * listed]);
         let keys = self.keys.clone().select(0, ids);
         DsaIndex::new(

@@ -30,7 +30,7 @@ pub use loss::MsaTarget;
 /// x[g, i, J] = max over keys j of block J of q[g, i] · k[j] / √index_dim
 /// ```
 ///
-/// Of equal scores the earlier block is chosen, and NaN is the lowest. A choice follows from earlier tokens alone: blocks before a query's own are whole. The
+/// Ties go to the earlier block, and NaN sorts last. A choice follows from earlier tokens alone: blocks before a query's own are whole. The
 /// paper has blocks of 128, 16 of them, and `index_dim` 128.
 ///
 /// The choice has no gradient. The index branch learns by [`loss`](Self::loss), against the attention of the heads that share its choice.
@@ -65,7 +65,7 @@ pub struct Msa {
     layouts: LayoutCache,
 }
 
-/// What neighbouring queries choose in common: that of [`Nsa`](crate::nsa::Nsa), whose choice is of the same kind. Kernels are chosen by it.
+/// What adjacent queries choose in common: that of [`Nsa`](crate::nsa::Nsa), whose choice is of the same kind. Kernels are chosen by it.
 const OVERLAP: f64 = 0.85;
 
 /// Numbers of queries, or of outputs, that are attended to at a time: kernels count to 2³², and parts of outputs take many times as many.
@@ -129,7 +129,7 @@ impl Msa {
     }
 
     /// The blocks that each query chooses beside its own, in lists of the heads of keys. None if there is nothing to choose: no more blocks than are kept, or
-    /// the own one alone. Scores of blocks are in memory for some queries at a time, and where no kernel makes those alone also of single keys, 2²⁶ numbers of
+    /// the own one alone. Scores of blocks are in memory for some queries at a time, and where no kernel makes those alone also of single keys, 2²⁶ elements of
     /// them. Nothing is read back where kernels run.
     ///
     /// # Errors

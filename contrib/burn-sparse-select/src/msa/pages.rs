@@ -26,7 +26,7 @@ impl Msa {
     /// The pages of the blocks that queries at any positions choose, and of their own: [`choose`](Self::choose) for keys that lie in pages.
     ///
     /// # Shapes
-    /// - `index`: `rows` queries of each batch entry, and the keys of all its pages in order. What stands behind a query's position has no part in the result
+    /// - `index`: `rows` queries of each batch entry, and the keys of all its pages in order. What stands after a query's position has no part in the result
     /// - `spans`: i32 `[batch · rows, 1, 4]`, as [`topk_pages`] has them: a page list of each query, which ends at its own key
     /// - result: i32 `[batch · rows, kv_heads, choice.selected_pages()]`
     ///

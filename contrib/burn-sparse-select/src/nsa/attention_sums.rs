@@ -11,7 +11,7 @@ use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::op_plan::OpPlan;
 
-/// What neighbouring queries choose in common, of models that have learned something: .85 to .91 in the four layers of a small one (docs/dev/selection-measurements.md).
+/// What adjacent queries choose in common, of models that have learned something: .85 to .91 in the four layers of a small one (docs/dev/selection-measurements.md).
 const OVERLAP: f64 = 0.85;
 
 /// `Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)` of every block J, without autodiff.

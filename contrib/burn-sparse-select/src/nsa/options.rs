@@ -1,4 +1,4 @@
-//! The numbers of native sparse attention.
+//! Parameters of native sparse attention.
 
 use blocksparse::{Always, BLOCK_SIZES};
 

@@ -120,7 +120,7 @@ pub trait EstimateOps: Backend {
         like: LikeBlocks,
     ) -> FloatTensor<Self>;
 
-    /// The blocks before each query's own whose means have the highest products with it, by falling product; of equal ones the earlier:
+    /// The blocks before each query's own whose means have the highest products with it, by falling product; ties go to the earlier:
     /// `[batch, heads, seq_q, most]`, i32, −1 where there are fewer.
     #[fusion(dtype = DType::I32, shape = [q[0], q[1], q[2], call.most].into())]
     fn query_picks(q: FloatTensor<Self>, k: FloatTensor<Self>, call: GateSizes) -> IntTensor<Self>;
@@ -135,7 +135,7 @@ pub trait EstimateOps: Backend {
         call: CompressedCall,
     ) -> FloatTensor<Self>;
 
-    /// The blocks of the highest ones beside those that are forced, by falling attention sum; of equal ones the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
+    /// The blocks of the highest ones beside those that are forced, by falling attention sum; ties go to the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
     /// are fewer. Only with a plan that chooses so many.
     #[fusion(dtype = DType::I32, shape = call.choice_shape())]
     fn compressed_choice(

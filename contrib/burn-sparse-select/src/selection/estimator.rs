@@ -233,7 +233,7 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
     fn reference(&self, call: &ReferenceInputs) -> Vec<f64>;
 
     /// Where every query chooses for itself, the blocks of the `most` highest scores before its own, if there is a shorter way to them than by
-    /// [`scores`](Self::scores): `[batch, heads, queries, most]` by falling score, of equal ones the earlier, −1 where there are fewer. The call's keys are
+    /// [`scores`](Self::scores): `[batch, heads, queries, most]` by falling score, ties go to the earlier, −1 where there are fewer. The call's keys are
     /// those between a selection's forced blocks, so a score must follow from its block alone.
     fn picks(&self, _call: &EstimateInputs, _most: usize) -> Option<Tensor<4, Int>> {
         None

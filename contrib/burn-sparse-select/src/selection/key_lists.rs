@@ -22,7 +22,7 @@ use burn_blocksparse::{AttentionOptions, OpError};
 /// are not read back.
 #[derive(Clone, Debug)]
 pub struct TokenIndices {
-    /// Ascending, each once, −1 behind the last: `[batch, lists, queries, most]`.
+    /// Ascending, each once, −1 after the last: `[batch, lists, queries, most]`.
     keys: Tensor<4, Int>,
     seq_kv: usize,
     causal: bool,
@@ -41,7 +41,7 @@ impl SelectedBlocks {
 
 impl TokenIndices {
     /// Lists, in any order. A key that a query lists twice counts once; indices below 0 and from `seq_kv` on are no keys. With `causal`
-    /// a query does not see the keys behind its own position, and the last query sits at the last key.
+    /// a query does not see the keys after its own position, and the last query sits at the last key.
     ///
     /// # Shapes
     /// - `keys`: i32 `[batch, lists, queries, most]`, where `lists` are the heads of keys, or 1 for all of them
@@ -117,7 +117,7 @@ impl TokenIndices {
         overlap::measure(&self.keys, |query, listed| listed < seen(query))
     }
 
-    /// The keys that each query sees, ascending, each once, and −1 behind the last: i32 `[batch, lists, queries, most]`.
+    /// The keys that each query sees, ascending, each once, and −1 after the last: i32 `[batch, lists, queries, most]`.
     pub fn keys(&self) -> &Tensor<4, Int> {
         &self.keys
     }
@@ -127,7 +127,7 @@ impl TokenIndices {
         self.seq_kv
     }
 
-    /// Returns whether queries see no keys behind their own position.
+    /// Returns whether queries see no keys after their own position.
     pub fn is_causal(&self) -> bool {
         self.causal
     }

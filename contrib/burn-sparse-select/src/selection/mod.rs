@@ -14,7 +14,7 @@
 // key_lists    attention over lists of single keys
 // token_sparse the backend operation of both kinds of lists
 // token_order  what clusters and hashes of tokens are found by
-// overlap      what the lists of neighbouring queries have in common
+// overlap      what the lists of adjacent queries have in common
 // listed       blocks' lists by kernels that take single queries
 // layouts      layouts of what is forced, which are kept
 // by_query     the same choice on the host

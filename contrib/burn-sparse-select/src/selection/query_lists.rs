@@ -19,7 +19,7 @@ const SLAB_SCORES: usize = 1 << 24;
 const FEWEST_ROWS: usize = 64;
 
 /// Blocks that each query selected in addition to the forced ones, and the same by blocks: for each head a sequence of places, `tile` to a tile, where the queries that
-/// chose a block have neighbouring places, in order, and the last tile of a block is filled up with places of no query. All are i32 tensors on the
+/// chose a block have adjacent places, in order, and the last tile of a block is filled up with places of no query. All are i32 tensors on the
 /// device, without autodiff; −1 stands for none. `lists` are the heads of the queries, or those of the keys if heads share a choice.
 ///
 /// How many places there are follows from the sizes alone: of `n` queries that chose `c` blocks in all, from among `m` blocks, at most
@@ -41,7 +41,7 @@ pub struct SelectedBlocks {
     pub queries: Tensor<3, Int>,
     /// The block of each tile: `[batch, lists, tiles]`.
     pub tile_blocks: Tensor<3, Int>,
-    /// What neighbouring queries' lists are expected to have in common.
+    /// What adjacent queries' lists are expected to have in common.
     overlap: f64,
 }
 
@@ -112,7 +112,7 @@ impl ListSizes {
     }
 
     /// The keys of blocks that some query chooses from, with some behind them: to a query of the call with these keys alone, its forced blocks are not there,
-    /// but for one behind all that it chooses from. Blocks are numbered from the first that is not forced.
+    /// but for one after all that it chooses from. Blocks are numbered from the first that is not forced.
     pub(crate) fn between_forced(&self) -> Range<usize> {
         let Always { first, local } = self.forced;
         let block = self.grid.block;
@@ -234,7 +234,7 @@ impl SelectedBlocks {
     }
 
     /// The blocks of highest scores beside the forced ones, and their lists. `scores` gives those of rows of queries, f32 `[batch, lists, rows, blocks]`
-    /// without autodiff, of so many at a time; blocks behind the last that a row chooses from may be missing.
+    /// without autodiff, of so many at a time; blocks after the last that a row chooses from may be missing.
     pub(crate) fn new(
         scores: impl Fn(Range<usize>) -> Result<Tensor<4>, OpError>,
         rows_at_a_time: usize,

@@ -160,7 +160,7 @@ impl BlockEstimator for Quest {
     }
 }
 
-/// The largest numbers of each page of keys and behind them the smallest, `[batch, heads, pages, 2 · dim]`.
+/// The largest elements of each page of keys, then the smallest, `[batch, heads, pages, 2 · dim]`.
 fn bounds(k: Tensor<4>, page: usize) -> Tensor<4> {
     let [batch, heads, rows, dim] = k.dims();
     let whole = rows / page;

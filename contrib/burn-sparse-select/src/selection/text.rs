@@ -14,7 +14,7 @@ pub(crate) struct Method {
     pub name: &'static str,
     /// Its notation.
     pub notation: &'static str,
-    /// Reads the arguments behind the name.
+    /// Reads the arguments after the name.
     pub read: fn(&mut Arguments) -> Result<Selection, OpError>,
 }
 
@@ -35,7 +35,7 @@ pub(crate) const SINKS_AND_NEAR: Always = Always { first: 1, local: 2 };
 const RULES: [&str; 4] = ["k", "ratio", "p", "above"];
 
 impl<'a> Arguments<'a> {
-    /// What stands behind a method's name in a text.
+    /// What stands after a method's name in a text.
     pub fn new(text: &'a str, behind: &'a str, notation: &'static str) -> Self {
         let parts = behind.split(',').map(str::trim);
         let parts = parts.filter(|part| !part.is_empty());

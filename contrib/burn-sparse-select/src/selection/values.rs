@@ -21,7 +21,7 @@ pub struct TopKBlocks {
 pub struct UniqueKeys {
     /// Keys that there are.
     pub seq_kv: usize,
-    /// True if a query sees none behind its own position; the last query sits at the last key.
+    /// True if a query sees none after its own position; the last query sits at the last key.
     pub causal: bool,
 }
 

@@ -31,7 +31,7 @@ pub enum BlockSource {
     Positions(PositionMask),
     /// The same where each key is at its query's position, which is there once.
     OwnPositions(PositionMask),
-    /// Nothing of blocks, likewise; of every query the keys that it sees, ascending, each once, and negative numbers behind the last.
+    /// Nothing of blocks, likewise; of every query the keys that it sees, ascending, each once, and negative numbers after the last.
     Keys {
         /// Elements of a query.
         most: usize,
@@ -76,7 +76,7 @@ impl PositionMask {
 pub const TALLEST: usize = 8;
 
 impl DeviceChoice {
-    /// The positions of a batch entry and head, if a rule chooses by them: how many elements, and which is the first key's, behind those of queries or with them.
+    /// The positions of a batch entry and head, if a rule chooses by them: how many elements, and which is the first key's, after those of queries or with them.
     pub fn positions(&self, shape: &LayoutShape) -> Option<[usize; 2]> {
         match self.by {
             BlockSource::Positions(_) => Some([shape.seq_q + shape.seq_kv, shape.seq_q]),

@@ -82,7 +82,7 @@ pub enum Pattern {
         /// Distance between two keys.
         dilation: usize,
     },
-    /// `⌊i/size⌋ − before ≤ ⌊j/size⌋ ≤ ⌊i/size⌋ + after`: the query's chunk and its neighbours; block-diagonal without any.
+    /// `⌊i/size⌋ − before ≤ ⌊j/size⌋ ≤ ⌊i/size⌋ + after`: the query's chunk and the adjacent ones; block-diagonal without any.
     Chunked {
         /// Positions of a chunk.
         size: usize,

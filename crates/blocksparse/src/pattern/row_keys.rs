@@ -101,7 +101,7 @@ impl Pattern {
         }
     }
 
-    /// Returns whether no key's last query is before that of an earlier key, with those that are seen for ever behind all others.
+    /// Returns whether no key's last query is before that of an earlier key, with those that are seen for ever after all others.
     fn lives_ascend(&self) -> bool {
         match self {
             Self::Local { .. }

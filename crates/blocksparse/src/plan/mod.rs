@@ -19,7 +19,7 @@
 //!
 //! A tile's own block rows are neighbours, or, in a *clustered* plan, rows with like blocks from anywhere.
 //!
-//! A *coarse* plan does not gather. Its entries are whole steps of neighbouring positions, and a bit says of each block in them whether the
+//! A *coarse* plan does not gather. Its entries are whole steps of adjacent positions, and a bit says of each block in them whether the
 //! block row keeps it; masks of such an entry are about the pairs of blocks that are kept. Where a tile's blocks are nearly everything, that
 //! leaves out little, and a step is loaded and masked as one.
 //!

@@ -28,7 +28,7 @@ pub struct Tiling {
     /// With visits: whether tiles that are much longer than the others count them for themselves, since they add to sums of
     /// their own.
     pub apart: bool,
-    /// True if an entry is a whole step, of neighbouring positions, and has a bit for each block of the tile in it. Otherwise entries are
+    /// True if an entry is a whole step, of adjacent positions, and has a bit for each block of the tile in it. Otherwise entries are
     /// blocks, or parts of one, from anywhere.
     pub coarse: bool,
 }

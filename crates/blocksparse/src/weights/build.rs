@@ -152,7 +152,7 @@ impl WeightLayout {
     }
 
     /// The blocks with the largest norms, as pruning keeps them (Narang, Undersander, Diamos, "Block-Sparse Recurrent Neural Networks", 2017);
-    /// of equal ones the first of `norms`, which are those of the blocks `[in_blocks, out_blocks]`, row by row.
+    /// ties go to the first of `norms`, which are those of the blocks `[in_blocks, out_blocks]`, row by row.
     ///
     /// # Errors
     /// As [`dense`](Self::dense); and if `norms` does not have as many entries as the weight has blocks or one of them is NaN, or `density` is

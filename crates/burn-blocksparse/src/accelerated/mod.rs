@@ -44,7 +44,7 @@ static CHOOSE: OnceLock<Box<Choose>> = OnceLock::new();
 /// [`attention`](crate::module::attention) is a fused forward and backward pass for both. Nor do burn-nn's layers reach it, which call no `attention`.
 ///
 /// # Memory
-/// A mask becomes numbers of the mask's own size, a mask and a bias together of what both are broadcast to; nothing else is `seq_q × seq_kv`.
+/// A mask becomes a bias of its own size, a mask and a bias together of what both are broadcast to; nothing else is `seq_q × seq_kv`.
 ///
 /// # Errors
 /// [`OpError::Registry`] after the first tensor operation, or the second time; [`OpError::Kernel`] if an environment variable of the kernels has a wrong value.

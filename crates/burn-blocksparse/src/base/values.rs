@@ -12,7 +12,7 @@ use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
 
 use crate::float_list;
 
-/// Up to three float tensors: parts of a row, branches, weights, or gradients by them.
+/// Up to three float tensors: parts of a row, branches, weights, or gradients with respect to them.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -258,7 +258,7 @@ pub enum DynamicBlocks<B: Backend> {
     Scores(FloatTensor<B>),
     /// `[batch or 1, heads, seq_q + seq_kv]`, i32: where queries and keys are.
     Positions(IntTensor<B>),
-    /// `[batch, heads or fewer, seq_q, most]`, i32: the keys that each query sees, ascending, each once, −1 behind the last.
+    /// `[batch, heads or fewer, seq_q, most]`, i32: the keys that each query sees, ascending, each once, −1 after the last.
     Keys(IntTensor<B>),
 }
 

@@ -18,7 +18,7 @@ use crate::base::values::DynamicBlocks;
 use crate::choice::{TopKOptions, checked};
 use crate::error::OpError;
 
-/// Options of a [`DeviceLayout`], besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
+/// Options of a [`DeviceLayout`], besides the tensor that chooses its blocks. Build them from [`new`](Self::new).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
@@ -103,7 +103,7 @@ pub(crate) enum Chooser {
 }
 
 impl Chooser {
-    /// The same for so many batch entries and heads, as many neighbours of which had shared one.
+    /// The same for so many batch entries and heads, as many adjacent ones of which shared one.
     fn expanded(&self, [batch, heads]: [usize; 2]) -> Self {
         match self.clone() {
             Self::Mask(mask) => {
@@ -146,7 +146,7 @@ impl DeviceLayout {
     /// The blocks at which `mask` is true.
     ///
     /// # Shapes
-    /// - `mask`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many neighbouring heads share one
+    /// - `mask`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many adjacent heads share one
     ///
     /// # Errors
     /// [`OpError`] if the options' sizes are out of range, or the mask does not fit them.
@@ -213,13 +213,13 @@ impl DeviceLayout {
         Self::new("indices", shape, choice, Chooser::Indices(indices))
     }
 
-    /// The blocks that score highest in each row of blocks, as `options` say (their block size is the shape's); of equal ones the earlier, and NaN
+    /// The blocks that score highest in each row of blocks, as `options` say (their block size is the shape's); ties go to the earlier, and NaN
     /// is the lowest. Scores are compared in f32. `top_k_blocks_on_device` has scores of queries and keys.
     ///
     /// The choice is not differentiable, and no gradient reaches the scores.
     ///
     /// # Shapes
-    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many neighbouring heads share one
+    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many adjacent heads share one
     ///
     /// # Errors
     /// [`OpError`] if a size or an option is out of range, or the scores do not fit the shape.
@@ -243,7 +243,7 @@ impl DeviceLayout {
     /// The choice is not differentiable, and no gradient reaches the scores.
     ///
     /// # Shapes
-    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many neighbouring heads share one
+    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many adjacent heads share one
     ///
     /// # Errors
     /// [`OpError`] if a size or a number of the rule is out of range, or the scores do not fit the shape.

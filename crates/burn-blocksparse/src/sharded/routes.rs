@@ -9,7 +9,7 @@ pub struct Routes {
     pub send: Vec<Vec<i32>>,
     /// Those that are another device's.
     pub receive: Vec<Vec<i32>>,
-    /// For each place of a received block, its number among what arrives, device by device; that behind the last if there is none.
+    /// For each place of a received block, its number among what arrives, device by device; that after the last if there is none.
     pub places: Vec<i32>,
     /// True if some places have none.
     pub has_gaps: bool,

@@ -81,7 +81,7 @@ pub(crate) fn forward(
     .of(call)
 }
 
-/// The gradients by the factors of a product of half-precision numbers and x by heads.
+/// The gradients with respect to the factors of a product of half-precision numbers and x by heads.
 pub(crate) fn backward_of_heads(
     saved: LinearSaved<CubeBackend>,
     heads: (usize, usize),

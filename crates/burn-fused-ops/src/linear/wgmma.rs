@@ -131,7 +131,7 @@ pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Optio
     };
     let mut a = batched(lhs, &of(0)).ok()?;
     let b = batched(rhs, &of(1)).ok()?;
-    // Rows of all matrices are rows of one, if the right factor is one and they lie behind each other: fewer ragged tiles.
+    // Rows of all matrices are rows of one, if the right factor is one and they lie after each other: fewer ragged tiles.
     let [matrices, rows, _] = a.shape;
     if b.shape[0] == 1
         && a.outer[0] == 1
@@ -171,7 +171,7 @@ fn run(plan: &ProductPlan, factors: [&MatrixView; 2], out: &CubeTensor) -> Optio
     launch(&out.client, plan, factors, &out.handle, &beside).ok()
 }
 
-/// The product of factors like `like`, if the kernel takes them: `[rows, columns]`, one matrix behind the other.
+/// The product of factors like `like`, if the kernel takes them: `[rows, columns]`, one matrix after the other.
 fn plain(like: &CubeTensor, [a, b]: [&MatrixView; 2]) -> Option<CubeTensor> {
     let plan = plan(like, [a, b], [false; 2], Epilogue::Plain).ok()?;
     let rows = a.shape[0].max(b.shape[0]) * a.shape[1];

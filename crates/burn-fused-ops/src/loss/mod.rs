@@ -22,7 +22,7 @@ use values::{LossInputs, LossTask};
 /// Logits that there are at a time: 64 MiB of f32.
 const CHUNK_ELEMENTS: usize = 1 << 24;
 
-/// Options of [`linear_cross_entropy`]. Build it from [`Default`].
+/// Options of [`linear_cross_entropy`]. Build them from [`Default`].
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
@@ -75,7 +75,7 @@ impl CrossEntropyOptions {
 /// The cross entropy of `x · weight` with targets in nats, `−log softmax(x · W)[target]`, without the logits: positions are taken in chunks,
 /// each with its logits, their softmax and what they add to the gradients, so that memory for them is 64 MiB (or one row) whatever the vocabulary.
 ///
-/// The gradients by x and weight are made in the forward pass and kept; the backward pass multiplies them by the gradient of the loss (as Liger-Kernel does: Hsu et
+/// The gradients with respect to x and weight are made in the forward pass and kept; the backward pass multiplies them by the gradient of the loss (as Liger-Kernel does: Hsu et
 /// al., 2024, section 3.2). So call it without autodiff where only the loss is wanted. Until then they are those of the sum, in x's dtype and in f32: the mean's
 /// would be too small for f16. Logits and sums are f32, f64 for f64; the weight is rounded to x's dtype. Deterministic.
 ///

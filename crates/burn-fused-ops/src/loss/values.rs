@@ -94,9 +94,9 @@ pub struct LossTask {
     pub smoothing: f64,
     /// Logits that there are at a time, at most.
     pub chunk_elements: usize,
-    /// True if the gradient by x is wanted.
+    /// True if the gradient with respect to x is wanted.
     pub by_x: bool,
-    /// True if the gradient by the weight is wanted.
+    /// True if the gradient with respect to the weight is wanted.
     pub by_weight: bool,
 }
 

@@ -152,7 +152,7 @@ impl<const D: usize> Residual<D> {
 ///
 /// # Errors
 /// [`OpError`] if shapes or devices do not fit the stream's, its rows are empty, the dropout's probability is not in `[0, 1)`, epsilon is negative or not
-/// finite, or the device has no numbers of the dtype that h is to have.
+/// finite, or the device does not have the dtype of h.
 pub fn add_norm<const D: usize>(
     stream: Tensor<D>,
     branch: Option<Residual<D>>,

@@ -80,7 +80,7 @@ pub struct NormOutputGrads<B: Backend> {
     pub normed: OptFloat<B>,
 }
 
-/// Gradients by the inputs, each of its input's shape and dtype; but the stream's only those that are wanted.
+/// Gradients with respect to the inputs, each of its input's shape and dtype; but the stream's only those that are wanted.
 pub type NormGrads<B> = NormInputs<B>;
 
 /// What is computed.

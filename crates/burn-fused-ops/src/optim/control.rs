@@ -1,4 +1,4 @@
-//! The numbers of a step that lie on the device.
+//! State of an optimizer step on the device.
 
 use std::cell::Cell;
 use std::sync::Arc;

@@ -353,7 +353,7 @@ pub fn gradient_norm<M: Module>(
 }
 
 /// Scales the gradients of `model`'s parameters by `min(1, max_norm / norm)`, of their joint norm, for an optimizer that does not clip. Burn's
-/// `GradientClippingConfig::Norm` bounds the norm of each parameter's gradient by itself, which changes the gradient's direction.
+/// `GradientClippingConfig::Norm` bounds the norm of each parameter's gradient alone, which changes the gradient's direction.
 ///
 /// Returns the gradients, and their norm before: `[1]`, still on the device.
 ///

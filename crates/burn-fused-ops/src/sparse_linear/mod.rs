@@ -23,7 +23,7 @@ use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use values::{SparseLinearCall, SparseLinearInputs};
 
-/// Options of [`block_sparse_linear`], with its optional tensors. Build it from [`Default`].
+/// Options of [`block_sparse_linear`], with its optional tensors. Build them from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]
@@ -51,7 +51,7 @@ impl BlockSparseLinearOptions {
 /// 2017): `W` is zero elsewhere. Work and memory of the weight follow the kept blocks, forward and backward.
 ///
 /// As with [`linear`](crate::linear()), x and the weight are rounded to the product's dtype first, the product is one step of the autodiff graph
-/// that keeps its two factors, and the gradient by the weight is summed in f32 and is of the weight's own dtype. Gates are multiplied with the
+/// that keeps its two factors, and the gradient with respect to the weight is summed in f32 and is of the weight's own dtype. Gates are multiplied with the
 /// weight's blocks in its own dtype before; their gradients are those of such a product. Deterministic.
 ///
 /// ```

@@ -48,7 +48,7 @@ pub struct SparseLinearOutput<B: Backend> {
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct SparseLinearSaved<B: Backend> {
-    /// The other factor as it was multiplied: the weight `[blocks, block, block]` for the gradient by x, x `[.., inputs]` for that by the weight.
+    /// The other factor as it was multiplied: the weight `[blocks, block, block]` for the gradient with respect to x, x `[.., inputs]` for that of the weight.
     pub factor: FloatTensor<B>,
     /// By the output, `[.., outputs]`.
     pub grad: FloatTensor<B>,

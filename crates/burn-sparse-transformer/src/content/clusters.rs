@@ -83,7 +83,7 @@ impl Clusters {
         tokens.reshape([batch, heads, clusters * width])
     }
 
-    /// The rows of queries at all places, keys that are these made as long as 1, and the rows of values, of one dtype.
+    /// The rows of queries at all places, keys that are these normalised to unit length, and the rows of values, of one dtype.
     pub fn keyed(
         &self,
         query: Tensor<4>,

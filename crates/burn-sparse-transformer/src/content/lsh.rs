@@ -94,7 +94,7 @@ impl LshOptions {
 /// Nothing is read back. Gradients do not flow through the hashes.
 ///
 /// # Shapes
-/// - `qk`: `[batch, heads, seq, head_dim]`, queries and, made as long as 1, keys
+/// - `qk`: `[batch, heads, seq, head_dim]`, queries and, normalised to unit length, keys
 /// - `value`: `[batch, heads, seq, value_dim]`
 /// - `rotations`: `[rounds, head_dim, n_buckets / 2]`, without autodiff
 /// - returns out `[batch, heads, seq, value_dim]` in the dtype of `value`, and lse `[batch, heads, seq]` over all that rounds find
@@ -198,7 +198,7 @@ fn merged(outs: Vec<Tensor<4>>, lses: Vec<Tensor<4>>) -> (Tensor<4>, Tensor<4>) 
 
 /// What a round finds: the tokens at places, and of each token.
 struct Round {
-    /// The token at each place, those that fill up behind all others: `[batch, heads, places]`.
+    /// The token at each place, those that fill up after all others: `[batch, heads, places]`.
     positions: Tensor<3, Int>,
     /// The same, −1 for those that fill up.
     tokens: Tensor<3, Int>,
@@ -230,7 +230,7 @@ impl Round {
         let chunks = options.chunks(seq);
         let bucket = options.bucket.get();
         let [tokens, places] = sort_by_bucket(buckets.clone(), count, chunks * bucket)?;
-        // Behind all tokens a place is its own number.
+        // After all tokens a place is its own number.
         let all = arange(chunks * bucket, &tokens.device()).reshape([1, 1, chunks * bucket]);
         let is_none = tokens.clone().lower_elem(0);
         let positions = tokens

@@ -24,7 +24,7 @@ use crate::{
 /// Of a call's dropout seed, for the rotations of hashes.
 const ROTATIONS: u64 = 0x6c73_6800;
 
-/// The heads of a [`SparseMultiHeadAttention`] that choose by content, behind those of its pattern. Their keys are their queries, made as long as 1.
+/// The heads of a [`SparseMultiHeadAttention`] that choose by content, after those of its pattern. Their keys are their queries, normalised to unit length.
 #[derive(Module, Debug)]
 pub struct ContentHeads {
     /// Those that choose by clusters; their means are in the record.

@@ -124,7 +124,7 @@ impl RoutingHeadsConfig {
 /// tokens most similar to it, and tokens attend within such clusters.
 ///
 /// ```text
-/// x = unit(query);  cluster c = the `window` tokens with the largest x · means[c], of equal ones the earlier, by position
+/// x = unit(query);  cluster c = the `window` tokens with the largest x · means[c], ties go to the earlier, by position
 /// causal:      keys are x, scores query · x / √head_dim; a token sees the earlier tokens of its cluster, and itself if it is the first
 /// unshared:    x = [unit(query); unit(key)]; cluster c = `window` queries and `window` keys, which all see each other, or, if it is causal, of which a query
 ///              sees the keys up to its own position
@@ -302,7 +302,7 @@ impl RoutingHeads {
     /// published code does in its first call). For the beginning of a training.
     ///
     /// # Shapes
-    /// - `x`: queries, or queries and keys one behind the other, `[batch, heads, seq, head_dim]`
+    /// - `x`: queries, or queries and keys one after the other, `[batch, heads, seq, head_dim]`
     ///
     /// # Errors
     /// If the shape does not fit the means, or there are fewer tokens than clusters.

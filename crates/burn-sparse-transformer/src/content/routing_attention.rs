@@ -33,7 +33,7 @@ pub struct RoutingAttentionConfig {
     /// True if tokens see earlier ones only.
     #[config(default = true)]
     pub causal: bool,
-    /// True if keys are the queries, made as long as 1. Default: if `causal`. Attention that is not causal must not share
+    /// True if keys are the queries, normalised to unit length. Default: if `causal`. Attention that is not causal must not share
     /// them.
     pub shared_qk: Option<bool>,
     /// Decay of the moving averages: share of a mean that stays in an update.

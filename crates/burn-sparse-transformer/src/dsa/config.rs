@@ -1,4 +1,4 @@
-//! The numbers of DeepSeek sparse attention, also as text.
+//! Parameters of DeepSeek sparse attention, also as text.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! The numbers of native sparse attention, also as text.
+//! Parameters of native sparse attention, also as text.
 
 use std::fmt;
 

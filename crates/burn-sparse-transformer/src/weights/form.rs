@@ -23,7 +23,7 @@ pub enum Form {
         /// Number of parts.
         count: usize,
     },
-    /// Behind `skipped` rows that are not used.
+    /// After `skipped` rows that are not used.
     Rows {
         /// Rows before the first that is used.
         skipped: usize,

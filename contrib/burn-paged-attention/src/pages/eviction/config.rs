@@ -15,7 +15,7 @@ pub enum EvictionScore {
     Mean,
     /// The newest query's attention, as a mean over all heads of the layer: all KV heads keep the same keys (TOVA: Oren et al., 2024, section 3).
     LastRow,
-    /// The mean attention of the last `window` queries, pooled over `pool` neighbouring keys (SnapKV: Li et al., 2024). Keys of the window itself are kept
+    /// The mean attention of the last `window` queries, pooled over `pool` adjacent keys (SnapKV: Li et al., 2024). Keys of the window itself are kept
     /// without a contest.
     Votes {
         /// Queries that vote.

@@ -14,7 +14,7 @@ use burn_blocksparse::internal::values::LayoutTensors;
 pub enum Sparsity {
     /// Single keys.
     Tokens {
-        /// True if no query lists a key behind its own position.
+        /// True if no query lists a key after its own position.
         causal: bool,
     },
     /// Blocks of keys.
@@ -45,7 +45,7 @@ pub struct TokenSparseCall {
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub enum QueryLists<B: Backend> {
-    /// The keys that each query sees: `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 behind the last.
+    /// The keys that each query sees: `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 after the last.
     Tokens(IntTensor<B>),
     /// The blocks that each query sees whole beside a layout. They are computed in kernels only where a plan of kernels says so: elsewhere the same is composed of other
     /// operations.

@@ -44,7 +44,7 @@ impl MlpParams {
     }
 }
 
-/// Options of [`mlp`]. Build it from [`Default`].
+/// Options of [`mlp`]. Build them from [`Default`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
@@ -69,7 +69,7 @@ impl MlpOptions {
 /// `bias_activation` and `linear` compute it.
 ///
 /// It is one step of the autodiff graph. Of the two tensors of the hidden width it keeps the one before the activation, or none, and its backward pass
-/// makes the other again in the pass that differentiates the activation. Everything else is as in those three: gradients by weights are summed in f32,
+/// makes the other again in the pass that differentiates the activation. Everything else is as in those three: gradients with respect to weights are summed in f32,
 /// what is frozen gets none, and the same input gives the same bits.
 ///
 /// ```

@@ -73,7 +73,7 @@ impl Task {
     }
 }
 
-/// Gradients by x, the inner weight, the outer one and the bias.
+/// Gradients with respect to x, the inner weight, the outer one and the bias.
 pub(crate) fn backward<B: LinearOps>(
     saved: SavedTensors<B>,
     call: MlpCall,
