@@ -106,7 +106,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
-    /// `rope`, or there is padding beside heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
+    /// `rope`, or there is padding next to heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
     /// heads also refuse a bias, and queries that are not the keys' tokens.
     pub fn try_forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (seen, call) = self.context(input)?;

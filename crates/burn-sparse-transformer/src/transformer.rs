@@ -319,7 +319,7 @@ impl SparseTransformer {
         self.head_logits(stream)
     }
 
-    /// The residual stream behind all blocks, each of which drops what `drops` says.
+    /// The residual stream after all blocks, each of which drops what `drops` says.
     pub(crate) fn stream(
         &self,
         tokens: Tensor<2, Int>,

@@ -275,7 +275,7 @@ impl Text {
         draft
     }
 
-    /// Takes the drawn tokens as long as they are the drafted ones, and one behind; what was read in vain is taken back.
+    /// Takes the drawn tokens as long as they are the drafted ones, and one after; what was read in vain is taken back.
     fn check(
         &mut self,
         draft: &[u32],
@@ -328,7 +328,7 @@ impl Text {
     }
 }
 
-/// A text, and the tokens that are drafted behind its last one before a row.
+/// A text, and the tokens that are drafted after its last one before a row.
 type Row<'a> = (&'a Text, &'a [u32]);
 
 /// How many of the last tokens may be the beginning of a stop sequence.
@@ -460,7 +460,7 @@ fn read_prompts<M: Decoder>(
     Ok(())
 }
 
-/// Continues texts behind their first tokens, until all have ended.
+/// Continues texts after their first tokens, until all have ended.
 fn continue_texts<M: Decoder>(
     model: &M,
     texts: &mut [Text],

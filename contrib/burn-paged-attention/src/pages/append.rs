@@ -22,7 +22,7 @@ pub struct Step {
 
 impl Step {
     /// New tokens whose queries read all keys from the pages, their own included. What no query from the first new one on attends to, nor one that may
-    /// come after a rollback, is let go before they are written; so after an error [`PagePool::truncate`] takes the whole step back.
+    /// come after a rollback, is evicted before they are written; so after an error [`PagePool::truncate`] takes the whole step back.
     pub fn decode(id: SequenceId, tokens: usize) -> Self {
         Self {
             id,
@@ -90,7 +90,7 @@ impl PagePool {
     /// Makes room for the next `tokens` of a sequence, [`Step::decode`], and says where their keys go.
     ///
     /// # Errors
-    /// [`CacheError::Unknown`]; [`CacheError::OutOfPages`]; [`CacheError::Boundary`] if the pattern does not allow to stop behind them;
+    /// [`CacheError::Unknown`]; [`CacheError::OutOfPages`]; [`CacheError::Boundary`] if the pattern does not allow to stop after them;
     /// [`CacheError::Argument`] if the sequence would have 2³¹ tokens.
     pub fn append(&mut self, id: SequenceId, tokens: usize) -> Result<Writes, CacheError> {
         self.step(Step::decode(id, tokens))

@@ -20,9 +20,9 @@ pub enum KvRetention {
     /// Of those, the first `sinks` and of the others those of the last `window` positions, a query's own included: what
     /// [`Pattern::streaming`] sees (Xiao et al., 2024). Changes results where the pattern reaches further.
     Window {
-        /// Positions behind a query that it sees, its own included.
+        /// Last positions that a query sees, its own included.
         window: usize,
-        /// First positions that are kept for ever.
+        /// First positions that are always retained.
         sinks: usize,
     },
     /// All of them until the caller says which ones are to stay ([`PagePool::retain`](super::PagePool::retain)), for heads that are causal and nothing else.

@@ -44,7 +44,7 @@ pub enum CacheError {
         /// The fewest tokens that can be gone back to.
         oldest: usize,
     },
-    /// A sequence cannot stop where it would: queries before see keys behind.
+    /// A sequence cannot stop where it would: queries before see keys after.
     #[error("{}", boundary(*position, *last, *next))]
     Boundary {
         /// Where it would stop.

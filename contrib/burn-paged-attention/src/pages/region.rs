@@ -69,7 +69,7 @@ impl Region {
         self.start + self.slots()
     }
 
-    /// How far the pages are filled once the `count` oldest keys are let go.
+    /// How far the pages are filled once the `count` oldest keys are evicted.
     pub fn filling(&self, count: usize, page_size: usize) -> Filling {
         match count == self.slots() {
             true => Filling::default(),
@@ -81,7 +81,7 @@ impl Region {
         }
     }
 
-    /// The pages that are freed if the `count` oldest keys are let go.
+    /// The pages that are freed if the `count` oldest keys are evicted.
     pub fn pages_of_oldest(&self, count: usize, page_size: usize) -> usize {
         match count == self.slots() {
             true => self.pages.len(),

@@ -1,4 +1,4 @@
-//! Keys that are chosen, whatever the pattern says: the others are let go.
+//! Keys that are chosen, whatever the pattern says: the others are evicted.
 
 use super::pool::{PagePool, SequenceId};
 use super::region::Region;

@@ -1,4 +1,4 @@
-//! How much room a pool has, and what it keeps.
+//! Capacity of a pool, and what it retains.
 
 use burn::tensor::FloatDType;
 use burn_blocksparse::Pattern;
@@ -56,7 +56,7 @@ pub enum KvPositions {
     /// Those of the tokens.
     #[default]
     Original,
-    /// Those of what is kept: to a query the window is as if it came right behind the sinks (Xiao et al., 2024, "StreamingLLM"), so distances stay those that
+    /// Those of what is kept: to a query the window is as if it came right after the sinks (Xiao et al., 2024, "StreamingLLM"), so distances stay those that
     /// the model was trained with, however long the sequence is. Keys keep their rotation; queries are rotated twice.
     InCache,
 }
@@ -89,7 +89,7 @@ pub struct KvPoolConfig {
 }
 
 impl KvPoolConfig {
-    /// Room for so many sequences of so many tokens each, which grow by one token a call. The keys that later queries
+    /// Capacity for `sequences` sequences of `tokens` tokens each, which grow by one token a call. The keys that later queries
     /// reach are kept.
     pub fn new(sequences: usize, tokens: usize) -> Self {
         Self::for_lengths(std::iter::repeat_n(tokens, sequences))
@@ -116,7 +116,7 @@ impl KvPoolConfig {
     }
 
     blocksparse::setters! {
-        /// Tokens of a call for a sequence that has some already, at most: their keys take room before those of earlier tokens are let go. More than that
+        /// Tokens of a call for a sequence that has some already, at most: their keys take room before those of earlier tokens are evicted. More than that
         /// may still find room.
         with_chunk => chunk: usize,
         /// Slots of a page: 16, 32, 64 or 128. Without this 32, or what the layers' selections choose: `quest:16,256` has pages of 16.

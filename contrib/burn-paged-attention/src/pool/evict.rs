@@ -1,4 +1,4 @@
-//! Keys that are let go by their scores.
+//! Keys that are evicted by their scores.
 
 use burn::tensor::{FloatDType, Tensor};
 use burn_sparse_transformer::SparseMultiHeadAttention;

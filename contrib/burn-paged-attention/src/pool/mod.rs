@@ -94,7 +94,7 @@ pub struct KvUsage {
 /// Keys and values of many sequences in pages on the device, for all layers of a model.
 ///
 /// Sequences of unequal lengths [`join`](Self::join) and [`leave`](Self::leave) at any time, share pages when one is [`fork`](Self::fork)ed from another, and
-/// can be [`truncate`](Self::truncate)d. Keys that no later query attends to are let go, by each layer's pattern: with local attention a sequence takes
+/// can be [`truncate`](Self::truncate)d. Keys that no later query attends to are evicted, by each layer's pattern: with local attention a sequence takes
 /// as many slots as its window, however long it is. Layers with equal patterns share one page table. The pool's size is fixed when it is made, and a step
 /// for which it has no room is refused before anything is written.
 ///

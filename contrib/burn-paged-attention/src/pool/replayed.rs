@@ -173,7 +173,7 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
             .next_logits(tokens, steps, &mut self.pool.borrow_mut())
     }
 
-    /// [`PagedDecoder::forward_pool`] of tokens `[batch, seq]`, row by row, of which sequences may have fewer: the logits behind each. The next step may write
+    /// [`PagedDecoder::forward_pool`] of tokens `[batch, seq]`, row by row, of which sequences may have fewer: the logits after each. The next step may write
     /// where they are. So drafts are checked; those that are refused are taken back by [`KvPool::truncate`].
     ///
     /// # Shapes

@@ -55,7 +55,7 @@ impl PageSummaries {
 }
 
 /// Summaries of the pages that new keys were written to, in their own buffer where the call alone holds it (hand it over, and keep no clone): of what such a
-/// page has up to the last of its new keys. Call it behind [`append_rows`](crate::append_rows), with the same slots; those of a page stand one after the other,
+/// page has up to the last of its new keys. Call it after [`append_rows`](crate::append_rows), with the same slots; those of a page stand one after the other,
 /// ascending. So summaries are right whatever a page held before: what was taken back, a copy, another sequence.
 ///
 /// ```

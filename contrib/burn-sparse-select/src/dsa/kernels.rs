@@ -87,7 +87,7 @@ pub(crate) fn rounded(x: &Tensor<4>, of: HadamardFp8) -> Option<Tensor<4>> {
     })
 }
 
-/// Scores of some queries, `[batch, rows, seq_kv]`, the highest for `near` keys up to a query's own; those of keys behind it only if `all` are wanted.
+/// Scores of some queries, `[batch, rows, seq_kv]`, the highest for `near` keys up to a query's own; those of keys after it only if `all` are wanted.
 pub(crate) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool) -> Tensor<3> {
     let call = IndexerScores {
         rows,

@@ -128,7 +128,7 @@ impl Msa {
         seq_kv.div_ceil(self.block) <= self.keep
     }
 
-    /// The blocks that each query chooses beside its own, in lists of the heads of keys. None if there is nothing to choose: no more blocks than are kept, or
+    /// The blocks that each query chooses in addition to its own, in lists of the heads of keys. None if there is nothing to choose: no more blocks than are kept, or
     /// the own one alone. Scores of blocks are in memory for some queries at a time, and where no kernel makes those alone also of single keys, 2²⁶ elements of
     /// them. Nothing is read back where kernels run.
     ///
@@ -229,7 +229,7 @@ impl Msa {
         Ok((Tensor::cat(outs, 2), Tensor::cat(logs, 2)))
     }
 
-    /// What queries `[batch, heads, seq_q, head_dim]` see of so many keys beside their [lists](Self::choose): their own blocks, or all keys up to their positions
+    /// What queries `[batch, heads, seq_q, head_dim]` see of so many keys besides their [lists](Self::choose): their own blocks, or all keys up to their positions
     /// where there is nothing to choose from.
     ///
     /// # Errors

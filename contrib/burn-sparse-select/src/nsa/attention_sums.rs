@@ -86,7 +86,7 @@ impl<'a> AttentionSums<'a> {
         })
     }
 
-    /// The blocks that queries choose by them beside the forced ones, and the queries of each block.
+    /// The blocks that queries choose by them in addition to the forced ones, and the queries of each block.
     pub fn lists(&self, sizes: &ListSizes) -> Result<SelectedBlocks, OpError> {
         #[cfg(feature = "cube")]
         if let Some(blocks) = self.choice(sizes) {

@@ -359,7 +359,7 @@ impl Nsa {
         Ok(AttentionSums::new(self, &q, k, compressed))
     }
 
-    /// The blocks that every query chooses beside the forced ones, and the queries of each block; lists are those of heads of keys. None if there is nothing to
+    /// The blocks that every query chooses in addition to the forced ones, and the queries of each block; lists are those of heads of keys. None if there is nothing to
     /// choose.
     ///
     /// # Errors

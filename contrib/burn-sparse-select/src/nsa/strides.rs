@@ -1,7 +1,7 @@
 //! Queries of sequences of unequal lengths, whose compressed keys stand by the strides that they end with: what pools of pages decode with.
 //!
 //! A compressed block `[i · stride, i · stride + block)` ends with stride `s = i + block / stride − 1`, so that a page of tokens holds the compressed keys
-//! of the strides in it, whatever comes before or behind:
+//! of the strides in it, whatever comes before or after:
 //!
 //! ```text
 //! tokens       0 1 2 3 | 4 5 6 7 | 8 9 …      stride 4, block 8
@@ -179,7 +179,7 @@ impl Nsa {
     }
 }
 
-/// The slots of a page list, and zeros behind them.
+/// The slots of a page list, and zeros after them.
 fn padded_ints(slots: Tensor<3, Int>) -> Tensor<3, Int> {
     let [page_lists, ..] = slots.dims();
     let zeros = Tensor::zeros([page_lists, 1, 3], (&slots.device(), DType::I32));

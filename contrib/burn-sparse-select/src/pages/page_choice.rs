@@ -53,7 +53,7 @@ impl PageChoice {
         self.keep.saturating_sub(self.forced_blocks())
     }
 
-    /// Of a page list of blocks up to `last` those that are chosen from: those before and behind are forced.
+    /// Of a page list of blocks up to `last` those that are chosen from: those before and after are forced.
     pub(crate) fn between(&self, last: usize) -> Range<usize> {
         let Always { first, local } = self.forced;
         let end = (last + 1).saturating_sub(local);

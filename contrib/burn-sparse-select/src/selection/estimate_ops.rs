@@ -135,7 +135,7 @@ pub trait EstimateOps: Backend {
         call: CompressedCall,
     ) -> FloatTensor<Self>;
 
-    /// The blocks of the highest ones beside those that are forced, by falling attention sum; ties go to the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
+    /// The blocks of the highest ones in addition to the forced ones, by falling attention sum; ties go to the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
     /// are fewer. Only with a plan that chooses so many.
     #[fusion(dtype = DType::I32, shape = call.choice_shape())]
     fn compressed_choice(

@@ -283,7 +283,7 @@ impl BlockEstimator for FlexPrefill {
 }
 
 impl FlexPrefill {
-    /// The softmax of the products of means: of every row, and behind them of the last block of queries, `[batch, heads, rows + 1, blocks]`.
+    /// The softmax of the products of means: of every row, and after them of the last block of queries, `[batch, heads, rows + 1, blocks]`.
     fn estimates(&self, call: &EstimateInputs) -> Tensor<4> {
         let [_, _, seq_q, dim] = call.q.dims();
         let seq_kv = call.k.dims()[2];

@@ -157,7 +157,7 @@ impl TokenIndices {
 }
 
 /// Attention of each query to the keys that it lists, and to no others: out and lse. Differentiable in q, k and v; the lists have no gradient. What a query
-/// sees beside its list is a call of its own, merged by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
+/// sees besides its list is a call of its own, merged by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
 ///
 /// On GPUs that have kernels for it a query attends to its own list, with the heads that share it as rows of a matrix, unless
 /// [`DispatchMode::GroupByBlock`](burn_blocksparse::internal::DispatchMode::GroupByBlock) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed

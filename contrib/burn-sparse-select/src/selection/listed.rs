@@ -17,7 +17,7 @@ use burn_blocksparse::{AttentionOptions, AttentionPlan, OpError, WeightsMode};
 
 /// What a call that kernels take runs.
 pub(crate) struct ListedKernels {
-    /// For what queries see beside their lists.
+    /// For what queries see besides their lists.
     near: AttentionPlan,
     /// As plans print it.
     text: String,

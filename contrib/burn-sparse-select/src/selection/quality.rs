@@ -256,7 +256,7 @@ impl Rows {
     }
 }
 
-/// Zeros behind a dimension, up to a length.
+/// Zeros after a dimension, up to a length.
 fn pad(x: Tensor<4>, dim: usize, to: usize) -> Tensor<4> {
     let mut dims = x.dims();
     let missing = to - dims[dim];

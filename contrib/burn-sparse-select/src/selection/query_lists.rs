@@ -111,7 +111,7 @@ impl ListSizes {
         self.most
     }
 
-    /// The keys of blocks that some query chooses from, with some behind them: to a query of the call with these keys alone, its forced blocks are not there,
+    /// The keys of blocks that some query chooses from, with some after them: to a query of the call with these keys alone, its forced blocks are not there,
     /// but for one after all that it chooses from. Blocks are numbered from the first that is not forced.
     pub(crate) fn between_forced(&self) -> Range<usize> {
         let Always { first, local } = self.forced;
@@ -233,7 +233,7 @@ impl SelectedBlocks {
         Ok(Self::of_choices(blocks, &sizes))
     }
 
-    /// The blocks of highest scores beside the forced ones, and their lists. `scores` gives those of rows of queries, f32 `[batch, lists, rows, blocks]`
+    /// The blocks of highest scores in addition to the forced ones, and their lists. `scores` gives those of rows of queries, f32 `[batch, lists, rows, blocks]`
     /// without autodiff, of so many at a time; blocks after the last that a row chooses from may be missing.
     pub(crate) fn new(
         scores: impl Fn(Range<usize>) -> Result<Tensor<4>, OpError>,

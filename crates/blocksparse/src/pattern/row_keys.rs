@@ -179,7 +179,7 @@ impl Pattern {
     }
 }
 
-/// A range of positions, and others of the same length behind it at equal distances.
+/// A range of positions, and others of the same length after it at equal distances.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Repeat {
     /// The first one.

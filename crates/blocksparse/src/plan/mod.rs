@@ -284,7 +284,7 @@ impl Heads {
     }
 }
 
-/// `order` with each tile's record behind it, so that a cube reads both at once.
+/// `order` with each tile's record after it, so that a cube reads both at once.
 fn ranked_records(order: &[u32], records: &[u32], tiles: usize) -> Vec<u32> {
     let mut ranked = Vec::with_capacity(order.len() * 4);
     for (index, &tile) in order.iter().enumerate() {

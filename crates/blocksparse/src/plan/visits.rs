@@ -140,7 +140,7 @@ fn are_even(ranked: impl Iterator<Item = usize> + Clone, patterns: usize) -> boo
 
 /// How far tiles of a pattern that share groups of columns are from each other, in launch order.
 struct Sharing {
-    /// Of each group, the rank behind that of the last tile that had it, or 0.
+    /// Of each group, the rank after that of the last tile that had it, or 0.
     last: Vec<usize>,
     /// Steps of the tiles so far, by rank.
     steps: Vec<usize>,

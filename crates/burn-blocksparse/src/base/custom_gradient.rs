@@ -1,6 +1,6 @@
 //! The one step of Burn's autodiff that every op is made of: a forward pass on tensors without history, which returns its backward pass.
 //!
-//! An op is its list of float inputs, some of which may be missing, and its list of outputs, likewise. A step of Burn's has one output; behind several
+//! An op is its list of float inputs, some of which may be missing, and its list of outputs, likewise. A step of Burn's has one output; after several
 //! stands a hidden node (`OutputGradients`).
 
 use std::fmt;

@@ -1,6 +1,6 @@
 //! Autodiff steps with several outputs.
 //!
-//! A step of Burn's autodiff has one output. So the node of a step with several is hidden, and each of its outputs is a step behind it
+//! A step of Burn's autodiff has one output. So the node of a step with several is hidden, and each of its outputs is a step after it
 //! ([`OutputStep`]), which runs before it in the backward pass and leaves its gradient in a cell. The hidden node's own gradient only says that one
 //! of them did: the step consumes it, and takes the gradients from the cell.
 

@@ -96,7 +96,7 @@ pub(crate) enum Chooser {
     Mask(Tensor<4, Bool>),
     Indices(Tensor<4, Int>),
     Scores(Tensor<4>, Rule),
-    /// Of queries and, behind them, of keys: `[batch, heads, seq_q + seq_kv]`; or of both, once.
+    /// Of queries and, after them, of keys: `[batch, heads, seq_q + seq_kv]`; or of both, once.
     Positions(Tensor<3, Int>, PositionMask),
     /// That each query sees: `[batch, lists, queries, most]`.
     Keys(Tensor<4, Int>),

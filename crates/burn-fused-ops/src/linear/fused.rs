@@ -1,4 +1,4 @@
-//! Products in one kernel with what is done before or behind them, on tensor cores.
+//! Products in one kernel with what is done before or after them, on tensor cores.
 
 use blocksparse_cubecl::rows::column_sums;
 use burn::backend::ops::FloatTensorOps;

@@ -370,7 +370,7 @@ fn before(x: Tensor<4, Int>) -> Tensor<4, Int> {
     Tensor::cat(vec![last, x.slice_dim(2, 0..chunks - 1)], 2)
 }
 
-/// Each chunk behind the one before it: `[batch, heads, chunks, 2 · bucket, dim]`.
+/// Each chunk after the one before it: `[batch, heads, chunks, 2 · bucket, dim]`.
 fn with_before(x: Tensor<5>) -> Tensor<5> {
     let [_, _, chunks, ..] = x.dims();
     let last = x.clone().slice_dim(2, chunks - 1..chunks);

@@ -132,7 +132,7 @@ impl ContentHeads {
     }
 }
 
-/// The pattern's heads, and behind them those that choose by content.
+/// The pattern's heads, and after them those that choose by content.
 impl AttentionKind for ContentHeads {
     fn context(
         &self,
@@ -420,7 +420,7 @@ impl SparseTransformer {
     }
 
     /// Moves the means of all heads that choose by clusters after the queries of the latest training pass: see [`RoutingHeads::ema_update`]. Once for each
-    /// step, behind the optimizer's.
+    /// step, after the optimizer's.
     pub fn ema_update(&mut self) {
         for block in &mut self.blocks {
             block.mha.ema_update();

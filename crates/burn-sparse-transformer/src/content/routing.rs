@@ -316,7 +316,7 @@ impl RoutingHeads {
     }
 
     /// Moves the means after the queries of the latest training pass: `decay · mean + (1 − decay) · unit(sum of the queries nearest to it)`, over the batch;
-    /// those that no query is nearest to stay, as do those whose queries have a sum of zeros. Once for each step of training, behind the optimizer's; of no effect without a training pass since the last
+    /// those that no query is nearest to stay, as do those whose queries have a sum of zeros. Once for each step of training, after the optimizer's; of no effect without a training pass since the last
     /// time.
     pub fn ema_update(&mut self) {
         if let Some(means) = self.followed.take() {

@@ -16,7 +16,7 @@ pub enum Compression {
     /// Their mean. Keys are rotated before.
     #[default]
     Mean,
-    /// [`NsaCompressor`]. Keys are rotated behind it, as at the last token of the block.
+    /// [`NsaCompressor`]. Keys are rotated after it, as at the last token of the block.
     Mlp,
 }
 

@@ -11,7 +11,7 @@ use crate::TransformerError;
 
 /// Configuration of [`NsaHeads`](super::NsaHeads). The defaults are the paper's (Yuan et al., 2025, §4.1), but for the compression.
 ///
-/// As text, in [`ContentAttention`](crate::content::ContentAttention): `nsa`, or `nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW` with `,mlp` and `,shared` behind it.
+/// As text, in [`ContentAttention`](crate::content::ContentAttention): `nsa`, or `nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW` with `,mlp` and `,shared` after it.
 #[derive(Config, Debug, PartialEq)]
 #[must_use = "a configuration does nothing until heads are made with it"]
 pub struct NsaHeadsConfig {

@@ -53,7 +53,7 @@ pub(crate) struct NsaSizes {
     pub(crate) d_v: usize,
 }
 
-/// What happens to queries and keys behind their projections.
+/// What happens to queries and keys after their projections.
 pub struct Placing<'a> {
     pub(crate) norm: Option<&'a HeadNorm>,
     pub(crate) eps: f64,
