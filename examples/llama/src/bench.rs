@@ -16,35 +16,35 @@ use crate::cache::{Cache, CacheArgs};
 use crate::checkpoint::ModelArgs;
 use crate::device::memory;
 
-/// Times prompts and decoding under each attention
+/// Time prompts and decoding with each attention
 #[derive(Args, Debug)]
 pub struct BenchArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Draw the weights: for a checkpoint of which there is only config.json
+    /// Use random weights: only config.json is needed
     #[arg(long)]
     random: bool,
-    /// dense, a pattern or a selection; once for each that is measured
+    /// dense, a pattern or a selection; repeat to compare
     #[arg(long, default_values = ["dense"])]
     attention: Vec<Attention>,
-    /// Tokens of a prompt; several with commas
+    /// Tokens of a prompt; several, separated by commas
     #[arg(long, value_delimiter = ',', default_value = "2048")]
     prompts: Vec<usize>,
-    /// Sequences that write at once
+    /// Sequences at once
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// Tokens that each writes, after a prompt; 0 times prompts alone
+    /// Decoding steps after the prompt; 0 times prompts only
     #[arg(long, default_value_t = 16)]
     steps: usize,
     #[command(flatten)]
     cache: CacheArgs,
-    /// Tokens of a draft that each sequence reads with a step and takes back
+    /// Drafted tokens that each sequence reads in a step and rolls back
     #[arg(long, default_value_t = 0)]
     drafts: usize,
-    /// Record the prompt's pass as a CUDA graph and time its replays
+    /// Capture the prompt's pass in a CUDA graph and time its replays
     #[arg(long)]
     graph: bool,
-    /// Times that a prompt is read, of which the median counts
+    /// Repetitions of a prompt; their median counts
     #[arg(long, default_value_t = 3)]
     repeats: usize,
 }

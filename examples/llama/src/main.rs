@@ -1,4 +1,4 @@
-//! Llama-style checkpoints with sparse attention: answers, bits a byte, needles and times, dense and sparse beside each other.
+//! Llama-style checkpoints with sparse attention: answers, bits per byte, needles and times, dense next to sparse.
 
 mod attention;
 mod bench;

@@ -167,7 +167,7 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
             return Ok(logits.reshape([batch, vocab]));
         }
         self.recording = None;
-        self.reason = Some("logits behind the last of several tokens alone");
+        self.reason = Some("only the logits after the last of several tokens");
         let tokens = self.tensor(tokens, steps.len());
         self.model
             .next_logits(tokens, steps, &mut self.pool.borrow_mut())
@@ -560,7 +560,7 @@ impl KvPool {
         for group in &self.groups {
             for step in steps {
                 if group.books.copies_next(step.id)? {
-                    return Ok(Some("pages are copied behind a fork"));
+                    return Ok(Some("pages are copied after a fork"));
                 }
             }
         }

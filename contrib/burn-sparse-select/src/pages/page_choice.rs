@@ -135,7 +135,7 @@ impl Selection {
             GqaReduction::Sum => false,
             _ if group == 1 => false,
             other => {
-                let expected = "mean or sum over a pool of pages, which heads that share keys read together: add share=mean";
+                let expected = "mean or sum over a pool of pages, where heads that share keys read the same pages: add share=mean to the text of the selection";
                 return Err(OpError::argument("share", expected, other));
             }
         };
