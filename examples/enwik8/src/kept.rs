@@ -81,7 +81,7 @@ impl KeptArgs {
             let traits = selection.estimator().traits();
             ensure!(
                 traits.prefix_stable && selection.estimator().page_summary().is_some(),
-                "--selection {selection}: what a byte chooses depends on later ones, which a cache does not know; quest and moba choose by earlier bytes"
+                "--selection {selection}: later bytes influence the choice, and a cache does not have them yet; use quest or moba"
             );
         }
         let chosen = model.with_selections(&self.selection, 0);

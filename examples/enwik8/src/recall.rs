@@ -70,7 +70,7 @@ pub fn run(args: &RecallArgs) -> Result<()> {
     let context = config.model.context;
     ensure!(
         config.model.pictures.is_none(),
-        "{} was trained on pictures, and recall measures windows of text",
+        "{} was trained on images, and recall measures windows of text",
         path.display()
     );
     let corpus = Corpus::reopen(&checkpoint.header.data, None, None)?;

@@ -115,7 +115,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     let (device, path, checkpoint) = args.model.open()?;
     ensure!(
         checkpoint.header.config.model.pictures.is_none(),
-        "{} was trained on pictures: enwik8 sample-images lets it draw",
+        "{} was trained on images: use enwik8 sample-images",
         path.display()
     );
     model::check_cached(&checkpoint.header.config.model)?;

@@ -126,7 +126,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     }
     if args.steps > 0 {
         println!(
-            "r: steps are replays of a CUDA graph; memory: what the device's pools hold behind the prompt, or the process at most"
+            "r: steps are replays of a CUDA graph; memory: what the device's pools hold after the prompt, or the process at most"
         );
     }
     Ok(())

@@ -63,7 +63,7 @@ pub fn run(args: &PerplexityArgs) -> Result<()> {
         .encode_with_ends(&read_text(&args.text)?, needed)?;
     ensure!(
         tokens.len() >= needed,
-        "--text has {} tokens, and {} windows of {} behind {} need {needed}",
+        "--text has {} tokens, and {} windows of {} after {} need {needed}",
         tokens.len(),
         args.windows,
         args.window,

@@ -65,10 +65,7 @@ pub fn run(args: &SampleImagesArgs) -> Result<()> {
     let (device, path, checkpoint) = args.model.open()?;
     let config = &checkpoint.header.config.model;
     let Some(pictures) = config.pictures else {
-        bail!(
-            "{} was trained on text: enwik8 sample lets it write",
-            path.display()
-        );
+        bail!("{} was trained on text: use enwik8 sample", path.display());
     };
     for &class in &args.class {
         ensure!(
