@@ -284,7 +284,7 @@ impl Selection {
         let grid = self.estimator.grid();
         blocksparse::ensure! {
             OpError;
-            grid.query_rows == grid.block => "query_rows", "as many queries as keys of a block (attention_selected takes 1, too)", grid.query_rows;
+            grid.query_rows == grid.block => "query_rows", "as many queries as keys of a block (attention_selected also takes 1)", grid.query_rows;
         }
         sizes(q, seq_kv, grid.block)
     }
