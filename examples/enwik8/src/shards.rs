@@ -49,7 +49,7 @@ pub fn run(args: &ShardsArgs) -> Result<()> {
     let bytes = |device| plan.bytes(device, args.head_dim, 2);
     let most = (0..devices).map(bytes).max().unwrap_or_default();
     say(format!(
-        "{plan}\n{:.1} MiB of bf16 keys and values received by one device at most in each layer, and as many of gradients back",
+        "{plan}\n{:.1} MiB of bf16 keys and values received by one device at most in each layer, and as many gradients back",
         most as f64 / f64::from(1 << 20),
     ));
     Ok(())
