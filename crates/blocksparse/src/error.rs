@@ -7,9 +7,9 @@ pub enum LayoutError {
     Argument {
         /// The argument's name.
         argument: &'static str,
-        /// What it has to be.
+        /// The expected value.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// A pattern's own parameter is outside its range.
@@ -19,9 +19,9 @@ pub enum LayoutError {
         pattern: String,
         /// The parameter's name.
         argument: &'static str,
-        /// What it has to be.
+        /// The expected value.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// Text that is no pattern in the notation of [`Pattern::NOTATION`](crate::Pattern::NOTATION).
@@ -31,7 +31,7 @@ pub enum LayoutError {
         part: String,
         /// What may stand there.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// Serialized data that does not describe a layout.

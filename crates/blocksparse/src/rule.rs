@@ -15,20 +15,20 @@ pub enum EstimateKind {
 /// Number of highest-scoring blocks that a row selects. Ties go to the earlier block; NaN sorts last.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Budget {
-    /// So many, the forced ones among them (more, if more are forced).
+    /// This many, forced ones included (more, if more are forced).
     TopK(usize),
-    /// So large a share of the blocks that are visible, rounded up to whole blocks; the share itself is rounded down to a multiple of 2⁻¹⁴.
+    /// This share of the visible blocks, rounded up to whole blocks; the share itself is rounded down to a multiple of 2⁻¹⁴.
     Ratio(f64),
-    /// As many as it takes for the weights of what is kept to reach a share of the weights of all that are visible.
+    /// The fewest whose weights reach a share of the weights of all visible blocks.
     TopP {
         /// The share, in (0, 1]. 1 keeps all.
         p: f64,
-        /// At least so many blocks, the forced ones among them.
+        /// Least number of blocks, forced ones included.
         min: usize,
-        /// At most so many, the forced ones among them (more, if more are forced).
+        /// Largest number, forced ones included (more, if more are forced).
         max: usize,
     },
-    /// All whose weight is at least so many times the largest, in (0, 1].
+    /// All whose weight is at least this factor, in (0, 1], times the largest.
     MinP(f64),
 }
 
@@ -43,9 +43,9 @@ impl Budget {
 /// Blocks that are always selected, if they are visible.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Always {
-    /// So many of the first key blocks (attention sinks).
+    /// Number of first key blocks (attention sinks).
     pub first: usize,
-    /// So many key blocks up to the queries' own: 1 is those that the row's own positions lie in, 2 also the block before them.
+    /// Number of key blocks up to the queries' own: 1 is those that the row's own positions lie in, 2 also the block before them.
     pub local: usize,
 }
 

@@ -23,13 +23,13 @@ pub struct AttentionOptions {
     pub softcap: Option<f64>,
     /// ALiBi slopes, one for each head: scores get `−slope · |i − j|` after the softcap. See [`alibi`](Self::alibi).
     pub alibi: Option<Arc<[f64]>>,
-    /// Dropout of the weights.
+    /// Attention dropout.
     pub dropout: Option<Dropout>,
     /// Storage for the backward pass.
     pub weights: WeightsMode,
     /// Precision of matmuls of f32 tensors.
     pub precision: ProductPrecision,
-    /// True if each row's largest score is returned, too, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
+    /// True if each row's largest score is also returned, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
     pub max_scores: bool,
     /// Implementation of attention to keys that each query selected.
     pub dispatch_mode: DispatchMode,
@@ -62,10 +62,10 @@ pub enum ProductPrecision {
 /// Storage of attention probabilities for the backward pass. The gradients are the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightsMode {
-    /// Keep q, k, v, out and lse; compute the weights again in backward. Memory O(n · d).
+    /// Store q, k, v, out and lse; recompute the attention probabilities in the backward pass. Memory O(n · d).
     #[default]
     Recompute,
-    /// Also keep the block-sparse attention weights, `[batch, blocks, block_size, block_size]`.
+    /// Also store the block-sparse attention probabilities, `[batch, blocks, block_size, block_size]`.
     Store,
 }
 
@@ -106,11 +106,11 @@ impl AttentionOptions {
         dropout: Some(Dropout),
         /// Sets what is stored for the backward pass.
         weights: WeightsMode,
-        /// Sets how precise the products of f32 tensors are.
+        /// Sets the precision of matmuls of f32 tensors.
         precision: ProductPrecision,
-        /// Sets whether each row's largest score is returned, too.
+        /// Sets whether each row's largest score is also returned.
         max_scores: bool,
-        /// Sets how queries that choose each for itself attend to what they chose.
+        /// Sets the implementation of attention to keys that each query selected.
         dispatch_mode: DispatchMode,
     }
 

@@ -236,7 +236,7 @@ impl SparseMultiHeadAttention {
         self.n_kv_heads
     }
 
-    /// Side of the blocks the pattern is cut into.
+    /// Block size of the pattern.
     pub fn block_size(&self) -> usize {
         self.layouts.block_size()
     }
@@ -249,7 +249,7 @@ impl SparseMultiHeadAttention {
         self.layouts.get(&Request::new(seq_q, seq_kv))
     }
 
-    /// Keeps the layouts of so many different requests (lengths, padding, documents), the most recently used ones, for this module and all that share its
+    /// Caches the `most` recently used layouts, by lengths, padding and documents, for this module and all that share its
     /// layouts: its copies and, in a model, the blocks with the same pattern. The default is 8. A server whose
     /// requests have more lengths than that builds layouts again and again. 0 keeps none.
     pub fn keep_layouts(&self, most: usize) {

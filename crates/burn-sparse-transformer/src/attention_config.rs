@@ -25,7 +25,7 @@ use crate::{HeadNorm, Precision, QkNorm, RopeScaling, SparseMultiHeadAttention, 
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct SparseMultiHeadAttentionConfig {
-    /// Width of the input and of the output.
+    /// Hidden size: width of the input and of the output.
     pub d_model: usize,
     /// Number of query heads.
     pub n_heads: usize,
@@ -38,7 +38,7 @@ pub struct SparseMultiHeadAttentionConfig {
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's, the first ones. Default: half of them.
     pub local_heads: Option<usize>,
-    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
     /// Number of key and value heads, a divisor of `n_heads`; fewer than `n_heads` is grouped-query
@@ -66,7 +66,7 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Added to the variance, or to the mean square, in `qk_norm`.
     #[config(default = 1e-6)]
     pub qk_norm_eps: f64,
-    /// Probability that an attention weight is dropped while training, in `[0, 1)`.
+    /// Attention dropout probability in training, in `[0, 1)`.
     #[config(default = 0.0)]
     pub dropout: f64,
     /// True if scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).

@@ -25,7 +25,7 @@ use crate::{
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct SparseTransformerBlockConfig {
-    /// Width of the residual stream.
+    /// Hidden size: width of the residual stream.
     pub d_model: usize,
     /// Number of query heads.
     pub n_heads: usize,
@@ -37,14 +37,14 @@ pub struct SparseTransformerBlockConfig {
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's. With as many as `n_heads` there is no `content`. Default: half of them.
     pub local_heads: Option<usize>,
-    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
     /// Number of key and value heads, a divisor of `n_heads`. Default: `n_heads`.
     pub n_kv_heads: Option<usize>,
     /// Width of the query projection. Default: `d_model`.
     pub d_key: Option<usize>,
-    /// Width of the feed-forward network. Default: `4 · d_model`.
+    /// Inner size of the feed-forward network. Default: `4 · d_model`.
     pub d_ff: Option<usize>,
     /// Retained blocks of the feed-forward network's weights. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
@@ -63,7 +63,7 @@ pub struct SparseTransformerBlockConfig {
     /// computed again.
     #[config(default = false)]
     pub store_weights: bool,
-    /// Dtype of the matrix products and of the attention; the residual stream has the input's.
+    /// Dtype of the matmuls and of the attention; the residual stream has the input's.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
     /// Number of blocks `N` in the model this block is for. The initial weights of the two layers that

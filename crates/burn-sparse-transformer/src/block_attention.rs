@@ -28,7 +28,7 @@ use crate::{QkNorm, SparseMultiHeadAttentionConfig, TransformerError};
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until a block is made with it"]
 pub struct BlockAttentionConfig {
-    /// Probability that an attention weight is dropped while training, in `[0, 1)`.
+    /// Attention dropout probability in training, in `[0, 1)`.
     #[config(default = 0.0)]
     pub dropout: f64,
     /// Factor of the scores. Default: `1 / √d_k`.

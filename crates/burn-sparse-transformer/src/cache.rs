@@ -4,7 +4,7 @@ use crate::TransformerError;
 use crate::error::ensure;
 use crate::nsa::BranchCaches;
 
-/// Positions a buffer has room for at first.
+/// Initial capacity of a buffer, in positions.
 const FIRST_CAPACITY: usize = 64;
 
 /// Keys and values of the positions seen so far, for [`crate::SparseMultiHeadAttention::forward_cache`].
@@ -54,7 +54,7 @@ impl SparseMhaCache {
         self.len == 0
     }
 
-    /// Positions the buffers have room for.
+    /// Capacity of the buffers, in positions.
     pub fn capacity(&self) -> usize {
         self.buffers
             .as_ref()

@@ -87,7 +87,7 @@ pub trait Decoder: Module {
     /// Logits `[batch, seq, vocab_size]` of some rows of what [`Self::hidden`] gives.
     fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>, TransformerError>;
 
-    /// Number of different tokens.
+    /// Size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
     /// Positions that there are, if that is not up to the rotations of its layers.

@@ -13,9 +13,9 @@ pub enum TransformerError {
     Argument {
         /// The argument's or the field's name.
         argument: &'static str,
-        /// What it has to be.
+        /// The expected value.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// A sequence is longer than a model, a cache or a table of rotations takes.

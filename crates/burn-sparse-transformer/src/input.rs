@@ -139,7 +139,7 @@ impl SparseMhaInput {
         self
     }
 
-    /// Sets a bias of the scores, added after scale and softcap, with gradient. Values must be finite: it is the pattern that masks.
+    /// Sets a bias of the scores, added after scale and softcap, with gradient. Values must be finite: the pattern masks.
     ///
     /// # Shapes
     /// - `bias`: `[batch or 1, n_heads or 1, seq_q or 1, seq_kv]`; with a cache `seq_kv` counts what is in it, too

@@ -42,13 +42,13 @@ use crate::{
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct SparseTransformerConfig {
-    /// Width of the residual stream.
+    /// Hidden size: width of the residual stream.
     pub d_model: usize,
     /// Number of query heads of each block.
     pub n_heads: usize,
     /// The attention patterns, and which layers and heads use which. A language model needs causal ones.
     pub factorization: Factorization,
-    /// Number of different tokens. Has to be set: `init` refuses 0.
+    /// Size of the vocabulary. Has to be set: `init` refuses 0.
     #[config(default = 0)]
     pub vocab_size: usize,
     /// Longest sequence, in positions. Has to be set: `init` refuses 0.

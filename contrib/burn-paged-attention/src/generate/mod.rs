@@ -26,7 +26,7 @@ use crate::sampling::sample_tokens;
 pub struct GenerateOptions {
     /// Sampling of tokens.
     pub sampling: Sampling,
-    /// The most tokens that a prompt is followed by. Default: 256.
+    /// Most tokens to generate per prompt. Default: 256.
     pub max_new: usize,
     /// Tokens that end a text and do not belong to it.
     pub stop_tokens: Vec<u32>,
@@ -40,9 +40,9 @@ pub struct GenerateOptions {
     pub kv_dtype: Option<KvDtype>,
     /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32, or what the layers' selections choose.
     pub page_size: Option<usize>,
-    /// Drafts that are checked several tokens at once. Default: none.
+    /// Speculative decoding by prompt lookup. Default: none.
     pub drafts: Option<PromptLookup>,
-    /// True if the layers' selections read prompts alone ([`KvPoolConfig::with_choosing_prompts`]). Default: no.
+    /// True if the layers' selections apply to prompts only ([`KvPoolConfig::with_choosing_prompts`]). Default: no.
     pub choosing_prompts: bool,
 }
 
@@ -65,7 +65,7 @@ impl Default for GenerateOptions {
 
 impl GenerateOptions {
     blocksparse::setters! {
-        /// Sets how tokens are chosen.
+        /// Sets the sampling of tokens.
         sampling: Sampling,
         /// Sets the most tokens that a prompt is followed by.
         max_new: usize,
@@ -84,9 +84,9 @@ impl GenerateOptions {
     }
 
     blocksparse::setters! {
-        /// Sets which keys are retained.
+        /// Sets the keys that are retained.
         residency: KvRetention,
-        /// Keeps so many keys of each layer and head by what attention says of them ([`KvPoolConfig::with_eviction`]): **other texts**.
+        /// Evicts keys by attention scores, per layer and KV head ([`KvPoolConfig::with_eviction`]): **changes the output**.
         eviction: Some(EvictionConfig),
     }
 
@@ -98,20 +98,20 @@ impl GenerateOptions {
         }
     }
 
-    /// Sets how the keys and values that are retained are stored.
+    /// Sets the dtype of stored keys and values.
     pub fn kv_dtype(mut self, dtype: impl Into<KvDtype>) -> Self {
         self.kv_dtype = Some(dtype.into());
         self
     }
 
     blocksparse::setters! {
-        /// Sets the slots of a page.
+        /// Sets the page size, in slots.
         page_size: Some(usize),
-        /// Sets drafts that are checked several tokens at once.
+        /// Sets speculative decoding by prompt lookup.
         drafts: Some(PromptLookup),
     }
 
-    /// Lets the layers' selections read prompts alone; tokens that follow see all keys that are retained ([`KvPoolConfig::with_choosing_prompts`]).
+    /// Applies the layers' selections to prompts only; later tokens see all retained keys ([`KvPoolConfig::with_choosing_prompts`]).
     pub fn choosing_prompts(mut self) -> Self {
         self.choosing_prompts = true;
         self
@@ -155,13 +155,13 @@ impl GenerateOptions {
     }
 }
 
-/// A token as it is written.
+/// A generated token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GenerateStep {
     /// Index of its prompt.
     pub prompt: usize,
-    /// Tokens that were written before it.
+    /// Number of tokens generated before it.
     pub index: usize,
     /// The token.
     pub token: u32,
@@ -173,9 +173,9 @@ pub struct GenerateStep {
 pub enum FinishReason {
     /// A stop token or sequence was drawn.
     Stop,
-    /// [`GenerateOptions::max_new`] tokens were written.
+    /// [`GenerateOptions::max_new`] tokens were generated.
     Length,
-    /// The caller broke off.
+    /// The callback returned `Break`.
     Caller,
     /// The model's context is full.
     Context,
@@ -189,7 +189,7 @@ pub enum FinishReason {
 pub struct GenerateOutput {
     /// The tokens, without the prompt and without what stopped them.
     pub tokens: Vec<u32>,
-    /// Why there are no more.
+    /// Why the text ended.
     pub reason: FinishReason,
     /// Tokens of drafts that were read, 0 without [`GenerateOptions::drafts`].
     pub drafted: usize,

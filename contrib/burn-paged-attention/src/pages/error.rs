@@ -9,9 +9,9 @@ pub enum CacheError {
     Argument {
         /// The argument's name.
         argument: &'static str,
-        /// What it has to be.
+        /// The expected value.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// There is no such sequence, or not any more.

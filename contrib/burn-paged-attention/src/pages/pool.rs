@@ -141,7 +141,7 @@ impl PagePool {
         Ok(self.sequence(id)?.oldest)
     }
 
-    /// Takes a sequence's last tokens back, so that it has `len`: as if they had never been.
+    /// Rolls a sequence back to `len` tokens.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]; [`CacheError::Argument`] if it has fewer tokens; [`CacheError::Gone`] if keys that would live again are gone;

@@ -62,7 +62,7 @@ pub struct KvStep {
 }
 
 impl KvStep {
-    /// So many new tokens of a sequence.
+    /// `tokens` new tokens of a sequence.
     pub fn new(id: SequenceId, tokens: usize) -> Self {
         Self { id, tokens }
     }
@@ -82,9 +82,9 @@ pub struct KvUsage {
     pub live_bytes: usize,
     /// Bytes that all tokens' keys and values would take.
     pub all_bytes: usize,
-    /// Bytes of what evicted keys are chosen by.
+    /// Bytes of the scores by which keys are evicted.
     pub score_bytes: usize,
-    /// Bytes of what queries choose pages by: of `nsa` room for compressed keys and their values, of `dsa` and `msa` for an indexer's keys.
+    /// Bytes of the summaries by which queries choose pages: of `nsa` the capacity for compressed keys and their values, of `dsa` and `msa` for an indexer's keys.
     pub summary_bytes: usize,
     /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live. Of `nsa` all branches count, and of `dsa` and `msa` the
     /// indexer's keys that choose, so that it may be more than is live where an indexer is as wide as a head.
@@ -106,7 +106,7 @@ pub struct KvPool {
     groups: Vec<Group>,
     /// Of each layer its group and its tensors.
     layers: Vec<(usize, Store)>,
-    /// Of each layer what native sparse attention keeps beside them.
+    /// Per layer, what native sparse attention stores in addition.
     branches: Vec<Option<Branches>>,
     /// Of each layer the keys of its indexer, of DeepSeek sparse attention.
     indexes: Vec<Option<Store>>,
@@ -304,7 +304,7 @@ impl KvPool {
         Ok(fork)
     }
 
-    /// Takes a sequence's last tokens back, so that it has `len`: as if they had never been.
+    /// Rolls a sequence back to `len` tokens.
     ///
     /// # Errors
     /// [`PoolError::Cache`] if there is no such sequence, it has fewer tokens, or keys that would live again are gone in some layer;
@@ -400,7 +400,7 @@ impl KvPool {
         stores.chain(branches).chain(indexes).sum()
     }
 
-    /// The books of each pattern of the layers: which page and slot each key lives in.
+    /// The block tables of each pattern of the layers: the page and slot of each key.
     pub fn page_pools(&self) -> impl Iterator<Item = &PagePool> {
         self.groups.iter().map(|group| &group.books)
     }

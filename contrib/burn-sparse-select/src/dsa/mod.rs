@@ -81,7 +81,7 @@ const OVERLAP: f64 = 0.85;
 const NUMBERS: usize = 1 << 24;
 
 impl Dsa {
-    /// Of so many keys.
+    /// Selects `keep` keys per query.
     ///
     /// # Errors
     /// [`OpError`] if it is 0.
@@ -94,7 +94,7 @@ impl Dsa {
         })
     }
 
-    /// The same with so many keys up to a query's own always among the chosen: an indexer that has not learned anything yet chooses at random, and a model
+    /// Forces the last `near` keys up to a query's own: an indexer that has not learned anything yet chooses at random, and a model
     /// that begins without the nearest keys learns slowly. 0, as in the paper, is none.
     ///
     /// # Errors
@@ -104,7 +104,7 @@ impl Dsa {
         Ok(Self { near, ..self })
     }
 
-    /// The same with so many scores in memory at a time, of whole queries, one at least: 2²⁴ unless it is set. Fewer take longer.
+    /// Sets the number of scores in memory at a time, rounded to whole queries. Default: 2²⁴. Fewer take longer.
     ///
     /// # Errors
     /// [`OpError`] if it is 0.
@@ -113,7 +113,7 @@ impl Dsa {
         Ok(Self { numbers, ..self })
     }
 
-    /// Keys that a query attends to, at most.
+    /// Most keys that a query attends to.
     pub fn keep(&self) -> usize {
         self.keep
     }

@@ -20,7 +20,7 @@ pub struct EstimateGrid {
 }
 
 impl EstimateGrid {
-    /// Of blocks of as many queries as keys.
+    /// Blocks of `block` queries and `block` keys.
     pub fn square(block: usize) -> Self {
         Self {
             query_rows: block,
@@ -28,7 +28,7 @@ impl EstimateGrid {
         }
     }
 
-    /// Of single queries.
+    /// Single queries, blocks of `block` keys.
     pub fn by_query(block: usize) -> Self {
         Self {
             query_rows: 1,
@@ -53,7 +53,7 @@ impl EstimateGrid {
 pub struct EstimatorTraits {
     /// Kind of its scores.
     pub kind: EstimateKind,
-    /// True if what a query chooses follows from what comes before it alone. Where it does not, later tokens leak into the choice: such a choice serves
+    /// True if a query's choice depends on earlier positions only. Where it does not, later tokens leak into the choice: such a choice serves
     /// for reading a prompt, not for generating token by token, and a language model that is trained with it sees a little of the future.
     pub prefix_stable: bool,
     /// True if it is defined only where queries see no later keys.
@@ -63,7 +63,7 @@ pub struct EstimatorTraits {
 /// Summary of each page that a paged pool stores for an estimator's scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageSummary {
-    /// The largest and the smallest number of each channel: scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
+    /// The largest and the smallest element of each channel: scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
     Bounds,
     /// The mean of the keys: scores are `q · mean`.
     Mean,
@@ -201,12 +201,12 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// So many of a model's last layers attend to all keys in the method's place, for the layers of a model to read.
+    /// Number of last layers of a model with full attention.
     fn full_last_layers(&self) -> usize {
         0
     }
 
-    /// So many of a model's first layers attend to all keys in the method's place, for the layers of a model to read.
+    /// Number of first layers of a model with full attention.
     fn full_first_layers(&self) -> usize {
         0
     }

@@ -54,7 +54,7 @@ pub struct FlexPrefill {
     pub gamma: f64,
     /// Largest distance (Jensen-Shannon) of an estimate: 0.1.
     pub threshold: f64,
-    /// So many keys are retained at least, in whole blocks, and as many distances. 0: none but what is forced.
+    /// Least number of selected keys, in whole blocks, and of distances. 0: only what is forced.
     pub min_budget: usize,
 }
 

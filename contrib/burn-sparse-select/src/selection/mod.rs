@@ -157,7 +157,7 @@ impl SelectedLayout {
         self.layout.counts()
     }
 
-    /// Chosen blocks as a share of those that could be, `[1]` in f32, on the device.
+    /// Selected share of the visible blocks, `[1]` in f32, on the device.
     ///
     /// # Errors
     /// As [`DeviceLayout::counts`].
@@ -171,7 +171,7 @@ impl Selection {
     /// lets heads that share keys choose together. `first=1` and `local=2` set the forced blocks of any method ([`Always`]).
     pub const NOTATION: &[&str] = methods::NOTATION;
 
-    /// By an estimator and a rule, with no block forced, each head for itself.
+    /// A selection by an estimator and a budget, without forced blocks, each head separately.
     pub fn new(estimator: impl BlockEstimator + 'static, keep: Budget) -> Self {
         Self {
             estimator: Arc::new(estimator),
@@ -184,11 +184,11 @@ impl Selection {
     }
 
     blocksparse::setters! {
-        /// Sets which blocks are selected by their scores.
+        /// Sets the budget: which blocks are selected by score.
         with_budget => keep: Budget,
-        /// Sets which blocks are always selected.
+        /// Sets the forced blocks.
         with_always => forced: Always,
-        /// Sets whether heads that share keys share one choice.
+        /// Sets whether and how heads that share keys share a selection.
         with_gqa_reduction => sharing: GqaReduction,
     }
 
@@ -197,7 +197,7 @@ impl Selection {
         &*self.estimator
     }
 
-    /// The same for one layer of a model that chooses ([`BlockEstimator::for_layer`]).
+    /// The same for one layer of a model that selects ([`BlockEstimator::for_layer`]).
     #[must_use]
     pub fn for_layer(mut self) -> Self {
         if let Some(estimator) = self.estimator.for_layer() {

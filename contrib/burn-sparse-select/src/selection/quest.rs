@@ -38,7 +38,7 @@ use burn_blocksparse::OpError;
 pub struct Quest {
     /// Keys of a page: 8, 16, 32, 64 or 128.
     pub page: usize,
-    /// So many of a model's first layers attend to all keys: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_first_layers`]).
+    /// Number of first layers with full attention: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_first_layers`]).
     pub full_first_layers: usize,
 }
 

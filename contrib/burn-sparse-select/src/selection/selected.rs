@@ -41,7 +41,7 @@ impl SelectedOptions {
     blocksparse::setters! {
         /// Sets whether queries see no later keys.
         causal: bool,
-        /// Sets how attention is computed.
+        /// Sets the options of the attention.
         attention: AttentionOptions,
     }
 }

@@ -84,7 +84,7 @@ impl VerticalSlash {
     /// The rule that keeps the blocks whose score is 1.
     pub const DEFAULT_BUDGET: Budget = ONES;
 
-    /// So many keys and distances by the last 64 queries, the first 30 and the shortest 100 among them.
+    /// `columns` keys and `slashes` distances by the last 64 queries, the first 30 and the shortest 100 among them.
     pub fn new(block: usize, columns: usize, slashes: usize) -> Self {
         Self {
             block,

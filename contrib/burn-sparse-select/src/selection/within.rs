@@ -28,7 +28,7 @@ impl<'a> Candidates<'a> {
         /// Sets the layout from whose blocks are chosen, forced ones included; a chosen block has the pairs that it has there. So it says which keys queries see;
         /// [`EstimateInputs::causal`] only says how blocks are scored.
         layout: Some(&'a BlockLayout),
-        /// Sets how many positions of each batch entry are real. Each entry chooses what it would choose alone, without its padding, which has no part in any score;
+        /// Sets the real length of each batch entry. Padding never influences the selection;
         /// queries that are padding see nothing.
         lengths: Some(&'a [usize]),
     }

@@ -58,7 +58,7 @@ pub enum Pattern {
     Fixed {
         /// ℓ, the width of the windows.
         stride: usize,
-        /// c, how many columns of each earlier window are kept.
+        /// c, the number of last columns of each earlier window.
         columns: usize,
         /// How many different column groups the heads use in turn.
         num_verts: usize,
@@ -147,7 +147,7 @@ pub enum Pattern {
         blocks: usize,
         /// Blocks drawn for a row, if there are as many.
         count: usize,
-        /// The same seed draws the same blocks.
+        /// Seed of the random blocks.
         seed: u64,
     },
     /// Pairs allowed by any part.

@@ -53,7 +53,7 @@ pub fn accelerate_attention() -> Result<(), OpError> {
     take::<Attention>()
 }
 
-/// As [`accelerate_attention`], and calls for which `choose` returns a pattern see the pairs of that alone; those of causality and the mask, too.
+/// As [`accelerate_attention`]; calls for which `choose` returns a pattern are restricted to its pairs, in addition to causality and the mask.
 ///
 /// ```no_run
 /// use burn_blocksparse::Pattern;

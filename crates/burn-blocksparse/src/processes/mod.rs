@@ -118,7 +118,7 @@ impl Processes {
     /// `MASTER_ADDR` (`127.0.0.1`) and `MASTER_PORT` (29500), where rank 0 listens. Where `torchrun` listens at that port itself, it is the next one.
     ///
     /// # Errors
-    /// [`OpError::Argument`] names a variable that is missing or wrong, [`OpError::Join`] says why processes did not meet within two minutes.
+    /// [`OpError::Argument`] names a variable that is missing or wrong, [`OpError::Join`] says why processes did not connect within two minutes.
     pub fn from_env() -> Result<Self, OpError> {
         let place = Place::of_environment(|name| std::env::var(name).ok())?;
         Self::at(&place, PATIENCE)

@@ -20,7 +20,7 @@ const AXES: [&str; 3] = ["batch", "seq", "d_model"];
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct RoutingAttentionConfig {
-    /// Width of the input and of the output.
+    /// Hidden size: width of the input and of the output.
     pub d_model: usize,
     /// Number of heads, a divisor of `d_model`.
     pub n_heads: usize,

@@ -27,7 +27,7 @@ pub struct NsaHeadsConfig {
     /// Blocks that a token sees, `first` and `local` among them.
     #[config(default = 16)]
     pub keep: usize,
-    /// So many of the first blocks are seen in any case.
+    /// Number of first blocks that are always selected.
     #[config(default = 1)]
     pub first: usize,
     /// So are so many up to a token's own.

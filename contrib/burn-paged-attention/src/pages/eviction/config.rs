@@ -22,12 +22,12 @@ pub enum EvictionScore {
         window: usize,
         /// Neighbours that are pooled, the key itself included: an odd number; 1 pools nothing.
         pool: usize,
-        /// How.
+        /// The smoothing.
         kind: ScoreSmoothing,
     },
-    /// The less the longer the key (Devoto et al., 2024).
+    /// Higher for shorter keys (Devoto et al., 2024).
     KeyNorm,
-    /// What the caller says.
+    /// Set by the caller.
     #[serde(rename = "given")]
     Custom,
 }
@@ -48,10 +48,10 @@ pub enum ScoreSmoothing {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum EvictionBudget {
-    /// As many each.
+    /// The same for each.
     #[default]
     Uniform,
-    /// The more the earlier the layer (PyramidKV: Cai et al., 2024, section 3): [`pyramid_budgets`](super::pyramid_budgets).
+    /// More in earlier layers (PyramidKV: Cai et al., 2024, section 3): [`pyramid_budgets`](super::pyramid_budgets).
     Pyramid {
         /// The last layer's share of the mean is 1 / β; the paper's is 20.
         beta: f64,
@@ -90,7 +90,7 @@ pub struct EvictionConfig {
     pub recent: usize,
     /// Keys between these that are retained for their scores: of each layer and KV head, or on average.
     pub heavy: usize,
-    /// Keys above the capacity until which nothing is evicted, so that there need not be a contest for each token.
+    /// Keys above the capacity before an eviction, so that not every token needs one.
     pub slack: usize,
     /// Distribution of keys over layers and heads.
     pub budget: EvictionBudget,
@@ -109,7 +109,7 @@ impl EvictionConfig {
         }
     }
 
-    /// H2O: so many keys that got the most attention so far, and the last ones.
+    /// H2O: the `heavy` keys with the most attention so far, and the last `recent`.
     pub fn h2o(heavy: usize, recent: usize) -> Self {
         Self::combined(EvictionScore::Sum, 0, recent, heavy)
     }
@@ -131,7 +131,7 @@ impl EvictionConfig {
         Ok(Self::h2o(keys("heavy", heavy)?, keys("recent", recent)?))
     }
 
-    /// TOVA: the keys that the newest query looks at most, and its own.
+    /// TOVA: the keys with the most attention of the newest query, and its own.
     pub fn tova(capacity: usize) -> Self {
         Self::combined(EvictionScore::LastRow, 0, 1, capacity.saturating_sub(1))
     }
@@ -152,7 +152,7 @@ impl EvictionConfig {
         Self::combined(EvictionScore::KeyNorm, 0, 0, capacity)
     }
 
-    /// The keys that a caller's scores say.
+    /// The keys with the highest scores of the caller.
     pub fn importance(capacity: usize) -> Self {
         Self::combined(EvictionScore::Custom, 0, 0, capacity)
     }
@@ -165,9 +165,9 @@ impl EvictionConfig {
     }
 
     blocksparse::setters! {
-        /// Sets the keys above the capacity until which nothing is evicted.
+        /// Sets the keys above the capacity before an eviction.
         with_slack => slack: usize,
-        /// Sets how keys are shared out.
+        /// Sets the distribution of keys over layers and heads.
         with_budget => budget: EvictionBudget,
     }
 
