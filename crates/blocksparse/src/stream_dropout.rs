@@ -11,7 +11,7 @@ pub const STREAM: u32 = u32::MAX;
 ///
 /// A tensor `[.., width]` is a matrix: a number is at a column of a row, and rows count through all dimensions but the last. Whether it is kept
 /// depends on the seed, the site, its row and its column and on nothing else: it is the same in the backward pass and on every
-/// device. The probability is rounded, and numbers of 16 bits are made, as [`Dropout`](crate::Dropout) says: number `column mod 8` of the counter
+/// device. The probability is rounded, and 16-bit integers are drawn, as [`Dropout`](crate::Dropout) says: number `column mod 8` of the counter
 /// `(⌊column / 8⌋, site, row mod 2³², 2³² − 1)` under the seed as its key is below [`threshold`](Self::threshold). [`Dropout`](crate::Dropout) of
 /// attention weights has a batch entry for the fourth word, so the same seed gives other numbers there.
 ///
@@ -118,7 +118,7 @@ mod tests {
         assert!(dropout.mask(0, 3).is_empty() && dropout.mask(3, 0).is_empty());
     }
 
-    /// Over 2¹⁷ numbers, the share that is kept, and that is kept or dropped alike with a neighbour, another site or seed, or the attention weight of the
+    /// Over 2¹⁷ numbers, the share that is kept, and that is kept or dropped alike with an adjacent one, another site or seed, or the attention weight of the
     /// same numbers, is within five standard deviations of what independent draws give.
     #[test]
     fn numbers_are_kept_independently() {

@@ -65,7 +65,7 @@ pub struct AccumulatedAttention {
 /// use burn_blocksparse::{AccumulatedAttentionOptions, BlockLayout, LayoutShape, Pattern, SparseAttentionCall, accumulated_attention};
 ///
 /// let [q, k, v] = [(); 3].map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
-/// // The last 64 queries show where the others look, too.
+/// // The last 64 queries also show where the others look.
 /// let shape = LayoutShape { heads: 2, seq_q: 64, seq_kv: 256, block_size: 32 };
 /// let window = BlockLayout::new(&Pattern::causal(), shape)?;
 /// let last = q.clone().narrow(2, 192, 64);

@@ -125,7 +125,7 @@ pub(crate) fn ensure_scores(
     ensure_above_zero("softcap", softcap.unwrap_or(1.0))
 }
 
-/// What `try_…` gives, or a panic with its error's text: the modules of burn-nn panic, too.
+/// What `try_…` gives, or a panic with its error's text: the modules of burn-nn also panic.
 #[track_caller]
 pub fn or_panic<T, E: fmt::Display>(result: Result<T, E>) -> T {
     match result {

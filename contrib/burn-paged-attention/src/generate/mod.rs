@@ -117,7 +117,7 @@ impl GenerateOptions {
         self
     }
 
-    /// Room for prompts and what follows them.
+    /// Capacity for prompts and what follows them.
     fn pool(&self, prompts: &[Vec<u32>], context: usize) -> KvPoolConfig {
         let lengths = prompts.iter().map(|prompt| {
             let length = prompt.len().saturating_add(self.max_new);

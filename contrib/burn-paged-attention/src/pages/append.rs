@@ -87,7 +87,7 @@ impl Forecast<'_> {
 }
 
 impl PagePool {
-    /// Makes room for the next `tokens` of a sequence, [`Step::decode`], and says where their keys go.
+    /// Reserves slots for the next `tokens` of a sequence, [`Step::decode`], and returns where their keys go.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]; [`CacheError::OutOfPages`]; [`CacheError::Boundary`] if the pattern does not allow to stop after them;
@@ -124,7 +124,7 @@ impl PagePool {
             .collect())
     }
 
-    /// Returns whether the next token of a sequence may have a page copied, because it goes into one that another sequence names, too.
+    /// Returns whether the next token of a sequence may have a page copied, because it goes into one that another sequence also names.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]

@@ -8,7 +8,7 @@ use blocksparse::internal::Repeat;
 /// Keys in a list of pages, oldest first: slots `start..start + slots` of the pages are in use. Pages die whole: the first one is given back when
 /// its last slot is let go, and all of them when no key is left, so that a page never waits for a key that is not there.
 ///
-/// Beside its pages it holds the positions of its keys as stretches of neighbours.
+/// Beside its pages it holds the positions of its keys as runs of adjacent ones.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Region {
     pub pages: VecDeque<u32>,

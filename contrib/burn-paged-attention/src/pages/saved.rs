@@ -27,7 +27,7 @@ pub struct SavedSequence {
     rows: Vec<SavedRow>,
 }
 
-/// Positions of a table row's keys as first position and count of neighbours.
+/// Positions of a table row's keys as first position and length of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct SavedRow {
     permanent: Vec<(usize, usize)>,

@@ -1,4 +1,4 @@
-//! The beginning of a call: room in the books, and what the layers are told.
+//! The beginning of a call: space in the block tables, and what the layers are told.
 
 use burn::tensor::Device;
 use burn_sparse_transformer::TransformerError;

@@ -144,8 +144,8 @@ impl KvPoolConfig {
     /// whose heads are causal and nothing else, without ALiBi and biases of distances.
     ///
     /// A sequence's keys are evicted at the end of the call after which there are more than the capacity and the slack, on average over layers and heads. All keys
-    /// of a call are stored until then, so room is needed for the capacity, the slack and the tokens of a call, [`Self::with_chunk`]: say there how long a
-    /// prompt is that is read at once.
+    /// of a call are stored until then, so there must be slots for the capacity, the slack and the tokens of a call: set [`Self::with_chunk`] to the length of a
+    /// prompt that is read at once.
     pub fn with_eviction(mut self, eviction: EvictionConfig) -> Self {
         self.residency = KvRetention::Evict;
         self.eviction = Some(eviction);

@@ -96,7 +96,7 @@ pub struct KvUsage {
 /// Sequences of unequal lengths [`join`](Self::join) and [`leave`](Self::leave) at any time, share pages when one is [`fork`](Self::fork)ed from another, and
 /// can be [`truncate`](Self::truncate)d. Keys that no later query attends to are evicted, by each layer's pattern: with local attention a sequence takes
 /// as many slots as its window, however long it is. Layers with equal patterns share one page table. The pool's size is fixed when it is made, and a step
-/// for which it has no room is refused before anything is written.
+/// that does not fit is an error, before anything is written.
 ///
 /// [`PagedDecoder::new_pool`] makes one for a model, and [`forward_pool`](PagedDecoder::forward_pool) continues sequences; [`Self::for_attention`] and
 /// [`Self::forward_attention`] are the same for one layer. [`SparseTransformerCache`](burn_sparse_transformer::SparseTransformerCache) is the simpler cache

@@ -7,7 +7,7 @@
 //! tokens       the last ones of a block, from which the next pair is made, in pages of another
 //! ```
 //!
-//! So what the books say of pages holds for all branches: copies after a fork, steps back, what is known of a beginning.
+//! So the block tables hold for all branches: copies after a fork, steps back, what is known of a beginning.
 
 use burn::tensor::{Device, FloatDType};
 use burn_blocksparse::Pattern;

@@ -357,7 +357,7 @@ pub(super) fn slots_of(
     ints(slots, [writes.len(), table_rows, seq], device)
 }
 
-/// Numbers of the rows of a step, −1 after a sequence's own.
+/// Indices of the rows of a step, −1 after a sequence's own.
 pub(super) fn slots_in_rows(
     writes: &[Writes],
     table_rows: usize,

@@ -23,7 +23,7 @@ pub(super) enum Stored {
 pub(super) struct Store {
     pages: Option<PagedStore>,
     kv_heads: usize,
-    /// By what queries choose pages, if they do. They are written in place, too.
+    /// By what queries choose pages, if they do. They are also written in place.
     summaries: Option<PageSummaries>,
     summary: Option<PageSummary>,
 }
@@ -335,7 +335,7 @@ impl Store {
         }))
     }
 
-    /// The dtype in which numbers of the pages come back.
+    /// The dtype in which elements of the pages are returned.
     pub(super) fn dtype(&self) -> FloatDType {
         match &self.pages {
             Some(PagedStore::Plain { keys, .. }) => keys.dtype().into(),

@@ -50,7 +50,7 @@ impl Index {
         }
     }
 
-    /// Queries whose scores are made together, so many numbers of them.
+    /// Queries whose scores are made together, this many elements.
     fn together(&self, numbers: usize) -> usize {
         together(self.q.dims(), self.k.dims()[2], numbers)
     }

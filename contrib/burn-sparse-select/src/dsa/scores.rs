@@ -206,7 +206,7 @@ impl Scores {
     }
 }
 
-/// Queries whose scores are made together by kernels, so many numbers of them at a time.
+/// Queries whose scores are made together by kernels, this many elements at a time.
 pub(crate) fn together([batch, _, seq_q, _]: [usize; 4], seq_kv: usize, numbers: usize) -> usize {
     (numbers / (batch * seq_kv)).clamp(1, seq_q)
 }

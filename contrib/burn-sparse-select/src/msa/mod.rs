@@ -68,7 +68,7 @@ pub struct Msa {
 /// What adjacent queries choose in common: that of [`Nsa`](crate::nsa::Nsa), whose choice is of the same kind. Kernels are chosen by it.
 const OVERLAP: f64 = 0.85;
 
-/// Numbers of queries, or of outputs, that are attended to at a time: kernels count to 2³², and parts of outputs take many times as many.
+/// Elements of queries, or of outputs, that are processed at a time: kernels count to 2³², and parts of outputs take many times as many.
 const TOGETHER: usize = 1 << 30;
 
 /// Scores of single keys in memory at a time: 256 MiB, so that launches are few.

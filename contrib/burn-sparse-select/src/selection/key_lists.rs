@@ -78,7 +78,7 @@ impl TokenIndices {
 
     /// The same with the share that the lists of adjacent queries are expected to have in common, from 0 for nothing to 1 for all: as
     /// [`measure_group_reuse`](Self::measure_group_reuse) finds it. It is 0 unless it is set, and .85 of what [`Dsa`](crate::dsa::Dsa) chooses. Kernels are chosen by it,
-    /// results do not depend on it: with much in common neighbours of few heads attend to the union of their lists.
+    /// results do not depend on it: with a large overlap, adjacent queries of few heads attend to the union of their lists.
     ///
     /// # Errors
     /// [`OpError`] if it is no share.

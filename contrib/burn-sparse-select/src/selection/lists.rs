@@ -13,7 +13,7 @@ use burn_blocksparse::internal::{check, gather_rows, merge_parts};
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::{AttentionOptions, DeviceLayout, OpError, SparseAttentionCall, WeightsMode};
 
-/// Numbers of packed queries and of their outputs that are in memory at a time, unless one head has more.
+/// Elements of packed queries and their outputs in memory at a time, unless one head has more.
 const PACKED: usize = 1 << 31;
 
 /// Attention over a layout and, beside it, over the blocks that each query lists, which it sees whole: out and lse over all of them. The pairs of the layout

@@ -41,7 +41,7 @@ impl SelectionQuality {
     }
 }
 
-/// Numbers of a slab of probabilities.
+/// Elements of a slab of probabilities.
 const SLAB: usize = 1 << 23;
 
 impl Selection {

@@ -151,7 +151,7 @@ pub(crate) struct ListsShape {
 impl SelectedBlocks {
     /// The same with the share that the lists of adjacent queries are expected to have in common, from 0 for nothing to 1 for all: `(8 − u) / 7`, where `u` is how many
     /// blocks eight of them list for one of a query, as [`measure_group_reuse`](Self::measure_group_reuse) finds it. It is 0 unless it is set, and .85 of what
-    /// [`Nsa`](crate::nsa::Nsa) chooses. Kernels are chosen by it, results do not depend on it: with much in common neighbours of few heads attend to the union of their
+    /// [`Nsa`](crate::nsa::Nsa) chooses. Kernels are chosen by it, results do not depend on it: with a large overlap, adjacent queries of few heads attend to the union of their
     /// lists, which name each block once.
     ///
     /// # Errors

@@ -20,7 +20,7 @@ use burn_blocksparse::OpError;
 /// `Σ_c max(q_c · max_c, q_c · min_c)` of a query and the largest and the smallest elements of a page of keys, keys as they are attended to: no product of the
 /// query and a key of the page is above it. Every query chooses for itself, its own page always, which counts as one of those that it keeps. Defined for
 /// causal attention, and made for decoding: a [pool of pages](crate::pages) keeps the bounds of its pages. The first pages and some before the own one
-/// are kept, too, if the selection forces them ([`Always`](blocksparse::Always)), and count as the own one does: `quest:16,2048,first=1,local=2` on models with
+/// are also selected, if the selection forces them ([`Always`](blocksparse::Always)), and count as the own one does: `quest:16,2048,first=1,local=2` on models with
 /// attention sinks.
 ///
 /// Heads that share keys choose together, by the mean of their bounds, unless the selection says otherwise. The paper has pages of 16 and budgets of 256 to

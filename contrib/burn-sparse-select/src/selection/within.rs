@@ -308,7 +308,7 @@ impl Selection {
     }
 }
 
-/// Neighbouring entries of one length.
+/// Adjacent entries of one length.
 fn stretches(lengths: &[usize]) -> Vec<(Range<usize>, usize)> {
     let mut stretches: Vec<(Range<usize>, usize)> = Vec::new();
     for (entry, &length) in lengths.iter().enumerate() {

@@ -115,7 +115,7 @@ impl<T> Slot<T> {
     }
 }
 
-/// Marks that a thread makes a value until it is dropped, after a panic, too.
+/// Marks that a thread makes a value until it is dropped, also after a panic.
 struct Making<'a, T> {
     slot: &'a Slot<T>,
     thread: ThreadId,

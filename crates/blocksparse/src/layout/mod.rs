@@ -162,7 +162,7 @@ pub struct Part {
 
 impl BlockLayout {
     /// Disjoint parts that make up the layout at less cost, if its pattern has strided heads: see
-    /// [`Part`]. Layouts made of such ones have them, too: padded, stacked for a batch, written and read again. Layouts of callbacks, or
+    /// [`Part`]. Layouts made of such ones also have them: padded, stacked for a batch, written and read again. Layouts of callbacks, or
     /// of blocks that are listed, have none.
     pub fn parts(&self) -> Option<&[Part]> {
         self.inner.parts.as_deref()

@@ -392,7 +392,7 @@ impl Pattern {
         }
     }
 
-    /// [`Pattern::documents`] from the document of each position. A document is a stretch of equal ids: one that comes again later is
+    /// [`Pattern::documents`] from the document of each position. A document is a run of equal ids: one that comes again later is
     /// another document.
     ///
     /// ```

@@ -248,7 +248,7 @@ impl Repeat {
     }
 }
 
-/// Ascending ranges, of which neighbours are one.
+/// Ascending ranges, of which adjacent ones are merged.
 struct Found(Vec<Repeat>);
 
 impl Found {

@@ -17,7 +17,7 @@
 //! Positions beyond a ragged end are 0 in the masks, so a kernel checks bounds only where it loads
 //! and stores.
 //!
-//! A tile's own block rows are neighbours, or, in a *clustered* plan, rows with like blocks from anywhere.
+//! A tile's own block rows are adjacent, or, in a *clustered* plan, rows with like blocks from anywhere.
 //!
 //! A *coarse* plan does not gather. Its entries are whole steps of adjacent positions, and a bit says of each block in them whether the
 //! block row keeps it; masks of such an entry are about the pairs of blocks that are kept. Where a tile's blocks are nearly everything, that

@@ -133,7 +133,7 @@ impl<'a> Tiles<'a> {
         }
     }
 
-    /// What a tile's block rows keep, row by row. Without clusters they are neighbours from `first` on.
+    /// What a tile's block rows keep, row by row. Without clusters they are adjacent from `first` on.
     fn entries(&self, tile: usize, first: usize) -> impl Iterator<Item = Entry> {
         let lines = match self.clusters.get(tile) {
             Some(lines) => lines.clone(),
@@ -217,7 +217,7 @@ pub struct Grouping {
 }
 
 impl Grouping {
-    /// Clusters like rows where neighbours are unlike and that is allowed.
+    /// Clusters like rows where adjacent ones differ and that is allowed.
     pub fn best(
         layout: &BlockLayout,
         mainloop: Mainloop,
@@ -256,7 +256,7 @@ impl Grouping {
     }
 }
 
-/// What steps cost where blocks are narrow, relative to steps of neighbours without masks.
+/// What steps cost where blocks are narrow, relative to steps of adjacent positions without masks.
 #[derive(Clone, Copy, Debug)]
 pub struct NarrowCosts {
     /// Of steps gathered from narrow blocks.

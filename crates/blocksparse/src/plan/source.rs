@@ -149,7 +149,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The entries of a tile of neighbours.
+    /// The entries of a tile of adjacent block rows.
     pub fn tile(&self, tile: usize, group: usize, masks: &mut TileMasks) -> TileEntries {
         let b = self.layout.block_size();
         let rows = self.tiling.rows;

@@ -20,7 +20,7 @@ pub struct Tiling {
     pub cols: usize,
     /// True if entries say where their block's stored weights are. Then a tile lies within one block row.
     pub places: bool,
-    /// True if a tile's block rows are chosen to be alike. Otherwise they are neighbours.
+    /// True if a tile's block rows are chosen to be alike. Otherwise they are adjacent.
     pub clustered: bool,
     /// True if entries say how many tiles before theirs have the same entry: the order in which tiles add to what they
     /// share. Then all patterns share one order of tiles, and entries are in the order in which a tile should go through them.

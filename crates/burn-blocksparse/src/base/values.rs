@@ -343,7 +343,7 @@ pub struct SavedTensors<B: Backend> {
     pub output: AttentionOutput<B>,
 }
 
-/// Gradients of a loss by what the forward pass returned.
+/// Gradients of a loss with respect to the outputs of the forward pass.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct OutputGrads<B: Backend> {

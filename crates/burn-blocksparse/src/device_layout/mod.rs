@@ -54,7 +54,7 @@ impl DeviceLayoutOptions {
 /// makes a [`BlockLayout`] of the tensor.
 ///
 /// A row of blocks may be empty; its queries give zeros. What the tensor holds cannot be checked, but all of it is safe: see the
-/// functions that make a layout. Launch plans have room for the most blocks that there can be: for each pattern about 8 bytes for
+/// functions that make a layout. Launch plans have space for the largest possible number of blocks: for each pattern about 8 bytes for
 /// each pair of blocks of a mask, and for each index.
 ///
 /// ```

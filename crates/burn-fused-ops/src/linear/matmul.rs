@@ -26,7 +26,7 @@ static TAKEN: AtomicU64 = AtomicU64::new(0);
 /// ```
 ///
 /// It works through Burn's fusion, which an application has by default, and only for devices with it (`Device::cuda`). Burn fuses a product with
-/// what is computed element by element after it; with this, that becomes a launch of its own (fused with its neighbours as before).
+/// what is computed element by element after it; with this, that becomes a launch of its own (fused with adjacent operations as before).
 ///
 /// # Errors
 /// [`OpError::Registry`] after the first tensor operation, or the second time; [`OpError::Kernel`] if an environment variable of the kernels has a wrong value.

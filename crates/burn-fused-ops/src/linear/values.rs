@@ -29,7 +29,7 @@ pub enum LinearForm {
     Activated {
         /// What is made of each number.
         activation: Activation,
-        /// True if the product is returned, too.
+        /// True if the product is also returned.
         keep: bool,
     },
     /// `f(x · W₁) ∘ (x · W₂)`, `[.., out]`: a gated unit. No bias.
@@ -337,7 +337,7 @@ pub struct ActivationTask {
     pub x: bool,
     /// The bias's dtype, if its gradient is wanted.
     pub bias: Option<FloatDType>,
-    /// True if the activation is wanted again. Then x's gradient is wanted, too, and there is an activation.
+    /// True if the activation is wanted again. Then x's gradient is also wanted, and there is an activation.
     pub y: bool,
 }
 

@@ -80,7 +80,7 @@ impl CrossEntropyOptions {
 /// would be too small for f16. Logits and sums are f32, f64 for f64; the weight is rounded to x's dtype. Deterministic.
 ///
 /// Of the losses of positions ([`Reduction::None`]) every one gets a gradient of its own, which is not known in the forward pass: the backward pass makes the
-/// logits again, in chunks, too, and both gradients of them.
+/// logits again, also in chunks, and both gradients of them.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};

@@ -72,7 +72,7 @@ impl AddNormOptions {
         /// Drops elements of what is added to the stream, the branch with its bias. Give every training step a seed of its own, and every place in a
         /// model a site.
         dropout: Some(ElementDropout),
-        /// Sets the dtype of the normed stream. What is stored for the backward pass is of it, too.
+        /// Sets the dtype of the normed stream. What is stored for the backward pass also has it.
         dtype: Some(FloatDType),
     }
 }

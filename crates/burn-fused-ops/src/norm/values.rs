@@ -67,7 +67,7 @@ pub struct NormSaved<B: Backend> {
     pub gamma: OptFloat<B>,
 }
 
-/// Gradients of a loss by what was returned: one of them at least.
+/// Gradients of a loss with respect to the outputs, at least one.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

@@ -152,7 +152,7 @@ pub fn lsh_attention(
     Ok((out.cast(dtype), lse.reshape([batch, heads, seq])))
 }
 
-/// Numbers of products of rows with rotations at a time, at most, unless one row has more.
+/// Most products of rows with rotations at a time, unless one row has more.
 const NUMBERS: usize = 1 << 25;
 
 /// The bucket of each row of `[batch, heads, seq, head_dim]` under each of the rotations `[rounds, head_dim, half]`, the first of the largest of `[x R; −x R]`:
@@ -456,7 +456,7 @@ pub struct LshHeads {
 
 impl LshHeads {
     or_panics! {
-        /// Attention of queries that are keys, too, with rotations of `seed`, or of the configuration's. All heads have the same rotations.
+        /// Attention of queries that are also keys, with rotations of `seed`, or of the configuration's. All heads have the same rotations.
         ///
         /// # Shapes
         /// As [`lsh_attention`].

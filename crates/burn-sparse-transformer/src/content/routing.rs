@@ -164,7 +164,7 @@ pub struct RoutingOutput {
 
 impl RoutingHeads {
     or_panics! {
-        /// Causal attention of queries that are keys, too.
+        /// Causal attention of queries that are also keys.
         ///
         /// # Shapes
         /// - `query`: `[batch, heads, seq, head_dim]`

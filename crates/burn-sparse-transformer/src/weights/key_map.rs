@@ -82,7 +82,7 @@ impl KeyMap {
         })
     }
 
-    /// Adds a beginning of names that files may have or not: it is left out of those that have it. Names in rules may have it, too; files are saved with it then.
+    /// Adds a prefix that names in a file may have or not: it is removed from those that have it. Names in rules may also have it; files are saved with it then.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefixes.push(prefix.into());
         self

@@ -256,7 +256,7 @@ impl KeyMap {
 
 impl KeyMap {
     /// The names of Llama, Mistral, Qwen2 and Qwen3 in a GGUF file, for a [`Llama`](crate::llama::Llama) of [`LlamaConfig::from_gguf`]. In files of the architecture
-    /// llama, of Mistral's models, too, rotary embedding turns adjacent channels, as this library's; in Qwen's it turns halves, which become
+    /// llama, also of Mistral's models, rotary embedding turns adjacent channels, as in this library; in Qwen's it turns halves, which become
     /// neighbours: [`Form::RotaryHalves`].
     ///
     /// # Errors

@@ -20,7 +20,7 @@ pub enum EvictionScore {
     Votes {
         /// Queries that vote.
         window: usize,
-        /// Neighbours that are pooled, the key itself included: an odd number; 1 pools nothing.
+        /// Width of the smoothing in keys, an odd number; 1 smooths nothing.
         pool: usize,
         /// The smoothing.
         kind: ScoreSmoothing,

@@ -16,7 +16,7 @@ use burn_blocksparse::internal::values::ThreeFloats;
 /// The rows of a product of queries, keys and values side by side as tensors by heads, which attention reads, with the product's bias added in the
 /// same pass.
 ///
-/// `parts` are the numbers of heads and their widths: one part for each tensor, three at most. It is one step of the autodiff graph, which keeps
+/// `parts` are (heads, width) pairs: one part for each tensor, three at most. It is one step of the autodiff graph, which keeps
 /// nothing; its backward pass joins the gradients and sums that of the bias. Deterministic.
 ///
 /// ```
