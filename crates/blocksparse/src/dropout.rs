@@ -112,7 +112,7 @@ fn above(words: [u32; 4], last: [u32; 4]) -> u32 {
 
 /// Multipliers of Philox 4×32.
 pub const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-/// What its key grows by in each round.
+/// Increment of its key per round.
 pub const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 /// Its rounds in masks of dropout.
 pub const ROUNDS: u32 = 7;

@@ -25,7 +25,7 @@ impl HadamardFp8 {
         width.is_power_of_two() && (least..=most).contains(&width)
     }
 
-    /// What rotated rows of a width are multiplied by.
+    /// Returns the factor of rotated rows of a width.
     pub fn factor(self, width: usize) -> f32 {
         let digits = width.ilog2() as i32;
         let own = match self {

@@ -199,7 +199,7 @@ pub fn keep_on_device(table: u32, words: Arc<dyn Any + Send + Sync>) {
     drop(before);
 }
 
-/// What kernels read a place from.
+/// Source from which kernels read a place.
 pub enum Read {
     /// What is kept with its table, if that lives.
     OnDevice(Option<Arc<dyn Any + Send + Sync>>),
@@ -207,7 +207,7 @@ pub enum Read {
     Number(u64),
 }
 
-/// What kernels read a place from.
+/// Returns the source from which kernels read a place.
 ///
 /// # Panics
 /// As [`Seed::value`].

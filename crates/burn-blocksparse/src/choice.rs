@@ -76,7 +76,7 @@ pub fn grid(shape: &LayoutShape, causal: bool) -> ScoreGrid {
     }
 }
 
-/// Which key blocks each row of scores keeps, read back from the device; of those of `within` alone, where there is one.
+/// Returns the key blocks that each row of scores selects, read back from the device; of those of `within` alone, where there is one.
 pub fn choose_rows(
     scores: Tensor<4>,
     shape: LayoutShape,
@@ -102,7 +102,7 @@ pub fn choose_rows(
     Ok(rows.collect())
 }
 
-/// Which blocks a row of a layout has; a layout of one batch entry has the same for all.
+/// Returns the blocks of a row of a layout; a layout of one batch entry has the same for all.
 pub fn allowed_blocks(
     layout: &BlockLayout,
     entry: usize,

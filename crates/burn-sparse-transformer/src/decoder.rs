@@ -9,7 +9,7 @@ use crate::block::Pass;
 use crate::stream::Stream;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
-/// What a [`Decoder`] asks of each layer: the layer's number, its attention and what it reads, `[batch, seq, d_model]`, give what its heads see,
+/// Callback by which a [`Decoder`] runs each layer's attention: the layer's number, its attention and what it reads, `[batch, seq, d_model]`, give what its heads see,
 /// `[batch, heads, seq, d_v]`.
 pub type Attend<'a> = dyn FnMut(usize, &SparseMultiHeadAttention, Tensor<3>) -> Result<Tensor<4>, TransformerError>
     + 'a;

@@ -89,7 +89,7 @@ pub fn ensure(
     }
 }
 
-/// What must not be given: `expected` says so.
+/// Checks that an argument is absent: `expected` says so.
 pub fn ensure_none(
     argument: &'static str,
     given: bool,
@@ -125,7 +125,7 @@ pub(crate) fn ensure_scores(
     ensure_above_zero("softcap", softcap.unwrap_or(1.0))
 }
 
-/// What `try_…` gives, or a panic with its error's text: the modules of burn-nn also panic.
+/// Returns what `try_…` gives, or panics with its error's text: the modules of burn-nn also panic.
 #[track_caller]
 pub fn or_panic<T, E: fmt::Display>(result: Result<T, E>) -> T {
     match result {

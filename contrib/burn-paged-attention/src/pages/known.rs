@@ -61,7 +61,7 @@ impl KnownPages {
         self.of_page.contains_key(&page)
     }
 
-    /// What is to be forgotten if a page is needed.
+    /// Returns the content to forget first if a page is needed.
     pub fn least_useful(&self) -> Option<u64> {
         self.idle.first().map(|&(.., number)| number)
     }

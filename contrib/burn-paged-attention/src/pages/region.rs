@@ -69,7 +69,7 @@ impl Region {
         self.start + self.slots()
     }
 
-    /// How far the pages are filled once the `count` oldest keys are evicted.
+    /// Returns how far the pages are filled once the `count` oldest keys are evicted.
     pub fn filling(&self, count: usize, page_size: usize) -> Filling {
         match count == self.slots() {
             true => Filling::default(),

@@ -28,7 +28,7 @@ use crate::pages::SequenceId;
 pub(super) struct Branches {
     /// Compressed pairs.
     pub entries: Store,
-    /// What is compressed.
+    /// Inputs of the next compression.
     pub tokens: Store,
     pub window: Option<Store>,
     /// True if keys and values of the branches are others than those that are chosen.

@@ -78,7 +78,7 @@ pub(super) struct PageLists {
     pub prefix: Option<Prefix>,
     /// Keys of the table that queries see from elsewhere, and the spans do not name.
     pub sinks: Option<Sinks>,
-    /// How queries choose pages, if they do: then every row of the call has a list of its own.
+    /// Choice of pages, if queries choose: then every row of the call has a list of its own.
     pub choice: Option<PageChoice>,
 }
 
@@ -205,7 +205,7 @@ pub(super) struct GroupKey {
     pub alibi: Option<Vec<f64>>,
     /// `[heads or 1, 2 · reach + 1]`
     pub relative: Option<[usize; 2]>,
-    /// How keys are chosen by content.
+    /// Selection of keys.
     pub selection: Option<Selection>,
     /// In three branches.
     pub nsa: Option<NsaHeadsConfig>,

@@ -22,9 +22,9 @@ pub(super) struct Evictor {
     layers: Vec<Option<Noted>>,
     /// How many sequences have a seat.
     seats: usize,
-    /// How often there were too few seats, or slots of a seat, and tensors were made anew.
+    /// Number of times that there were too few seats, or slots of a seat, and tensors were made anew.
     pub moves: usize,
-    /// How often keys were evicted.
+    /// Number of evictions.
     pub evictions: usize,
 }
 

@@ -7,7 +7,7 @@ use burn::tensor::DType;
 
 use blocksparse::HadamardFp8;
 
-/// Which scores of an indexer are wanted.
+/// Request for scores of an indexer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct IndexerScores {
@@ -21,7 +21,7 @@ pub struct IndexerScores {
     pub in_fp8: bool,
 }
 
-/// Which keys an indexer is to choose.
+/// Request for an indexer's choice of keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct IndexerChoice {
@@ -35,7 +35,7 @@ pub struct IndexerChoice {
     pub in_fp8: bool,
 }
 
-/// Which of the highest products of blocks are wanted.
+/// Request for the highest dot products of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlockMaxima {
@@ -47,7 +47,7 @@ pub struct BlockMaxima {
     pub blocks: usize,
 }
 
-/// How an indexer's loss is computed, besides its tensors.
+/// Parameters of an indexer's loss, besides its tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct IndexerLoss {
@@ -99,7 +99,7 @@ pub enum ComparedKeys<B: Backend> {
     Indices(IntTensor<B>),
 }
 
-/// How many keys queries see, from the first on.
+/// Number of keys that queries see, from the first on.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

@@ -229,7 +229,7 @@ impl Msa {
         Ok((Tensor::cat(outs, 2), Tensor::cat(logs, 2)))
     }
 
-    /// What queries `[batch, heads, seq_q, head_dim]` see of so many keys besides their [lists](Self::choose): their own blocks, or all keys up to their positions
+    /// Layout of what queries `[batch, heads, seq_q, head_dim]` see of so many keys besides their [lists](Self::choose): their own blocks, or all keys up to their positions
     /// where there is nothing to choose from.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use burn::backend::{Backend, backend_extension};
 #[cfg(feature = "fusion")]
 use burn::tensor::{DType, Shape};
 
-/// Which products of means are wanted.
+/// Request for dot products of means.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct MeanScores {
@@ -19,13 +19,13 @@ pub struct MeanScores {
     pub block: usize,
     /// The rows of blocks that are wanted.
     pub rows: Range<usize>,
-    /// What products are multiplied by.
+    /// Factor of the dot products.
     pub factor: f64,
     /// True if queries see no later keys: other scores may be 0.
     pub causal: bool,
 }
 
-/// Which blocks are alike in themselves, and so stood for by their means.
+/// Request for blocks that are self-similar, so that their means stand for them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LikeBlocks {
@@ -35,13 +35,13 @@ pub struct LikeBlocks {
     pub smooth: bool,
 }
 
-/// Which importance scores of compressed blocks are wanted, or which blocks chosen by them.
+/// Request for importance scores of compressed blocks, or for blocks chosen by them.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CompressedCall {
     /// Sizes of the call.
     pub shape: CompressedShape,
-    /// What products are multiplied by.
+    /// Factor of the dot products.
     pub scale: f64,
     /// Queries whose importance scores are wanted; all of them choose.
     pub rows: Range<usize>,

@@ -58,7 +58,7 @@ pub struct FlexPrefill {
     pub min_budget: usize,
 }
 
-/// What a head chose, on the host.
+/// Choice of a head, on the host.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct FlexHead {
@@ -68,9 +68,9 @@ pub struct FlexHead {
     pub attention: Vec<f64>,
     /// The distance between these, √JS.
     pub divergence: f64,
-    /// Which keys, and which distances, are retained if that is too far.
+    /// Keys and distances that are selected if that is too far.
     pub lines: [Vec<bool>; 2],
-    /// Which pairs of blocks are retained, `[rows][blocks]`, before any are forced.
+    /// Pairs of blocks that are selected, `[rows][blocks]`, before any are forced.
     pub pairs: Vec<bool>,
 }
 
@@ -102,7 +102,7 @@ impl FlexPrefill {
         self.min_budget.div_ceil(self.block)
     }
 
-    /// What a head chooses, in plain f64 loops.
+    /// Returns the choice of a head, in plain f64 loops.
     pub fn head_reference(&self, call: &ReferenceInputs, head: usize) -> FlexHead {
         let grid = call.grid(self.grid());
         let (b, blocks) = (self.block, grid.blocks());

@@ -10,7 +10,7 @@ use burn_blocksparse::OpError;
 
 /// A method of selection: how it is written, and read.
 pub(crate) struct Method {
-    /// What its text begins with.
+    /// Beginning of its text.
     pub name: &'static str,
     /// Its notation.
     pub notation: &'static str,
@@ -35,7 +35,7 @@ pub(crate) const SINKS_AND_NEAR: Always = Always { first: 1, local: 2 };
 const RULES: [&str; 4] = ["k", "ratio", "p", "above"];
 
 impl<'a> Arguments<'a> {
-    /// What stands after a method's name in a text.
+    /// Arguments after a method's name in a text.
     pub fn new(text: &'a str, behind: &'a str, notation: &'static str) -> Self {
         let parts = behind.split(',').map(str::trim);
         let parts = parts.filter(|part| !part.is_empty());

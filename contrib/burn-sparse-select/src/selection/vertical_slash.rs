@@ -105,7 +105,7 @@ impl VerticalSlash {
         window: usize,
     }
 
-    /// Which keys, and which distances, a head keeps, in plain f64 loops.
+    /// Returns the keys and distances that a head selects, in plain f64 loops.
     pub fn lines_reference(&self, call: &ReferenceInputs, head: usize) -> [Vec<bool>; 2] {
         let [columns, distances] = line_sums_reference(call, head, self.queries);
         [

@@ -186,7 +186,7 @@ pub struct Repeat {
     pub keys: Range<usize>,
     /// From the start of one to that of the next.
     pub period: usize,
-    /// How many there are.
+    /// Number of ranges.
     pub times: usize,
 }
 
@@ -210,7 +210,7 @@ impl Repeat {
         self.keys.start + shift..self.keys.end + shift
     }
 
-    /// What of it is in a range of positions: whole ranges, and what is left of the first and the last one.
+    /// Returns its part in a range of positions: whole ranges, and what is left of the first and the last one.
     pub fn within(&self, bounds: Range<usize>) -> Vec<Self> {
         let cut = |range: Range<usize>| range.start.max(bounds.start)..range.end.min(bounds.end);
         // Ranges that begin in the bounds, and of the others the first that ends in them.

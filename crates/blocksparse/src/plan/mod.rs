@@ -59,7 +59,7 @@ use crate::BlockLayout;
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct TilePlan {
-    /// How the layout was cut.
+    /// Tiling of the layout.
     pub tiling: Tiling,
     /// Positions an entry names.
     pub group: usize,

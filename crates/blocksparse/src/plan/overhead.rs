@@ -207,7 +207,7 @@ fn scattered(count: usize) -> impl Iterator<Item = usize> {
     (0..count).map(move |index| index * step % count)
 }
 
-/// How block rows are best put into tiles.
+/// Best grouping of block rows into tiles.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Grouping {
     /// See [`tiling_overhead`].
@@ -256,12 +256,12 @@ impl Grouping {
     }
 }
 
-/// What steps cost where blocks are narrow, relative to steps of adjacent positions without masks.
+/// Costs of steps where blocks are narrow, relative to steps of adjacent positions without masks.
 #[derive(Clone, Copy, Debug)]
 pub struct NarrowCosts {
     /// Of steps gathered from narrow blocks.
     pub gathered: f64,
-    /// What is added where all of them have masks, in blocks of 16 and of 32.
+    /// Extra cost where all of them have masks, in blocks of 16 and of 32.
     pub masked: [f64; 2],
     /// Of coarse steps, with their bits.
     pub coarse: f64,

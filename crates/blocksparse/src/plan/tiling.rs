@@ -1,6 +1,6 @@
 //! How a launch cuts a layout, and where the parts of a plan lie.
 
-/// Which side of the layout the tiles' rows are.
+/// Side of the layout that the tiles' rows are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mainloop {
     /// Tiles of queries against the keys they attend to: forward and dQ.
@@ -9,10 +9,10 @@ pub enum Mainloop {
     Columns,
 }
 
-/// How a plan cuts a layout.
+/// Parameters by which a plan cuts a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tiling {
-    /// Which side the rows are.
+    /// Side of the rows.
     pub mainloop: Mainloop,
     /// Positions of a tile.
     pub rows: usize,

@@ -45,7 +45,7 @@ pub(super) fn may_be_short(least: f64, most: usize) -> bool {
 pub(super) struct Visits {
     /// One order of tiles for all patterns, those with most steps first.
     pub order: Vec<u32>,
-    /// How many of them count visits for themselves.
+    /// Number of them that count visits for themselves.
     pub apart: usize,
     /// See [`TilePlan::between`](super::TilePlan::between).
     pub between: usize,

@@ -47,7 +47,7 @@ impl Grid {
         Ok(((density * self.blocks() as f64).round() as usize).max(1))
     }
 
-    /// How many of `count` blocks each output block keeps, if they differ by one at most.
+    /// Returns the number of blocks of each output block, of `count` in all, if they differ by one at most.
     pub fn shares(&self, count: usize) -> Vec<usize> {
         let before = |output: usize| count * output / self.outs;
         (0..self.outs)

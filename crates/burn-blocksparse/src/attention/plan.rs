@@ -95,7 +95,7 @@ impl AttentionPlan {
     }
 }
 
-/// What a call runs, and over which layout.
+/// Plan of a call, with its layout.
 #[doc(hidden)]
 pub struct Chosen {
     pub plan: AttentionPlan,

@@ -71,7 +71,7 @@ impl AttentionTensors {
         relative_bias: Some(Tensor<2>),
     }
 
-    /// What is added to scores, as backends take it.
+    /// Returns what is added to scores, as backends take it.
     #[doc(hidden)]
     pub fn scores(self, q: &Tensor<4>) -> ScoreTensors<Dispatch> {
         let sums = accumulate_in(q.dtype().into());

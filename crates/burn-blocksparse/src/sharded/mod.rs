@@ -69,7 +69,7 @@ pub struct SequenceShard {
     calls: AtomicU64,
 }
 
-/// What steps of a graph keep of a shard.
+/// End of a shard that steps of a graph hold.
 #[doc(hidden)]
 pub struct ShardEnd {
     rank: usize,

@@ -292,7 +292,7 @@ pub(crate) struct Through {
     pub grad: CubeTensor,
     /// The activation again, `[rows, hidden]`.
     pub active: Option<CubeTensor>,
-    /// What sums over rows add up from: `[parts, hidden]`, f32.
+    /// Parts of the sums over rows: `[parts, hidden]`, f32.
     pub totals: Option<CubeTensor>,
 }
 

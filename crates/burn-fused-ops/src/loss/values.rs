@@ -50,7 +50,7 @@ pub struct LossOutput<B: Backend> {
     pub weight: OptFloat<B>,
 }
 
-/// What the backward pass gets.
+/// Tensors saved for the backward pass.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -82,7 +82,7 @@ pub struct LossGrads<B: Backend> {
 
 float_list!(LossGrads, 2: ; x weight);
 
-/// What the forward pass has to compute.
+/// Results that the forward pass computes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LossTask {
@@ -100,7 +100,7 @@ pub struct LossTask {
     pub by_weight: bool,
 }
 
-/// What the backward pass has to return.
+/// Dtypes of the results of the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LossDtypes {

@@ -44,7 +44,7 @@ pub struct ContentHeads {
 }
 
 impl ContentHeads {
-    /// How they choose.
+    /// Returns their configuration.
     pub fn config(&self) -> &ContentAttention {
         &self.config
     }

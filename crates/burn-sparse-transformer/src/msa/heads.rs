@@ -110,7 +110,7 @@ impl MsaHeads {
         Ok(MsaIndex::new(next()?, next()?)?)
     }
 
-    /// What heads see of the blocks that the index branch chooses.
+    /// Returns the heads' attention to the blocks that the index branch chooses.
     #[doc(hidden)]
     pub fn attend_parts(
         &self,

@@ -53,7 +53,7 @@ pub(crate) struct NsaSizes {
     pub(crate) d_v: usize,
 }
 
-/// What happens to queries and keys after their projections.
+/// Rotations and norms of queries and keys after their projections.
 pub struct Placing<'a> {
     pub(crate) norm: Option<&'a HeadNorm>,
     pub(crate) eps: f64,
@@ -94,11 +94,11 @@ pub struct Projections {
 
 /// Keys and values of branches, normalised, and rotated but for tokens that a network compresses.
 pub struct Branches {
-    /// What is compressed.
+    /// Keys and values to compress.
     pub tokens: [Tensor<4>; 2],
-    /// What blocks are chosen of.
+    /// Keys and values of the selected branch.
     pub selected: [Tensor<4>; 2],
-    /// What the window has.
+    /// Keys and values of the window.
     pub window: [Tensor<4>; 2],
 }
 
@@ -175,7 +175,7 @@ impl NsaHeads {
         self.attend(query, branches, compressed, gates)
     }
 
-    /// What heads see of whole sequences.
+    /// Returns the heads' attention over whole sequences.
     #[doc(hidden)]
     pub fn attend(
         &self,

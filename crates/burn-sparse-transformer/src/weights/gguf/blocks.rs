@@ -92,7 +92,7 @@ pub fn of_id(id: u32) -> Option<&'static TensorType> {
     TYPES.iter().find(|kind| kind.id == id)
 }
 
-/// What a type that is not read is called.
+/// Returns the name of a type that is not read.
 pub fn name_of(id: u32) -> String {
     let other = OTHERS.iter().find(|(other, _)| *other == id);
     other.map_or(format!("{id}"), |(_, name)| format!("{name} ({id})"))
