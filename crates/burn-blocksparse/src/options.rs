@@ -100,7 +100,7 @@ impl AttentionOptions {
     }
 
     blocksparse::setters! {
-        /// Drops weights out, after the softmax: `out[i] = Σ_j p[i, j] · mask[i, j] / (1 − probability) · v[j]`. The backward pass
+        /// Applies attention dropout, after the softmax: `out[i] = Σ_j p[i, j] · mask[i, j] / (1 − probability) · v[j]`. The backward pass
         /// uses the same mask; lse and returned weights are those before dropout. The mask follows from the seed and the pair alone
         /// ([`Dropout`]), so give every training step, and every layer, a seed of its own.
         dropout: Some(Dropout),

@@ -55,7 +55,7 @@ pub struct SparseMultiHeadAttention {
     pub sinks: Option<Param<Tensor<1>>>,
     /// Heads that choose by content, after those of the pattern.
     pub content: Option<ContentHeads>,
-    /// Of the attention weights. Its masks are not drawn from the backend's generator but depend on a seed, see [`SparseMhaInput::dropout_seed`].
+    /// Attention dropout. Its masks are not drawn from the backend's generator but depend on a seed, see [`SparseMhaInput::dropout_seed`].
     pub dropout: Dropout,
     #[module(skip)]
     pub(crate) seeds: Seeds,

@@ -93,7 +93,7 @@ pub(crate) trait AttentionKind {
 
 /// That a pattern can stand in a layer with heads that choose by content.
 pub(crate) fn check_causal(pattern: &Pattern) -> Result<(), TransformerError> {
-    let expected = || "causal beside heads that choose by content".into();
+    let expected = || "causal next to content-based heads".into();
     ensure(pattern.is_causal(), "pattern", expected, pattern)
 }
 

@@ -65,7 +65,7 @@ impl AttentionKind for Selection {
 
     fn ensure_decodable(&self) -> Result<(), TransformerError> {
         let expected = || {
-            "prefix stable with a cache: later tokens take part in this one's choices; take quest or moba, or let prompts alone choose: `with_choosing_prompts` of a pool"
+            "prefix stable with a cache: later tokens influence this one's choice; take quest or moba, or let prompts alone choose: `with_choosing_prompts` of a pool"
                 .into()
         };
         ensure(self.ignores_later_rows(), "selection", expected, self)

@@ -94,7 +94,7 @@ pub struct SparseTransformerConfig {
     /// Bounds the attention scores to ±`softcap`. Default: no bound.
     pub softcap: Option<f64>,
     /// Options of the attention of every block that the paper does not have: rotary embeddings, ALiBi, relative position
-    /// biases, sinks, normalised queries and keys, dropout of the weights. Default: nothing.
+    /// biases, sinks, normalised queries and keys, attention dropout. Default: nothing.
     pub attention: Option<BlockAttentionConfig>,
     /// True if learned embeddings of positions are added to those of tokens, as in the paper. Default: yes;
     /// with `Some(false)` a token's place is known from the pattern and from `attention` only.

@@ -144,7 +144,7 @@ impl RunConfig {
         let content = &self.model.content;
         ensure!(
             content.is_some() || overrides.local_heads.is_empty(),
-            "--local-heads are those beside heads that choose by content; add --attention routing:WINDOW or lsh:BUCKET,ROUNDS"
+            "--local-heads are those next to content-based heads; add --attention routing:WINDOW or lsh:BUCKET,ROUNDS"
         );
         if let Some(content) = content {
             ensure!(

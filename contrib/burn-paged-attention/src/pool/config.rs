@@ -204,11 +204,11 @@ impl KvPoolConfig {
             self.positions == KvPositions::Original || is_window => "positions", "Original, because the residency is no Window", "InCache";
         }
         let known = self.prefix_reuse && self.prompts_choose;
-        let expected = "none where prompts choose: what is known of a beginning may depend on what followed it";
+        let expected = "none where prompts choose: cached keys may depend on later tokens";
         ensure_none("prefix_reuse", known, expected)?;
         let is_said = self.residency != KvRetention::Evict || self.eviction.is_some();
         blocksparse::ensure! { PoolError; is_said => "residency", "another; `with_eviction` says which keys stay", "Evict"; }
-        let expected = "none: pages of a sequence whose keys were evicted are not known again";
+        let expected = "none: pages with evicted keys are not cached";
         let known = self.prefix_reuse && self.eviction.is_some();
         Ok(ensure_none("eviction", known, expected)?)
     }

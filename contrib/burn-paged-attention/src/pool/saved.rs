@@ -263,7 +263,7 @@ impl KvPool {
     }
 
     fn check_saved(&self) -> Result<(), PoolError> {
-        let expected = "none: what keys are chosen by is not saved";
+        let expected = "none: the scores of its keys are not saved";
         Ok(ensure_none("eviction", self.evictor.is_some(), expected)?)
     }
 }

@@ -155,7 +155,7 @@ fn what_cannot_be_chosen_from_is_refused() {
     };
     let pool = |selection, pool| model(&[selection], 2, &device).new_pool(&pool);
     refused! {
-        pool("topk:16,3", room()) => "selection must be prefix stable with a cache: later tokens take part in this one's choices; take quest or moba, \
+        pool("topk:16,3", room()) => "selection must be prefix stable with a cache: later tokens influence this one's choice; take quest or moba, \
              or let prompts alone choose: `with_choosing_prompts` of a pool, got topk:16,3";
         pool("quest:16,48", room().with_page_size(32)) => "page_size must be 16, the page of quest, got 32";
         pool("moba:16,3,share=mean", room().with_page_size(64)) => "page_size must be a divisor of 16, the block of moba, got 64";

@@ -188,7 +188,7 @@ impl Msa {
             Some(lists) => {
                 OpError::expect_same("lists' block", self.block, "that of msa", lists.block)?;
                 if self.sees_all(k.dims()[2]) {
-                    let expected = "none where no more blocks than are kept are to choose from";
+                    let expected = "none where there are at most keep blocks";
                     return Err(OpError::argument("lists", expected, "some"));
                 }
                 let [batch, heads, seq_q, head_dim] = q.dims();

@@ -143,7 +143,7 @@ impl<'a> SparseAttentionCall<'a> {
         scale => options.scale: Some(f64),
         /// Sets the softcap `c`: scores become `c · tanh(score / c)` after scaling (Gemma 2).
         softcap => options.softcap: Some(f64),
-        /// Drops weights out after the softmax: [`AttentionOptions::dropout`].
+        /// Applies attention dropout after the softmax: [`AttentionOptions::dropout`].
         dropout => options.dropout: Some(Dropout),
         /// Sets the precision of matmuls of f32 tensors.
         precision => options.precision: ProductPrecision,

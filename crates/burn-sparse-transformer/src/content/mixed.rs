@@ -174,7 +174,7 @@ impl AttentionKind for ContentHeads {
     }
 
     fn ensure_replaceable(&self) -> Result<(), TransformerError> {
-        let expected = "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see";
+        let expected = "none with padding, packed sequences, weights, caches and pools: later tokens influence what its heads see";
         Err(TransformerError::argument(
             "content",
             expected,
@@ -245,10 +245,10 @@ impl SparseMultiHeadAttentionConfig {
         ensure(
             self.pattern.is_causal(),
             "pattern",
-            || "causal beside heads that choose by content, which see earlier tokens alone".into(),
+            || "causal next to content-based heads, which see earlier tokens alone".into(),
             &self.pattern,
         )?;
-        let expected = "none beside heads that choose by content";
+        let expected = "none next to content-based heads";
         self.ensure_no_options(expected)?;
         for (argument, given) in [
             (

@@ -184,7 +184,7 @@ impl RoutingAttention {
         &self,
         input: RoutingAttentionInput,
     ) -> Result<RoutingAttentionOutput, TransformerError> {
-        let expected = "none with clusters, which would take padding, too";
+        let expected = "none with clusters, which would also take padding";
         ensure_none("padding", input.padded, expected)?;
         let x = input.x;
         let dtype = x.dtype();
