@@ -16,7 +16,7 @@ use crate::progress::{program, say};
 use crate::run::{self, RunFolder};
 use crate::{device, model};
 
-/// Begin a run with the weights of a safetensors or PyTorch file
+/// Begin a run with weights from a safetensors, PyTorch or Burn file
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 import --weights model.pt --preset tiny --run runs/imported
