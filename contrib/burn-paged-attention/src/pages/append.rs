@@ -33,7 +33,7 @@ impl Step {
     }
 
     /// New tokens whose queries have been computed already, from their own keys and from the pages as they were: what only they
-    /// attend to is not written, and let go. So the step comes after attention, and tokens can be taken back no further than by the rollback.
+    /// attend to is not stored. So the step comes after attention, and tokens can be taken back no further than by the rollback.
     pub fn prefill(id: SequenceId, tokens: usize) -> Self {
         Self {
             is_prefill: true,
@@ -52,7 +52,7 @@ impl Step {
 struct Planned {
     id: SequenceId,
     tokens: usize,
-    /// The first query that may come: keys whose last query is before it are let go.
+    /// The first query that may come: keys whose last query is before it are evicted.
     floor: usize,
     rows: Vec<PlannedRow>,
 }
@@ -60,7 +60,7 @@ struct Planned {
 struct PlannedRow {
     /// The last query of each new key.
     last: Vec<i32>,
-    /// Timed keys that are let go.
+    /// Timed keys that are evicted.
     dropped: usize,
     permanent: usize,
     timed: usize,
@@ -105,7 +105,7 @@ impl PagePool {
         Ok(writes.pop().expect("one for each step"))
     }
 
-    /// Steps of different sequences, all of which are done or none. What all of them let go is free before the first one takes a page. The copies of all of
+    /// Steps of different sequences, all of which are done or none. The pages that they free are available before the first one takes a page. The copies of all of
     /// them come before the writes of any.
     ///
     /// # Errors

@@ -108,8 +108,8 @@ impl PoolConfig {
         /// Rows of a sequence in the page table: 1, where all KV heads keep the keys that any of them reaches, or one for each KV head. Without this
         /// it is 1 where the KV heads reach the same keys, and one for each otherwise.
         with_table_rows => table_rows: Some(usize),
-        /// Tokens that can be taken back, as a draft's that were not accepted (0 without this): what they may have
-        /// let go is kept for so long. Sequences that keep all keys can go back to any length.
+        /// Tokens that can be rolled back, such as the rejected ones of a draft. Default: 0. Keys that they evict are
+        /// stored that long. Sequences that keep all keys can go back to any length.
         with_rollback => rollback: usize,
         /// Keeps the contents of full pages known by their tokens, so that a sequence that begins with the same tokens finds them:
         /// [`PagePool::join_with_prefix`](super::PagePool::join_with_prefix). The fingerprint stands for the model and whatever else keys depend on.

@@ -17,7 +17,7 @@ pub(super) struct Known {
     /// Pages before it.
     pub depth: usize,
     pub children: Vec<u64>,
-    /// When one of its pages was last let go.
+    /// When one of its pages was last freed.
     pub used: u64,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct KnownPages {
 }
 
 impl KnownPages {
-    /// A point in time: what is let go at once is used last at once.
+    /// A point in time: what is evicted at once is used last at once.
     pub fn tick(&mut self) {
         self.clock += 1;
     }

@@ -14,7 +14,7 @@ pub(super) struct Lifetimes {
     heads: Vec<Vec<usize>>,
     /// Query heads of a table row.
     heads_of_row: usize,
-    /// No key is ever let go.
+    /// No key is ever evicted.
     keeps_all: bool,
     /// True if a row of the pattern is what is live before it, in all heads, and the heads of a table row are alike.
     row_is_live: bool,
@@ -71,7 +71,7 @@ impl Lifetimes {
         self.row_is_live
     }
 
-    /// Returns whether each key is let go when it dies, and not later: none waits for others before it.
+    /// Returns whether each key is evicted when it dies, and not later: none waits for others before it.
     pub(super) fn dies_in_order(&self, residency: KvRetention) -> bool {
         match residency {
             KvRetention::Window { .. } => self.keeps_all,

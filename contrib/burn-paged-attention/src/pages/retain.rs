@@ -39,7 +39,7 @@ impl PagePool {
         }
         let next = sequence.next;
         let oldest = (next.saturating_sub(self.config.rollback)).max(sequence.oldest);
-        // What is let go, and shared pages that are written elsewhere.
+        // What is evicted, and shared pages that are written elsewhere.
         let (mut released, mut asked) = (0, 0);
         for (row, &count) in sequence.rows.iter().zip(counts) {
             let stored = row.permanent.slots();

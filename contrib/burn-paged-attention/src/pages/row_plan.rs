@@ -105,7 +105,7 @@ impl RowPlan {
 impl PagePool {
     /// The slots that the query at a position of a sequence reads in `head`, from the pattern and without a layout: in O(1) where keys repeat in a
     /// region without gaps, otherwise in O(runs), for callbacks in O(keys).
-    /// Keys after the sequence's last token are not there yet; those that were let go are none of the runs, so only queries from
+    /// Keys after the sequence's last token are not there yet; those that were evicted are none of the runs, so only queries from
     /// [`oldest`](Self::oldest) on read all that the pattern says.
     ///
     /// # Errors

@@ -49,7 +49,7 @@ pub(super) struct GroupStep {
     /// `[batch, T, s]`
     pub slots: Tensor<3, Int>,
     pub road: Road,
-    /// Pages whose keys were let go.
+    /// Pages whose keys were evicted.
     pub freed: Vec<usize>,
     /// Of native sparse attention.
     pub nsa: Option<NsaStep>,

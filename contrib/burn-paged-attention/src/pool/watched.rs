@@ -1,4 +1,4 @@
-//! What is known of keys, for those to be let go that are worth least.
+//! What is known of keys, so that those worth least are evicted.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
