@@ -32,8 +32,8 @@ impl Step {
         }
     }
 
-    /// New tokens whose queries have been computed already, from their own keys and from the pages as they were: what only they
-    /// attend to is not stored. So the step comes after attention, and tokens can be taken back no further than by the rollback.
+    /// New tokens whose queries have been computed already, from their own keys and from the pages as they were: keys that only
+    /// they attend to are not written, or freed. So the step comes after attention, and tokens can be taken back no further than by the rollback.
     pub fn prefill(id: SequenceId, tokens: usize) -> Self {
         Self {
             is_prefill: true,
