@@ -41,8 +41,8 @@ pub(crate) use slabs::Slabs;
 /// x[i, j] = (index_heads · index_dim)^−½ · Σ_u w[i, u] · relu(q[i, u] · k[j])
 /// ```
 ///
-/// with a few narrow heads of queries of its own, one key a token, and weights; all heads of the attention have one list. Ties go to the earlier key is
-/// chosen, and NaN is the lowest; where there are no more keys than `keep` all are. A choice follows from earlier tokens alone.
+/// with a few narrow heads of queries of its own, one key a token, and weights; all heads of the attention have one list. Ties go to the earlier key,
+/// and NaN sorts last; where there are no more keys than `keep` all are chosen. A choice follows from earlier tokens alone.
 ///
 /// The choice has no gradient. The indexer learns by [`loss`](Self::loss): the paper trains it alone for 1,000 steps against dense attention
 /// ([`DsaTarget::All`]), and then beside the model, whose own loss does not reach it, over the chosen keys ([`DsaTarget::Chosen`]); its
