@@ -19,21 +19,32 @@ pub(super) fn check(key: &GroupKey, books: &PagePool) -> Result<(), PoolError> {
     Ok(())
 }
 
-/// Keys of a layer that stay.
+/// Elements of keys and values that are in memory at a time, besides the pages.
+const AT_ONCE: usize = 1 << 26;
+
+/// Keys of a layer that stay, of each KV head.
 struct Kept {
-    layer: usize,
-    /// Of each KV head, as places among the slots of its row.
+    /// Their places among the slots of the head's row.
     places: Vec<Vec<usize>>,
-    /// Where they are, `[kv_heads · most]`, of all pages.
-    ids: Vec<i32>,
+    /// Where they are, as rows of all pages.
+    ids: Vec<Vec<i32>>,
 }
 
 /// Keys of a sequence that stay, and where.
 struct Moves {
     id: SequenceId,
+    /// Of each layer.
     kept: Vec<Kept>,
     /// Of each group of layers.
     retained: Vec<Retained>,
+}
+
+impl Moves {
+    /// The most keys that a head of a layer keeps.
+    fn most(&self, layer: usize) -> usize {
+        let places = self.kept[layer].places.iter();
+        places.map(Vec::len).max().unwrap_or(0)
+    }
 }
 
 impl KvPool {
@@ -73,48 +84,67 @@ impl KvPool {
         if due.is_empty() {
             return Ok(());
         }
-        let mut scores = self.scores_of(&due, layers)?.into_iter();
-        let mut chosen = Vec::with_capacity(due.len());
-        for id in due {
-            let of_layers: Vec<Vec<Vec<f32>>> = scores.by_ref().take(self.layers.len()).collect();
-            chosen.push((id, self.choose(id, &of_layers)?));
-        }
+        let scores = self.scores_of(&due, layers)?;
+        let chosen = due.into_iter().zip(scores);
+        let chosen = chosen.map(|(id, scores)| Ok((id, self.choose(id, &scores)?)));
+        let chosen = chosen.collect::<Result<_, PoolError>>()?;
         self.evict_chosen(chosen)
     }
 
-    /// The scores of sequences, of each in each layer: one copy to the host for all of them.
+    /// The scores of sequences, of each in each layer and KV head. A layer's sequences are computed together, and copied to the host with those of other layers.
     fn scores_of(
         &self,
         ids: &[SequenceId],
         layers: &[&SparseMultiHeadAttention],
-    ) -> Result<Vec<Vec<Vec<f32>>>, PoolError> {
+    ) -> Result<Vec<Vec<Vec<Vec<f32>>>>, PoolError> {
         let lost = || PoolError::argument("pool", "one whose last call succeeded", "another");
         let evictor = self.evictor.as_ref().ok_or_else(lost)?;
-        let mut shapes = Vec::new();
-        let mut all = Vec::new();
-        for &id in ids {
+        let mut found = Vec::with_capacity(ids.len());
+        for ids in ids.chunks(self.at_once(self.groups.iter().map(|group| &group.books), ids)?) {
+            let (mut shapes, mut all) = (Vec::new(), Vec::new());
             for (layer, ((at, store), mha)) in self.layers.iter().zip(layers).enumerate() {
                 let books = &self.groups[*at].books;
-                let scores = Layer(mha).worth(store, books, evictor, layer, id)?;
+                let scores = Layer(mha).worth(store, books, evictor, layer, ids)?;
                 let scores = scores.ok_or_else(lost)?;
-                let [heads, slots] = scores.dims();
-                shapes.push([heads, slots]);
-                all.push(scores.reshape([heads * slots]));
+                let [rows, slots] = scores.dims();
+                shapes.push([rows / ids.len(), slots]);
+                all.push(scores.reshape([rows * slots]));
+            }
+            let all = Tensor::cat(all, 0).into_data();
+            let all: Vec<f32> = all
+                .try_into_vec()
+                .map_err(|error| PoolError::argument("scores", "numbers", format!("{error:?}")))?;
+            for at in 0..ids.len() {
+                let mut rest = all.as_slice();
+                let of_layers = shapes.iter().map(|&[heads, slots]| {
+                    let (own, after) = rest.split_at(ids.len() * heads * slots);
+                    rest = after;
+                    let own = &own[at * heads * slots..][..heads * slots];
+                    own.chunks(slots.max(1)).map(<[f32]>::to_vec).collect()
+                });
+                found.push(of_layers.collect());
             }
         }
-        let all = Tensor::cat(all, 0).into_data();
-        let all: Vec<f32> = all
-            .try_into_vec()
-            .map_err(|error| PoolError::argument("scores", "numbers", format!("{error:?}")))?;
-        let mut rest = all.as_slice();
-        let split = shapes.into_iter().map(|[heads, slots]| {
-            let (own, after) = rest.split_at(heads * slots);
-            rest = after;
-            (0..heads)
-                .map(|head| own[head * slots..][..slots].to_vec())
-                .collect()
+        Ok(found)
+    }
+
+    /// Sequences whose keys and values of a layer are in memory at a time, at least one.
+    fn at_once<'a>(
+        &self,
+        mut books: impl Iterator<Item = &'a PagePool>,
+        ids: &[SequenceId],
+    ) -> Result<usize, CacheError> {
+        let slots = books.try_fold(0, |most, books| {
+            let spans = books.spans(ids)?;
+            let slots = spans.chunks(4).map(|span| span[0] as usize);
+            Ok::<_, CacheError>(most.max(slots.max().unwrap_or(0)))
+        })?;
+        let widths = self.layers.iter().map(|(at, store)| {
+            let widths = store.widths().unwrap_or_default();
+            self.groups[*at].key.kv_heads * widths.iter().sum::<usize>()
         });
-        Ok(split.collect())
+        let of_sequence = slots * widths.max().unwrap_or(0);
+        Ok((AT_ONCE / of_sequence.max(1)).max(1))
     }
 
     /// Which slots of each layer and KV head of a sequence stay.
@@ -176,11 +206,10 @@ impl KvPool {
         if let Some(evictor) = &mut self.evictor {
             evictor.evictions += 1;
         }
-        // One after the other: what one sequence frees another may take.
-        for of_sequence in moves {
-            self.rewrite(of_sequence)?;
-        }
-        Ok(())
+        // One part after the other: what one sequence frees another may take.
+        let ids: Vec<SequenceId> = moves.iter().map(|of_sequence| of_sequence.id).collect();
+        let at_once = self.at_once(before.iter(), &ids)?;
+        (moves.chunks(at_once)).try_for_each(|moves| self.rewrite(moves))
     }
 
     /// Lets keys of a sequence go in the books.
@@ -193,7 +222,7 @@ impl KvPool {
         for (layer, places) in chosen.into_iter().enumerate() {
             let Group { key, books, .. } = &self.groups[self.layers[layer].0];
             let ids = ids_of(books, id, key.kv_heads, &places)?;
-            kept.push(Kept { layer, places, ids });
+            kept.push(Kept { places, ids });
         }
         let mut retained = Vec::with_capacity(self.groups.len());
         for (at, group) in self.groups.iter_mut().enumerate() {
@@ -220,36 +249,44 @@ impl KvPool {
         Ok(Moves { id, kept, retained })
     }
 
-    /// Writes the keys and values that stay to where they stay.
-    fn rewrite(&mut self, moves: Moves) -> Result<(), PoolError> {
-        let Moves { id, kept, retained } = moves;
+    /// Writes the keys and values of sequences that stay to where they stay. All are read before any is written.
+    fn rewrite(&mut self, moves: &[Moves]) -> Result<(), PoolError> {
         let device = self.device.clone();
-        let len = self.len(id)?;
-        for Kept { layer, places, ids } in kept {
-            let (at, store) = &mut self.layers[layer];
+        let lengths = moves.iter().map(|of_sequence| self.len(of_sequence.id));
+        let lengths = lengths.collect::<Result<Vec<_>, _>>()?;
+        for (layer, (at, store)) in self.layers.iter_mut().enumerate() {
             let kv_heads = self.groups[*at].key.kv_heads;
-            let retained = &retained[*at];
-            let rows = retained.slots.len();
-            let most = retained.slots.iter().map(Vec::len).max().unwrap_or(0);
+            let most = moves.iter().map(|of_sequence| of_sequence.most(layer));
+            let most = most.max().unwrap_or(0);
             if most > 0 {
-                let from = ints(ids, [kv_heads * most], &device);
+                let ids = moves.iter().flat_map(|of_sequence| {
+                    let ids = &of_sequence.kept[layer].ids;
+                    ids.iter().flat_map(move |ids| padded(ids, most, 0))
+                });
+                let from = ints(ids.collect(), [moves.len() * kv_heads * most], &device);
                 // What was rounded to eight bits is rounded to the same ones again.
                 let moved = store.gather(&from, store.dtype())?.map(|rows| {
                     let [_, width] = rows.dims();
-                    rows.reshape([1, kv_heads, most, width])
+                    rows.reshape([moves.len(), kv_heads, most, width])
                 });
-                let slots = retained.slots.iter().flat_map(|slots| {
-                    let none = std::iter::repeat_n(-1, most - slots.len());
-                    slots.iter().copied().chain(none)
-                });
-                let slots = ints(slots.collect(), [1, rows, most], &device);
+                let retained = || moves.iter().map(|of_sequence| &of_sequence.retained[*at]);
+                let rows = moves[0].retained[*at].slots.len();
+                let slots = retained().flat_map(|retained| &retained.slots);
+                let slots = slots.flat_map(|slots| padded(slots, most, -1)).collect();
+                let slots = ints(slots, [moves.len(), rows, most], &device);
                 if cfg!(debug_assertions) {
-                    store.poison(&retained.freed, kv_heads / rows);
+                    for retained in retained() {
+                        store.poison(&retained.freed, kv_heads / rows);
+                    }
                 }
                 store.write(None, moved, slots)?;
             }
             if let Some(evictor) = &mut self.evictor {
-                evictor.keep(layer, id, &places, len, &device)?;
+                let kept = moves.iter().zip(&lengths).map(|(of_sequence, &len)| {
+                    let places = of_sequence.kept[layer].places.as_slice();
+                    (of_sequence.id, places, len)
+                });
+                evictor.keep(layer, &kept.collect::<Vec<_>>(), &device)?;
             }
         }
         Ok(())
@@ -260,9 +297,10 @@ impl KvPool {
     pub fn attention_sums(&self, id: SequenceId, layer: usize) -> Option<Tensor<2>> {
         let books = &self.groups[self.layers.get(layer)?.0].books;
         let slots = books.tables(&[id]).ok()?.most_slots;
-        let sizes = [slots, books.len(id).ok()?];
+        let len = books.len(id).ok()?;
         let evictor = self.evictor.as_ref()?;
-        evictor.total(layer, id, sizes, &self.device).ok()?
+        let total = evictor.total(layer, &[(id, len)], slots, &self.device);
+        total.ok()?
     }
 
     /// Evicts keys of sequences down to the capacity, by the caller's scores of their tokens: in a pool with
@@ -379,28 +417,30 @@ fn stored_of_heads(
         .collect())
 }
 
-/// The rows of all pages that the slots of each KV head of a sequence are; heads with fewer repeat one.
+/// The rows of all pages that places of each KV head of a sequence are.
 fn ids_of(
     books: &PagePool,
     id: SequenceId,
     kv_heads: usize,
     places: &[Vec<usize>],
-) -> Result<Vec<i32>, CacheError> {
+) -> Result<Vec<Vec<i32>>, CacheError> {
     let rows = books.table_rows();
     let of_row = kv_heads / rows;
     let page_size = books.config().page_size();
     let slots = (0..rows).map(|row| books.slot_keys(id, row));
     let slots = slots.collect::<Result<Vec<_>, _>>()?;
-    let most = places.iter().map(Vec::len).max().unwrap_or(0);
-    let mut ids = Vec::with_capacity(kv_heads * most);
-    for (head, places) in places.iter().enumerate() {
-        let of = |place: usize| {
+    let of_heads = places.iter().enumerate().map(|(head, places)| {
+        let of = |&place: &usize| {
             let slot = slots[head / of_row][place].slot;
             ((slot.page * of_row + head % of_row) * page_size + slot.slot) as i32
         };
-        ids.extend(places.iter().map(|&place| of(place)));
-        let any = places.first().map_or(0, |&place| of(place));
-        ids.extend(std::iter::repeat_n(any, most - places.len()));
-    }
-    Ok(ids)
+        places.iter().map(of).collect()
+    });
+    Ok(of_heads.collect())
+}
+
+/// Numbers, and another one after them until there are `most`.
+fn padded(numbers: &[i32], most: usize, with: i32) -> impl Iterator<Item = i32> + '_ {
+    let missing = std::iter::repeat_n(with, most - numbers.len());
+    numbers.iter().copied().chain(missing)
 }

@@ -208,61 +208,52 @@ impl Layer<'_> {
         })
     }
 
-    /// What the keys of a sequence are worth, `[kv_heads, slots]`, f32: its slots of a layer that are filled.
+    /// Scores of the keys of sequences, `[sequences · kv_heads, slots]`, f32: of as many slots of a layer as the fullest one has; what is not filled has any.
     pub(super) fn worth(
         &self,
         store: &Store,
         books: &PagePool,
         evictor: &Evictor,
         layer: usize,
-        id: SequenceId,
+        ids: &[SequenceId],
     ) -> Result<Option<Tensor<2>>, PoolError> {
-        let (kv_heads, len) = (self.n_kv_heads(), books.len(id)?);
-        let tables = books.tables(&[id])?;
-        let stored: Vec<usize> = (tables.spans.chunks(4))
-            .map(|span| span[0] as usize)
-            .collect();
+        let kv_heads = self.n_kv_heads();
+        let lengths = ids.iter().map(|&id| Ok((id, books.len(id)?)));
+        let lengths = lengths.collect::<Result<Vec<_>, PoolError>>()?;
+        let tables = books.tables(ids)?;
+        let slots = tables.most_slots;
+        let (rows, of_row) = (ids.len() * kv_heads, kv_heads / books.table_rows());
         let device = self.key.weight.device();
         let keys = || {
-            let rows = books.table_rows();
-            let of_row = kv_heads / rows;
-            let width = tables
-                .most_slots
-                .div_ceil(books.config().page_size())
-                .max(1);
-            let pages = (0..kv_heads).flat_map(|head| {
+            let width = slots.div_ceil(books.config().page_size()).max(1);
+            let pages = (0..rows).flat_map(|head| {
                 let row = &tables.table[head / of_row * tables.max_pages..][..width];
                 row.iter()
                     .map(move |&page| page.max(0) * of_row as i32 + (head % of_row) as i32)
             });
-            let pages = ints(pages.collect(), [kv_heads * width], &device);
+            let pages = ints(pages.collect(), [rows * width], &device);
             let keys = store.keys_of(&pages)?;
             let [_, page_size, channels] = keys.dims();
-            let keys = keys.reshape([kv_heads, width * page_size, channels]);
-            let keys = keys.narrow(1, 0, tables.most_slots);
+            let keys = keys.reshape([rows, width * page_size, channels]);
+            let keys = keys.narrow(1, 0, slots);
             let dtype = accumulate_in(keys.dtype().into());
             Ok::<_, TransformerError>(keys.cast(dtype))
         };
         let scores = match evictor.config.score {
             EvictionScore::Custom => None,
             EvictionScore::Sum | EvictionScore::Mean => {
-                evictor.total(layer, id, [tables.most_slots, len], &device)?
+                evictor.total(layer, &lengths, slots, &device)?
             }
             EvictionScore::KeyNorm => {
                 let keys = keys()?;
                 let squares = keys.clone() * keys;
-                Some(
-                    squares
-                        .sum_dim(2)
-                        .sqrt()
-                        .neg()
-                        .reshape([kv_heads, tables.most_slots]),
-                )
+                Some(squares.sum_dim(2).sqrt().neg().reshape([rows, slots]))
             }
             EvictionScore::LastRow | EvictionScore::Votes { .. } => {
-                let queries = evictor.last_queries(layer, id, len, &device)?;
+                let queries = evictor.last_queries(layer, &lengths, &device)?;
                 let keys = keys()?;
-                queries.map(|queries| self.votes(queries, keys, &stored))
+                let stored = (0..rows).map(|head| tables.spans[head / of_row * 4] as usize);
+                queries.map(|queries| self.votes(queries, keys, stored))
             }
         };
         Ok(scores.map(|scores| scores.cast(FloatDType::F32)))
@@ -272,33 +263,41 @@ impl Layer<'_> {
         (self.attention_options().scale).unwrap_or_else(|| 1.0 / (width as f64).sqrt())
     }
 
-    /// The mean attention of the newest queries `[heads, m, d_k]` of a sequence to its slots, over the heads that share a KV head: `[kv_heads, slots]`.
-    fn votes(&self, queries: Tensor<3>, keys: Tensor<3>, stored: &[usize]) -> Tensor<2> {
-        let [heads, rows, width] = queries.dims();
-        let [kv_heads, slots, _] = keys.dims();
+    /// The mean attention of the newest queries `[sequences, heads, m, d_k]` to so many slots of each row of keys as are stored, over the heads that share a KV
+    /// head: `[sequences · kv_heads, slots]`.
+    fn votes(
+        &self,
+        queries: Tensor<4>,
+        keys: Tensor<3>,
+        stored: impl Iterator<Item = usize>,
+    ) -> Tensor<2> {
+        let [_, heads, rows, width] = queries.dims();
+        let [all, slots, _] = keys.dims();
+        let kv_heads = self.n_kv_heads();
         let group = heads / kv_heads;
         let device = queries.device();
         let sums = FloatDType::from(keys.dtype());
         // The newest query sees all slots, each one before it a slot less.
-        let limits = stored.iter().flat_map(|&stored| {
+        let limits = stored.flat_map(|stored| {
             (0..rows).map(move |row| (stored + row + 1).saturating_sub(rows).max(1) as i32)
         });
-        let limits = ints(limits.collect(), [stored.len(), 1, rows, 1], &device);
+        let limits = ints(limits.collect(), [all, 1, rows, 1], &device);
         let q = queries.cast(sums) * self.scale(width);
-        let q = q.reshape([kv_heads, group * rows, width]);
+        let q = q.reshape([all, group * rows, width]);
         let scores = self.capped(q.matmul(keys.swap_dims(1, 2)));
-        let scores = scores.reshape([kv_heads, group, rows, slots]);
+        let scores = scores.reshape([all, group, rows, slots]);
         let places = Tensor::<1, Int>::arange(0..slots as i64, (&device, limits.dtype()));
         let is_hidden = places.reshape([1, 1, 1, slots]).greater_equal(limits);
-        let is_hidden = is_hidden.expand([kv_heads, group, rows, slots]);
+        let is_hidden = is_hidden.expand([all, group, rows, slots]);
         let scores = scores.mask_fill(is_hidden, HIDDEN);
         let top = scores.clone().max_dim(3);
         let sinks = self.sink_logits();
         let (top, sink) = match sinks {
             None => (top, None),
             Some(sinks) => {
-                let sinks = sinks.cast(sums).reshape([kv_heads, group, 1, 1]);
-                let sinks = sinks.expand([kv_heads, group, rows, 1]);
+                let sinks = sinks.cast(sums).reshape([1, kv_heads, group, 1]);
+                let sinks = sinks.expand([all / kv_heads, kv_heads, group, rows]);
+                let sinks = sinks.reshape([all, group, rows, 1]);
                 let top = top.max_pair(sinks.clone());
                 (top.clone(), Some((sinks - top).exp()))
             }
@@ -309,8 +308,8 @@ impl Layer<'_> {
             None => total,
             Some(sink) => total + sink,
         };
-        let attention = (weights / total).reshape([kv_heads, group * rows, slots]);
-        attention.mean_dim(1).reshape([kv_heads, slots])
+        let attention = (weights / total).reshape([all, group * rows, slots]);
+        attention.mean_dim(1).reshape([all, slots])
     }
 
     pub(super) fn capped<const D: usize>(&self, scores: Tensor<D>) -> Tensor<D> {

@@ -120,32 +120,42 @@ impl Noted {
         self.rows.write(None, [rows.cast(self.dtype), none], slots)
     }
 
-    /// Rows of slots of a seat, of each head: `[heads, n, width]`.
-    pub(super) fn read(
+    /// Rows of slots of seats, of each head: `[seats, heads, n, width]`. Heads with fewer have numbers of no meaning after them.
+    fn read<'a>(
         &self,
-        seat: usize,
-        slots: &[Vec<usize>],
+        seats: impl ExactSizeIterator<Item = (usize, &'a [Vec<usize>])> + Clone,
         device: &Device,
-    ) -> Result<Tensor<3>, TransformerError> {
-        let most = slots.iter().map(Vec::len).max().unwrap_or(0);
-        let mut ids = Vec::with_capacity(self.heads * most);
-        for (head, slots) in slots.iter().enumerate() {
-            let first = (seat * self.heads + head) * self.slots();
-            ids.extend(slots.iter().map(|slot| (first + slot) as i32));
-            // Heads with fewer have numbers of no meaning behind them.
-            ids.extend(std::iter::repeat_n(first as i32, most - slots.len()));
+    ) -> Result<Tensor<4>, TransformerError> {
+        let most = (seats.clone().flat_map(|(_, slots)| slots))
+            .map(Vec::len)
+            .max()
+            .unwrap_or(0);
+        let count = seats.len();
+        let mut ids = Vec::with_capacity(count * self.heads * most);
+        for (seat, slots) in seats {
+            for (head, slots) in slots.iter().enumerate() {
+                let first = (seat * self.heads + head) * self.slots();
+                ids.extend(slots.iter().map(|slot| (first + slot) as i32));
+                ids.extend(std::iter::repeat_n(first as i32, most - slots.len()));
+            }
         }
-        let ids = ints(ids, [self.heads * most], device);
+        let ids = ints(ids, [count * self.heads * most], device);
         let rows = self.rows.keys_at(&ids)?;
         let [_, width] = rows.dims();
-        Ok(rows.reshape([self.heads, most, width]))
+        Ok(rows.reshape([count, self.heads, most, width]))
     }
 
-    /// Slots of a seat from the first on, `[1, 1, count]`.
-    fn first_slots(&self, seat: usize, count: usize, device: &Device) -> Tensor<3, Int> {
-        let first = seat * self.slots();
-        let slots = (first..first + count).map(|slot| slot as i32);
-        ints(slots.collect(), [1, 1, count], device)
+    /// Slots of seats from the first on, `[seats, 1, count]`.
+    fn first_slots(
+        &self,
+        seats: impl ExactSizeIterator<Item = usize>,
+        count: usize,
+        device: &Device,
+    ) -> Tensor<3, Int> {
+        let shape = [seats.len(), 1, count];
+        let slots = seats.flat_map(|seat| (0..count).map(move |slot| (seat, slot)));
+        let slots = slots.map(|(seat, slot)| (seat * self.slots() + slot) as i32);
+        ints(slots.collect(), shape, device)
     }
 }
 
@@ -207,7 +217,8 @@ impl Evictor {
         device: &Device,
     ) -> Tensor<3, Int> {
         let noted = self.layers.iter().flatten().next();
-        let slots = |noted: &Noted| noted.first_slots(self.seat(id)[0], count, device);
+        let slots =
+            |noted: &Noted| noted.first_slots([self.seat(id)[0]].into_iter(), count, device);
         noted.map_or_else(|| ints(Vec::new(), [1, 1, 0], device), slots)
     }
 
@@ -276,10 +287,10 @@ impl Evictor {
         };
         let [seat, _] = self.seat(to);
         for noted in self.layers.iter_mut().flatten() {
-            let slots: Vec<usize> = (0..noted.slots()).collect();
-            let rows = noted.read(watched.seat, &vec![slots; noted.heads], device)?;
-            let [_, count, _] = rows.dims();
-            noted.write(rows.unsqueeze(), noted.first_slots(seat, count, device))?;
+            let slots = vec![(0..noted.slots()).collect(); noted.heads];
+            let rows = noted.read([(watched.seat, slots.as_slice())].into_iter(), device)?;
+            let slots = noted.first_slots([seat].into_iter(), noted.slots(), device);
+            noted.write(rows, slots)?;
         }
         self.sequences.insert(to, Watched { seat, ..watched });
         Ok(())
@@ -325,70 +336,88 @@ impl Evictor {
         layers.map(of).sum()
     }
 
-    /// What all queries gave the keys of a sequence of `len` tokens in so many slots of a layer, `[kv_heads, slots]`.
+    /// The attention that all queries gave to keys in so many slots of a layer, of sequences and their tokens: `[sequences · kv_heads, slots]`.
     pub(super) fn total(
         &self,
         layer: usize,
-        id: SequenceId,
-        [slots, len]: [usize; 2],
+        sequences: &[(SequenceId, usize)],
+        slots: usize,
         device: &Device,
     ) -> Result<Option<Tensor<2>>, TransformerError> {
         let Some(noted) = self.layers[layer].as_ref().filter(|_| self.sums()) else {
             return Ok(None);
         };
-        let [seat, loose] = self.seat(id);
-        let all: Vec<usize> = (0..slots).collect();
-        let rows = noted.read(seat, &vec![all; noted.heads], device)?;
-        let place = |position: usize| 1 + position % self.rollback.max(1);
-        let of_last = (len - loose.min(len)..len).map(place);
-        let parts = std::iter::once(0).chain(of_last);
-        let parts = parts.map(|place| rows.clone().narrow(2, place, 1));
-        let total = parts.reduce(|sum, part| sum + part).unwrap_or(rows);
-        Ok(Some(total.reshape([noted.heads, slots])))
+        let all = vec![(0..slots).collect(); noted.heads];
+        let seats = (sequences.iter()).map(|&(id, _)| (self.seat(id)[0], all.as_slice()));
+        let rows = noted.read(seats, device)?;
+        let flat = [sequences.len() * noted.heads, slots];
+        if self.rollback == 0 {
+            return Ok(Some(rows.reshape(flat)));
+        }
+        // Those of queries that can be taken back are in places of their own, some of which are not in use.
+        let width = 1 + self.rollback;
+        let unused = sequences.iter().flat_map(|&(id, len)| {
+            let loose = self.seat(id)[1].min(len);
+            let mut unused = vec![1; width];
+            unused[0] = 0;
+            (len - loose..len).for_each(|position| unused[1 + position % self.rollback] = 0);
+            unused
+        });
+        let unused = ints(unused.collect(), [sequences.len(), 1, 1, width], device);
+        let unused = unused.equal_elem(1).expand(rows.dims());
+        let total = rows.mask_fill(unused, 0.0).sum_dim(3);
+        Ok(Some(total.reshape(flat)))
     }
 
-    /// The last queries of a sequence of `len` tokens that say what keys are worth, `[heads, m, d_k]`, oldest first.
+    /// The last queries of sequences, with their tokens, that say what keys are worth, `[sequences, heads, m, d_k]`, oldest first. The shortest one has them all: a
+    /// cache that evicts has more keys than queries that say so.
     pub(super) fn last_queries(
         &self,
         layer: usize,
-        id: SequenceId,
-        len: usize,
+        sequences: &[(SequenceId, usize)],
         device: &Device,
-    ) -> Result<Option<Tensor<3>>, TransformerError> {
+    ) -> Result<Option<Tensor<4>>, TransformerError> {
         let Some((noted, window)) = self.layers[layer].as_ref().zip(self.window()) else {
             return Ok(None);
         };
-        let places = (len - window.min(len)..len).map(|position| position % noted.slots());
-        let places: Vec<usize> = places.collect();
-        let queries = noted.read(self.seat(id)[0], &vec![places; noted.heads], device)?;
-        Ok(Some(queries))
+        let shortest = sequences.iter().map(|&(_, len)| len).min().unwrap_or(0);
+        let places = sequences.iter().map(|&(id, len)| {
+            let places = (len - window.min(shortest)..len).map(|position| position % noted.slots());
+            (self.seat(id)[0], vec![places.collect(); noted.heads])
+        });
+        let places: Vec<(usize, Vec<Vec<usize>>)> = places.collect();
+        let seats = (places.iter()).map(|(seat, places)| (*seat, places.as_slice()));
+        Ok(Some(noted.read(seats, device)?))
     }
 
-    /// Keeps slots of each KV head, which then are the first ones.
+    /// Keeps slots of each KV head of sequences, with their tokens, which then are the first ones.
     pub(super) fn keep(
         &mut self,
         layer: usize,
-        id: SequenceId,
-        places: &[Vec<usize>],
-        len: usize,
+        kept: &[(SequenceId, &[Vec<usize>], usize)],
         device: &Device,
     ) -> Result<(), TransformerError> {
-        let Some(watched) = self.sequences.get_mut(&id) else {
-            return Ok(());
-        };
-        let (seat, known) = (watched.seat, &mut watched.layers[layer]);
-        let positions = places.iter().enumerate().map(|(head, places)| {
-            let position = |&place: &usize| known.position(head, place) as u32;
-            places.iter().map(position).collect()
-        });
-        known.kept = Arc::new(positions.collect());
-        known.since = len;
+        let mut seats = Vec::with_capacity(kept.len());
+        for &(id, places, len) in kept {
+            let Some(watched) = self.sequences.get_mut(&id) else {
+                continue;
+            };
+            seats.push((watched.seat, places));
+            let known = &mut watched.layers[layer];
+            let positions = places.iter().enumerate().map(|(head, places)| {
+                let position = |&place: &usize| known.position(head, place) as u32;
+                places.iter().map(position).collect()
+            });
+            known.kept = Arc::new(positions.collect());
+            known.since = len;
+        }
         let sums = self.sums();
         if let Some(noted) = self.layers[layer].as_mut().filter(|_| sums) {
-            let rows = noted.read(seat, places, device)?;
-            let [_, count, _] = rows.dims();
-            if count > 0 {
-                noted.write(rows.unsqueeze(), noted.first_slots(seat, count, device))?;
+            let rows = noted.read(seats.iter().copied(), device)?;
+            let [_, _, count, _] = rows.dims();
+            if count > 0 && !seats.is_empty() {
+                let seats = seats.iter().map(|&(seat, _)| seat);
+                noted.write(rows, noted.first_slots(seats, count, device))?;
             }
         }
         Ok(())
