@@ -6,6 +6,7 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::check_types;
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::{check_buffers, has, place, sum_of};
 use blocksparse_cubecl::rows::typed::Typed;
@@ -164,12 +165,7 @@ fn check(
         let most = MOST_BRANCHES as u64;
         return Err(KernelError::limit("branches", most, branches));
     }
-    for element in types {
-        if !client.properties().supports_type(element) {
-            let dtype = format!("{element:?}");
-            return Err(KernelError::Dtype { dtype });
-        }
-    }
+    check_types(client.properties(), types)?;
     // Those of the backward pass: three more than what is read and written of each branch.
     check_buffers(client, 3 + 2 * MOST_BRANCHES)?;
     let [element, _] = types;

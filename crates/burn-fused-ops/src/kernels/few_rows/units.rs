@@ -8,6 +8,7 @@ use crate::kernels::few_rows::call::{BYTES, FewRows, FewRowsWeight, MOST_WEIGHTS
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{check_types, most_units};
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::sum_of;
 use blocksparse_cubecl::shared::curve::{Curve, value};
@@ -332,14 +333,9 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
     let accumulator = accumulator_of(element);
     let added = call.bias.map_or(accumulator, |bias| bias.1);
     let properties = client.properties();
-    for element in [element, accumulator, added] {
-        if !properties.supports_type(element) {
-            let dtype = format!("{element:?}");
-            return Err(KernelError::Dtype { dtype });
-        }
-    }
+    check_types(properties, [element, accumulator, added])?;
     let hardware = &properties.hardware;
-    let most = hardware.max_units_per_cube.min(hardware.max_cube_dim.0) as usize;
+    let most = most_units(properties);
     let units = [UNITS, UNITS / 2, UNITS / 4]
         .into_iter()
         .find(|u| *u <= most);

@@ -19,6 +19,7 @@ use blocksparse_cubecl::arch::sm80::{Element, multiply};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::call::check_ampere;
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::check_types;
 use blocksparse_cubecl::shared::curve::{Curve, value};
 use blocksparse_cubecl::tuning::Tuning;
 use cubecl::ir::FloatKind;
@@ -547,10 +548,7 @@ pub fn launch(
     let added = call
         .bias
         .map_or(ElemType::Float(FloatKind::F32), |bias| bias.1);
-    if !client.properties().supports_type(added) {
-        let dtype = format!("{added:?}");
-        return Err(KernelError::Dtype { dtype });
-    }
+    check_types(client.properties(), [added])?;
     let vector = cut.vector();
     let mut kind = Kind {
         cut,

@@ -6,6 +6,7 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{check_types, most_units};
 use blocksparse_cubecl::rows::columns::{accumulator_of, column_sums};
 
 /// Entries of the vocabulary and channels that a cube has.
@@ -190,14 +191,9 @@ impl EmbeddingKind {
     fn ranges(&self, client: &Client, positions: usize) -> Result<usize, KernelError> {
         let properties = client.properties();
         let accumulator = self.accumulator();
-        for element in [self.grad, self.table, self.index, accumulator] {
-            if !properties.supports_type(element) {
-                let dtype = format!("{element:?}");
-                return Err(KernelError::Dtype { dtype });
-            }
-        }
+        check_types(properties, [self.grad, self.table, self.index, accumulator])?;
         let hardware = &properties.hardware;
-        let units = hardware.max_units_per_cube.min(hardware.max_cube_dim.0) as usize;
+        let units = most_units(properties);
         if units < UNITS {
             return Err(KernelError::limit("units of a cube", units as u32, UNITS));
         }
