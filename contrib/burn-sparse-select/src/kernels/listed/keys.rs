@@ -16,6 +16,7 @@
 
 use cubecl::prelude::*;
 
+use crate::kernels::listed::views::{Input, first_row};
 use blocksparse_cubecl::arch::sm80::*;
 use blocksparse_cubecl::mma::backward::store_rows;
 use blocksparse_cubecl::mma::backward_loads::operand_places;
@@ -44,6 +45,25 @@ impl ListShape {
     pub fn shared_bytes(&self, t: &Tile) -> usize {
         t.shared_bytes(true)
     }
+}
+
+/// The lists of queries by blocks, as a kernel gets them.
+#[derive(CubeType, CubeLaunch)]
+pub struct BlockLists {
+    /// The query at each place, `[batch, kv_heads, tiles · tile]`, i32, negative for none.
+    places: Box<[i32]>,
+    /// The block of each tile, `[batch, kv_heads, tiles]`, i32, rising; negative for none, and those last.
+    tile_blocks: Box<[i32]>,
+    tiles: u32,
+}
+
+/// What a cube adds to: the gradients, contiguous, where a block's list has one part; where it has more these go to `partial`
+/// `[parts, batch · kv_heads, seq_kv, head_dim + value_dim]`, f32, without the scale.
+#[derive(CubeType, CubeLaunch)]
+pub struct KeyGrads {
+    k: Box<[u32]>,
+    v: Box<[u32]>,
+    partial: Box<[f32]>,
 }
 
 /// The queries of a block.
@@ -93,26 +113,18 @@ pub fn queries_of(
 }
 
 /// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k`, `v` with any strides of 16 bytes in their outer dimensions; `stats` as
-/// [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them. `places` `[batch, kv_heads, tiles · tile]`: the query at each place, and `tile_blocks`
-/// `[batch, kv_heads, tiles]`: the block of each tile, rising; i32, negative for none, and tiles of none last. To `grad_k` and `grad_v`, contiguous, the gradients are added with `carry`, where a block's list has one part; where it has more these go to `partial`
-/// `[parts, batch · kv_heads, seq_kv, head_dim + value_dim]`, f32, without the scale.
+/// [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them. Gradients are added with `carry`.
 #[cube(launch_unchecked)]
 pub fn keys(
     q: &[u32],
-    k: &[u32],
-    v: &[u32],
+    k: Input,
+    v: Input,
     grad_out: &[u32],
     stats: &[f32],
-    places: &[i32],
-    tile_blocks: &[i32],
-    grad_k: &mut [u32],
-    grad_v: &mut [u32],
-    partial: &mut [f32],
-    k_strides: Strides,
-    v_strides: Strides,
     slice: Slice,
     seq_q: u32,
-    tiles: u32,
+    lists: BlockLists,
+    mut grads: KeyGrads,
     scale: f32,
     log2_scale: f32,
     #[comptime] shape: ListShape,
@@ -129,7 +141,7 @@ pub fn keys(
     let list = batch * slice.heads as u32 + kv_head;
     let parts = comptime!(shape.parts as u32);
     let first_key = CUBE_POS_X / parts * comptime!(t.rows() as u32);
-    let queries = queries_of(tile_blocks, list, tiles, first_key, shape, t);
+    let queries = queries_of(&lists.tile_blocks, list, lists.tiles, first_key, shape, t);
     let part = CUBE_POS_X % parts;
     let first_step = min(part * queries.part, queries.steps);
     let steps = uniform(min(queries.part, queries.steps - first_step));
@@ -147,22 +159,22 @@ pub fn keys(
     if steps > 0u32 {
         if UNIT_POS_X < comptime!(t.rows() as u32) {
             let key = first_key + UNIT_POS_X;
-            let exists = key < k_strides.len;
+            let exists = key < k.strides.len;
             let position = select(exists, key, comptime!(NOWHERE).runtime());
             shared_store(base + UNIT_POS_X * 4, position);
         }
         let slots = base + comptime!(t.slot_offset() as u32);
-        let mut loaded = query_row(places, &queries, first_step, seq_q, shape, t);
+        let mut loaded = query_row(&lists.places, &queries, first_step, seq_q, shape, t);
         store_row(slots, 0u32, loaded, t);
-        let second = query_row(places, &queries, first_step + 1, seq_q, shape, t);
+        let second = query_row(&lists.places, &queries, first_step + 1, seq_q, shape, t);
         store_row(slots, 1u32, second, t);
         sync_cube();
 
         let k_at = base + comptime!(t.a1_offset() as u32);
         let v_at = base + comptime!(t.a2_offset() as u32);
         copy_rows(
-            head_address(address::<u32>(k), &k_strides, batch, kv_head),
-            k_strides.row,
+            first_row(&k, batch, kv_head),
+            k.strides.row,
             base,
             k_at,
             comptime!(t.rows()),
@@ -170,8 +182,8 @@ pub fn keys(
             t,
         );
         copy_rows(
-            head_address(address::<u32>(v), &v_strides, batch, kv_head),
-            v_strides.row,
+            first_row(&v, batch, kv_head),
+            v.strides.row,
             base,
             v_at,
             comptime!(t.rows()),
@@ -203,7 +215,7 @@ pub fn keys(
             wait_copies();
             sync_cube();
             copy_step(&loads, base, j + 1, loaded, t);
-            let found = query_row(places, &queries, first_step + j + 2, seq_q, shape, t);
+            let found = query_row(&lists.places, &queries, first_step + j + 2, seq_q, shape, t);
             loaded = found;
 
             let q_stage = stage * comptime!(t.b1_bytes() as u32);
@@ -267,10 +279,10 @@ pub fn keys(
             store_row(slots, j + 2, found, t);
         }
 
-        let first = list * k_strides.len;
+        let first = list * k.strides.len;
         if queries.parts == 1u32 {
             store_rows(
-                grad_k,
+                &mut grads.k,
                 &dk,
                 0u32,
                 first,
@@ -282,7 +294,7 @@ pub fn keys(
                 t,
             );
             store_rows(
-                grad_v,
+                &mut grads.v,
                 &dv,
                 0u32,
                 first,
@@ -294,9 +306,9 @@ pub fn keys(
                 t,
             );
         } else {
-            let keys = part * (list_count(&slice) * k_strides.len) + first;
+            let keys = part * (list_count(&slice) * k.strides.len) + first;
             store_part(
-                partial,
+                &mut grads.partial,
                 &dk,
                 keys,
                 base,
@@ -307,7 +319,7 @@ pub fn keys(
                 t,
             );
             store_part(
-                partial,
+                &mut grads.partial,
                 &dv,
                 keys,
                 base,
