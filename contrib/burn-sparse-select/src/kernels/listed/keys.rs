@@ -130,7 +130,6 @@ pub fn keys(
     #[comptime] shape: ListShape,
     #[comptime] t: Tile,
 ) {
-    let eights = comptime!(t.eights());
     let smem: Shared<[u32]> =
         Shared::new_aligned_slice(comptime!(shape.shared_bytes(&t) / 4), 128usize);
     let base = shared_address(&smem);
@@ -229,17 +228,7 @@ pub fn keys(
                 comptime!(t.head_dim),
                 t,
             );
-            #[unroll]
-            for n in 0..eights {
-                let stats = shared_load_four(stats_stage + comptime!(n as u32 * 64));
-                let mut four = s[n];
-                #[unroll]
-                for i in 0..4usize {
-                    let log = stats.extract(comptime!(i % 2 * 2));
-                    four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
-                }
-                s[n] = four;
-            }
+            weigh(&mut s, stats_stage, log2_scale, t);
             let p = pack_left(&s, t);
             accumulate(
                 &p,
@@ -256,18 +245,7 @@ pub fn keys(
                 comptime!(t.value_dim),
                 t,
             );
-            #[unroll]
-            for n in 0..eights {
-                let stats = shared_load_four(stats_stage + comptime!(n as u32 * 64));
-                let weights = s[n];
-                let mut four = dp[n];
-                #[unroll]
-                for i in 0..4usize {
-                    let delta = stats.extract(comptime!(i % 2 * 2 + 1));
-                    four.insert(i, weights.extract(i) * (four.extract(i) - delta));
-                }
-                dp[n] = four;
-            }
+            by_scores(&s, &mut dp, stats_stage, t);
             let ds = pack_left(&dp, t);
             accumulate(
                 &ds,
@@ -330,6 +308,44 @@ pub fn keys(
                 t,
             );
         }
+    }
+}
+
+/// Weights of scores, whose columns have lse and delta at `stats` in shared memory.
+#[cube]
+pub fn weigh(s: &mut Array<Vector<f32, Four>>, stats: u32, log2_scale: f32, #[comptime] t: Tile) {
+    #[unroll]
+    for n in 0..comptime!(t.eights()) {
+        let stats = shared_load_four(stats + comptime!(n as u32 * 64));
+        let mut four = s[n];
+        #[unroll]
+        for i in 0..4usize {
+            let log = stats.extract(comptime!(i % 2 * 2));
+            four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
+        }
+        s[n] = four;
+    }
+}
+
+/// Gradients by scores of those by weights.
+#[cube]
+pub fn by_scores(
+    p: &Array<Vector<f32, Four>>,
+    dp: &mut Array<Vector<f32, Four>>,
+    stats: u32,
+    #[comptime] t: Tile,
+) {
+    #[unroll]
+    for n in 0..comptime!(t.eights()) {
+        let stats = shared_load_four(stats + comptime!(n as u32 * 64));
+        let weights = p[n];
+        let mut four = dp[n];
+        #[unroll]
+        for i in 0..4usize {
+            let delta = stats.extract(comptime!(i % 2 * 2 + 1));
+            four.insert(i, weights.extract(i) * (four.extract(i) - delta));
+        }
+        dp[n] = four;
     }
 }
 

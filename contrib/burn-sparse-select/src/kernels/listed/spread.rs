@@ -19,6 +19,7 @@ use cubecl::prelude::*;
 use crate::kernels::listed::gather::{
     QueryList, Sources, copy_of_lanes, copy_own, position_of_key, sources_of,
 };
+use crate::kernels::listed::keys::{by_scores, weigh};
 use crate::kernels::listed::rows::{CubeRows, place_of_row, queries_from};
 use crate::kernels::listed::views::Input;
 use blocksparse_cubecl::arch::sm80::*;
@@ -210,7 +211,6 @@ pub fn spread(
     #[comptime] t: SpreadTile,
 ) {
     let tile = comptime!(t.inner);
-    let eights = comptime!(tile.eights());
     let stages = comptime!(tile.stages as u32);
     let rows = comptime!(CubeRows::of_query(t.heads, tile.cols));
     let warps = comptime!(tile.warps as u32);
@@ -282,17 +282,7 @@ pub fn spread(
                 comptime!(tile.head_dim),
                 tile,
             );
-            #[unroll]
-            for n in 0..eights {
-                let stats = shared_load_four(stats_at + comptime!(n as u32 * 64));
-                let mut four = s[n];
-                #[unroll]
-                for i in 0..4usize {
-                    let log = stats.extract(comptime!(i % 2 * 2));
-                    four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
-                }
-                s[n] = four;
-            }
+            weigh(&mut s, stats_at, log2_scale, tile);
             let p = pack_left(&s, tile);
             let mut dv = Array::<Vector<f32, Four>>::new(comptime!(tile.value_dim / 8));
             #[unroll]
@@ -310,18 +300,7 @@ pub fn spread(
                 comptime!(tile.value_dim),
                 tile,
             );
-            #[unroll]
-            for n in 0..eights {
-                let stats = shared_load_four(stats_at + comptime!(n as u32 * 64));
-                let weights = s[n];
-                let mut four = dp[n];
-                #[unroll]
-                for i in 0..4usize {
-                    let delta = stats.extract(comptime!(i % 2 * 2 + 1));
-                    four.insert(i, weights.extract(i) * (four.extract(i) - delta));
-                }
-                dp[n] = four;
-            }
+            by_scores(&s, &mut dp, stats_at, tile);
             let ds = pack_left(&dp, tile);
             let mut dk = Array::<Vector<f32, Four>>::new(comptime!(tile.head_dim / 8));
             #[unroll]
