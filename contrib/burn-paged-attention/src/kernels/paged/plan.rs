@@ -497,8 +497,7 @@ pub fn paged_attention(
             ),
             InputScalar::new(f64::NEG_INFINITY, accumulator),
             merge_tile,
-            shape.dtype,
-            accumulator,
+            [shape.dtype, accumulator],
         );
     }
     Ok(())

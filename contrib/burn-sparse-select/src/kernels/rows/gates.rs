@@ -49,9 +49,7 @@ fn forward<E: Float, G: Float, A: Float, N: Size>(
     #[comptime] columns: Columns,
     #[comptime] row_vectors: usize,
     #[comptime] row_gates: usize,
-    #[define(E)] _element: ElemType,
-    #[define(G)] _gate: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, G, A)] _types: [ElemType; 3],
 ) {
     let at = ABSOLUTE_POS;
     if at < vectors {
@@ -90,9 +88,7 @@ fn backward<E: Float, G: Float, A: Float, N: Size>(
     by_gates: ComptimeOption<Box<[G]>>,
     rows: usize,
     #[comptime] k: BackwardKind,
-    #[define(E)] _element: ElemType,
-    #[define(G)] _gate: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, G, A)] _types: [ElemType; 3],
 ) {
     let tile = comptime!(k.tile);
     let unit = UNIT_POS as usize;
@@ -232,9 +228,7 @@ pub fn gated_sum(
             Columns::new(branches.iter().map(Option::is_some)),
             tile.row_vectors,
             row_gates,
-            element,
-            gates.1,
-            accumulator_of(element),
+            [element, gates.1, accumulator_of(element)],
         );
     }
     Ok(())
@@ -312,9 +306,7 @@ pub fn gated_sum_backward(
             optional(pass.by_gates, rows * row_gates),
             rows,
             k,
-            element,
-            gate,
-            accumulator_of(element),
+            [element, gate, accumulator_of(element)],
         );
     }
     Ok(())

@@ -107,9 +107,7 @@ fn by_rows<E: Float, A: Float, P: Float, N: Size>(
     output: &mut [E],
     rows: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-    #[define(P)] _added: ElemType,
+    #[define(E, A, P)] _types: [ElemType; 3],
 ) {
     let unit = UNIT_POS as usize;
     let strip = CUBE_POS;
@@ -262,8 +260,7 @@ fn by_columns<E: Float, A: Float, N: Size>(
     rows: usize,
     width: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let unit = UNIT_POS as usize;
     let (lane, group) = (unit % comptime!(LANES), unit / comptime!(LANES));
@@ -389,8 +386,7 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
                 rows,
                 width,
                 kind,
-                element,
-                accumulator,
+                [element, accumulator],
             );
         }
         return Ok(());
@@ -426,9 +422,7 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
             buffer(call.output, call.numbers),
             rows,
             kind,
-            element,
-            accumulator,
-            added,
+            [element, accumulator, added],
         );
     }
     Ok(())

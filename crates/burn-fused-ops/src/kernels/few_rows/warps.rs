@@ -155,8 +155,7 @@ fn by_warps<E: Float, P: Float, W: Size>(
     output: &mut [E],
     rows: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(P)] _added: ElemType,
+    #[define(E, P)] _types: [ElemType; 2],
 ) {
     let cut = comptime!(k.cut);
     let warp = uniform(UNIT_POS / comptime!(WARP as u32)) as usize;
@@ -588,8 +587,7 @@ pub fn launch(
             buffer(call.output, call.numbers),
             rows,
             kind,
-            element,
-            added,
+            [element, added],
         );
     }
     Ok(())

@@ -23,8 +23,7 @@ fn beside<E: Float, O: Float, N: Size>(
     #[comptime] widths: [usize; MOST_MATRICES],
     #[comptime] pitches: [usize; MOST_MATRICES],
     #[comptime] count: usize,
-    #[define(E)] _element: ElemType,
-    #[define(O)] _output_type: ElemType,
+    #[define(E, O)] _types: [ElemType; 2],
 ) {
     let all = comptime!(widths.iter().sum::<usize>());
     if ABSOLUTE_POS < vectors {
@@ -110,8 +109,7 @@ pub fn rounded_beside(
             widths,
             pitches,
             some().count(),
-            element,
-            output_type,
+            [element, output_type],
         );
     }
     Ok(())

@@ -102,9 +102,7 @@ fn cross_entropy<A: Float, E: Float, I: Int, N: Size>(
     nan: InputScalar,
     smoothing: InputScalar,
     #[comptime] r: Rows,
-    #[define(A)] _accumulator: ElemType,
-    #[define(E)] _element: ElemType,
-    #[define(I)] _index: ElemType,
+    #[define(A, E, I)] _types: [ElemType; 3],
 ) {
     let t = comptime!(r.tile);
     let width = N::value();
@@ -462,9 +460,11 @@ pub fn cross_entropy_rows(
             InputScalar::new(f64::NAN, accumulator),
             InputScalar::new(kind.smoothing, accumulator),
             launch,
-            accumulator,
-            kind.gradient.unwrap_or(accumulator),
-            kind.index,
+            [
+                accumulator,
+                kind.gradient.unwrap_or(accumulator),
+                kind.index,
+            ],
         );
     }
     Ok(())

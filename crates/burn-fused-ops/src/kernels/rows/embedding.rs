@@ -37,10 +37,7 @@ fn sum_entries<E: Float, A: Float, O: Float, I: Int>(
     ranges: usize,
     vocab: usize,
     width: usize,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-    #[define(O)] _table_type: ElemType,
-    #[define(I)] _index: ElemType,
+    #[define(E, A, O, I)] _types: [ElemType; 4],
 ) {
     let mut sums = Shared::<[A]>::new_slice(comptime!(TILE * TILE));
     let mut keys = Shared::<[u32]>::new_slice(comptime!(UNITS));
@@ -273,10 +270,7 @@ pub fn embedding_table_gradient(
             ranges,
             vocab,
             width,
-            kind.grad,
-            accumulator,
-            output_element,
-            kind.index,
+            [kind.grad, accumulator, output_element, kind.index],
         );
     }
     match &partial {

@@ -20,9 +20,7 @@ fn scale<E: Float, A: Float, O: Float, N: Size>(
     right: &[A],
     output: &mut [Vector<O, N>],
     vectors: usize,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-    #[define(O)] _output_element: ElemType,
+    #[define(E, A, O)] _types: [ElemType; 3],
 ) {
     let at = ABSOLUTE_POS;
     if at < vectors {
@@ -67,9 +65,7 @@ pub fn scaled(
             buffer(right, 1),
             buffer(output, vectors),
             vectors,
-            element,
-            accumulator,
-            output_element,
+            [element, accumulator, output_element],
         );
     }
     Ok(())
