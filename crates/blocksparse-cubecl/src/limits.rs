@@ -1,6 +1,26 @@
-//! What a device has at most: units of a cube, elements of a load.
+//! What a device has: types, units of a cube, elements of a load.
 
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
+
+use crate::error::KernelError;
+
+/// That a device has all of these types.
+///
+/// # Errors
+/// [`KernelError::Dtype`] names the first that it lacks.
+pub fn check_types(
+    properties: &DeviceProperties,
+    types: impl IntoIterator<Item = ElemType>,
+) -> Result<(), KernelError> {
+    let lacks = |element: &ElemType| !properties.supports_type(*element);
+    match types.into_iter().find(lacks) {
+        None => Ok(()),
+        Some(element) => Err(KernelError::Dtype {
+            dtype: format!("{element:?}"),
+        }),
+    }
+}
 
 /// Elements of a load of 16 bytes at most that divides rows of all these widths, where the widest number has so many bytes.
 pub fn vector_of(properties: &DeviceProperties, bytes: usize, widths: &[usize]) -> usize {

@@ -93,9 +93,11 @@ impl SparseTransformer {
         dropout_seed: impl Into<Seed>,
         recompute: impl Into<Recompute>,
     ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        let [_, seq] = tokens.dims();
-        let draws = Draws::of_entries(first_entry, seq, dropout_seed.into());
-        self.differentiated(tokens, targets, draws, recompute.into(), None)
+        let part = StepPart::Entries {
+            first: first_entry,
+            seed: dropout_seed.into(),
+        };
+        self.differentiated([tokens, targets], part, recompute.into(), None)
     }
 
     /// [`Self::losses_and_gradients`] or [`Self::losses_and_gradients_of_shard`], as `part` says, whose gradients come as soon as they are complete: those of
@@ -109,24 +111,14 @@ impl SparseTransformer {
     /// As those.
     pub fn gradients_in_parts(
         &self,
-        [tokens, targets]: [Tensor<2, Int>; 2],
+        inputs: [Tensor<2, Int>; 2],
         part: StepPart<'_>,
         recompute: impl Into<Recompute>,
         blocks: NonZeroUsize,
         mut each: impl FnMut(GradientsParams),
     ) -> Result<StepLosses, TransformerError> {
-        let [_, seq] = tokens.dims();
-        let rows = match part {
-            StepPart::Entries { .. } => None,
-            StepPart::Positions(shard) => Some(self.rows_of_shard(&tokens, shard)?),
-        };
-        let draws = match part {
-            StepPart::Entries { first, seed } => Draws::of_entries(first, seq, seed),
-            StepPart::Positions(_) => Draws::of_rows(rows.as_ref()),
-        };
         let parts = Some((blocks, &mut each as &mut dyn FnMut(GradientsParams)));
-        let (losses, rest) =
-            self.differentiated(tokens, targets, draws, recompute.into(), parts)?;
+        let (losses, rest) = self.differentiated(inputs, part, recompute.into(), parts)?;
         each(rest);
         Ok(losses)
     }
@@ -149,19 +141,23 @@ impl SparseTransformer {
         shard: &TransformerShard,
         recompute: impl Into<Recompute>,
     ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        let rows = self.rows_of_shard(&tokens, shard)?;
-        let draws = Draws::of_rows(Some(&rows));
-        self.differentiated(tokens, targets, draws, recompute.into(), None)
+        let part = StepPart::Positions(shard);
+        self.differentiated([tokens, targets], part, recompute.into(), None)
     }
 
     fn differentiated(
         &self,
-        tokens: Tensor<2, Int>,
-        targets: Tensor<2, Int>,
-        draws: Draws,
+        [tokens, targets]: [Tensor<2, Int>; 2],
+        part: StepPart<'_>,
         recompute: Recompute,
         parts: Option<Parts<'_>>,
     ) -> Result<(StepLosses, GradientsParams), TransformerError> {
+        let rows = match part {
+            StepPart::Entries { .. } => None,
+            StepPart::Positions(shard) => Some(self.rows_of_shard(&tokens, shard)?),
+        };
+        let [_, seq] = tokens.dims();
+        let draws = Draws::of(part, seq, rows.as_ref());
         self.check_targets(&tokens, &targets)?;
         // Before anything is seeded: a parameter drawn between a seed and a mask would change the mask.
         self.visit(&mut Initialise);
@@ -497,20 +493,17 @@ pub enum StepPart<'a> {
 }
 
 impl<'a> Draws<'a> {
-    fn of_entries(first: usize, seq: usize, seed: Seed) -> Self {
+    /// Of a part of sequences so long, of which these are the rows of a shard.
+    fn of(part: StepPart, seq: usize, shard: Option<&'a ShardRows<'a>>) -> Self {
+        // Of a shard nothing is drawn.
+        let (first, seed) = match part {
+            StepPart::Entries { first, seed } => (first, seed),
+            StepPart::Positions(_) => (0, Seed::Value(0)),
+        };
         Self {
             seed,
             // Rows count modulo 2³².
             first_row: first.wrapping_mul(seq) as u32,
-            shard: None,
-        }
-    }
-
-    fn of_rows(shard: Option<&'a ShardRows<'a>>) -> Self {
-        Self {
-            // Nothing is drawn.
-            seed: Seed::Value(0),
-            first_row: 0,
             shard,
         }
     }

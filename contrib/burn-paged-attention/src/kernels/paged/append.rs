@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::{most_units, vector_of};
+use blocksparse_cubecl::limits::{check_types, most_units, vector_of};
 
 /// Units of a cube.
 const UNITS: usize = 256;
@@ -147,14 +147,10 @@ struct Launch {
 
 impl Launch {
     fn new(client: &Client, shape: &AppendShape) -> Result<Self, KernelError> {
-        let dtype = shape.dtype;
         let properties = client.properties();
-        if !properties.supports_type(dtype) {
-            let dtype = format!("{dtype:?}");
-            return Err(KernelError::Dtype { dtype });
-        }
+        check_types(properties, [shape.dtype])?;
         let count = shape.count();
-        let vector = vector_of(properties, dtype.size(), &shape.widths);
+        let vector = vector_of(properties, shape.dtype.size(), &shape.widths);
         let vectors = shape.widths.map(|width| width / vector);
         let units = UNITS.min(most_units(properties));
         let all = count * (vectors[0] + vectors[1]);

@@ -7,10 +7,11 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
 use crate::kernels::paged::exchange::{across_row, collect, deal, of_rows};
-use crate::kernels::paged::join::{cube_of, join_parts};
+use crate::kernels::paged::join::{Parts, ShareOuts, join_parts, room_for};
 use crate::kernels::paged::lanes::{any_differ, shuffle_xor};
 use crate::kernels::paged::page_list::{
-    CubePages, Found, PageList, Sizes, page_at, share_of, span_of,
+    CubePages, Found, PageLists, Scales, Sizes, cube_of, page_at, pages_of_cube, query_row,
+    share_of, sight_of, stored_page,
 };
 use crate::kernels::paged::tile::Tile;
 use blocksparse_cubecl::shared::codec::decode_word;
@@ -33,38 +34,23 @@ use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 /// s_j = σ_j · (q · k̂_j)     o = Σ_j (p_j · σv_j) · v̂_j
 /// ```
 ///
-/// `q` `[batch, kv_heads, group_rows, width]`, `keys` `[pages, P, width]`, `values` `[pages, P, value_width]`; `partial` `[items, shared_heads, group_rows,
-/// value_width]` and `stats` `[items, shared_heads, group_rows]`, behind which come the first share and the number of shares of each page list.
+/// `q` `[batch, kv_heads, group_rows, width]`, `keys` `[pages, P, width]`, `values` `[pages, P, value_width]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
     q: &[Vector<E, N>],
     keys: &[Vector<K, W>],
     values: &[Vector<K, W>],
-    key_scales: ComptimeOption<Box<[f32]>>,
-    value_scales: ComptimeOption<Box<[f32]>>,
-    table: &[i32],
-    spans: &[i32],
-    positions: ComptimeOption<Box<[i32]>>,
-    last: ComptimeOption<Box<[i32]>>,
-    query_positions: ComptimeOption<Box<[i32]>>,
-    selected: ComptimeOption<Box<[i32]>>,
-    partial: &mut [A],
-    stats: &mut [A],
-    sizes: Sizes,
+    of_scales: ComptimeOption<Scales>,
+    lists: PageLists,
+    mut shares: ShareOuts<A>,
     scale: InputScalar,
     softcap: InputScalar,
     #[comptime] t: Tile,
-    #[define(E)] _element: ElemType,
-    #[define(K)] _stored: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, K, A)] _types: [ElemType; 3],
 ) {
     let lanes = comptime!(t.lanes);
     let rows = comptime!(t.rows);
-    let parts = comptime!(t.parts);
-    let key_loads = comptime!(t.lane_vectors(t.vectors()));
-    let value_loads = comptime!(t.lane_vectors(t.value_vectors()));
-    let key_vectors = comptime!(key_loads * parts);
-    let value_vectors = comptime!(value_loads * parts);
+    let value_vectors = comptime!(t.lane_vectors(t.value_vectors()) * t.parts);
     let unit = UNIT_POS as usize;
     let lane = unit % lanes;
     let in_plane = unit % comptime!(t.plane);
@@ -72,217 +58,59 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
 
     let mut counts = Shared::<[u32]>::new_slice(comptime!(2 * t.units()));
     let mut exchanged = Shared::<[A]>::new_slice(comptime!(t.exchanged()));
-    let mut outs = Shared::<[A]>::new_slice(comptime!(t.parts() * rows * t.value_width));
-    let mut tops = Shared::<[A]>::new_slice(comptime!(t.parts() * rows));
-    let mut totals = Shared::<[A]>::new_slice(comptime!(t.parts() * rows));
-
-    let cube = cube_of(&sizes);
-    let shared_head = cube.shared_head;
-    let item = cube.item;
-    let share = share_of(
-        spans,
-        item,
-        &sizes,
-        &mut counts,
-        comptime!(t.page_list_shape()),
-    );
-    if share.page_list < sizes.page_lists {
-        let batch = share.page_list / sizes.tables;
-        let kv_heads = sizes.tables * sizes.shared_heads;
-        let head =
-            batch * kv_heads + share.page_list % sizes.tables * sizes.shared_heads + shared_head;
-        let first_row = cube.block * rows;
-        let page_list = PageList {
-            span: span_of(spans, share.page_list, comptime!(t.page_list_shape())),
-            table: share.page_list * sizes.entries,
-            selected: head * sizes.selected,
-        };
-
-        // Queries, scaled. Lanes behind a row's end have zeros, rows behind the last one are it once more.
+    let mut parts = room_for::<A>(t.cube_parts());
+    let cube = cube_of(&lists.sizes);
+    let list_shape = comptime!(t.page_list_shape());
+    let share = share_of(&lists, cube.item, &mut counts, list_shape);
+    if share.page_list < lists.sizes.page_lists {
+        let pages = pages_of_cube(&lists, &cube, &share, rows, list_shape);
         let scale = Vector::<A, N>::empty().fill(scale.get::<A>());
         let softcap = softcap.get::<A>();
-        let mut queries = Array::<Vector<A, N>>::new(comptime!(rows * key_vectors));
-        #[unroll]
-        for row in 0..rows {
-            let at = head * sizes.group_rows + min(first_row + row, sizes.group_rows - 1);
-            #[unroll]
-            for i in 0..key_vectors {
-                let load = lane + comptime!(i / parts * lanes);
-                let mut x = Vector::<A, N>::zeroed();
-                if load < comptime!(t.vectors()) {
-                    let vector = load * parts + comptime!(i % parts);
-                    let vector = at * comptime!(t.vectors() * parts) + vector;
-                    x = Vector::<A, N>::cast_from(q[vector]) * scale;
-                }
-                queries[comptime!(row * key_vectors + i)] = x;
-            }
-        }
-        // The lane's scores are of one row, of the keys from `own_key` on.
+        let queries = load_queries::<E, A, N>(q, scale, &pages, &lists.sizes, lane, t);
+        // The lane's scores are of one row, of the keys from `key` on.
         let own_score = lane * comptime!(t.lane_scores()) / comptime!(t.copies());
-        let own_key = own_score % comptime!(t.keys);
-        let mut query_position = 0i32;
+        let key = own_score % comptime!(t.keys);
+        let mut position = 0i32;
         if comptime!(t.visibility) {
-            let row = min(
-                first_row + own_score / comptime!(t.keys),
-                sizes.group_rows - 1,
-            );
-            let first = query_positions.as_ref().unwrap()[batch];
-            query_position = first + (row % sizes.rows) as i32;
+            let row = query_row(own_score / comptime!(t.keys), &pages, &lists.sizes);
+            let first = lists.visibility.as_ref().unwrap().queries[pages.batch];
+            position = first + (row % lists.sizes.rows) as i32;
         }
+        let own = Own {
+            lane,
+            group,
+            key,
+            position,
+        };
 
         let mut m = A::new(LOWEST_MAX);
         let mut l = A::new(0.0);
-        let mut o = Array::<Vector<A, N>>::new(comptime!(rows * value_vectors));
-        #[unroll]
-        for i in 0..comptime!(rows * value_vectors) {
-            o[i] = Vector::<A, N>::zeroed();
-        }
-        let mut k = Array::<Vector<K, W>>::new(comptime!(t.keys * key_loads));
-        let mut v = Array::<Vector<K, W>>::new(comptime!(t.keys * value_loads));
+        let mut o = zeros::<A, N>(comptime!(rows * value_vectors));
         // What is not loaded must be finite.
-        #[unroll]
-        for i in 0..comptime!(t.keys * key_loads) {
-            k[i] = Vector::<K, W>::zeroed();
-        }
-        #[unroll]
-        for i in 0..comptime!(t.keys * value_loads) {
-            v[i] = Vector::<K, W>::zeroed();
-        }
+        let mut k = zeros::<K, W>(comptime!(t.keys * t.lane_vectors(t.vectors())));
+        let mut v = zeros::<K, W>(comptime!(t.keys * t.lane_vectors(t.value_vectors())));
 
         let stride = comptime!(t.planes * t.step());
-        let slots = share.pages * comptime!(t.page);
-        let mut at = unit / comptime!(t.plane) * comptime!(t.step());
-        let cube_pages = CubePages {
-            page_list,
-            first_page: share.first,
-            slots,
-            shared_head,
-        };
-        let mut places = Array::<u32>::new(comptime!(3 * t.places()));
-        find(
-            table,
-            &selected,
-            &cube_pages,
-            &sizes,
-            &mut places,
-            at,
-            group,
-            t,
-        );
-        let of_keys = comptime!(t.vectors());
-        let of_values = comptime!(t.value_vectors());
-        load::<K, W>(
-            keys,
-            &mut k,
-            &places,
-            &cube_pages,
-            &sizes,
-            at,
-            group,
-            lane,
-            of_keys,
-            t,
-        );
-        load::<K, W>(
-            values,
-            &mut v,
-            &places,
-            &cube_pages,
-            &sizes,
-            at,
-            group,
-            lane,
-            of_values,
-            t,
-        );
+        let at = unit / comptime!(t.plane) * comptime!(t.step());
+        let mut step = find(&lists, &pages, at, group, t);
+        let [of_keys, of_values] = comptime!([t.vectors(), t.value_vectors()]);
+        load::<K, W>(keys, &mut k, &step, &pages, &own, of_keys, t);
+        load::<K, W>(values, &mut v, &step, &pages, &own, of_values, t);
         let mut scales = Array::<A>::new(comptime!(t.scales()));
         let mut next_scales = Array::<A>::new(comptime!(t.scales()));
         if comptime!(t.quantization.is_some()) {
-            load_scales::<A>(
-                &key_scales,
-                &value_scales,
-                table,
-                &selected,
-                &mut scales,
-                &places,
-                &cube_pages,
-                &sizes,
-                at,
-                group,
-                own_key,
-                t,
-            );
+            load_scales::<A>(&of_scales, &lists, &mut scales, &step, &pages, &own, t);
         }
-        while at < slots {
-            let next = at + stride;
-            let mut next_places = Array::<u32>::new(comptime!(3 * t.places()));
-            find(
-                table,
-                &selected,
-                &cube_pages,
-                &sizes,
-                &mut next_places,
-                next,
-                group,
-                t,
-            );
-
+        while step.at < pages.slots {
+            let next = find(&lists, &pages, step.at + stride, group, t);
             if comptime!(t.quantization.is_some()) {
-                load_scales::<A>(
-                    &key_scales,
-                    &value_scales,
-                    table,
-                    &selected,
-                    &mut next_scales,
-                    &next_places,
-                    &cube_pages,
-                    &sizes,
-                    next,
-                    group,
-                    own_key,
-                    t,
-                );
+                load_scales::<A>(&of_scales, &lists, &mut next_scales, &next, &pages, &own, t);
             }
             let mut s = products::<K, A, N, W>(&queries, &k, t);
-            load::<K, W>(
-                keys,
-                &mut k,
-                &next_places,
-                &cube_pages,
-                &sizes,
-                next,
-                group,
-                lane,
-                of_keys,
-                t,
-            );
-            let mut own = deal::<A>(&mut s, &mut exchanged, t);
-            let mut largest = A::new(LOW);
-            #[unroll]
-            for i in 0..comptime!(t.lane_scores()) {
-                let slot = at + (own_key + i) * comptime!(t.groups()) + group;
-                let place = place_at(table, &selected, &cube_pages, &sizes, &places, slot, t);
-                let in_page = (slot % comptime!(t.page)) as u32;
-                let mut counts = place.id > 0u32 && in_page >= place.from && in_page < place.to;
-                if comptime!(t.visibility) {
-                    // A slot that does not count may have no position.
-                    let page = max(place.id, 1u32) - 1u32;
-                    let mut slot = page as usize * comptime!(t.page) + in_page as usize;
-                    slot = select(counts, slot, 0usize);
-                    let from = positions.as_ref().unwrap()[slot];
-                    let to = last.as_ref().unwrap()[slot];
-                    counts = counts && from <= query_position && query_position <= to;
-                }
-                let mut score = own[i];
-                if comptime!(t.quantization.is_some()) {
-                    score *= scales[comptime!(2 * i)];
-                }
-                if comptime!(t.softcap) {
-                    score = softcap * (score / softcap).tanh();
-                }
-                own[i] = select(counts, score, A::new(LOW));
-                largest = largest.max(own[i]);
-            }
+            load::<K, W>(keys, &mut k, &next, &pages, &own, of_keys, t);
+            let mut p = deal::<A>(&mut s, &mut exchanged, t);
+            let largest =
+                count_scores::<A>(&mut p, &scales, softcap, &lists, &step, &pages, &own, t);
             let top = m.max(across_row::<A>(largest, &mut exchanged, true, t));
             let mut grows = true;
             if comptime!(t.shuffles) {
@@ -304,44 +132,18 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
             }
             #[unroll]
             for i in 0..comptime!(t.lane_scores()) {
-                own[i] = (own[i] - m).exp();
-                l += own[i];
+                p[i] = (p[i] - m).exp();
+                l += p[i];
                 if comptime!(t.quantization.is_some()) {
-                    own[i] *= scales[comptime!(2 * i + 1)];
+                    p[i] *= scales[comptime!(2 * i + 1)];
                 }
             }
-            let p = collect::<A>(&own, &mut exchanged, t);
-            #[unroll]
-            for key in 0..comptime!(t.keys) {
-                #[unroll]
-                for i in 0..value_vectors {
-                    let x = part_of::<K, A, N, W>(
-                        v[comptime!(key * value_loads + i / parts)],
-                        comptime!(i % parts),
-                        t,
-                    );
-                    #[unroll]
-                    for row in 0..rows {
-                        let p = Vector::<A, N>::empty().fill(p[comptime!(row * t.keys + key)]);
-                        o[comptime!(row * value_vectors + i)] += p * x;
-                    }
-                }
-            }
-            load::<K, W>(
-                values,
-                &mut v,
-                &next_places,
-                &cube_pages,
-                &sizes,
-                next,
-                group,
-                lane,
-                of_values,
-                t,
-            );
+            let p = collect::<A>(&p, &mut exchanged, t);
+            weigh::<K, A, N, W>(&p, &v, &mut o, t);
+            load::<K, W>(values, &mut v, &next, &pages, &own, of_values, t);
             #[unroll]
             for i in 0..comptime!(3 * t.places()) {
-                places[i] = next_places[i];
+                step.places[i] = next.places[i];
             }
             if comptime!(t.quantization.is_some()) {
                 #[unroll]
@@ -349,7 +151,7 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
                     scales[i] = next_scales[i];
                 }
             }
-            at = next;
+            step.at = next.at;
         }
         // The lanes of a row have different scores of it, but for copies.
         l = across_row::<A>(l, &mut exchanged, false, t) / A::new(comptime!(t.copies() as f32));
@@ -385,99 +187,213 @@ pub fn attend<E: Float, K: Numeric, A: Float, N: Size, W: Size>(
             writes = true.runtime();
         }
         if writes {
-            if lane % comptime!(t.row_lanes()) == 0 {
-                tops[part * rows + lane / comptime!(t.row_lanes())] = m;
-                totals[part * rows + lane / comptime!(t.row_lanes())] = l;
-            }
-            #[unroll]
-            for row in 0..rows {
-                #[unroll]
-                for i in 0..value_vectors {
-                    let load = lane + comptime!(i / parts * lanes);
-                    if load < comptime!(t.value_vectors()) {
-                        let vector = load * parts + comptime!(i % parts);
-                        let x = o[comptime!(row * value_vectors + i)];
-                        let first =
-                            (part * rows + row) * comptime!(t.value_width) + vector * N::value();
-                        #[unroll]
-                        for c in 0..N::value() {
-                            outs[first + c] = x.extract(c);
-                        }
-                    }
-                }
-            }
+            store_sums::<A, N>(&mut parts, m, l, &o, part, lane, t);
         }
         sync_cube();
-        join_parts::<A>(
-            &outs,
-            &tops,
-            &totals,
-            partial,
-            stats,
-            &share,
-            &sizes,
-            comptime!([t.parts(), rows, t.value_width, t.units()]),
-        );
+        join_parts::<A>(&parts, &mut shares, &share, &lists.sizes, t.cube_parts());
     }
 }
 
-/// The pages of a step from slot `at` of the share on: one, or that of each key where pages are shorter than steps.
+/// Where a lane is, and which scores are its own.
+#[derive(CubeType, Clone, Copy)]
+struct Own {
+    lane: usize,
+    group: usize,
+    /// The first of their keys,
+    key: usize,
+    /// and the position of their query.
+    position: i32,
+}
+
+/// The keys that a plane has at a time.
+#[derive(CubeType)]
+struct Step {
+    /// The first slot of the share,
+    at: usize,
+    /// and its page, or that of each key of a unit where pages are shorter than steps.
+    places: Array<u32>,
+}
+
+/// Vectors of zeros.
+#[cube]
+pub fn zeros<T: Numeric, N: Size>(#[comptime] count: usize) -> Array<Vector<T, N>> {
+    let mut all = Array::<Vector<T, N>>::new(count);
+    #[unroll]
+    for i in 0..count {
+        all[i] = Vector::<T, N>::zeroed();
+    }
+    all
+}
+
+/// Queries, scaled. Lanes behind a row's end have zeros, rows behind the last one are it once more.
+#[cube]
+fn load_queries<E: Float, A: Float, N: Size>(
+    q: &[Vector<E, N>],
+    scale: Vector<A, N>,
+    pages: &CubePages,
+    sizes: &Sizes,
+    lane: usize,
+    #[comptime] t: Tile,
+) -> Array<Vector<A, N>> {
+    let vectors = comptime!(t.lane_vectors(t.vectors()) * t.parts);
+    let mut queries = Array::<Vector<A, N>>::new(comptime!(t.rows * vectors));
+    #[unroll]
+    for row in 0..comptime!(t.rows) {
+        let at = pages.head * sizes.group_rows + query_row(row, pages, sizes);
+        #[unroll]
+        for i in 0..vectors {
+            let load = lane + comptime!(i / t.parts * t.lanes);
+            let mut x = Vector::<A, N>::zeroed();
+            if load < comptime!(t.vectors()) {
+                let vector = load * comptime!(t.parts) + comptime!(i % t.parts);
+                let vector = at * comptime!(t.vectors() * t.parts) + vector;
+                x = Vector::<A, N>::cast_from(q[vector]) * scale;
+            }
+            queries[comptime!(row * vectors + i)] = x;
+        }
+    }
+    queries
+}
+
+/// Scales and bounds the lane's scores, and gives those that do not count none; the largest.
+#[cube]
+fn count_scores<A: Float>(
+    s: &mut Array<A>,
+    scales: &Array<A>,
+    softcap: A,
+    lists: &PageLists,
+    step: &Step,
+    pages: &CubePages,
+    own: &Own,
+    #[comptime] t: Tile,
+) -> A {
+    let mut largest = A::new(LOW);
+    #[unroll]
+    for i in 0..comptime!(t.lane_scores()) {
+        let slot = step.at + (own.key + i) * comptime!(t.groups()) + own.group;
+        let place = place_at(lists, pages, step, slot, t);
+        let in_page = (slot % comptime!(t.page)) as u32;
+        let mut counts = place.id > 0u32 && in_page >= place.from && in_page < place.to;
+        if comptime!(t.visibility) {
+            let sight = sight_of(&lists.visibility, place.id, in_page, counts, t.page);
+            counts = counts && sight.from <= own.position && own.position <= sight.to;
+        }
+        let mut score = s[i];
+        if comptime!(t.quantization.is_some()) {
+            score *= scales[comptime!(2 * i)];
+        }
+        if comptime!(t.softcap) {
+            score = softcap * (score / softcap).tanh();
+        }
+        s[i] = select(counts, score, A::new(LOW));
+        largest = largest.max(s[i]);
+    }
+    largest
+}
+
+/// Adds weighted values.
+#[cube]
+fn weigh<K: Numeric, A: Float, N: Size, W: Size>(
+    p: &Array<A>,
+    v: &Array<Vector<K, W>>,
+    o: &mut Array<Vector<A, N>>,
+    #[comptime] t: Tile,
+) {
+    let loads = comptime!(t.lane_vectors(t.value_vectors()));
+    let vectors = comptime!(loads * t.parts);
+    #[unroll]
+    for key in 0..comptime!(t.keys) {
+        #[unroll]
+        for i in 0..vectors {
+            let x = part_of::<K, A, N, W>(
+                v[comptime!(key * loads + i / t.parts)],
+                comptime!(i % t.parts),
+                t,
+            );
+            #[unroll]
+            for row in 0..comptime!(t.rows) {
+                let p = Vector::<A, N>::empty().fill(p[comptime!(row * t.keys + key)]);
+                o[comptime!(row * vectors + i)] += p * x;
+            }
+        }
+    }
+}
+
+/// Writes the softmaxes of a plane, or of a group, as part `part`.
+#[cube]
+fn store_sums<A: Float, N: Size>(
+    parts: &mut Parts<A>,
+    m: A,
+    l: A,
+    o: &Array<Vector<A, N>>,
+    part: usize,
+    lane: usize,
+    #[comptime] t: Tile,
+) {
+    let rows = comptime!(t.rows);
+    let vectors = comptime!(t.lane_vectors(t.value_vectors()) * t.parts);
+    if lane % comptime!(t.row_lanes()) == 0 {
+        parts.tops[part * rows + lane / comptime!(t.row_lanes())] = m;
+        parts.totals[part * rows + lane / comptime!(t.row_lanes())] = l;
+    }
+    #[unroll]
+    for row in 0..rows {
+        #[unroll]
+        for i in 0..vectors {
+            let load = lane + comptime!(i / t.parts * t.lanes);
+            if load < comptime!(t.value_vectors()) {
+                let vector = load * comptime!(t.parts) + comptime!(i % t.parts);
+                let x = o[comptime!(row * vectors + i)];
+                let first = (part * rows + row) * comptime!(t.value_width) + vector * N::value();
+                #[unroll]
+                for c in 0..N::value() {
+                    parts.outs[first + c] = x.extract(c);
+                }
+            }
+        }
+    }
+}
+
+/// The step from slot `at` of the share on.
 #[cube]
 fn find(
-    table: &[i32],
-    selected: &ComptimeOption<Box<[i32]>>,
-    cube_pages: &CubePages,
-    sizes: &Sizes,
-    places: &mut Array<u32>,
+    lists: &PageLists,
+    pages: &CubePages,
     at: usize,
     group: usize,
     #[comptime] t: Tile,
-) {
+) -> Step {
+    let mut places = Array::<u32>::new(comptime!(3 * t.places()));
     #[unroll]
     for i in 0..comptime!(t.places()) {
         let mut slot = at;
         if comptime!(t.places() > 1) {
             slot = at + comptime!(i * t.groups()) + group;
         }
-        let found = page_at(
-            table,
-            selected,
-            cube_pages,
-            sizes,
-            slot,
-            comptime!(t.page_list_shape()),
-        );
+        let found = page_at(lists, pages, slot, comptime!(t.page_list_shape()));
         places[comptime!(3 * i)] = found.id;
         places[comptime!(3 * i + 1)] = found.from;
         places[comptime!(3 * i + 2)] = found.to;
     }
+    Step { at, places }
 }
 
-/// The page of a slot of a step whose pages are `places`.
+/// The page of a slot of a step.
 #[cube]
 fn place_at(
-    table: &[i32],
-    selected: &ComptimeOption<Box<[i32]>>,
-    cube_pages: &CubePages,
-    sizes: &Sizes,
-    places: &Array<u32>,
+    lists: &PageLists,
+    pages: &CubePages,
+    step: &Step,
     slot: usize,
     #[comptime] t: Tile,
 ) -> Found {
     if comptime!(t.places() > 1) {
-        page_at(
-            table,
-            selected,
-            cube_pages,
-            sizes,
-            slot,
-            comptime!(t.page_list_shape()),
-        )
+        page_at(lists, pages, slot, comptime!(t.page_list_shape()))
     } else {
         Found {
-            id: places[0],
-            from: places[1],
-            to: places[2],
+            id: step.places[0],
+            from: step.places[1],
+            to: step.places[2],
         }
     }
 }
@@ -485,32 +401,27 @@ fn place_at(
 /// The scales of the keys of a lane's scores, each followed by that of its value; 1 where there is no key.
 #[cube]
 fn load_scales<A: Float>(
-    key_scales: &ComptimeOption<Box<[f32]>>,
-    value_scales: &ComptimeOption<Box<[f32]>>,
-    table: &[i32],
-    selected: &ComptimeOption<Box<[i32]>>,
+    of: &ComptimeOption<Scales>,
+    lists: &PageLists,
     into: &mut Array<A>,
-    places: &Array<u32>,
-    cube_pages: &CubePages,
-    sizes: &Sizes,
-    at: usize,
-    group: usize,
-    own_key: usize,
+    step: &Step,
+    pages: &CubePages,
+    own: &Own,
     #[comptime] t: Tile,
 ) {
+    let of = of.as_ref().unwrap();
     #[unroll]
     for i in 0..comptime!(t.lane_scores()) {
-        let slot = at + (own_key + i) * comptime!(t.groups()) + group;
-        let place = place_at(table, selected, cube_pages, sizes, places, slot, t);
+        let slot = step.at + (own.key + i) * comptime!(t.groups()) + own.group;
+        let place = place_at(lists, pages, step, slot, t);
         let in_page = (slot % comptime!(t.page)) as u32;
         let exists = place.id > 0u32 && in_page >= place.from && in_page < place.to;
         let mut key = A::new(1.0);
         let mut value = A::new(1.0);
         if exists {
-            let page = (place.id - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
-            let at = page * comptime!(t.page) + in_page as usize;
-            key = A::cast_from(key_scales.as_ref().unwrap()[at]);
-            value = A::cast_from(value_scales.as_ref().unwrap()[at]);
+            let at = stored_page(pages, place.id) * comptime!(t.page) + in_page as usize;
+            key = A::cast_from(of.keys[at]);
+            value = A::cast_from(of.values[at]);
         }
         into[comptime!(2 * i)] = key;
         into[comptime!(2 * i + 1)] = value;
@@ -537,29 +448,26 @@ fn part_of<K: Numeric, A: Float, N: Size, W: Size>(
 fn load<K: Numeric, W: Size>(
     rows: &[Vector<K, W>],
     into: &mut Array<Vector<K, W>>,
-    places: &Array<u32>,
-    cube_pages: &CubePages,
-    sizes: &Sizes,
-    at: usize,
-    group: usize,
-    lane: usize,
+    step: &Step,
+    pages: &CubePages,
+    own: &Own,
     #[comptime] vectors: usize,
     #[comptime] t: Tile,
 ) {
     let lane_vectors = comptime!(t.lane_vectors(vectors));
     if comptime!(t.places() == 1) {
         // All units of a plane have the same page, so this is no branch within it.
-        if places[0] > 0u32 {
-            let page = (places[0] - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
-            let page = page * comptime!(t.page * vectors);
+        if step.places[0] > 0u32 {
+            let page = stored_page(pages, step.places[0]) * comptime!(t.page * vectors);
             #[unroll]
             for key in 0..comptime!(t.keys) {
-                let slot = (at % comptime!(t.page) + comptime!(key * t.groups()) + group) as u32;
+                let slot =
+                    (step.at % comptime!(t.page) + comptime!(key * t.groups()) + own.group) as u32;
                 // Slots that do not count are the next that does: their numbers must be finite.
-                let slot = min(max(slot, places[1]), places[2] - 1u32) as usize;
+                let slot = min(max(slot, step.places[1]), step.places[2] - 1u32) as usize;
                 #[unroll]
                 for i in 0..lane_vectors {
-                    let vector = lane_vector(lane, i, vectors, t);
+                    let vector = lane_vector(own.lane, i, vectors, t);
                     into[comptime!(key * lane_vectors + i)] = rows[page + slot * vectors + vector];
                 }
             }
@@ -567,17 +475,17 @@ fn load<K: Numeric, W: Size>(
     } else {
         #[unroll]
         for key in 0..comptime!(t.keys) {
-            let slot = (at + comptime!(key * t.groups()) + group) % comptime!(t.page);
+            let slot = (step.at + comptime!(key * t.groups()) + own.group) % comptime!(t.page);
             let found = Found {
-                id: places[comptime!(3 * key)],
-                from: places[comptime!(3 * key + 1)],
-                to: places[comptime!(3 * key + 2)],
+                id: step.places[comptime!(3 * key)],
+                from: step.places[comptime!(3 * key + 1)],
+                to: step.places[comptime!(3 * key + 2)],
             };
             if found.id > 0u32 && slot as u32 >= found.from && (slot as u32) < found.to {
-                let page = (found.id - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
+                let page = stored_page(pages, found.id);
                 #[unroll]
                 for i in 0..lane_vectors {
-                    let vector = lane_vector(lane, i, vectors, t);
+                    let vector = lane_vector(own.lane, i, vectors, t);
                     into[comptime!(key * lane_vectors + i)] =
                         rows[(page * comptime!(t.page) + slot) * vectors + vector];
                 }

@@ -5,41 +5,41 @@
 
 use cubecl::prelude::*;
 
-use crate::kernels::paged::page_list::{Share, Sizes};
+use crate::kernels::paged::page_list::{Share, Sizes, cube_of};
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 
-/// Which cube of a share this is.
-#[derive(CubeType, Clone, Copy)]
-pub struct Cube {
-    /// The share.
-    pub item: usize,
-    /// Which of the heads that share an entry of the table.
-    pub shared_head: usize,
-    /// Which part of the queries.
-    pub block: usize,
+/// Softmaxes of a cube in shared memory: `outs` `[parts, rows, width]`, `tops` and `totals` `[parts, rows]`.
+#[derive(CubeType)]
+pub struct Parts<A: Float> {
+    pub outs: Shared<[A]>,
+    pub tops: Shared<[A]>,
+    pub totals: Shared<[A]>,
 }
 
-/// Where this cube is in a launch: queries change first, then heads, so that neighbours read the same pages.
+/// Room for as many `parts` of `rows` queries with values of `width` numbers, as `shape` says; the last are units of the cube.
 #[cube]
-pub fn cube_of(sizes: &Sizes) -> Cube {
-    Cube {
-        item: CUBE_POS / sizes.row_blocks / sizes.shared_heads,
-        shared_head: CUBE_POS / sizes.row_blocks % sizes.shared_heads,
-        block: CUBE_POS % sizes.row_blocks,
+pub fn room_for<A: Float>(#[comptime] shape: [usize; 4]) -> Parts<A> {
+    let rows = comptime!(shape[0] * shape[1]);
+    Parts::<A> {
+        outs: Shared::<[A]>::new_slice(comptime!(rows * shape[2])),
+        tops: Shared::<[A]>::new_slice(rows),
+        totals: Shared::<[A]>::new_slice(rows),
     }
 }
 
-/// `out = Σ_x exp(top_x − top) out_x / total`, `lse = top + ln total`, of as many `parts` of `rows` queries with values of `width` numbers, in order.
-/// `shape` is these and the units of the cube.
-///
-/// `outs` `[parts, rows, width]`, `tops` and `totals` `[parts, rows]`.
+/// What shares leave: outputs `[items, shared_heads, group_rows, value_width]`, and the lse of each, behind which come the first share and the number of
+/// shares of each page list.
+#[derive(CubeType, CubeLaunch)]
+pub struct ShareOuts<A: Float> {
+    pub partial: Box<[A]>,
+    pub stats: Box<[A]>,
+}
+
+/// `out = Σ_x exp(top_x − top) out_x / total`, `lse = top + ln total`, of parts in order.
 #[cube]
 pub fn join_parts<A: Float>(
-    outs: &[A],
-    tops: &[A],
-    totals: &[A],
-    partial: &mut [A],
-    stats: &mut [A],
+    of: &Parts<A>,
+    to: &mut ShareOuts<A>,
     share: &Share,
     sizes: &Sizes,
     #[comptime] shape: [usize; 4],
@@ -58,28 +58,28 @@ pub fn join_parts<A: Float>(
             let mut top = A::new(LOWEST_MAX);
             #[unroll]
             for part in 0..parts {
-                top = top.max(tops[part * rows + row]);
+                top = top.max(of.tops[part * rows + row]);
             }
             let mut total = A::new(0.0);
             let mut sum = A::new(0.0);
             #[unroll]
             for part in 0..parts {
-                let weight = (tops[part * rows + row] - top).exp();
-                total += weight * totals[part * rows + row];
-                sum += weight * outs[part * comptime!(rows * width) + at];
+                let weight = (of.tops[part * rows + row] - top).exp();
+                total += weight * of.totals[part * rows + row];
+                sum += weight * of.outs[part * comptime!(rows * width) + at];
             }
             let is_one = total > A::new(0.0);
             let divisor = select(is_one, total, A::new(1.0));
-            partial[first * width + at] = sum / divisor;
+            to.partial[first * width + at] = sum / divisor;
             if at % width == 0 {
-                stats[first + row] = select(is_one, top + divisor.ln(), A::new(LOW));
+                to.stats[first + row] = select(is_one, top + divisor.ln(), A::new(LOW));
             }
         }
         at += comptime!(shape[3]);
     }
     let is_first = cube.block == 0 && cube.shared_head == 0 && cube.item == share.first_item;
     if unit == 0 && is_first {
-        stats[sizes.info + 2 * share.page_list] = A::cast_from(share.first_item);
-        stats[sizes.info + 2 * share.page_list + 1] = A::cast_from(share.items);
+        to.stats[sizes.info + 2 * share.page_list] = A::cast_from(share.first_item);
+        to.stats[sizes.info + 2 * share.page_list + 1] = A::cast_from(share.items);
     }
 }

@@ -2,9 +2,9 @@
 
 use cubecl::prelude::*;
 
-use crate::kernels::paged::join::cube_of;
+use crate::kernels::paged::join::ShareOuts;
 use crate::kernels::paged::mma_tile::{MmaTile, UNROLLED};
-use crate::kernels::paged::page_list::{Share, Sizes};
+use crate::kernels::paged::page_list::{Share, Sizes, cube_of};
 use blocksparse_cubecl::arch::ptx::{global_address, pack, read_four_words_once, val};
 use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
@@ -18,18 +18,24 @@ fn arrive(counter: u64, most: u32) -> u32 {
     o
 }
 
+/// Where the shares of a page list are joined.
+#[derive(CubeType, CubeLaunch)]
+pub struct Joined {
+    /// `[batch, kv_heads, blocks of queries]`: zeros, and again behind it.
+    counters: Box<[u32]>,
+    /// `[heads]`
+    sinks: ComptimeOption<Box<[f32]>>,
+    /// `[batch, heads, rows, value_width]` in words, and `[batch, heads, rows]`.
+    out: Box<[u32]>,
+    lse: Box<[f32]>,
+}
+
 /// If this cube's share of a page list is the last to be written: `lse = ln(Σ_x exp(lse_x) + exp(sink))` and `out = Σ_x exp(lse_x − lse) · out_x` of the cube's
 /// queries, in the order of the shares, as [`merge`](crate::kernels::paged::merge::merge) has them. `head` is which head of keys of which sequence, `shared` has a number.
-///
-/// The counter is 0 again behind it.
 #[cube]
 pub fn join_shares(
-    partial: &[f32],
-    stats: &[f32],
-    counters: &[u32],
-    sinks: &ComptimeOption<Box<[f32]>>,
-    out: &mut ComptimeOption<Box<[u32]>>,
-    lse: &mut ComptimeOption<Box<[f32]>>,
+    from: &ShareOuts<f32>,
+    to: &mut Joined,
     shared: &mut [u32],
     share: &Share,
     head: usize,
@@ -40,7 +46,7 @@ pub fn join_shares(
     let unit = UNIT_POS as usize;
     let list_head = share.page_list * sizes.shared_heads + cube.shared_head;
     let counter = list_head * sizes.row_blocks + cube.block;
-    let counter = global_address::<u32>(counters) + counter as u64 * 4u64;
+    let counter = global_address::<u32>(&to.counters[..]) + counter as u64 * 4u64;
     // All units have written.
     sync_cube();
     if unit == 0 {
@@ -54,7 +60,7 @@ pub fn join_shares(
         let step = sizes.shared_heads * sizes.group_rows;
         let start = (share.first_item * sizes.shared_heads + cube.shared_head) * sizes.group_rows
             + first_row;
-        let address = global_address::<f32>(partial);
+        let address = global_address::<f32>(&from.partial[..]);
         let mut at = unit;
         while at < rows * vectors {
             let row = at / vectors;
@@ -62,11 +68,15 @@ pub fn join_shares(
             let query = head * sizes.group_rows + first_row + row;
             let mut top = LOWEST_MAX.runtime();
             let mut total = 0.0f32.runtime();
-            if comptime!(t.sinks) {
-                let heads = sizes.tables * sizes.shared_heads * sizes.group_rows / sizes.rows;
-                let sink = sinks.as_ref().unwrap()[query / sizes.rows % heads];
-                top = top.max(sink);
-                total = (sink - top).exp();
+            #[comptime]
+            match &to.sinks {
+                ComptimeOption::Some(sinks) => {
+                    let heads = sizes.tables * sizes.shared_heads * sizes.group_rows / sizes.rows;
+                    let sink = sinks[query / sizes.rows % heads];
+                    top = top.max(sink);
+                    total = (sink - top).exp();
+                }
+                ComptimeOption::None => {}
             }
             let mut sum = Vector::<f32, Four>::zeroed();
             let mut item = 0usize;
@@ -77,9 +87,9 @@ pub fn join_shares(
                 #[unroll]
                 for i in 0..UNROLLED {
                     let place = start + min(item + i, share.items - 1) * step + row;
-                    let from = address + (place * vectors + vector) as u64 * 16u64;
-                    x[i] = read_four_words_once(from, 0u32, 1u32);
-                    logs[i] = select(item + i < share.items, stats[place], LOW);
+                    let source = address + (place * vectors + vector) as u64 * 16u64;
+                    x[i] = read_four_words_once(source, 0u32, 1u32);
+                    logs[i] = select(item + i < share.items, from.stats[place], LOW);
                     highest = highest.max(logs[i]);
                 }
                 let shrink = (top - highest).exp();
@@ -105,12 +115,11 @@ pub fn join_shares(
             for pair in 0..2usize {
                 let low = sum.extract(comptime!(2 * pair)) * inverse;
                 let high = sum.extract(comptime!(2 * pair + 1)) * inverse;
-                out.as_mut().unwrap()[(query * vectors + vector) * 2 + pair] =
-                    pack(low, high, t.half);
+                to.out[(query * vectors + vector) * 2 + pair] = pack(low, high, t.half);
             }
             if vector == 0 {
                 let log = top + divisor.ln();
-                lse.as_mut().unwrap()[query] = select(is_one, log, f32::new(f32::NEG_INFINITY));
+                to.lse[query] = select(is_one, log, f32::new(f32::NEG_INFINITY));
             }
             at += comptime!(t.units());
         }

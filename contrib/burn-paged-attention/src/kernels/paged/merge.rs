@@ -91,8 +91,7 @@ pub fn merge<E: Float, A: Float, N: Size>(
     sizes: MergeSizes,
     neg_infinity: InputScalar,
     #[comptime] t: MergeTile,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let units = comptime!(t.units());
     let vectors = comptime!(t.vectors());

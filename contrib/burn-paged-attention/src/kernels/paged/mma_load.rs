@@ -4,9 +4,17 @@ use cubecl::prelude::*;
 
 use crate::kernels::paged::mma_codec::decode_pair;
 use crate::kernels::paged::mma_tile::MmaTile;
-use crate::kernels::paged::page_list::{CubePages, Sizes};
+use crate::kernels::paged::page_list::{CubePages, Scales, stored_page};
 use blocksparse_cubecl::arch::ptx::merge_words;
 use blocksparse_cubecl::shared::addressing::Four;
+
+/// Where a lane is: `4 across + along` in its warp.
+#[derive(CubeType, Clone, Copy)]
+pub(crate) struct Lane {
+    pub warp: usize,
+    pub across: usize,
+    pub along: usize,
+}
 
 /// The slot of a step's page that stands for one: slots that do not count are the next that does, because their numbers must be finite.
 #[cube]
@@ -98,33 +106,33 @@ pub(crate) fn value_factor<V: Size>(
 /// The scales of keys `across` and `across + 8`, and of their values.
 #[cube]
 pub(crate) fn load_scales(
-    key_scales: &ComptimeOption<Box<[f32]>>,
-    value_scales: &ComptimeOption<Box<[f32]>>,
+    of: &ComptimeOption<Scales>,
     scales: &mut Array<f32>,
     page: &Array<u32>,
-    cube_pages: &CubePages,
-    sizes: &Sizes,
+    pages: &CubePages,
     at: usize,
-    across: usize,
+    lane: &Lane,
     #[comptime] t: MmaTile,
 ) {
+    let of = of.as_ref().unwrap();
     if comptime!(t.apart()) {
         #[unroll]
         for key in 0..2usize {
             if page[key] > 0u32 {
                 let slot = (page[key] - 1u32) as usize;
-                scales[key] = key_scales.as_ref().unwrap()[slot];
-                scales[comptime!(2 + key)] = value_scales.as_ref().unwrap()[slot];
+                scales[key] = of.keys[slot];
+                scales[comptime!(2 + key)] = of.values[slot];
             }
         }
     } else if page[0] > 0u32 {
-        let first = (page[0] - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
+        let first = stored_page(pages, page[0]);
         let first = first * comptime!(t.page);
         #[unroll]
         for key in 0..2usize {
-            let slot = stand_in(page, at % comptime!(t.page) + comptime!(8 * key) + across);
-            scales[key] = key_scales.as_ref().unwrap()[first + slot];
-            scales[comptime!(2 + key)] = value_scales.as_ref().unwrap()[first + slot];
+            let slot = at % comptime!(t.page) + comptime!(8 * key) + lane.across;
+            let slot = stand_in(page, slot);
+            scales[key] = of.keys[first + slot];
+            scales[comptime!(2 + key)] = of.values[first + slot];
         }
     }
 }
@@ -135,18 +143,16 @@ pub(crate) fn load_keys(
     keys: &[Vector<u32, Four>],
     k: &mut Array<Vector<u32, Four>>,
     page: &Array<u32>,
-    cube_pages: &CubePages,
-    sizes: &Sizes,
+    pages: &CubePages,
     at: usize,
-    across: usize,
-    along: usize,
+    lane: &Lane,
     #[comptime] t: MmaTile,
 ) {
     if comptime!(t.apart()) {
         #[unroll]
         for key in 0..2usize {
             if page[key] > 0u32 {
-                let row = (page[key] - 1u32) as usize * comptime!(4 * t.key_loads()) + along;
+                let row = (page[key] - 1u32) as usize * comptime!(4 * t.key_loads()) + lane.along;
                 #[unroll]
                 for i in 0..comptime!(t.key_loads()) {
                     k[comptime!(key * t.key_loads() + i)] = keys[row + comptime!(4 * i)];
@@ -154,13 +160,13 @@ pub(crate) fn load_keys(
             }
         }
     } else if page[0] > 0u32 {
-        let first = (page[0] - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
+        let first = stored_page(pages, page[0]);
         let loads = comptime!(4 * t.key_loads());
         let first = first * comptime!(t.page * loads);
         #[unroll]
         for key in 0..2usize {
-            let slot = stand_in(page, at % comptime!(t.page) + comptime!(8 * key) + across);
-            let row = first + slot * loads + along;
+            let slot = at % comptime!(t.page) + comptime!(8 * key) + lane.across;
+            let row = first + stand_in(page, slot) * loads + lane.along;
             #[unroll]
             for i in 0..comptime!(t.key_loads()) {
                 k[comptime!(key * t.key_loads() + i)] = keys[row + comptime!(4 * i)];
@@ -175,11 +181,9 @@ pub(crate) fn load_values<V: Size>(
     values: &[Vector<u32, V>],
     v: &mut Array<Vector<u32, V>>,
     page: &Array<u32>,
-    cube_pages: &CubePages,
-    sizes: &Sizes,
+    pages: &CubePages,
     at: usize,
-    across: usize,
-    along: usize,
+    lane: &Lane,
     #[comptime] t: MmaTile,
 ) {
     if comptime!(t.apart()) {
@@ -187,7 +191,7 @@ pub(crate) fn load_values<V: Size>(
         for key in 0..4usize {
             if page[comptime!(2 + key)] > 0u32 {
                 let slot = (page[comptime!(2 + key)] - 1u32) as usize;
-                let row = slot * comptime!(8 * t.value_loads()) + across;
+                let row = slot * comptime!(8 * t.value_loads()) + lane.across;
                 #[unroll]
                 for i in 0..comptime!(t.value_loads()) {
                     v[comptime!(key * t.value_loads() + i)] = values[row + comptime!(8 * i)];
@@ -195,13 +199,13 @@ pub(crate) fn load_values<V: Size>(
             }
         }
     } else if page[0] > 0u32 {
-        let first = (page[0] - 1u32) as usize * sizes.shared_heads + cube_pages.shared_head;
+        let first = stored_page(pages, page[0]);
         let loads = comptime!(8 * t.value_loads());
         let first = first * comptime!(t.page * loads);
         #[unroll]
         for key in 0..4usize {
-            let slot = at % comptime!(t.page) + comptime!(key / 2 * 8 + key % 2) + 2 * along;
-            let row = first + stand_in(page, slot) * loads + across;
+            let slot = at % comptime!(t.page) + comptime!(key / 2 * 8 + key % 2) + 2 * lane.along;
+            let row = first + stand_in(page, slot) * loads + lane.across;
             #[unroll]
             for i in 0..comptime!(t.value_loads()) {
                 v[comptime!(key * t.value_loads() + i)] = values[row + comptime!(8 * i)];

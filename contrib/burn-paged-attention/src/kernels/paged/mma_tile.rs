@@ -59,8 +59,6 @@ pub struct MmaTile {
     pub selected: bool,
     /// Whether the cube that ends last joins the shares of a page list.
     pub fused: bool,
-    /// Whether there are sinks, which are joined with the shares.
-    pub sinks: bool,
 }
 
 impl MmaTile {
@@ -117,7 +115,6 @@ impl MmaTile {
             visibility: shape.visibility,
             selected: shape.selected.is_some(),
             fused: false,
-            sinks: false,
         })
     }
 
@@ -128,7 +125,6 @@ impl MmaTile {
         let rows = shape.group_rows().min(self.rows());
         let passes = (rows * self.value_width / 4).div_ceil(self.units());
         self.fused = shape.counters && passes * shares.div_ceil(UNROLLED) <= MOST_ROUNDS;
-        self.sinks = self.fused && shape.sinks;
         self
     }
 
@@ -208,6 +204,11 @@ impl MmaTile {
     /// Whether sums are relative to the largest scale of values so far: f16 has too few exponents for weights times any scale.
     pub fn scales_sums(&self) -> bool {
         self.quantization.is_some() && self.half == Half::F16
+    }
+
+    /// The softmaxes that a cube joins: how many, of queries, of values so wide, and by units.
+    pub fn parts(&self) -> [usize; 4] {
+        [self.warps, self.rows(), self.value_width, self.units()]
     }
 
     /// Bytes of shared memory.

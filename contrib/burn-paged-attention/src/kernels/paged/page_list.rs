@@ -47,6 +47,55 @@ pub struct Sizes {
     pub info: usize,
 }
 
+/// What a kernel gets of the page lists of a call.
+#[derive(CubeType, CubeLaunch)]
+pub struct PageLists {
+    /// `[batch, tables, entries]`
+    pub table: Box<[i32]>,
+    /// `[batch, tables, 4]`
+    pub spans: Box<[i32]>,
+    pub visibility: ComptimeOption<Visibility>,
+    /// `[batch, kv_heads, selected]`
+    pub selected: ComptimeOption<Box<[i32]>>,
+    pub sizes: Sizes,
+}
+
+/// Positions of slots and of the last queries that see them, `[pages of the table, page]`, and of the first query of each sequence.
+#[derive(CubeType, CubeLaunch)]
+pub struct Visibility {
+    pub positions: Box<[i32]>,
+    pub last: Box<[i32]>,
+    pub queries: Box<[i32]>,
+}
+
+/// The scales of keys and values, `[pages, page]`, f32.
+#[derive(CubeType, CubeLaunch)]
+pub struct Scales {
+    pub keys: Box<[f32]>,
+    pub values: Box<[f32]>,
+}
+
+/// Which cube of a share this is.
+#[derive(CubeType, Clone, Copy)]
+pub struct Cube {
+    /// The share.
+    pub item: usize,
+    /// Which of the heads that share an entry of the table.
+    pub shared_head: usize,
+    /// Which part of the queries.
+    pub block: usize,
+}
+
+/// Where this cube is in a launch: queries change first, then heads, so that neighbours read the same pages.
+#[cube]
+pub fn cube_of(sizes: &Sizes) -> Cube {
+    Cube {
+        item: CUBE_POS / sizes.row_blocks / sizes.shared_heads,
+        shared_head: CUBE_POS / sizes.row_blocks % sizes.shared_heads,
+        block: CUBE_POS % sizes.row_blocks,
+    }
+}
+
 /// A share of a page list: pages `first .. first + pages`.
 #[derive(CubeType, Clone, Copy)]
 pub struct Share {
@@ -168,12 +217,13 @@ fn candidate_length(
 /// ```
 #[cube]
 pub fn share_of(
-    spans: &[i32],
+    lists: &PageLists,
     item: usize,
-    sizes: &Sizes,
     shared: &mut [u32],
     #[comptime] t: PageListShape,
 ) -> Share {
+    let spans = &lists.spans;
+    let sizes = &lists.sizes;
     let units = comptime!(t.units);
     let unit = UNIT_POS as usize;
     let rounds = sizes.page_lists.div_ceil(units);
@@ -315,18 +365,17 @@ pub struct PageList {
 /// Page `page` of a page list.
 #[cube]
 pub fn place_of(
-    table: &[i32],
-    selected: &ComptimeOption<Box<[i32]>>,
+    lists: &PageLists,
     page_list: &PageList,
-    sizes: &Sizes,
     page: usize,
     #[comptime] t: PageListShape,
 ) -> Place {
+    let sizes = &lists.sizes;
     let span = &page_list.span;
     let mut entry = page;
     let mut exists = true;
     if comptime!(t.selected) {
-        let listed = selected.as_ref().unwrap()[page_list.selected + page];
+        let listed = lists.selected.as_ref().unwrap()[page_list.selected + page];
         exists = listed >= 0i32;
         entry = max(listed, 0i32) as usize;
     } else if page >= span.permanent_pages {
@@ -346,7 +395,7 @@ pub fn place_of(
     exists = exists && from < to && entry < sizes.entries;
     let mut id = 0usize;
     if exists {
-        let listed = table[page_list.table + entry];
+        let listed = lists.table[page_list.table + entry];
         exists = listed >= 0i32;
         id = max(listed, 0i32) as usize;
         exists = exists && (id + 1) * sizes.shared_heads <= sizes.pages;
@@ -368,8 +417,82 @@ pub struct CubePages {
     pub first_page: usize,
     /// Slots of the share.
     pub slots: usize,
-    /// Which of the heads that share an entry.
+    /// Which of the heads that share an entry, and how many they are.
     pub shared_head: usize,
+    pub shared_heads: usize,
+    /// Of which sequence, and which head of keys of all sequences.
+    pub batch: usize,
+    pub head: usize,
+    /// The first query of the head's.
+    pub first_row: usize,
+}
+
+/// Where a cube of so many queries reads.
+#[cube]
+pub fn pages_of_cube(
+    lists: &PageLists,
+    cube: &Cube,
+    share: &Share,
+    #[comptime] rows: usize,
+    #[comptime] t: PageListShape,
+) -> CubePages {
+    let sizes = &lists.sizes;
+    let batch = share.page_list / sizes.tables;
+    let kv_heads = sizes.tables * sizes.shared_heads;
+    let head =
+        batch * kv_heads + share.page_list % sizes.tables * sizes.shared_heads + cube.shared_head;
+    let first_row = cube.block * rows;
+    CubePages {
+        page_list: PageList {
+            span: span_of(&lists.spans, share.page_list, t),
+            table: share.page_list * sizes.entries,
+            selected: head * sizes.selected,
+        },
+        first_page: share.first,
+        slots: share.pages * comptime!(t.page),
+        shared_head: cube.shared_head,
+        shared_heads: sizes.shared_heads,
+        batch,
+        head,
+        first_row,
+    }
+}
+
+/// Where the cube's part of a page of the table is among all pages; `id` is its number and 1.
+#[cube]
+pub fn stored_page(pages: &CubePages, id: u32) -> usize {
+    (id - 1u32) as usize * pages.shared_heads + pages.shared_head
+}
+
+/// A row of queries of the head; those behind the last are it once more.
+#[cube]
+pub fn query_row(row: usize, pages: &CubePages, sizes: &Sizes) -> usize {
+    min(pages.first_row + row, sizes.group_rows - 1)
+}
+
+/// The position of a slot, and of the last query that sees it.
+#[derive(CubeType, Clone, Copy)]
+pub struct Sight {
+    pub from: i32,
+    pub to: i32,
+}
+
+/// Those of a slot of a page; one that does not count may have none.
+#[cube]
+pub fn sight_of(
+    visibility: &ComptimeOption<Visibility>,
+    id: u32,
+    in_page: u32,
+    counts: bool,
+    #[comptime] page: usize,
+) -> Sight {
+    let visibility = visibility.as_ref().unwrap();
+    let slot = (max(id, 1u32) - 1u32) as usize * page + in_page as usize;
+    let slot = select(counts, slot, 0usize);
+    Sight {
+        from: visibility.positions[slot],
+        to: visibility.last[slot],
+    }
 }
 
 /// A page of a step.
@@ -386,10 +509,8 @@ pub struct Found {
 /// The page of a slot of the share.
 #[cube]
 pub fn page_at(
-    table: &[i32],
-    selected: &ComptimeOption<Box<[i32]>>,
+    lists: &PageLists,
     cube_pages: &CubePages,
-    sizes: &Sizes,
     slot: usize,
     #[comptime] t: PageListShape,
 ) -> Found {
@@ -400,7 +521,7 @@ pub fn page_at(
     };
     if slot < cube_pages.slots {
         let page = cube_pages.first_page + slot / comptime!(t.page);
-        let place = place_of(table, selected, &cube_pages.page_list, sizes, page, t);
+        let place = place_of(lists, &cube_pages.page_list, page, t);
         if place.exists {
             found.id = place.id as u32 + 1u32;
             found.from = place.from as u32;

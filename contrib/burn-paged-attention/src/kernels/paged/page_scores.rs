@@ -141,8 +141,7 @@ fn score<Q: Float, S: Float, N: Size>(
     sizes: Sizes,
     factor: f32,
     #[comptime] t: Scored,
-    #[define(Q)] _query: ElemType,
-    #[define(S)] _summary: ElemType,
+    #[define(Q, S)] _types: [ElemType; 2],
 ) {
     // Heads are neighbours, as their pages are.
     let head = CUBE_POS % sizes.kv_heads;
@@ -396,8 +395,7 @@ pub fn page_scores(
             ),
             factor as f32,
             tile,
-            shape.dtype,
-            shape.summary_dtype,
+            [shape.dtype, shape.summary_dtype],
         );
     }
     Ok(())

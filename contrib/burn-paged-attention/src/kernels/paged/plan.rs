@@ -7,14 +7,19 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::paged::attend::attend;
+use crate::kernels::paged::join::ShareOutsLaunch;
+use crate::kernels::paged::last::JoinedLaunch;
 use crate::kernels::paged::merge::{MergeSizesLaunch, MergeTile, merge};
 use crate::kernels::paged::mma::attend_mma;
 use crate::kernels::paged::mma_tile::MmaTile;
-use crate::kernels::paged::page_list::{CANDIDATES, SizesLaunch, least_pages};
+use crate::kernels::paged::page_list::{
+    CANDIDATES, PageListsLaunch, ScalesLaunch, SizesLaunch, VisibilityLaunch, least_pages,
+};
 use crate::kernels::paged::shape::PagedShape;
 use crate::kernels::paged::tile::Tile;
 use blocksparse_cubecl::args::{address_in, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::check_types;
 use blocksparse_cubecl::rows::accumulator_of;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
@@ -184,12 +189,7 @@ impl PagedPlan {
         limit: TierLimit,
     ) -> Result<Self, KernelError> {
         let accumulator = accumulator_of(shape.dtype);
-        for element in [shape.dtype, accumulator] {
-            if !properties.supports_type(element) {
-                let dtype = format!("{element:?}");
-                return Err(KernelError::Dtype { dtype });
-            }
-        }
+        check_types(properties, [shape.dtype, accumulator])?;
         let hardware = &properties.hardware;
         let [width, value_width] = shape.widths;
         let shared = || KernelError::SharedMemory {
@@ -395,15 +395,23 @@ pub fn paged_attention(
         shape.fixed_split.unwrap_or(0),
         partial_rows,
     );
-    let sight = |i: usize| {
-        let handle = buffers.visibility.map(|handles| handles[i]);
-        (handle, if i < 2 { ids } else { shape.batch })
+    let visibility = buffers.visibility.map(|[positions, last, queries]| {
+        let [positions, last] = [positions, last].map(|of_slots| buffer(of_slots, ids));
+        VisibilityLaunch::new(positions, last, buffer(queries, shape.batch))
+    });
+    let lists = PageListsLaunch::new(
+        buffer(buffers.table, page_lists * shape.entries),
+        buffer(buffers.spans, page_lists * 4),
+        visibility.into(),
+        optional(buffers.selected, shape.batch * shape.kv_heads * selected),
+        sizes,
+    );
+    let scales = (buffers.scales)
+        .map(|[keys, values]| ScalesLaunch::new(buffer(keys, slots), buffer(values, slots)));
+    let stored = match shape.quantization {
+        Some(_) => ElemType::UInt(UIntKind::U32),
+        None => shape.dtype,
     };
-    let [positions, last, queries] = [0, 1, 2].map(sight);
-    let chosen = (buffers.selected, shape.batch * shape.kv_heads * selected);
-    let scales = buffers
-        .scales
-        .map_or((None, None), |[keys, values]| (Some(keys), Some(values)));
     match tier {
         // SAFETY: a unit reads rows of q below `group_rows` of its head, entries of its page list below `entries`, slots of pages below `pages` and, of as
         // many, positions; it writes its row's numbers of a share below `items`. The buffers have the lengths they say (see `buffer`).
@@ -418,26 +426,13 @@ pub fn paged_attention(
                 buffer(buffers.q, query_rows * width / tile.vector),
                 buffer(buffers.keys, slots * tile.vectors()),
                 buffer(buffers.values, slots * tile.value_vectors()),
-                optional(scales.0, slots),
-                optional(scales.1, slots),
-                buffer(buffers.table, page_lists * shape.entries),
-                buffer(buffers.spans, page_lists * 4),
-                optional(positions.0, positions.1),
-                optional(last.0, last.1),
-                optional(queries.0, queries.1),
-                optional(chosen.0, chosen.1),
-                buffer(&partial, partial_len),
-                buffer(&stats, stats_len),
-                sizes,
+                scales.into(),
+                lists,
+                ShareOutsLaunch::new(buffer(&partial, partial_len), buffer(&stats, stats_len)),
                 InputScalar::new(scale, accumulator),
                 InputScalar::new(softcap.unwrap_or(1.0), accumulator),
                 tile,
-                shape.dtype,
-                match shape.quantization {
-                    Some(_) => ElemType::UInt(UIntKind::U32),
-                    None => shape.dtype,
-                },
-                accumulator,
+                [shape.dtype, stored, accumulator],
             );
         },
         Tier::Mma(tile) => {
@@ -446,6 +441,14 @@ pub fn paged_attention(
                 Some(softcap) => [scale / softcap, softcap * LOG2_E],
                 None => [scale * LOG2_E, 1.0],
             };
+            let joined = buffers.counters.filter(|_| tile.fused).map(|counters| {
+                JoinedLaunch::new(
+                    buffer(counters, page_lists * heads * row_blocks),
+                    optional(buffers.sinks, shape.heads),
+                    buffer(buffers.out, query_rows * value_width / 2),
+                    buffer(buffers.lse, query_rows),
+                )
+            });
             // SAFETY: as above.
             unsafe {
                 attend_mma::launch_unchecked(
@@ -457,24 +460,10 @@ pub fn paged_attention(
                     buffer(buffers.q, query_rows * width / 8),
                     buffer(buffers.keys, slots * 4 * tile.key_loads()),
                     buffer(buffers.values, slots * 8 * tile.value_loads()),
-                    optional(scales.0, slots),
-                    optional(scales.1, slots),
-                    buffer(buffers.table, page_lists * shape.entries),
-                    buffer(buffers.spans, page_lists * 4),
-                    optional(positions.0, positions.1),
-                    optional(last.0, last.1),
-                    optional(queries.0, queries.1),
-                    optional(chosen.0, chosen.1),
-                    buffer(&partial, partial_len),
-                    buffer(&stats, stats_len),
-                    optional(buffers.counters, page_lists * heads * row_blocks),
-                    optional(buffers.sinks, shape.heads),
-                    optional(
-                        tile.fused.then_some(buffers.out),
-                        query_rows * value_width / 2,
-                    ),
-                    optional(tile.fused.then_some(buffers.lse), query_rows),
-                    sizes,
+                    scales.into(),
+                    lists,
+                    ShareOutsLaunch::new(buffer(&partial, partial_len), buffer(&stats, stats_len)),
+                    joined.into(),
                     factor as f32,
                     bound as f32,
                     tile,
@@ -508,8 +497,7 @@ pub fn paged_attention(
             ),
             InputScalar::new(f64::NEG_INFINITY, accumulator),
             merge_tile,
-            shape.dtype,
-            accumulator,
+            [shape.dtype, accumulator],
         );
     }
     Ok(())

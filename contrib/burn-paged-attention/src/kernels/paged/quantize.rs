@@ -12,7 +12,7 @@ use blocksparse::Quantization;
 use blocksparse::internal::SMALLEST;
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::most_units;
+use blocksparse_cubecl::limits::{check_types, most_units};
 use blocksparse_cubecl::shared::codec::{INFINITY, encode};
 
 /// Units of a cube.
@@ -142,12 +142,7 @@ impl Launch {
         quantization: Quantization,
     ) -> Result<Self, KernelError> {
         let properties = client.properties();
-        for dtype in [shape.dtype, ElemType::Float(FloatKind::F32)] {
-            if !properties.supports_type(dtype) {
-                let dtype = format!("{dtype:?}");
-                return Err(KernelError::Dtype { dtype });
-            }
-        }
+        check_types(properties, [shape.dtype, ElemType::Float(FloatKind::F32)])?;
         let words = shape.widths.map(|width| width / 4);
         let units = 1 << UNITS.min(most_units(properties)).ilog2();
         let lanes = words[0].max(words[1]).max(1).next_power_of_two();

@@ -100,8 +100,7 @@ fn summarize<K: Numeric, S: Float, W: Size, N: Size>(
     summaries: &mut [Vector<S, N>],
     sizes: Rows,
     #[comptime] t: Summed,
-    #[define(K)] _key: ElemType,
-    #[define(S)] _summary: ElemType,
+    #[define(K, S)] _types: [ElemType; 2],
 ) {
     let row = ABSOLUTE_POS / comptime!(t.vectors);
     let vector = ABSOLUTE_POS % comptime!(t.vectors);
@@ -269,8 +268,7 @@ pub fn summarize_pages(
                 vectors,
                 quantization,
             },
-            stored_dtype,
-            dtype,
+            [stored_dtype, dtype],
         );
     }
     Ok(())

@@ -253,6 +253,11 @@ impl Tile {
         }
     }
 
+    /// These as they are joined: of queries, of values so wide, and by units.
+    pub fn cube_parts(&self) -> [usize; 4] {
+        [self.parts(), self.rows, self.value_width, self.units()]
+    }
+
     /// Elements of shared memory in which units exchange scores.
     pub fn exchanged(&self) -> usize {
         match self.shuffles {

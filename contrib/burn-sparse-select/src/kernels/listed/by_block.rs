@@ -10,9 +10,7 @@ use crate::kernels::listed::merge;
 use crate::kernels::listed::merge::MergeShape;
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::row_stats::stats_of;
-use crate::kernels::listed::views::{
-    ListedGradients, PIECE, check_inputs, far_rows, input, strides,
-};
+use crate::kernels::listed::views::{ListedGradients, PIECE, check_inputs, far_rows, input};
 use crate::kernels::listed::warpgroups::block;
 use crate::kernels::listed::warpgroups::block::BlockTile;
 use blocksparse_cubecl::args::buffer;
@@ -38,8 +36,8 @@ const UNITS: usize = 256;
 pub struct ByBlock {
     request: ListedRequest,
     tile: BlockTile,
-    /// What makes dK and dV.
-    keys: Tile,
+    /// What makes dK and dV, in the backward pass.
+    keys: Option<Tile>,
     /// Lists whose parts are there at a time.
     lists: usize,
     /// Tiles of a cube.
@@ -106,7 +104,7 @@ impl ByBlock {
         Ok(Self {
             request,
             tile,
-            keys: keys_tile(&request, element, hardware.max_shared_memory_size),
+            keys: backward.then(|| keys_tile(&request, element, hardware.max_shared_memory_size)),
             lists,
             run: (lists * request.tiles / (CUBES * known)).clamp(1, MOST_TILES),
         })
@@ -134,9 +132,7 @@ impl ByBlock {
                 self.lists,
             ),
         ];
-        if self.tile.backward {
-            lines.push(keys_line(&self.request, &self.keys));
-        }
+        lines.extend(self.keys.map(|keys| keys_line(&self.request, &keys)));
         lines
     }
 }
@@ -184,9 +180,8 @@ pub fn backward_by_block(
     launch(client, plan, inputs, lists, to, scale, true);
     let of_keys = [&stats, lists.queries, lists.tile_blocks];
     let request = &plan.request;
-    by_blocks(
-        client, request, inputs, of_keys, gradients, scale, plan.keys,
-    );
+    let keys = plan.keys.expect("the plan is of a backward pass");
+    by_blocks(client, request, inputs, of_keys, gradients, scale, keys);
     Ok(())
 }
 
@@ -245,10 +240,6 @@ fn launch(
                 buffer(lists.tile_blocks, all * request.tiles),
                 buffer(&parts, rows * pieces),
                 buffer(&logs, log_count),
-                strides(q),
-                strides(k),
-                strides(v),
-                strides(grad_out),
                 block::PlacesLaunch::new(
                     first as u32,
                     request.kv_heads as u32,

@@ -7,8 +7,9 @@ use cubecl::prelude::*;
 
 use crate::kernels::listed::rows::{CubeRows, head_of_row};
 use crate::kernels::listed::tile::MainloopTile;
+use crate::kernels::listed::views::{Input, first_row};
 use blocksparse_cubecl::arch::sm80::*;
-use blocksparse_cubecl::mma::gather::{Strides, copy_of_row, head_address};
+use blocksparse_cubecl::mma::gather::copy_of_row;
 use blocksparse_cubecl::mma::tile::{NOWHERE, Tile};
 use blocksparse_cubecl::shared::addressing::{Four, Slice, batch_of, head_of};
 
@@ -48,11 +49,9 @@ pub struct ListMainloop {
 /// The mainloop of the cube's query.
 #[cube]
 pub fn list_mainloop(
-    k: u64,
-    v: u64,
     seq_q: u32,
-    k_strides: &Strides,
-    v_strides: &Strides,
+    k: &Input,
+    v: &Input,
     slice: &Slice,
     most: u32,
     #[comptime] t: CubeRows,
@@ -62,20 +61,18 @@ pub fn list_mainloop(
     let list = QueryList {
         first: ((of_head * seq_q + query) * most) as usize,
         most,
-        len: k_strides.len,
+        len: k.strides.len,
     };
-    list_mainloop_of(k, v, query, list, k_strides, v_strides, slice, t.heads)
+    list_mainloop_of(query, list, k, v, slice, t.heads)
 }
 
 /// The mainloop of a query over a list.
 #[cube]
 pub fn list_mainloop_of(
-    k: u64,
-    v: u64,
     query: u32,
     list: QueryList,
-    k_strides: &Strides,
-    v_strides: &Strides,
+    k: &Input,
+    v: &Input,
     slice: &Slice,
     #[comptime] heads: usize,
 ) -> ListMainloop {
@@ -86,25 +83,18 @@ pub fn list_mainloop_of(
         query,
         first_head: kv_head * comptime!(heads as u32),
         list,
-        sources: sources_of(k, v, k_strides, v_strides, batch, kv_head),
+        sources: sources_of(k, v, batch, kv_head),
     }
 }
 
-/// The keys and values of a head, of tensors that begin at `k` and `v`.
+/// The keys and values of a head.
 #[cube]
-pub fn sources_of(
-    k: u64,
-    v: u64,
-    k_strides: &Strides,
-    v_strides: &Strides,
-    batch: u32,
-    kv_head: u32,
-) -> Sources {
+pub fn sources_of(k: &Input, v: &Input, batch: u32, kv_head: u32) -> Sources {
     Sources {
-        keys: head_address(k, k_strides, batch, kv_head),
-        values: head_address(v, v_strides, batch, kv_head),
-        key_stride: k_strides.row,
-        value_stride: v_strides.row,
+        keys: first_row(k, batch, kv_head),
+        values: first_row(v, batch, kv_head),
+        key_stride: k.strides.row,
+        value_stride: v.strides.row,
     }
 }
 
@@ -124,22 +114,21 @@ pub fn first_of_heads(
 #[cube]
 pub fn copy_query(
     target: u32,
-    tensor: u64,
-    strides: &Strides,
+    tensor: &Input,
     mainloop: &ListMainloop,
     #[comptime] dim: usize,
     #[comptime] t: MainloopTile,
 ) {
-    let first = rows_of_query(tensor, strides, mainloop);
+    let first = rows_of_query(tensor, mainloop);
     let (rows, tile) = comptime!((t.cube_rows(), t.inner));
-    copy_own(target, first, strides.head, dim, rows, tile);
+    copy_own(target, first, tensor.strides.head, dim, rows, tile);
 }
 
 /// The address of the query's row of the first head that shares the list.
 #[cube]
-pub fn rows_of_query(tensor: u64, strides: &Strides, mainloop: &ListMainloop) -> u64 {
-    let first = head_address(tensor, strides, mainloop.batch, mainloop.first_head);
-    first + u64::cast_from(mainloop.query) * strides.row * 16
+pub fn rows_of_query(tensor: &Input, mainloop: &ListMainloop) -> u64 {
+    let first = first_row(tensor, mainloop.batch, mainloop.first_head);
+    first + u64::cast_from(mainloop.query) * tensor.strides.row * 16
 }
 
 /// Starts to copy all steps that have room but one; the positions of the step behind them.

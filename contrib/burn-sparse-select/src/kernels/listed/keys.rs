@@ -16,6 +16,7 @@
 
 use cubecl::prelude::*;
 
+use crate::kernels::listed::views::{Input, first_row};
 use blocksparse_cubecl::arch::sm80::*;
 use blocksparse_cubecl::mma::backward::store_rows;
 use blocksparse_cubecl::mma::backward_loads::operand_places;
@@ -44,6 +45,25 @@ impl ListShape {
     pub fn shared_bytes(&self, t: &Tile) -> usize {
         t.shared_bytes(true)
     }
+}
+
+/// The lists of queries by blocks, as a kernel gets them.
+#[derive(CubeType, CubeLaunch)]
+pub struct BlockLists {
+    /// The query at each place, `[batch, kv_heads, tiles · tile]`, i32, negative for none.
+    places: Box<[i32]>,
+    /// The block of each tile, `[batch, kv_heads, tiles]`, i32, rising; negative for none, and those last.
+    tile_blocks: Box<[i32]>,
+    tiles: u32,
+}
+
+/// What a cube adds to: the gradients, contiguous, where a block's list has one part; where it has more these go to `partial`
+/// `[parts, batch · kv_heads, seq_kv, head_dim + value_dim]`, f32, without the scale.
+#[derive(CubeType, CubeLaunch)]
+pub struct KeyGrads {
+    k: Box<[u32]>,
+    v: Box<[u32]>,
+    partial: Box<[f32]>,
 }
 
 /// The queries of a block.
@@ -93,32 +113,23 @@ pub fn queries_of(
 }
 
 /// `q` `[batch, heads, seq_q, head_dim]` and `grad_out` in words, contiguous; `k`, `v` with any strides of 16 bytes in their outer dimensions; `stats` as
-/// [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them. `places` `[batch, kv_heads, tiles · tile]`: the query at each place, and `tile_blocks`
-/// `[batch, kv_heads, tiles]`: the block of each tile, rising; i32, negative for none, and tiles of none last. To `grad_k` and `grad_v`, contiguous, the gradients are added with `carry`, where a block's list has one part; where it has more these go to `partial`
-/// `[parts, batch · kv_heads, seq_kv, head_dim + value_dim]`, f32, without the scale.
+/// [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them. Gradients are added with `carry`.
 #[cube(launch_unchecked)]
 pub fn keys(
     q: &[u32],
-    k: &[u32],
-    v: &[u32],
+    k: Input,
+    v: Input,
     grad_out: &[u32],
     stats: &[f32],
-    places: &[i32],
-    tile_blocks: &[i32],
-    grad_k: &mut [u32],
-    grad_v: &mut [u32],
-    partial: &mut [f32],
-    k_strides: Strides,
-    v_strides: Strides,
     slice: Slice,
     seq_q: u32,
-    tiles: u32,
+    lists: BlockLists,
+    mut grads: KeyGrads,
     scale: f32,
     log2_scale: f32,
     #[comptime] shape: ListShape,
     #[comptime] t: Tile,
 ) {
-    let eights = comptime!(t.eights());
     let smem: Shared<[u32]> =
         Shared::new_aligned_slice(comptime!(shape.shared_bytes(&t) / 4), 128usize);
     let base = shared_address(&smem);
@@ -129,7 +140,7 @@ pub fn keys(
     let list = batch * slice.heads as u32 + kv_head;
     let parts = comptime!(shape.parts as u32);
     let first_key = CUBE_POS_X / parts * comptime!(t.rows() as u32);
-    let queries = queries_of(tile_blocks, list, tiles, first_key, shape, t);
+    let queries = queries_of(&lists.tile_blocks, list, lists.tiles, first_key, shape, t);
     let part = CUBE_POS_X % parts;
     let first_step = min(part * queries.part, queries.steps);
     let steps = uniform(min(queries.part, queries.steps - first_step));
@@ -147,22 +158,22 @@ pub fn keys(
     if steps > 0u32 {
         if UNIT_POS_X < comptime!(t.rows() as u32) {
             let key = first_key + UNIT_POS_X;
-            let exists = key < k_strides.len;
+            let exists = key < k.strides.len;
             let position = select(exists, key, comptime!(NOWHERE).runtime());
             shared_store(base + UNIT_POS_X * 4, position);
         }
         let slots = base + comptime!(t.slot_offset() as u32);
-        let mut loaded = query_row(places, &queries, first_step, seq_q, shape, t);
+        let mut loaded = query_row(&lists.places, &queries, first_step, seq_q, shape, t);
         store_row(slots, 0u32, loaded, t);
-        let second = query_row(places, &queries, first_step + 1, seq_q, shape, t);
+        let second = query_row(&lists.places, &queries, first_step + 1, seq_q, shape, t);
         store_row(slots, 1u32, second, t);
         sync_cube();
 
         let k_at = base + comptime!(t.a1_offset() as u32);
         let v_at = base + comptime!(t.a2_offset() as u32);
         copy_rows(
-            head_address(address::<u32>(k), &k_strides, batch, kv_head),
-            k_strides.row,
+            first_row(&k, batch, kv_head),
+            k.strides.row,
             base,
             k_at,
             comptime!(t.rows()),
@@ -170,8 +181,8 @@ pub fn keys(
             t,
         );
         copy_rows(
-            head_address(address::<u32>(v), &v_strides, batch, kv_head),
-            v_strides.row,
+            first_row(&v, batch, kv_head),
+            v.strides.row,
             base,
             v_at,
             comptime!(t.rows()),
@@ -203,7 +214,7 @@ pub fn keys(
             wait_copies();
             sync_cube();
             copy_step(&loads, base, j + 1, loaded, t);
-            let found = query_row(places, &queries, first_step + j + 2, seq_q, shape, t);
+            let found = query_row(&lists.places, &queries, first_step + j + 2, seq_q, shape, t);
             loaded = found;
 
             let q_stage = stage * comptime!(t.b1_bytes() as u32);
@@ -217,17 +228,7 @@ pub fn keys(
                 comptime!(t.head_dim),
                 t,
             );
-            #[unroll]
-            for n in 0..eights {
-                let stats = shared_load_four(stats_stage + comptime!(n as u32 * 64));
-                let mut four = s[n];
-                #[unroll]
-                for i in 0..4usize {
-                    let log = stats.extract(comptime!(i % 2 * 2));
-                    four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
-                }
-                s[n] = four;
-            }
+            weigh(&mut s, stats_stage, log2_scale, t);
             let p = pack_left(&s, t);
             accumulate(
                 &p,
@@ -244,18 +245,7 @@ pub fn keys(
                 comptime!(t.value_dim),
                 t,
             );
-            #[unroll]
-            for n in 0..eights {
-                let stats = shared_load_four(stats_stage + comptime!(n as u32 * 64));
-                let weights = s[n];
-                let mut four = dp[n];
-                #[unroll]
-                for i in 0..4usize {
-                    let delta = stats.extract(comptime!(i % 2 * 2 + 1));
-                    four.insert(i, weights.extract(i) * (four.extract(i) - delta));
-                }
-                dp[n] = four;
-            }
+            by_scores(&s, &mut dp, stats_stage, t);
             let ds = pack_left(&dp, t);
             accumulate(
                 &ds,
@@ -267,10 +257,10 @@ pub fn keys(
             store_row(slots, j + 2, found, t);
         }
 
-        let first = list * k_strides.len;
+        let first = list * k.strides.len;
         if queries.parts == 1u32 {
             store_rows(
-                grad_k,
+                &mut grads.k,
                 &dk,
                 0u32,
                 first,
@@ -282,7 +272,7 @@ pub fn keys(
                 t,
             );
             store_rows(
-                grad_v,
+                &mut grads.v,
                 &dv,
                 0u32,
                 first,
@@ -294,9 +284,9 @@ pub fn keys(
                 t,
             );
         } else {
-            let keys = part * (list_count(&slice) * k_strides.len) + first;
+            let keys = part * (list_count(&slice) * k.strides.len) + first;
             store_part(
-                partial,
+                &mut grads.partial,
                 &dk,
                 keys,
                 base,
@@ -307,7 +297,7 @@ pub fn keys(
                 t,
             );
             store_part(
-                partial,
+                &mut grads.partial,
                 &dv,
                 keys,
                 base,
@@ -318,6 +308,44 @@ pub fn keys(
                 t,
             );
         }
+    }
+}
+
+/// Weights of scores, whose columns have lse and delta at `stats` in shared memory.
+#[cube]
+pub fn weigh(s: &mut Array<Vector<f32, Four>>, stats: u32, log2_scale: f32, #[comptime] t: Tile) {
+    #[unroll]
+    for n in 0..comptime!(t.eights()) {
+        let stats = shared_load_four(stats + comptime!(n as u32 * 64));
+        let mut four = s[n];
+        #[unroll]
+        for i in 0..4usize {
+            let log = stats.extract(comptime!(i % 2 * 2));
+            four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
+        }
+        s[n] = four;
+    }
+}
+
+/// Gradients by scores of those by weights.
+#[cube]
+pub fn by_scores(
+    p: &Array<Vector<f32, Four>>,
+    dp: &mut Array<Vector<f32, Four>>,
+    stats: u32,
+    #[comptime] t: Tile,
+) {
+    #[unroll]
+    for n in 0..comptime!(t.eights()) {
+        let stats = shared_load_four(stats + comptime!(n as u32 * 64));
+        let weights = p[n];
+        let mut four = dp[n];
+        #[unroll]
+        for i in 0..4usize {
+            let delta = stats.extract(comptime!(i % 2 * 2 + 1));
+            four.insert(i, weights.extract(i) * (four.extract(i) - delta));
+        }
+        dp[n] = four;
     }
 }
 

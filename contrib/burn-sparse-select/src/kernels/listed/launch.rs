@@ -10,7 +10,7 @@ use crate::kernels::listed::row_stats::stats_of;
 use crate::kernels::listed::spread_launch::Spread;
 use crate::kernels::listed::tile::MainloopTile;
 use crate::kernels::listed::views::{
-    ListedGradients, check_inputs, far_rows, input, strides, words,
+    ListedGradients, check_inputs, far_rows, input, words, words_of,
 };
 use crate::kernels::listed::warpgroups::WarpgroupTile;
 use crate::kernels::listed::{fold, keys, mainloop, warpgroups};
@@ -154,9 +154,9 @@ impl Pass<'_> {
         let (log2_scale, _) = scales(scale, None);
         let all_rows = request.all_rows();
         for slice in Slice::whole(request.batch, request.kv_heads).cut(client) {
-            // Both kernels have the same arguments, but for masks and counts, and for what they are told of lists.
+            // Both kernels have the same arguments, but for what they are told of lists.
             macro_rules! launch {
-                ($kernel:path, $cubes:expr, $units:expr, [$($sizes:expr),*], [$($masks:expr, $counts:expr)?], $out:expr, $lists:expr, $tile:expr) => {
+                ($kernel:path, $cubes:expr, $units:expr, [$($sizes:expr),*], $keys:expr, $out:expr, $lists:expr, $tile:expr) => {
                     // SAFETY: a cube reads its lists, positions below the lengths in the strides, and writes the rows of its queries; the buffers have the
                     // lengths they say (see `buffer`).
                     unsafe {
@@ -169,18 +169,10 @@ impl Pass<'_> {
                             input(k),
                             input(v),
                             input(grad_out),
-                            buffer(lists.keys, lists.elements(request)),
-                            $(
-                                buffer($masks, lists.elements(request)),
-                                buffer($counts, lists.all(request)),
-                            )?
+                            $keys,
                             buffer(out, $out),
                             // Numbers of rows: one, or two for dQ.
                             buffer(rows, all_rows * if $tile.backward { 2 } else { 1 }),
-                            strides(q),
-                            strides(k),
-                            strides(v),
-                            strides(grad_out),
                             slice.args(),
                             $lists,
                             scale as f32,
@@ -204,7 +196,7 @@ impl Pass<'_> {
                         request.seq_q,
                         inner.units(),
                         [],
-                        [],
+                        buffer(lists.keys, lists.elements(request)),
                         words(all_rows * tile.out_dim()),
                         lists.most as u32,
                         tile
@@ -226,7 +218,7 @@ impl Pass<'_> {
                             tile.cols / 4,
                             WarpgroupTile::sums(tile.out_dim())
                         ],
-                        [lists.masks, lists.counts],
+                        lists.tensors(request),
                         all_rows * tile.out_dim() / 8,
                         lists.args(),
                         tile
@@ -267,21 +259,23 @@ pub fn by_blocks(
                 client,
                 slice.cubes(key_tiles * shape.parts),
                 CubeDim::new_1d(tile.units() as u32),
-                input(q),
+                words_of(q),
                 input(k),
                 input(v),
-                input(grad_out),
+                words_of(grad_out),
                 buffer(stats, request.all_rows() * 2),
-                buffer(queries, places * request.tile),
-                buffer(tile_blocks, places),
-                buffer(gradients.k, k_words),
-                buffer(gradients.v, v_words),
-                buffer(&partial, numbers),
-                strides(k),
-                strides(v),
                 slice.args(),
                 request.seq_q as u32,
-                request.tiles as u32,
+                keys::BlockListsLaunch::new(
+                    buffer(queries, places * request.tile),
+                    buffer(tile_blocks, places),
+                    request.tiles as u32,
+                ),
+                keys::KeyGradsLaunch::new(
+                    buffer(gradients.k, k_words),
+                    buffer(gradients.v, v_words),
+                    buffer(&partial, numbers),
+                ),
                 scale as f32,
                 log2_scale as f32,
                 shape,

@@ -5,7 +5,8 @@ use cubecl::server::Handle;
 
 use crate::kernels::listed::mainloops::Mainloops;
 use crate::kernels::listed::request::ListedRequest;
-use crate::kernels::listed::rows::ListsLaunch;
+use crate::kernels::listed::rows::{ListTensorsLaunch, ListsLaunch};
+use blocksparse_cubecl::args::buffer;
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::{BitsOfKeys, Queries, Uniting, neighbour_lists};
 
@@ -61,6 +62,15 @@ impl LaunchedLists<'_> {
     /// Elements of all of them.
     pub fn elements(&self, request: &ListedRequest) -> usize {
         self.all(request) * self.most
+    }
+
+    pub fn tensors(&self, request: &ListedRequest) -> ListTensorsLaunch {
+        let elements = self.elements(request);
+        ListTensorsLaunch::new(
+            buffer(self.keys, elements),
+            buffer(self.masks, elements),
+            buffer(self.counts, self.all(request)),
+        )
     }
 
     pub fn args(&self) -> ListsLaunch {

@@ -26,6 +26,7 @@ use cubecl::prelude::*;
 use crate::kernels::listed::gather::*;
 use crate::kernels::listed::rows::{head_of_row, is_written};
 use crate::kernels::listed::tile::MainloopTile;
+use crate::kernels::listed::views::Input;
 use blocksparse_cubecl::arch::sm80::*;
 use blocksparse_cubecl::mma::forward::{load_row, softmax};
 use blocksparse_cubecl::mma::gather::*;
@@ -40,17 +41,13 @@ use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 /// gradient, which is added to. `p = exp2(s · log2_scale − …)`, and `lse_scale` is `log2 e / log2_scale`.
 #[cube(launch_unchecked)]
 pub fn mainloop(
-    q: &[u32],
-    k: &[u32],
-    v: &[u32],
-    grad_out: &[u32],
+    q: Input,
+    k: Input,
+    v: Input,
+    grad_out: Input,
     lists: &[i32],
     out: &mut [u32],
     rows: &mut [f32],
-    q_strides: Strides,
-    k_strides: Strides,
-    v_strides: Strides,
-    out_strides: Strides,
     slice: Slice,
     most: u32,
     scale: f32,
@@ -65,35 +62,12 @@ pub fn mainloop(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let mainloop = list_mainloop(
-        address::<u32>(k),
-        address::<u32>(v),
-        q_strides.len,
-        &k_strides,
-        &v_strides,
-        &slice,
-        most,
-        heads,
-    );
+    let mainloop = list_mainloop(q.strides.len, &k, &v, &slice, most, heads);
     let own = base + comptime!(t.own_offset() as u32);
     let second = base + comptime!(t.second_offset() as u32);
-    copy_query(
-        own,
-        address::<u32>(q),
-        &q_strides,
-        &mainloop,
-        comptime!(tile.head_dim),
-        t,
-    );
+    copy_query(own, &q, &mainloop, comptime!(tile.head_dim), t);
     if comptime!(t.backward) {
-        copy_query(
-            second,
-            address::<u32>(grad_out),
-            &out_strides,
-            &mainloop,
-            comptime!(tile.value_dim),
-            t,
-        );
+        copy_query(second, &grad_out, &mainloop, comptime!(tile.value_dim), t);
     }
     let steps = steps_of(&mainloop.list, t);
     let mut position = fill_ring(base, lists, &mainloop, t);
@@ -101,7 +75,7 @@ pub fn mainloop(
     let warp_rows = warp * comptime!(16 * tile.warp_tiles as u32);
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
-    let before = first_of_heads(&mainloop, slice.heads as u32, q_strides.len, t.heads);
+    let before = first_of_heads(&mainloop, slice.heads as u32, q.strides.len, t.heads);
     // Of each row: the largest score and the sum so far, or lse and delta.
     let mut m = Array::<f32>::new(comptime!(2 * tiles));
     let mut l = Array::<f32>::new(comptime!(2 * tiles));
@@ -114,7 +88,7 @@ pub fn mainloop(
     #[unroll]
     for i in 0..comptime!(2 * tiles) {
         let row = head_of_row(first_row + comptime!(i as u32 * ROW_PAIR), heads);
-        let at = (before + row * q_strides.len) as usize;
+        let at = (before + row * q.strides.len) as usize;
         if comptime!(t.backward) {
             m[i] = rows[at * 2];
             l[i] = rows[at * 2 + 1];
@@ -223,7 +197,7 @@ pub fn mainloop(
         }
         let row = first_row + comptime!(i as u32 * ROW_PAIR);
         if is_written(row, 1u32, heads) {
-            let at = (before + row * q_strides.len) as usize;
+            let at = (before + row * q.strides.len) as usize;
             let words = at * comptime!(tile.words(t.out_dim()));
             #[unroll]
             for n in 0..comptime!(t.out_dim() / 8) {

@@ -36,6 +36,17 @@ pub struct Lists {
     pub most: u32,
 }
 
+/// What these are.
+#[derive(CubeType, CubeLaunch)]
+pub struct ListTensors {
+    /// The keys or blocks that a list names, i32, negative for none,
+    pub keys: Box<[i32]>,
+    /// and which of the queries that share the list named each; nothing reads it where a list is of one query.
+    pub masks: Box<[u32]>,
+    /// Numbers of each list, likewise.
+    pub counts: Box<[u32]>,
+}
+
 /// How many of a group's queries there are, from its first on.
 #[cube]
 pub fn queries_from(first: u32, seq_q: u32, #[comptime] t: CubeRows) -> u32 {

@@ -19,9 +19,10 @@ use cubecl::prelude::*;
 use crate::kernels::listed::gather::{
     QueryList, Sources, copy_of_lanes, copy_own, position_of_key, sources_of,
 };
+use crate::kernels::listed::keys::{by_scores, weigh};
 use crate::kernels::listed::rows::{CubeRows, place_of_row, queries_from};
+use crate::kernels::listed::views::Input;
 use blocksparse_cubecl::arch::sm80::*;
-use blocksparse_cubecl::mma::gather::*;
 use blocksparse_cubecl::mma::product::*;
 use blocksparse_cubecl::mma::tile::{NOWHERE, ROW_PAIR, Tile};
 use blocksparse_cubecl::shared::addressing::{Four, Slice, batch_of, head_of};
@@ -116,13 +117,11 @@ pub struct SpreadQuery {
     pub sources: Sources,
 }
 
-/// The queries of the cube, of keys and values that begin at `k` and `v`.
+/// The queries of the cube.
 #[cube]
 pub fn spread_query(
-    k: u64,
-    v: u64,
-    k_strides: &Strides,
-    v_strides: &Strides,
+    k: &Input,
+    v: &Input,
     slice: &Slice,
     chunk: &Chunk,
     counts: &[u32],
@@ -146,9 +145,9 @@ pub fn spread_query(
         list: QueryList {
             first: (list * chunk.most) as usize,
             most,
-            len: k_strides.len,
+            len: k.strides.len,
         },
-        sources: sources_of(k, v, k_strides, v_strides, batch, kv_head),
+        sources: sources_of(k, v, batch, kv_head),
     }
 }
 
@@ -197,16 +196,14 @@ pub fn record_of(key: u32, of: &SpreadQuery, chunk: &Chunk, bits: &[i32], firsts
 #[cube(launch_unchecked)]
 pub fn spread(
     q: &[u32],
-    k: &[u32],
-    v: &[u32],
+    k: Input,
+    v: Input,
     grad_out: &[u32],
     stats: &[f32],
     lists: &[i32],
     bits: &[i32],
     firsts: &[u32],
     records: &mut [Vector<u32, Four>],
-    k_strides: Strides,
-    v_strides: Strides,
     slice: Slice,
     chunk: Chunk,
     scale: f32,
@@ -214,7 +211,6 @@ pub fn spread(
     #[comptime] t: SpreadTile,
 ) {
     let tile = comptime!(t.inner);
-    let eights = comptime!(tile.eights());
     let stages = comptime!(tile.stages as u32);
     let rows = comptime!(CubeRows::of_query(t.heads, tile.cols));
     let warps = comptime!(tile.warps as u32);
@@ -222,8 +218,7 @@ pub fn spread(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let (k, v) = (address::<u32>(k), address::<u32>(v));
-    let of = spread_query(k, v, &k_strides, &v_strides, &slice, &chunk, firsts, rows);
+    let of = spread_query(&k, &v, &slice, &chunk, firsts, rows);
 
     let q_at = base + comptime!(t.q_offset() as u32);
     let out_at = base + comptime!(t.out_offset() as u32);
@@ -287,17 +282,7 @@ pub fn spread(
                 comptime!(tile.head_dim),
                 tile,
             );
-            #[unroll]
-            for n in 0..eights {
-                let stats = shared_load_four(stats_at + comptime!(n as u32 * 64));
-                let mut four = s[n];
-                #[unroll]
-                for i in 0..4usize {
-                    let log = stats.extract(comptime!(i % 2 * 2));
-                    four.insert(i, exp2(multiply_add(four.extract(i), log2_scale, -log)));
-                }
-                s[n] = four;
-            }
+            weigh(&mut s, stats_at, log2_scale, tile);
             let p = pack_left(&s, tile);
             let mut dv = Array::<Vector<f32, Four>>::new(comptime!(tile.value_dim / 8));
             #[unroll]
@@ -315,18 +300,7 @@ pub fn spread(
                 comptime!(tile.value_dim),
                 tile,
             );
-            #[unroll]
-            for n in 0..eights {
-                let stats = shared_load_four(stats_at + comptime!(n as u32 * 64));
-                let weights = s[n];
-                let mut four = dp[n];
-                #[unroll]
-                for i in 0..4usize {
-                    let delta = stats.extract(comptime!(i % 2 * 2 + 1));
-                    four.insert(i, weights.extract(i) * (four.extract(i) - delta));
-                }
-                dp[n] = four;
-            }
+            by_scores(&s, &mut dp, stats_at, tile);
             let ds = pack_left(&dp, tile);
             let mut dk = Array::<Vector<f32, Four>>::new(comptime!(tile.head_dim / 8));
             #[unroll]

@@ -7,7 +7,7 @@ use crate::kernels::listed::lists::LaunchedLists;
 use crate::kernels::listed::mainloops::{ByKeys, Mainloops};
 use crate::kernels::listed::records::GatheredLaunch;
 use crate::kernels::listed::spread::{ChunkLaunch, SpreadTile, spread};
-use crate::kernels::listed::views::{ListedGradients, far_rows, input, strides};
+use crate::kernels::listed::views::{ListedGradients, far_rows, input, words_of};
 use crate::kernels::listed::warpgroups::{SpreadGroups, WarpgroupTile};
 use crate::kernels::listed::{records, warpgroups};
 use blocksparse_cubecl::args::buffer;
@@ -137,29 +137,23 @@ impl Spread<'_> {
                     request.seq_q as u32,
                     lists.most as u32,
                 );
-                // Both kernels have the same arguments, but for masks and counts.
+                // Both kernels have the same arguments, but for what they are told of lists.
                 macro_rules! launch {
-                    ($kernel:path, $units:expr, [$($sizes:expr),*], [$($masks:expr, $counts:expr)?], $tile:expr) => {
+                    ($kernel:path, $units:expr, [$($sizes:expr),*], $keys:expr, $tile:expr) => {
                         $kernel(
                             client,
                             cubes,
                             CubeDim::new_1d($units as u32),
                             $($sizes,)*
-                            input(q),
+                            words_of(q),
                             input(k),
                             input(v),
-                            input(grad_out),
+                            words_of(grad_out),
                             buffer(stats, request.all_rows() * 2),
-                            buffer(lists.keys, lists.elements(request)),
-                            $(
-                                buffer($masks, lists.elements(request)),
-                                buffer($counts, lists.all(request)),
-                            )?
+                            $keys,
                             buffer(&places.bits.bits, rows * places.bits.words),
                             buffer(&places.firsts, rows * (words + 1)),
                             buffer(&room.records, room.in_records),
-                            strides(k),
-                            strides(v),
                             slice.args(),
                             chunk,
                             scale as f32,
@@ -178,7 +172,7 @@ impl Spread<'_> {
                             WarpgroupTile::sums(request.value_dim),
                             WarpgroupTile::sums(request.head_dim)
                         ],
-                        [lists.masks, lists.counts],
+                        lists.tensors(request),
                         SpreadGroups {
                             inner: WarpgroupTile {
                                 far_rows,
@@ -193,7 +187,8 @@ impl Spread<'_> {
                             ..tile.inner
                         };
                         let tile = SpreadTile { inner, ..tile };
-                        launch!(spread::launch_unchecked, inner.units(), [], [], tile)
+                        let keys = buffer(lists.keys, lists.elements(request));
+                        launch!(spread::launch_unchecked, inner.units(), [], keys, tile)
                     }
                     ByKeys::Blocks(_) => unreachable!("records are of single keys"),
                 }

@@ -3,10 +3,11 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use blocksparse_cubecl::arch::sm80::address;
 use blocksparse_cubecl::args::buffer;
 use blocksparse_cubecl::call::TensorView;
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::mma::gather::StridesLaunch;
+use blocksparse_cubecl::mma::gather::{Strides, StridesLaunch, head_address};
 use blocksparse_cubecl::tensor::{check_rows, check_scale, is_u32};
 
 /// Elements of 16 bytes.
@@ -23,20 +24,41 @@ pub struct ListedGradients<'a> {
     pub v: &'a Handle,
 }
 
+/// A tensor as a kernel gets it: its words, and how far apart its rows are.
+#[derive(CubeType, CubeLaunch)]
+pub struct Input {
+    pub words: Box<[u32]>,
+    pub strides: Strides,
+}
+
+/// The address of a head's first row.
+#[cube]
+pub fn first_row(tensor: &Input, batch: u32, head: u32) -> u64 {
+    head_address(
+        address::<u32>(&tensor.words[..]),
+        &tensor.strides,
+        batch,
+        head,
+    )
+}
+
 /// Words of so many halves.
 pub fn words(elements: usize) -> usize {
     elements.div_ceil(2)
 }
 
-pub fn strides(tensor: &TensorView) -> StridesLaunch {
+/// A tensor with its strides,
+pub fn input(tensor: &TensorView) -> InputLaunch {
     let [batch, head, row] = [0, 1, 2].map(|dim| match tensor.shape[dim] {
         1 => 0,
         _ => (tensor.strides[dim] / PIECE) as u64,
     });
-    StridesLaunch::new(batch, head, row, tensor.shape[2] as u32)
+    let strides = StridesLaunch::new(batch, head, row, tensor.shape[2] as u32);
+    InputLaunch::new(words_of(tensor), strides)
 }
 
-pub fn input(tensor: &TensorView) -> BufferArg {
+/// and without them.
+pub fn words_of(tensor: &TensorView) -> BufferArg {
     buffer(&tensor.handle, words(tensor.reach()))
 }
 

@@ -6,6 +6,7 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::check_types;
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::{check_buffers, has, place, sum_of};
 use blocksparse_cubecl::rows::typed::Typed;
@@ -48,9 +49,7 @@ fn forward<E: Float, G: Float, A: Float, N: Size>(
     #[comptime] columns: Columns,
     #[comptime] row_vectors: usize,
     #[comptime] row_gates: usize,
-    #[define(E)] _element: ElemType,
-    #[define(G)] _gate: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, G, A)] _types: [ElemType; 3],
 ) {
     let at = ABSOLUTE_POS;
     if at < vectors {
@@ -89,9 +88,7 @@ fn backward<E: Float, G: Float, A: Float, N: Size>(
     by_gates: ComptimeOption<Box<[G]>>,
     rows: usize,
     #[comptime] k: BackwardKind,
-    #[define(E)] _element: ElemType,
-    #[define(G)] _gate: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, G, A)] _types: [ElemType; 3],
 ) {
     let tile = comptime!(k.tile);
     let unit = UNIT_POS as usize;
@@ -164,12 +161,7 @@ fn check(
         let most = MOST_BRANCHES as u64;
         return Err(KernelError::limit("branches", most, branches));
     }
-    for element in types {
-        if !client.properties().supports_type(element) {
-            let dtype = format!("{element:?}");
-            return Err(KernelError::Dtype { dtype });
-        }
-    }
+    check_types(client.properties(), types)?;
     // Those of the backward pass: three more than what is read and written of each branch.
     check_buffers(client, 3 + 2 * MOST_BRANCHES)?;
     let [element, _] = types;
@@ -236,9 +228,7 @@ pub fn gated_sum(
             Columns::new(branches.iter().map(Option::is_some)),
             tile.row_vectors,
             row_gates,
-            element,
-            gates.1,
-            accumulator_of(element),
+            [element, gates.1, accumulator_of(element)],
         );
     }
     Ok(())
@@ -316,9 +306,7 @@ pub fn gated_sum_backward(
             optional(pass.by_gates, rows * row_gates),
             rows,
             k,
-            element,
-            gate,
-            accumulator_of(element),
+            [element, gate, accumulator_of(element)],
         );
     }
     Ok(())

@@ -8,6 +8,7 @@ use crate::kernels::few_rows::call::{BYTES, FewRows, FewRowsWeight, MOST_WEIGHTS
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{check_types, most_units};
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::sum_of;
 use blocksparse_cubecl::shared::curve::{Curve, value};
@@ -106,9 +107,7 @@ fn by_rows<E: Float, A: Float, P: Float, N: Size>(
     output: &mut [E],
     rows: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-    #[define(P)] _added: ElemType,
+    #[define(E, A, P)] _types: [ElemType; 3],
 ) {
     let unit = UNIT_POS as usize;
     let strip = CUBE_POS;
@@ -261,8 +260,7 @@ fn by_columns<E: Float, A: Float, N: Size>(
     rows: usize,
     width: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let unit = UNIT_POS as usize;
     let (lane, group) = (unit % comptime!(LANES), unit / comptime!(LANES));
@@ -332,14 +330,9 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
     let accumulator = accumulator_of(element);
     let added = call.bias.map_or(accumulator, |bias| bias.1);
     let properties = client.properties();
-    for element in [element, accumulator, added] {
-        if !properties.supports_type(element) {
-            let dtype = format!("{element:?}");
-            return Err(KernelError::Dtype { dtype });
-        }
-    }
+    check_types(properties, [element, accumulator, added])?;
     let hardware = &properties.hardware;
-    let most = hardware.max_units_per_cube.min(hardware.max_cube_dim.0) as usize;
+    let most = most_units(properties);
     let units = [UNITS, UNITS / 2, UNITS / 4]
         .into_iter()
         .find(|u| *u <= most);
@@ -393,8 +386,7 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
                 rows,
                 width,
                 kind,
-                element,
-                accumulator,
+                [element, accumulator],
             );
         }
         return Ok(());
@@ -430,9 +422,7 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
             buffer(call.output, call.numbers),
             rows,
             kind,
-            element,
-            accumulator,
-            added,
+            [element, accumulator, added],
         );
     }
     Ok(())

@@ -19,6 +19,7 @@ use blocksparse_cubecl::arch::sm80::{Element, multiply};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::call::check_ampere;
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::check_types;
 use blocksparse_cubecl::shared::curve::{Curve, value};
 use blocksparse_cubecl::tuning::Tuning;
 use cubecl::ir::FloatKind;
@@ -154,8 +155,7 @@ fn by_warps<E: Float, P: Float, W: Size>(
     output: &mut [E],
     rows: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(P)] _added: ElemType,
+    #[define(E, P)] _types: [ElemType; 2],
 ) {
     let cut = comptime!(k.cut);
     let warp = uniform(UNIT_POS / comptime!(WARP as u32)) as usize;
@@ -547,10 +547,7 @@ pub fn launch(
     let added = call
         .bias
         .map_or(ElemType::Float(FloatKind::F32), |bias| bias.1);
-    if !client.properties().supports_type(added) {
-        let dtype = format!("{added:?}");
-        return Err(KernelError::Dtype { dtype });
-    }
+    check_types(client.properties(), [added])?;
     let vector = cut.vector();
     let mut kind = Kind {
         cut,
@@ -590,8 +587,7 @@ pub fn launch(
             buffer(call.output, call.numbers),
             rows,
             kind,
-            element,
-            added,
+            [element, added],
         );
     }
     Ok(())

@@ -59,9 +59,7 @@ fn step<P: Float, G: Float, A: Float, N: Size>(
     numbers: Numbers,
     #[comptime] count: usize,
     #[comptime] units: usize,
-    #[define(P)] _parameter: ElemType,
-    #[define(G)] _gradient: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(P, G, A)] _types: [ElemType; 3],
 ) {
     let width = N::value();
     let steps = comptime!((PART / width).div_ceil(units));
@@ -127,8 +125,7 @@ fn scale_parts<E: Float, A: Float, N: Size>(
     starts: Sequence<usize>,
     #[comptime] count: usize,
     #[comptime] units: usize,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let width = N::value();
     let steps = comptime!((PART / width).div_ceil(units));
@@ -220,9 +217,7 @@ pub fn adamw(
                 ),
                 held.len(),
                 units,
-                parameter,
-                gradient,
-                accumulator,
+                [parameter, gradient, accumulator],
             );
         }
     }
@@ -268,8 +263,7 @@ pub fn scale(
                 deal.arg(),
                 held.len(),
                 units,
-                dtype,
-                accumulator,
+                [dtype, accumulator],
             );
         }
     }

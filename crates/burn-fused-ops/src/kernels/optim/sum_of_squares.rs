@@ -81,8 +81,7 @@ fn sum_parts<E: Float, A: Float, N: Size>(
     #[comptime] count: usize,
     #[comptime] units: usize,
     #[comptime] large: Large,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let mut shared = Shared::<[A]>::new_slice(comptime!(2 * units));
     let width = N::value();
@@ -255,8 +254,7 @@ pub fn sum_of_squares(
                 held.len(),
                 units,
                 Large::of(accumulator),
-                dtype,
-                accumulator,
+                [dtype, accumulator],
             );
         }
     }

@@ -37,9 +37,7 @@ fn forward<E: Float, P: Float, A: Float, N: Size>(
     y: &mut [Vector<E, N>],
     rows: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(P)] _added: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, P, A)] _types: [ElemType; 3],
 ) {
     let unit = UNIT_POS as usize;
     let column = CUBE_POS_X as usize * comptime!(k.grid.columns) + unit % comptime!(k.grid.columns);
@@ -89,9 +87,7 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
     rows: usize,
     steps: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(P)] _added: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, P, A)] _types: [ElemType; 3],
 ) {
     let mut dx = dx;
     let mut y = y;
@@ -216,9 +212,7 @@ pub fn bias_activation(
             buffer(y, rows * row_vectors),
             rows,
             kind,
-            x.1,
-            bias.map_or(accumulator, |bias| bias.1),
-            accumulator,
+            [x.1, bias.map_or(accumulator, |bias| bias.1), accumulator],
         );
     }
     Ok(())
@@ -295,9 +289,7 @@ pub fn bias_activation_backward(
             rows,
             of_a_cube,
             kind,
-            dy.1,
-            bias.map_or(accumulator, |bias| bias.1),
-            accumulator,
+            [dy.1, bias.map_or(accumulator, |bias| bias.1), accumulator],
         );
     }
     let partial = partial.as_ref().map(|partial| (partial, accumulator));

@@ -6,12 +6,10 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{check_types, vector_of};
 
 /// Units of a cube.
 const UNITS: u32 = 256;
-
-/// Bytes of a load or a store.
-const MOST_BYTES: usize = 16;
 
 /// How many matrices there may be.
 pub const MOST_MATRICES: usize = 3;
@@ -25,8 +23,7 @@ fn beside<E: Float, O: Float, N: Size>(
     #[comptime] widths: [usize; MOST_MATRICES],
     #[comptime] pitches: [usize; MOST_MATRICES],
     #[comptime] count: usize,
-    #[define(E)] _element: ElemType,
-    #[define(O)] _output_type: ElemType,
+    #[define(E, O)] _types: [ElemType; 2],
 ) {
     let all = comptime!(widths.iter().sum::<usize>());
     if ABSOLUTE_POS < vectors {
@@ -41,26 +38,6 @@ fn beside<E: Float, O: Float, N: Size>(
             }
         }
     }
-}
-
-/// That a device has all of these types.
-fn check_types(client: &Client, elements: &[ElemType]) -> Result<(), KernelError> {
-    for element in elements {
-        if !client.properties().supports_type(*element) {
-            let dtype = format!("{element:?}");
-            return Err(KernelError::Dtype { dtype });
-        }
-    }
-    Ok(())
-}
-
-/// Elements of a vector that divide all widths, where one has `bytes` at most.
-fn vector_of(client: &Client, bytes: usize, widths: impl IntoIterator<Item = usize>) -> usize {
-    let most = (MOST_BYTES / bytes).min(client.properties().hardware.max_vector_size.max(1));
-    let widths: Vec<usize> = widths.into_iter().collect();
-    let divides =
-        |vector: &usize| *vector <= most && widths.iter().all(|w| w.is_multiple_of(*vector));
-    [8, 4, 2, 1].into_iter().find(divides).unwrap_or(1)
 }
 
 /// A matrix whose rows are contiguous, from its first number on.
@@ -94,7 +71,7 @@ pub fn rounded_beside(
             matrices.len(),
         ));
     }
-    check_types(client, &[element, output_type])?;
+    check_types(client.properties(), [element, output_type])?;
     let widest = element.size().max(output_type.size());
     // An empty buffer cannot be bound.
     let some = || matrices.iter().filter(|matrix| matrix.width > 0);
@@ -102,7 +79,8 @@ pub fn rounded_beside(
     // What begins within a larger buffer need not begin at a multiple of a vector.
     let starts =
         some().map(|matrix| matrix.handle.offset_start.unwrap_or(0) as usize / element.size());
-    let vector = vector_of(client, widest, lengths.chain(starts));
+    let divided: Vec<usize> = lengths.chain(starts).collect();
+    let vector = vector_of(client.properties(), widest, &divided);
     let (mut widths, mut pitches) = ([0; MOST_MATRICES], [0; MOST_MATRICES]);
     let mut inputs = SequenceArg::new();
     let mut largest = rows * width;
@@ -131,8 +109,7 @@ pub fn rounded_beside(
             widths,
             pitches,
             some().count(),
-            element,
-            output_type,
+            [element, output_type],
         );
     }
     Ok(())

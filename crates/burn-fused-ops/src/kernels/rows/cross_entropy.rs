@@ -6,6 +6,7 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{check_types, most_units};
 use blocksparse_cubecl::rows::columns::{accumulator_of, column_sums};
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
@@ -101,9 +102,7 @@ fn cross_entropy<A: Float, E: Float, I: Int, N: Size>(
     nan: InputScalar,
     smoothing: InputScalar,
     #[comptime] r: Rows,
-    #[define(A)] _accumulator: ElemType,
-    #[define(E)] _element: ElemType,
-    #[define(I)] _index: ElemType,
+    #[define(A, E, I)] _types: [ElemType; 3],
 ) {
     let t = comptime!(r.tile);
     let width = N::value();
@@ -339,12 +338,7 @@ impl CrossEntropyKind {
     fn launch(&self, client: &Client) -> Result<Rows, KernelError> {
         let properties = client.properties();
         let gradient = self.gradient.unwrap_or(self.accumulator);
-        for element in [self.accumulator, self.index, gradient] {
-            if !properties.supports_type(element) {
-                let dtype = format!("{element:?}");
-                return Err(KernelError::Dtype { dtype });
-            }
-        }
+        check_types(properties, [self.accumulator, self.index, gradient])?;
         if self.index == ElemType::Int(IntKind::I32) && self.vocab > i32::MAX as usize {
             return Err(KernelError::limit(
                 "the vocabulary of targets of 32 bits",
@@ -352,10 +346,7 @@ impl CrossEntropyKind {
                 self.vocab,
             ));
         }
-        let hardware = &properties.hardware;
-        let most_units = (hardware.max_units_per_cube as usize)
-            .min(hardware.max_cube_dim.0 as usize)
-            .max(1);
+        let most_units = most_units(properties);
         let tile = |most: usize| RowTile::new(properties, self.vocab, self.accumulator, most);
         let (tile, held) = match tile(HELD_VECTORS) {
             Some(tile) => (Some(tile), true),
@@ -469,9 +460,11 @@ pub fn cross_entropy_rows(
             InputScalar::new(f64::NAN, accumulator),
             InputScalar::new(kind.smoothing, accumulator),
             launch,
-            accumulator,
-            kind.gradient.unwrap_or(accumulator),
-            kind.index,
+            [
+                accumulator,
+                kind.gradient.unwrap_or(accumulator),
+                kind.index,
+            ],
         );
     }
     Ok(())

@@ -82,8 +82,7 @@ fn apply<E: Float, A: Float, N: Size>(
     vectors: usize,
     row_vectors: usize,
     mask: StreamMask,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let at = ABSOLUTE_POS;
     if at < vectors {
@@ -152,8 +151,7 @@ pub fn stream_dropout(
             vectors,
             width / vector,
             stream_mask(Some(dropout), accumulator),
-            element,
-            accumulator,
+            [element, accumulator],
         );
     }
     Ok(())

@@ -6,6 +6,7 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{check_types, most_units};
 use blocksparse_cubecl::rows::columns::{accumulator_of, column_sums};
 
 /// Entries of the vocabulary and channels that a cube has.
@@ -36,10 +37,7 @@ fn sum_entries<E: Float, A: Float, O: Float, I: Int>(
     ranges: usize,
     vocab: usize,
     width: usize,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-    #[define(O)] _table_type: ElemType,
-    #[define(I)] _index: ElemType,
+    #[define(E, A, O, I)] _types: [ElemType; 4],
 ) {
     let mut sums = Shared::<[A]>::new_slice(comptime!(TILE * TILE));
     let mut keys = Shared::<[u32]>::new_slice(comptime!(UNITS));
@@ -190,14 +188,9 @@ impl EmbeddingKind {
     fn ranges(&self, client: &Client, positions: usize) -> Result<usize, KernelError> {
         let properties = client.properties();
         let accumulator = self.accumulator();
-        for element in [self.grad, self.table, self.index, accumulator] {
-            if !properties.supports_type(element) {
-                let dtype = format!("{element:?}");
-                return Err(KernelError::Dtype { dtype });
-            }
-        }
+        check_types(properties, [self.grad, self.table, self.index, accumulator])?;
         let hardware = &properties.hardware;
-        let units = hardware.max_units_per_cube.min(hardware.max_cube_dim.0) as usize;
+        let units = most_units(properties);
         if units < UNITS {
             return Err(KernelError::limit("units of a cube", units as u32, UNITS));
         }
@@ -277,10 +270,7 @@ pub fn embedding_table_gradient(
             ranges,
             vocab,
             width,
-            kind.grad,
-            accumulator,
-            output_element,
-            kind.index,
+            [kind.grad, accumulator, output_element, kind.index],
         );
     }
     match &partial {

@@ -90,9 +90,7 @@ fn split<E: Float, P: Float, A: Float, N: Size>(
     rows: usize,
     seq: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(P)] _added: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, P, A)] _types: [ElemType; 3],
 ) {
     let unit = UNIT_POS as usize;
     let column = CUBE_POS_X as usize * comptime!(k.grid.columns) + unit % comptime!(k.grid.columns);
@@ -164,8 +162,7 @@ fn join<E: Float, A: Float, N: Size>(
     seq: usize,
     steps: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let unit = UNIT_POS as usize;
     let column = CUBE_POS_X as usize * comptime!(k.grid.columns) + unit % comptime!(k.grid.columns);
@@ -319,9 +316,11 @@ pub fn split_heads(
             rows,
             seq,
             kind,
-            element,
-            bias.map_or(accumulator, |(_, element)| element),
-            accumulator,
+            [
+                element,
+                bias.map_or(accumulator, |(_, element)| element),
+                accumulator,
+            ],
         );
     }
     Ok(())
@@ -373,8 +372,7 @@ pub fn join_heads(
             seq,
             steps,
             kind,
-            element,
-            accumulator,
+            [element, accumulator],
         );
     }
     let partial = partial.as_ref().map(|partial| (partial, accumulator));

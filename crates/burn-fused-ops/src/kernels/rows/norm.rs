@@ -16,6 +16,13 @@ use blocksparse_cubecl::rows::typed::Typed;
 use blocksparse_cubecl::seeds;
 use blocksparse_cubecl::shared::row_tile::{Combine, across_lanes};
 
+/// What the backward pass needs of a norm: x̂, `[rows, width]`, and 1/σ, `[rows]`.
+#[derive(CubeType, CubeLaunch)]
+struct Kept<R: Float, A: Float, N: Size> {
+    centered: Box<[Vector<R, N>]>,
+    rstd: Box<[A]>,
+}
+
 /// ```text
 /// s' = s + m ∘ (a + b)                            of the type of s, and so it goes on
 /// μ = Σ s' / d       r = (Σ (s' − μ)² / d + ε)^−½       without a mean: μ = 0
@@ -32,20 +39,13 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
     beta: ComptimeOption<Box<[Vector<T, N>]>>,
     sum: ComptimeOption<Box<[Vector<S, N>]>>,
     normed: ComptimeOption<Box<[Vector<H, N>]>>,
-    centered: ComptimeOption<Box<[Vector<H, N>]>>,
-    rstd: ComptimeOption<Box<[A]>>,
+    kept: ComptimeOption<Kept<H, A, N>>,
     rows: usize,
     inverse_width: InputScalar,
     epsilon: InputScalar,
     mask: StreamMask,
     #[comptime] kind: Kind,
-    #[define(S)] _stream_type: ElemType,
-    #[define(B)] _branch_type: ElemType,
-    #[define(P)] _bias_type: ElemType,
-    #[define(G)] _gamma_type: ElemType,
-    #[define(T)] _beta_type: ElemType,
-    #[define(H)] _normed_type: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(S, B, P, G, T, H, A)] _types: [ElemType; 7],
 ) {
     let tile = comptime!(kind.tile);
     let vectors = comptime!(tile.lane_vectors());
@@ -134,24 +134,17 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
                 x[i] *= Vector::<A, N>::empty().fill(scale);
             }
             #[comptime]
-            match centered {
-                ComptimeOption::Some(mut centered) =>
-                {
+            match kept {
+                ComptimeOption::Some(mut kept) => {
                     #[unroll]
                     for i in 0..vectors {
                         if exists && has(lane, i, tile) {
-                            centered[start + place(lane, i, tile)] =
+                            kept.centered[start + place(lane, i, tile)] =
                                 Vector::<H, N>::cast_from(x[i]);
                         }
                     }
-                }
-                ComptimeOption::None => {}
-            }
-            #[comptime]
-            match rstd {
-                ComptimeOption::Some(mut rstd) => {
                     if exists && lane == 0 {
-                        rstd[row] = scale;
+                        kept.rstd[row] = scale;
                     }
                 }
                 ComptimeOption::None => {}
@@ -264,30 +257,33 @@ fn launch(
     // A type that nothing has is the stream's.
     let [added_type, bias_type, gamma_type, beta_type, normed_type] =
         tensors.map(|tensor| tensor.map_or(element, |(_, element)| element));
+    let accumulator = accumulator_of(element);
     let types = [
+        element,
         added_type,
         bias_type,
         gamma_type,
         beta_type,
         normed_type,
-        element,
+        accumulator,
     ];
-    let tile = tile_of(client.properties(), width, widest(types), LANE_NUMBERS)?;
+    let stored = widest(types[..6].iter().copied());
+    let tile = tile_of(client.properties(), width, stored, LANE_NUMBERS)?;
     if rows == 0 {
         return Ok(());
     }
     let tiles = rows.div_ceil(tile.rows);
     let address = address_of(client, (rows * width).max(2 * tiles * tile.rows))?;
     let cubes = spread(client, tiles as u64)?;
-    let accumulator = accumulator_of(element);
     let dropout = branch.and_then(|branch| branch.dropout);
     let kind = Kind {
         tile,
         centered: norm.is_some_and(|norm| norm.centered),
         dropout: dropout.is_some(),
     };
-    let kept = norm.and_then(|norm| norm.kept);
     let (matrix, row) = (rows * tile.row_vectors, tile.row_vectors);
+    let kept = (norm.and_then(|norm| norm.kept))
+        .map(|[centered, rstd]| KeptLaunch::new(buffer(centered, matrix), buffer(rstd, rows)));
     let handle = |tensor: Option<Typed<'_>>| tensor.map(|(handle, _)| handle.clone());
     // SAFETY: a unit reads vectors of a row below `rows`, and of `[width]` below the row's vectors; it writes its own vectors of a row that
     // exists, and the first lane the row's number. The buffers have the lengths they say (see `buffer`).
@@ -305,20 +301,13 @@ fn launch(
             optional(handle(beta).as_ref(), row),
             optional(branch.map(|branch| branch.sum), matrix),
             optional(handle(normed).as_ref(), matrix),
-            optional(kept.map(|[centered, _]| centered), matrix),
-            optional(kept.map(|[_, rstd]| rstd), rows),
+            kept.into(),
             rows,
             InputScalar::new(1.0 / width as f64, accumulator),
             InputScalar::new(norm.map_or(0.0, |norm| norm.epsilon), accumulator),
             stream_mask(dropout, accumulator),
             kind,
-            element,
-            added_type,
-            bias_type,
-            gamma_type,
-            beta_type,
-            normed_type,
-            accumulator,
+            types,
         );
     }
     Ok(())

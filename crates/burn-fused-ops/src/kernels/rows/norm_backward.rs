@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use crate::kernels::rows::dropout::{StreamMask, stream_factors, stream_mask};
 use blocksparse::ElementDropout;
-use blocksparse_cubecl::args::{address_of, optional, spread};
+use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::rows::columns::{accumulator_of, column_sums};
 use blocksparse_cubecl::rows::norm_shape::LANE_NUMBERS as FORWARD_NUMBERS;
@@ -85,20 +85,26 @@ fn finish<A: Float, N: Size>(
     }
 }
 
+/// What the norm's part reads: the gradient by the normed stream and x̂, `[rows, width]`, 1/σ, `[rows]`, and γ.
+#[derive(CubeType, CubeLaunch)]
+struct NormPart<G: Float, R: Float, A: Float, N: Size> {
+    grad: Box<[Vector<R, N>]>,
+    centered: Box<[Vector<R, N>]>,
+    rstd: Box<[A]>,
+    gamma: Box<[Vector<G, N>]>,
+}
+
 /// ```text
 /// ĝ = γ ∘ dh      ds = ds' + r (ĝ − Σ ĝ / d − x̂ Σ (ĝ ∘ x̂) / d)      without a mean: without Σ ĝ
 /// da = m ∘ ds     db = Σ da      dγ = Σ dh ∘ x̂      dβ = Σ dh
 /// ```
 ///
-/// A cube reads many rows and keeps its part of the sums over rows in registers; `partial` is `[cubes, sums, pitch]`. Without `grad_normed`
+/// A cube reads many rows and keeps its part of the sums over rows in registers; `partial` is `[cubes, sums, pitch]`. Without `norm`
 /// ds is ds'.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
     grad_sum: ComptimeOption<Box<[Vector<S, N>]>>,
-    grad_normed: ComptimeOption<Box<[Vector<H, N>]>>,
-    centered: ComptimeOption<Box<[Vector<H, N>]>>,
-    rstd: ComptimeOption<Box<[A]>>,
-    gamma: ComptimeOption<Box<[Vector<G, N>]>>,
+    norm: ComptimeOption<NormPart<G, H, A, N>>,
     grad_stream: ComptimeOption<Box<[Vector<S, N>]>>,
     grad_branch: ComptimeOption<Box<[Vector<B, N>]>>,
     partial: ComptimeOption<Box<[Vector<A, N>]>>,
@@ -107,11 +113,7 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
     inverse_width: InputScalar,
     mask: StreamMask,
     #[comptime] k: BackwardKind,
-    #[define(S)] _stream_type: ElemType,
-    #[define(B)] _branch_type: ElemType,
-    #[define(G)] _gamma_type: ElemType,
-    #[define(H)] _normed_type: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(S, B, G, H, A)] _types: [ElemType; 5],
 ) {
     let mut grad_stream = grad_stream;
     let mut grad_branch = grad_branch;
@@ -171,20 +173,18 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
             }
         }
         if comptime!(k.norm) {
-            let grad_normed = grad_normed.as_ref().unwrap();
-            let centered = centered.as_ref().unwrap();
-            let gamma = gamma.as_ref().unwrap();
-            let scale = rstd.as_ref().unwrap()[row];
+            let norm = norm.as_ref().unwrap();
+            let scale = norm.rstd[row];
             // As they are stored, and widened where they are used: half of the registers, and twice the rows on their way.
             let mut x = Array::<Vector<H, N>>::new(vectors);
             let mut g = Array::<Vector<H, N>>::new(vectors);
             #[unroll]
             for i in 0..vectors {
-                x[i] = centered[start + place(lane, i, tile)];
+                x[i] = norm.centered[start + place(lane, i, tile)];
             }
             #[unroll]
             for i in 0..vectors {
-                g[i] = grad_normed[start + place(lane, i, tile)];
+                g[i] = norm.grad[start + place(lane, i, tile)];
             }
             let mut total = zero;
             let mut product = zero;
@@ -199,7 +199,7 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
                 if comptime!(beta_sum) {
                     by_beta[i] += grad;
                 }
-                let grad = grad * Vector::<A, N>::cast_from(gamma[place(lane, i, tile)]);
+                let grad = grad * Vector::<A, N>::cast_from(norm.gamma[place(lane, i, tile)]);
                 total += grad;
                 product += grad * x;
             }
@@ -219,7 +219,7 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
             #[unroll]
             for i in 0..vectors {
                 let grad = Vector::<A, N>::cast_from(g[i])
-                    * Vector::<A, N>::cast_from(gamma[place(lane, i, tile)]);
+                    * Vector::<A, N>::cast_from(norm.gamma[place(lane, i, tile)]);
                 let x = Vector::<A, N>::cast_from(x[i]);
                 ds[i] += scale * (grad - mean - x * product);
             }
@@ -457,6 +457,14 @@ pub fn residual_norm_backward(
         let address = address_of(client, largest)?;
         let matrix = rows * tile.row_vectors;
         let count = spread(client, cubes as u64)?;
+        let norm = pass.norm.map(|norm| {
+            NormPartLaunch::new(
+                buffer(norm.normed.0, matrix),
+                buffer(norm.xhat, matrix),
+                buffer(norm.rstd, rows),
+                buffer(norm.gamma.0, tile.row_vectors),
+            )
+        });
         // SAFETY: a unit reads vectors of a row below `rows`, and writes its own of a row that exists; in place it reads them before. It writes its
         // own vectors of its cube's sums. The buffers have the lengths they say (see `buffer`).
         unsafe {
@@ -467,10 +475,7 @@ pub fn residual_norm_backward(
                 address,
                 tile.vector,
                 optional(read, matrix),
-                optional(pass.norm.map(|norm| norm.normed.0), matrix),
-                optional(pass.norm.map(|norm| norm.xhat), matrix),
-                optional(pass.norm.map(|norm| norm.rstd), rows),
-                optional(pass.norm.map(|norm| norm.gamma.0), tile.row_vectors),
+                norm.into(),
                 optional(written, matrix),
                 optional(pass.branch.map(|(handle, _)| handle), matrix),
                 optional(partial.as_ref(), cubes * wanted * pitch / tile.vector),
@@ -479,11 +484,7 @@ pub fn residual_norm_backward(
                 InputScalar::new(1.0 / width as f64, accumulator),
                 stream_mask(pass.dropout, accumulator),
                 k,
-                element,
-                branch_type,
-                gamma_type,
-                normed_type,
-                accumulator,
+                [element, branch_type, gamma_type, normed_type, accumulator],
             );
         }
     }

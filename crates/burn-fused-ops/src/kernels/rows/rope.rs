@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::check_types;
 use blocksparse_cubecl::rows::typed::Typed;
 
 /// Units of a cube.
@@ -28,47 +29,64 @@ struct Kind {
     back: bool,
 }
 
-/// Reads the cosines and sines of a vector's pairs, at the place of a row: of `places`, or behind `first`.
-#[cube]
-fn angles<A: Float, I: Int>(
-    table: &[A],
-    places: &ComptimeOption<Box<[I]>>,
-    cosines: &mut Array<A>,
-    sines: &mut Array<A>,
-    row: usize,
-    vector: usize,
+/// The table, and where rows are in it: at `places`, or behind `first`.
+#[derive(CubeType, CubeLaunch)]
+struct Angles<A: Float, I: Int> {
+    table: Box<[A]>,
+    places: ComptimeOption<Box<[I]>>,
+    rows: usize,
+    /// Rows of a batch entry.
     seq: usize,
     first: usize,
+    /// Rows of the table, and numbers from one to the next in each of its dimensions.
     context: usize,
     place_step: usize,
     channel_step: usize,
     sine_step: usize,
+}
+
+/// The cosines and sines of a vector's pairs.
+#[derive(CubeType)]
+struct Turn<A: Float> {
+    cosines: Array<A>,
+    sines: Array<A>,
+}
+
+/// Those of a vector of a row.
+#[cube]
+fn turn_of<A: Float, I: Int>(
+    angles: &Angles<A, I>,
+    row: usize,
+    vector: usize,
     #[comptime] k: Kind,
-) {
-    let mut place = first + row % seq;
+) -> Turn<A> {
+    let mut cosines = Array::<A>::new(comptime!(k.lanes / 2));
+    let mut sines = Array::<A>::new(comptime!(k.lanes / 2));
+    let mut place = angles.first + row % angles.seq;
     #[comptime]
-    match places {
+    match &angles.places {
         ComptimeOption::Some(places) => place = usize::cast_from(places[row]),
         ComptimeOption::None => {}
     }
-    let turns = min(place, context - 1) * place_step + vector * comptime!(k.lanes) * channel_step;
+    let turns = min(place, angles.context - 1) * angles.place_step
+        + vector * comptime!(k.lanes) * angles.channel_step;
     #[unroll]
     for pair in 0..comptime!(k.lanes / 2) {
-        let turn = turns + comptime!(2 * pair) * channel_step;
-        cosines[pair] = table[turn];
+        let at = turns + comptime!(2 * pair) * angles.channel_step;
+        cosines[pair] = angles.table[at];
         sines[pair] = match comptime!(k.back) {
-            true => -table[turn + sine_step],
-            false => table[turn + sine_step],
+            true => -angles.table[at + angles.sine_step],
+            false => angles.table[at + angles.sine_step],
         };
     }
+    Turn::<A> { cosines, sines }
 }
 
 /// A vector, turned by them.
 #[cube]
 fn turned<E: Float, A: Float, O: Float, N: Size>(
     x: Vector<E, N>,
-    cosines: &Array<A>,
-    sines: &Array<A>,
+    turn: &Turn<A>,
     #[comptime] k: Kind,
 ) -> Vector<O, N> {
     let value = Vector::<A, N>::cast_from(x);
@@ -77,8 +95,8 @@ fn turned<E: Float, A: Float, O: Float, N: Size>(
     for pair in 0..comptime!(k.lanes / 2) {
         let (at, next) = (comptime!(2 * pair), comptime!(2 * pair + 1));
         let (a, b) = (value.extract(at), value.extract(next));
-        turned.insert(at, a * cosines[pair] - b * sines[pair]);
-        turned.insert(next, b * cosines[pair] + a * sines[pair]);
+        turned.insert(at, a * turn.cosines[pair] - b * turn.sines[pair]);
+        turned.insert(next, b * turn.cosines[pair] + a * turn.sines[pair]);
     }
     Vector::<O, N>::cast_from(turned)
 }
@@ -87,48 +105,21 @@ fn turned<E: Float, A: Float, O: Float, N: Size>(
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
     x: &[Vector<E, N>],
-    table: &[A],
-    places: ComptimeOption<Box<[I]>>,
+    angles: Angles<A, I>,
     output: &mut [Vector<O, N>],
-    rows: usize,
-    seq: usize,
-    first: usize,
-    context: usize,
-    place_step: usize,
-    channel_step: usize,
-    sine_step: usize,
     #[comptime] k: Kind,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-    #[define(O)] _output_type: ElemType,
-    #[define(I)] _index: ElemType,
+    #[define(E, A, O, I)] _types: [ElemType; 4],
 ) {
     let groups = comptime!(k.heads.div_ceil(k.own_heads));
     let vector = ABSOLUTE_POS % comptime!(k.vectors);
-    let row = ABSOLUTE_POS / comptime!(k.vectors) % rows;
-    let group = ABSOLUTE_POS / comptime!(k.vectors) / rows;
+    let row = ABSOLUTE_POS / comptime!(k.vectors) % angles.rows;
+    let group = ABSOLUTE_POS / comptime!(k.vectors) / angles.rows;
     if group < groups {
-        let mut cosines = Array::<A>::new(comptime!(k.lanes / 2));
-        let mut sines = Array::<A>::new(comptime!(k.lanes / 2));
-        angles::<A, I>(
-            table,
-            &places,
-            &mut cosines,
-            &mut sines,
-            row,
-            vector,
-            seq,
-            first,
-            context,
-            place_step,
-            channel_step,
-            sine_step,
-            k,
-        );
-        let head = row / seq * comptime!(k.heads) + group * comptime!(k.own_heads);
+        let turn = turn_of::<A, I>(&angles, row, vector, k);
+        let head = row / angles.seq * comptime!(k.heads) + group * comptime!(k.own_heads);
         let left = comptime!(k.heads) - group * comptime!(k.own_heads);
-        let start = (head * seq + row % seq) * comptime!(k.vectors) + vector;
-        let step = seq * comptime!(k.vectors);
+        let start = (head * angles.seq + row % angles.seq) * comptime!(k.vectors) + vector;
+        let step = angles.seq * comptime!(k.vectors);
         let mut values = Array::<Vector<E, N>>::new(comptime!(k.own_heads));
         #[unroll]
         for i in 0..comptime!(k.own_heads) {
@@ -137,7 +128,7 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
         }
         #[unroll]
         for i in 0..comptime!(k.own_heads) {
-            let turned = turned::<E, A, O, N>(values[i], &cosines, &sines, k);
+            let turned = turned::<E, A, O, N>(values[i], &turn, k);
             if i < left {
                 output[start + i * step] = turned;
             }
@@ -150,54 +141,27 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
 fn turn_both<E: Float, A: Float, O: Float, I: Int, N: Size>(
     queries: &[Vector<E, N>],
     keys: &[Vector<E, N>],
-    table: &[A],
-    places: ComptimeOption<Box<[I]>>,
+    angles: Angles<A, I>,
     turned_queries: &mut [Vector<O, N>],
     turned_keys: &mut [Vector<O, N>],
-    rows: usize,
-    seq: usize,
-    first: usize,
-    context: usize,
-    place_step: usize,
-    channel_step: usize,
-    sine_step: usize,
     #[comptime] k: Kind,
     #[comptime] key_heads: usize,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-    #[define(O)] _output_type: ElemType,
-    #[define(I)] _index: ElemType,
+    #[define(E, A, O, I)] _types: [ElemType; 4],
 ) {
     let vector = ABSOLUTE_POS % comptime!(k.vectors);
-    let row = ABSOLUTE_POS / comptime!(k.vectors) % rows;
-    let head = ABSOLUTE_POS / comptime!(k.vectors) / rows;
+    let row = ABSOLUTE_POS / comptime!(k.vectors) % angles.rows;
+    let head = ABSOLUTE_POS / comptime!(k.vectors) / angles.rows;
     if head < comptime!(k.heads + key_heads) {
-        let mut cosines = Array::<A>::new(comptime!(k.lanes / 2));
-        let mut sines = Array::<A>::new(comptime!(k.lanes / 2));
-        angles::<A, I>(
-            table,
-            &places,
-            &mut cosines,
-            &mut sines,
-            row,
-            vector,
-            seq,
-            first,
-            context,
-            place_step,
-            channel_step,
-            sine_step,
-            k,
-        );
-        let (entry, within) = (row / seq, row % seq);
+        let turn = turn_of::<A, I>(&angles, row, vector, k);
+        let (entry, within) = (row / angles.seq, row % angles.seq);
         if head < comptime!(k.heads) {
             let head = entry * comptime!(k.heads) + head;
-            let at = (head * seq + within) * comptime!(k.vectors) + vector;
-            turned_queries[at] = turned::<E, A, O, N>(queries[at], &cosines, &sines, k);
+            let at = (head * angles.seq + within) * comptime!(k.vectors) + vector;
+            turned_queries[at] = turned::<E, A, O, N>(queries[at], &turn, k);
         } else {
             let head = entry * key_heads + head - comptime!(k.heads);
-            let at = (head * seq + within) * comptime!(k.vectors) + vector;
-            turned_keys[at] = turned::<E, A, O, N>(keys[at], &cosines, &sines, k);
+            let at = (head * angles.seq + within) * comptime!(k.vectors) + vector;
+            turned_keys[at] = turned::<E, A, O, N>(keys[at], &turn, k);
         }
     }
 }
@@ -220,6 +184,33 @@ impl RopeTable<'_> {
         (self.context - 1) * place_step + (width - 1) * channel_step + sine_step + 1
     }
 
+    /// What a kernel gets of it, and of rows: all of them and those of a batch entry.
+    fn angles<A: Float, I: Int>(
+        &self,
+        width: usize,
+        [rows, seq]: [usize; 2],
+        (places, first): (Option<Typed>, usize),
+    ) -> AnglesLaunch<A, I> {
+        let [place_step, channel_step, sine_step] = self.strides;
+        AnglesLaunch::new(
+            buffer(self.numbers.0, self.reach(width)),
+            optional(places.map(|places| places.0), rows),
+            rows,
+            seq,
+            first,
+            self.context,
+            place_step,
+            channel_step,
+            sine_step,
+        )
+    }
+
+    /// The types of a launch, of rows and of what they become.
+    fn types(&self, [x, output]: [ElemType; 2], places: Option<Typed>) -> [ElemType; 4] {
+        let index = places.map_or(ElemType::Int(IntKind::I32), |places| places.1);
+        [x, self.numbers.1, output, index]
+    }
+
     /// Channels of a load of a row so wide.
     fn lanes(
         &self,
@@ -227,12 +218,7 @@ impl RopeTable<'_> {
         [x, output]: [ElemType; 2],
         width: usize,
     ) -> Result<usize, KernelError> {
-        for element in [x, self.numbers.1, output] {
-            if !client.properties().supports_type(element) {
-                let dtype = format!("{element:?}");
-                return Err(KernelError::Dtype { dtype });
-            }
-        }
+        check_types(client.properties(), [x, self.numbers.1, output])?;
         if !width.is_multiple_of(2) || self.context == 0 {
             return Err(KernelError::limit("pairs of a row", 0u32, width));
         }
@@ -276,7 +262,6 @@ pub fn rope(
     };
     let units = rows * vectors * heads.div_ceil(own_heads);
     let dim = UNITS.min(client.properties().hardware.max_units_per_cube);
-    let [place_step, channel_step, sine_step] = table.strides;
     let reach = table.reach(width);
     let address = address_of(client, numbers.max(reach))?;
     let cubes = spread(client, units.div_ceil(dim as usize) as u64)?;
@@ -290,21 +275,10 @@ pub fn rope(
             address,
             lanes,
             buffer(x.0, numbers / lanes),
-            buffer(table.numbers.0, reach),
-            optional(places.map(|places| places.0), rows),
+            table.angles(width, [rows, seq], (places, first)),
             buffer(output.0, numbers / lanes),
-            rows,
-            seq,
-            first,
-            table.context,
-            place_step,
-            channel_step,
-            sine_step,
             kind,
-            x.1,
-            table.numbers.1,
-            output.1,
-            places.map_or(ElemType::Int(IntKind::I32), |places| places.1),
+            table.types([x.1, output.1], places),
         );
     }
     Ok(())
@@ -348,7 +322,6 @@ pub fn rope_both(
     };
     let units = numbers.iter().sum::<usize>() / lanes;
     let dim = UNITS.min(client.properties().hardware.max_units_per_cube);
-    let [place_step, channel_step, sine_step] = table.strides;
     let reach = table.reach(width);
     let address = address_of(client, numbers[0].max(numbers[1]).max(reach).max(units))?;
     let cubes = spread(client, units.div_ceil(dim as usize) as u64)?;
@@ -363,23 +336,12 @@ pub fn rope_both(
             lanes,
             buffer(query.0, numbers[0] / lanes),
             buffer(key.0, numbers[1] / lanes),
-            buffer(table.numbers.0, reach),
-            optional(places.map(|places| places.0), rows),
+            table.angles(width, [rows, seq], (places, first)),
             buffer(turned_query.0, numbers[0] / lanes),
             buffer(turned_key.0, numbers[1] / lanes),
-            rows,
-            seq,
-            first,
-            table.context,
-            place_step,
-            channel_step,
-            sine_step,
             kind,
             heads[1],
-            query.1,
-            table.numbers.1,
-            turned_query.1,
-            places.map_or(ElemType::Int(IntKind::I32), |places| places.1),
+            table.types([query.1, turned_query.1], places),
         );
     }
     Ok(())

@@ -6,13 +6,11 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::{check_types, vector_of};
 use blocksparse_cubecl::rows::columns::accumulator_of;
 
 /// Units of a cube.
 const UNITS: u32 = 256;
-
-/// Bytes of a load.
-const LOAD_BYTES: usize = 16;
 
 /// `output = input · left · right`, in `A`.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -22,9 +20,7 @@ fn scale<E: Float, A: Float, O: Float, N: Size>(
     right: &[A],
     output: &mut [Vector<O, N>],
     vectors: usize,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-    #[define(O)] _output_element: ElemType,
+    #[define(E, A, O)] _types: [ElemType; 3],
 ) {
     let at = ABSOLUTE_POS;
     if at < vectors {
@@ -49,18 +45,9 @@ pub fn scaled(
         return Ok(());
     }
     let accumulator = accumulator_of(element);
-    for element in [element, output_element] {
-        if !client.properties().supports_type(element) {
-            let dtype = format!("{element:?}");
-            return Err(KernelError::Dtype { dtype });
-        }
-    }
+    check_types(client.properties(), [element, output_element])?;
     let widest = element.size().max(output_element.size());
-    let most = (LOAD_BYTES / widest).min(client.properties().hardware.max_vector_size.max(1));
-    let vector = [8, 4, 2, 1]
-        .into_iter()
-        .find(|vector| *vector <= most && len.is_multiple_of(*vector))
-        .unwrap_or(1);
+    let vector = vector_of(client.properties(), widest, &[len]);
     let vectors = len / vector;
     let units = UNITS.min(client.properties().hardware.max_units_per_cube);
     let address = address_of(client, len)?;
@@ -78,9 +65,7 @@ pub fn scaled(
             buffer(right, 1),
             buffer(output, vectors),
             vectors,
-            element,
-            accumulator,
-            output_element,
+            [element, accumulator, output_element],
         );
     }
     Ok(())

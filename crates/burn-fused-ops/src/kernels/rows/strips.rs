@@ -6,6 +6,7 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::address_of;
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::vector_of;
 use blocksparse_cubecl::rows::columns::column_sums;
 use blocksparse_cubecl::rows::typed::Typed;
 
@@ -80,10 +81,7 @@ impl Strips {
         element: ElemType,
     ) -> Result<Self, KernelError> {
         let hardware = &client.properties().hardware;
-        let most = (16 / element.size()).min(hardware.max_vector_size.max(1));
-        let divides =
-            |vector: &usize| *vector <= most && lengths.iter().all(|l| l.is_multiple_of(*vector));
-        let vector = [8, 4, 2, 1].into_iter().find(divides).unwrap_or(1);
+        let vector = vector_of(client.properties(), element.size(), lengths);
         let row_vectors = width / vector;
         let units = UNITS
             .min(hardware.max_units_per_cube as usize)

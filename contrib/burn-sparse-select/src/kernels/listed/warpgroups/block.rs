@@ -25,7 +25,6 @@
 
 use cubecl::prelude::*;
 
-use blocksparse_cubecl::arch::sm80::address;
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::{
     ROWS_AT_A_TIME, Spans, copies_are_there, copy_row, lane_row, own_copies,
@@ -33,11 +32,11 @@ use blocksparse_cubecl::arch::swizzled::{
 use blocksparse_cubecl::hopper::output::{OutRow, OutShape, quad_sum, store_row, write_row};
 use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
 use blocksparse_cubecl::hopper::softmax::softmax;
-use blocksparse_cubecl::mma::gather::{Strides, head_address};
 use blocksparse_cubecl::mma::tile::NOWHERE;
 use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::score::LOWEST_MAX;
 
+use crate::kernels::listed::views::{Input, first_row};
 use crate::kernels::listed::warpgroups::mainloop::{by_scores, weights};
 use crate::kernels::listed::warpgroups::tile::{GROUP_ROWS, WarpgroupTile};
 
@@ -174,18 +173,14 @@ pub struct Places {
 /// query anything or nothing. Backward `logs` has lse and delta of each row instead, and parts are those of dQ, of width head_dim.
 #[cube(launch_unchecked)]
 pub fn by_block<S: Size, P: Size, O: Size>(
-    q: &[u32],
-    k: &[u32],
-    v: &[u32],
-    grad_out: &[u32],
+    q: Input,
+    k: Input,
+    v: Input,
+    grad_out: Input,
     queries: &[i32],
     tile_blocks: &[i32],
     parts: &mut [Vector<u32, Four>],
     logs: &mut [f32],
-    q_strides: Strides,
-    k_strides: Strides,
-    v_strides: Strides,
-    out_strides: Strides,
     places: Places,
     scale: f32,
     log2_scale: f32,
@@ -208,16 +203,16 @@ pub fn by_block<S: Size, P: Size, O: Size>(
     }
     let list = places.first_list + CUBE_POS_Y;
     let (batch, kv_head) = (list / places.kv_heads, list % places.kv_heads);
-    let keys = head_address(address::<u32>(k), &k_strides, batch, kv_head);
-    let values = head_address(address::<u32>(v), &v_strides, batch, kv_head);
+    let keys = first_row(&k, batch, kv_head);
+    let values = first_row(&v, batch, kv_head);
     let first_head = kv_head * comptime!(t.heads as u32);
     let own = Step {
-        rows: head_address(address::<u32>(q), &q_strides, batch, first_head),
-        head: q_strides.head,
-        query: q_strides.row,
-        grads: head_address(address::<u32>(grad_out), &out_strides, batch, first_head),
-        grad_head: out_strides.head,
-        grad_query: out_strides.row,
+        rows: first_row(&q, batch, first_head),
+        head: q.strides.head,
+        query: q.strides.row,
+        grads: first_row(&grad_out, batch, first_head),
+        grad_head: grad_out.strides.head,
+        grad_query: grad_out.strides.row,
         ring: base + comptime!(t.ring_offset() as u32) + group * comptime!(t.group_bytes() as u32),
         warp: warp % 4,
         lane,
@@ -260,9 +255,9 @@ pub fn by_block<S: Size, P: Size, O: Size>(
             while four < comptime!((t.block / ROWS_AT_A_TIME) as u32) {
                 let row = four * comptime!(ROWS_AT_A_TIME as u32) + lane_row(lane);
                 let key = first_key + row;
-                let key = select(key < k_strides.len, key, comptime!(NOWHERE).runtime());
-                copy_row(base, row, keys, key, k_strides.row, lane, of_keys);
-                copy_row(values_at, row, values, key, v_strides.row, lane, of_values);
+                let key = select(key < k.strides.len, key, comptime!(NOWHERE).runtime());
+                copy_row(base, row, keys, key, k.strides.row, lane, of_keys);
+                copy_row(values_at, row, values, key, v.strides.row, lane, of_values);
                 four += comptime!(t.warps() as u32);
             }
             let first = (of_list + tile) * comptime!(t.tile as u32);
@@ -282,7 +277,7 @@ pub fn by_block<S: Size, P: Size, O: Size>(
             if next < steps {
                 read_names(queries, &mut names, first, next, &own, t);
             }
-            let seen = k_strides.len - first_key;
+            let seen = k.strides.len - first_key;
             while step < steps {
                 let stage = number % comptime!(STAGES as u32);
                 barrier_wait(full + stage * 8, number / comptime!(STAGES as u32) % 2);
@@ -303,7 +298,7 @@ pub fn by_block<S: Size, P: Size, O: Size>(
                     Vector::<f32, S>::zeroed()
                 };
                 let row = own.warp * 16 + lane / 4;
-                let known = known_of(&logs[..], queries, first, step, row, list, q_strides.len, t);
+                let known = known_of(&logs[..], queries, first, step, row, list, q.strides.len, t);
                 let next = step + warpgroups;
                 if next < steps {
                     copy_step(&names, number + 1, &own, t);

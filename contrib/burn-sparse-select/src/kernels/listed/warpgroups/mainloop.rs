@@ -24,35 +24,28 @@
 use cubecl::prelude::*;
 
 use crate::kernels::listed::gather::{first_of_heads, rows_of_query};
-use crate::kernels::listed::rows::{Lists, is_written, place_of_row};
+use crate::kernels::listed::rows::{ListTensors, Lists, is_written, place_of_row};
+use crate::kernels::listed::views::Input;
 use crate::kernels::listed::warpgroups::steps::*;
 use crate::kernels::listed::warpgroups::tile::WarpgroupTile;
-use blocksparse_cubecl::arch::sm80::address;
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::copies_are_there;
 use blocksparse_cubecl::hopper::output::{OutRow, OutShape, quad_sum, store_row};
 use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
 use blocksparse_cubecl::hopper::softmax::{add_scaled, softmax};
-use blocksparse_cubecl::mma::gather::Strides;
 use blocksparse_cubecl::shared::addressing::{Four, Slice};
 use blocksparse_cubecl::shared::score::LOWEST_MAX;
 
 /// As [`mainloop`](crate::kernels::listed::mainloop::mainloop) has them, of `out` in eights of elements; a gradient is added to what is there.
 #[cube(launch_unchecked)]
 pub fn mainloop<S: Size, P: Size, O: Size>(
-    q: &[u32],
-    k: &[u32],
-    v: &[u32],
-    grad_out: &[u32],
-    keys: &[i32],
-    masks: &[u32],
-    counts: &[u32],
+    q: Input,
+    k: Input,
+    v: Input,
+    grad_out: Input,
+    tensors: ListTensors,
     out: &mut [Vector<u32, Four>],
     of_rows: &mut [f32],
-    q_strides: Strides,
-    k_strides: Strides,
-    v_strides: Strides,
-    out_strides: Strides,
     slice: Slice,
     lists: Lists,
     scale: f32,
@@ -67,51 +60,36 @@ pub fn mainloop<S: Size, P: Size, O: Size>(
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
     let full = base + comptime!(t.full());
-    let (k, v) = (address::<u32>(k), address::<u32>(v));
-    let begun = begin(
-        base,
-        k,
-        v,
-        keys,
-        masks,
-        counts,
-        q_strides.len,
-        &k_strides,
-        &v_strides,
-        &slice,
-        &lists,
-        warp,
-        lane,
-        t,
-    );
+    let seq_q = q.strides.len;
+    let begun = begin(base, &k, &v, &tensors, seq_q, &slice, &lists, warp, lane, t);
     let (mainloop, steps, queries) = (begun.mainloop, begun.steps, begun.queries);
     let mut key = begun.key;
     let warps = comptime!(t.warps());
-    let of_q = rows_of_query(address::<u32>(q), &q_strides, &mainloop);
+    let of_q = rows_of_query(&q, &mainloop);
     let q_rows = RowStrides {
-        head: q_strides.head,
-        query: q_strides.row,
+        head: q.strides.head,
+        query: q.strides.row,
     };
     copy_heads(base, of_q, &q_rows, queries, warp, lane, warps, rows, own);
     let out_at = base + comptime!(own.bytes() as u32);
     if comptime!(t.backward) {
-        let of_out = rows_of_query(address::<u32>(grad_out), &out_strides, &mainloop);
+        let of_out = rows_of_query(&grad_out, &mainloop);
         let out_rows = RowStrides {
-            head: out_strides.head,
-            query: out_strides.row,
+            head: grad_out.strides.head,
+            query: grad_out.strides.row,
         };
         copy_heads(
             out_at, of_out, &out_rows, queries, warp, lane, warps, rows, second,
         );
     }
     copy_step(base, 0u32, &key, &mainloop.sources, warp, lane, t);
-    let next = listed(keys, masks, &mainloop.list, 1u32, warp, lane, t);
+    let next = listed(&tensors, &mainloop.list, 1u32, warp, lane, t);
     key.position = next.position;
     key.mask = next.mask;
-    let before = first_of_heads(&mainloop, slice.heads as u32, q_strides.len, t.heads);
+    let before = first_of_heads(&mainloop, slice.heads as u32, seq_q, t.heads);
     let row = warp * 16 + lane / 4;
-    let upper = out_row(row, q_strides.len, queries, t);
-    let lower = out_row(row + ROW_PAIR, q_strides.len, queries, t);
+    let upper = out_row(row, seq_q, queries, t);
+    let lower = out_row(row + ROW_PAIR, seq_q, queries, t);
     let upper_at = (before + upper.position) as usize;
     let lower_at = (before + lower.position) as usize;
     // Of each row: the largest score and the sum so far, or lse and delta.
@@ -177,7 +155,7 @@ pub fn mainloop<S: Size, P: Size, O: Size>(
         };
         if j + 1 < steps {
             copy_step(base, ahead, &key, &mainloop.sources, warp, lane, t);
-            let next = listed(keys, masks, &mainloop.list, j + 2, warp, lane, t);
+            let next = listed(&tensors, &mainloop.list, j + 2, warp, lane, t);
             key.position = next.position;
             key.mask = next.mask;
         }

@@ -10,7 +10,9 @@
 use cubecl::prelude::*;
 
 use crate::kernels::listed::gather::{QueryList, Sources};
+use crate::kernels::listed::rows::ListTensors;
 use crate::kernels::listed::spread::{Chunk, record_of, share_stats, spread_query};
+use crate::kernels::listed::views::Input;
 use crate::kernels::listed::warpgroups::steps::{
     Listed, RowStrides, copy_heads, copy_keys, listed_at, steps_of,
 };
@@ -19,7 +21,6 @@ use blocksparse_cubecl::arch::sm80::{address, word_of_lane};
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::own_copies;
 use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
-use blocksparse_cubecl::mma::gather::Strides;
 use blocksparse_cubecl::mma::tile::NOWHERE;
 use blocksparse_cubecl::shared::addressing::{Four, Slice};
 
@@ -65,18 +66,14 @@ impl SpreadGroups {
 #[cube(launch_unchecked)]
 pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     q: &[u32],
-    k: &[u32],
-    v: &[u32],
+    k: Input,
+    v: Input,
     grad_out: &[u32],
     stats: &[f32],
-    keys: &[i32],
-    masks: &[u32],
-    counts: &[u32],
+    tensors: ListTensors,
     bits: &[i32],
     firsts: &[u32],
     records: &mut [Vector<u32, Four>],
-    k_strides: Strides,
-    v_strides: Strides,
     slice: Slice,
     chunk: Chunk,
     scale: f32,
@@ -92,8 +89,7 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let (k, v) = (address::<u32>(k), address::<u32>(v));
-    let of = spread_query(k, v, &k_strides, &v_strides, &slice, &chunk, counts, rows);
+    let of = spread_query(&k, &v, &slice, &chunk, &tensors.counts, rows);
 
     let out_at = base + comptime!(of_q.bytes() as u32);
     let rows_of = u64::cast_from(of.first_row);
@@ -125,7 +121,7 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
     share_stats(stats_at, stats, &of, &chunk, rows);
 
     let steps = steps_of(
-        keys,
+        &tensors.keys,
         &of.list,
         lane,
         comptime!(KEYS as u32),
@@ -138,9 +134,9 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         base + comptime!(tile.ring_offset() as u32) + group * comptime!(STAGES as u32) * step_bytes;
     let between = chunk.parts * groups;
     let mut j = CUBE_POS_X % chunk.parts * groups + group;
-    let mut now = listed_of(keys, masks, &of.list, j, warp, lane, t);
+    let mut now = listed_of(&tensors, &of.list, j, warp, lane, t);
     copy_step(ring, now.position, &of.sources, warp, lane, t);
-    let mut next = listed_of(keys, masks, &of.list, j + between, warp, lane, t);
+    let mut next = listed_of(&tensors, &of.list, j + between, warp, lane, t);
     own_copies();
     sync_cube();
 
@@ -170,7 +166,7 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
             let target = ring + stage * step_bytes;
             copy_step(target, now.position, &of.sources, warp, lane, t);
         }
-        let behind = listed_of(keys, masks, &of.list, j + 2 * between, warp, lane, t);
+        let behind = listed_of(&tensors, &of.list, j + 2 * between, warp, lane, t);
         next.position = behind.position;
         next.mask = behind.mask;
         let s = wait::<S>(started, 0usize, comptime!(t.cols() / 2));
@@ -247,8 +243,7 @@ fn contiguous(seq_q: u32, #[comptime] dim: usize) -> RowStrides {
 /// The lane's key of the warp's ones of step `j`; lanes beyond the keys repeat the first ones.
 #[cube]
 fn listed_of(
-    keys: &[i32],
-    masks: &[u32],
+    tensors: &ListTensors,
     list: &QueryList,
     j: u32,
     warp: u32,
@@ -257,7 +252,7 @@ fn listed_of(
 ) -> Listed {
     let of_warp = comptime!(WARP_KEYS as u32);
     let flat = j * comptime!(KEYS as u32) + warp % 4 * of_warp + lane % of_warp;
-    listed_at(keys, masks, list, flat, 1u32, t.inner.queries)
+    listed_at(tensors, list, flat, 1u32, t.inner.queries)
 }
 
 /// Starts to copy the warp's keys and values of a step.

@@ -12,12 +12,14 @@ use cubecl::prelude::*;
 use crate::kernels::listed::gather::{
     ListMainloop, QueryList, Sources, list_mainloop_of, position_of_key,
 };
-use crate::kernels::listed::rows::{CubeRows, Lists, head_of_row, queries_from, query_of_row};
+use crate::kernels::listed::rows::{
+    CubeRows, ListTensors, Lists, head_of_row, queries_from, query_of_row,
+};
+use crate::kernels::listed::views::Input;
 use crate::kernels::listed::warpgroups::tile::{QUERY_WORDS, STAGES, WarpgroupTile};
 use blocksparse_cubecl::arch::sm80::{lanes_that_differ, word_of_lane};
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row};
-use blocksparse_cubecl::mma::gather::Strides;
 use blocksparse_cubecl::mma::tile::{NOWHERE, ROW_PAIR};
 use blocksparse_cubecl::shared::addressing::{Slice, batch_of, head_of};
 
@@ -45,14 +47,10 @@ pub struct Begun {
 #[cube]
 pub fn begin(
     base: u32,
-    k: u64,
-    v: u64,
-    keys: &[i32],
-    masks: &[u32],
-    counts: &[u32],
+    k: &Input,
+    v: &Input,
+    tensors: &ListTensors,
     seq_q: u32,
-    k_strides: &Strides,
-    v_strides: &Strides,
     slice: &Slice,
     lists: &Lists,
     warp: u32,
@@ -66,17 +64,17 @@ pub fn begin(
     let list = of_head + CUBE_POS_X;
     let mut most = lists.most;
     if comptime!(t.queries > 1) {
-        most = counts[list as usize];
+        most = tensors.counts[list as usize];
     }
     let own = QueryList {
         first: (list * lists.most) as usize,
         most,
-        len: k_strides.len,
+        len: k.strides.len,
     };
-    let mainloop = list_mainloop_of(k, v, query, own, k_strides, v_strides, slice, t.heads);
+    let mainloop = list_mainloop_of(query, own, k, v, slice, t.heads);
     let (cols, block) = comptime!((t.cols as u32, t.block as u32));
-    let steps = steps_of(keys, &mainloop.list, lane, cols, block, t.queries);
-    let key = listed(keys, masks, &mainloop.list, 0u32, warp, lane, t);
+    let steps = steps_of(&tensors.keys, &mainloop.list, lane, cols, block, t.queries);
+    let key = listed(tensors, &mainloop.list, 0u32, warp, lane, t);
     Begun {
         mainloop,
         queries: queries_from(query, seq_q, rows),
@@ -155,8 +153,7 @@ fn filled_steps(
 /// The lane's key of the warp's ones of step `j`.
 #[cube]
 pub fn listed(
-    keys: &[i32],
-    masks: &[u32],
+    tensors: &ListTensors,
     list: &QueryList,
     j: u32,
     warp: u32,
@@ -165,31 +162,23 @@ pub fn listed(
 ) -> Listed {
     let of_warp = comptime!(t.warp_keys() as u32);
     let flat = j * comptime!(t.cols as u32) + warp * of_warp + lane % of_warp;
-    listed_at(
-        keys,
-        masks,
-        list,
-        flat,
-        comptime!(t.block as u32),
-        t.queries,
-    )
+    listed_at(tensors, list, flat, comptime!(t.block as u32), t.queries)
 }
 
 /// The key of a place of a list, of blocks of so many keys, which so many queries share.
 #[cube]
 pub fn listed_at(
-    keys: &[i32],
-    masks: &[u32],
+    tensors: &ListTensors,
     list: &QueryList,
     flat: u32,
     #[comptime] block: u32,
     #[comptime] queries: usize,
 ) -> Listed {
-    let position = position_of_key(keys, list, flat, block);
+    let position = position_of_key(&tensors.keys, list, flat, block);
     let mut mask = 0u32.runtime();
     if comptime!(queries > 1) {
         if position != comptime!(NOWHERE) {
-            mask = masks[list.first + (flat / block) as usize];
+            mask = tensors.masks[list.first + (flat / block) as usize];
         }
     }
     Listed { position, mask }

@@ -41,8 +41,7 @@ fn copy_cells<E: Float, H: Float, N: Size>(
     tiles: TilePlaces,
     #[comptime] cell: usize,
     #[comptime] back: bool,
-    #[define(E)] _source: ElemType,
-    #[define(H)] _target: ElemType,
+    #[define(E, H)] _types: [ElemType; 2],
 ) {
     let tile = CUBE_POS;
     let side = comptime!(SLAB / cell);
@@ -113,8 +112,7 @@ fn copy(
             TilePlacesLaunch::new(count, columns, rows, width, tables.block),
             tables.cell(),
             back,
-            from_element,
-            to_element,
+            [from_element, to_element],
         );
     }
     Ok(())
