@@ -127,7 +127,7 @@ pub use heads::{HeadNorm, QkNorm};
 pub use input::SparseMhaInput;
 pub use precision::Precision;
 #[cfg(feature = "autodiff")]
-pub use recompute::{StepLosses, StepPart};
+pub use recompute::StepLosses;
 pub use recompute_mode::Recompute;
 pub use rope_scaling::RopeScaling;
 pub use shards::TransformerShard;

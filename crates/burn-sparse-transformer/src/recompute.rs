@@ -13,7 +13,6 @@
 //! Where the results of attention are kept, the forward pass without a graph leaves them, block by block, and the second run of a block
 //! is given them in place of the first steps of its attention.
 
-use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use burn::module::{Module, ModuleVisitor, Param};
@@ -93,34 +92,14 @@ impl SparseTransformer {
         dropout_seed: impl Into<Seed>,
         recompute: impl Into<Recompute>,
     ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        let part = StepPart::Entries {
-            first: first_entry,
+        let [_, seq] = tokens.dims();
+        let draws = Draws {
             seed: dropout_seed.into(),
+            // Rows count modulo 2³².
+            first_row: first_entry.wrapping_mul(seq) as u32,
+            shard: None,
         };
-        self.differentiated([tokens, targets], part, recompute.into(), None)
-    }
-
-    /// [`Self::losses_and_gradients`] or [`Self::losses_and_gradients_of_shard`], as `part` says, whose gradients come as soon as they are complete: those of
-    /// `blocks` blocks at a time, from the last to the first, then those of embeddings. So devices can add some while they compute others. Segments that are
-    /// recomputed come one by one, whatever `blocks` says. Each parameter comes once.
-    ///
-    /// # Shapes
-    /// - `tokens`, `targets`: `[batch, seq]`
-    ///
-    /// # Errors
-    /// As those.
-    pub fn gradients_in_parts(
-        &self,
-        inputs: [Tensor<2, Int>; 2],
-        part: StepPart<'_>,
-        recompute: impl Into<Recompute>,
-        blocks: NonZeroUsize,
-        mut each: impl FnMut(GradientsParams),
-    ) -> Result<StepLosses, TransformerError> {
-        let parts = Some((blocks, &mut each as &mut dyn FnMut(GradientsParams)));
-        let (losses, rest) = self.differentiated(inputs, part, recompute.into(), parts)?;
-        each(rest);
-        Ok(losses)
+        self.differentiated(tokens, targets, draws, recompute.into())
     }
 
     /// [`Self::loss_and_gradients`] of one device of several that share sequences: the means of all devices' losses and gradients are those of the whole
@@ -141,23 +120,23 @@ impl SparseTransformer {
         shard: &TransformerShard,
         recompute: impl Into<Recompute>,
     ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        let part = StepPart::Positions(shard);
-        self.differentiated([tokens, targets], part, recompute.into(), None)
+        let rows = self.rows_of_shard(&tokens, shard)?;
+        let draws = Draws {
+            // Nothing is drawn.
+            seed: Seed::Value(0),
+            first_row: 0,
+            shard: Some(&rows),
+        };
+        self.differentiated(tokens, targets, draws, recompute.into())
     }
 
     fn differentiated(
         &self,
-        [tokens, targets]: [Tensor<2, Int>; 2],
-        part: StepPart<'_>,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+        draws: Draws,
         recompute: Recompute,
-        parts: Option<Parts<'_>>,
     ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        let rows = match part {
-            StepPart::Entries { .. } => None,
-            StepPart::Positions(shard) => Some(self.rows_of_shard(&tokens, shard)?),
-        };
-        let [_, seq] = tokens.dims();
-        let draws = Draws::of(part, seq, rows.as_ref());
         self.check_targets(&tokens, &targets)?;
         // Before anything is seeded: a parameter drawn between a seed and a mask would change the mask.
         self.visit(&mut Initialise);
@@ -179,105 +158,21 @@ impl SparseTransformer {
             return self.warm_up(tokens, targets);
         }
         match recompute {
-            Recompute::None => self.kept(tokens, targets, draws, false, parts),
-            Recompute::Mlp => self.kept(tokens, targets, draws, true, parts),
+            Recompute::None => self.stored(tokens, targets, draws, false),
+            Recompute::Mlp => self.stored(tokens, targets, draws, true),
             // One segment is one graph.
             Recompute::Segments(blocks) | Recompute::SegmentsSavingAttention(blocks)
                 if blocks.get() >= self.blocks.len() =>
             {
-                self.kept(tokens, targets, draws, false, parts)
+                self.stored(tokens, targets, draws, false)
             }
             Recompute::Segments(blocks) => {
-                let segment = (blocks.get(), false);
-                self.recomputed(tokens, targets, draws, segment, parts)
+                self.recomputed(tokens, targets, draws, blocks.get(), false)
             }
             Recompute::SegmentsSavingAttention(blocks) => {
-                let segment = (blocks.get(), true);
-                self.recomputed(tokens, targets, draws, segment, parts)
+                self.recomputed(tokens, targets, draws, blocks.get(), true)
             }
         }
-    }
-
-    /// One graph of the whole model, or one for each part.
-    fn kept(
-        &self,
-        tokens: Tensor<2, Int>,
-        targets: Tensor<2, Int>,
-        draws: Draws,
-        mlp: bool,
-        parts: Option<Parts<'_>>,
-    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        match parts {
-            Some(parts) if parts.0.get() < self.blocks.len() => {
-                self.stored_in_parts(tokens, targets, draws, mlp, parts)
-            }
-            _ => self.stored(tokens, targets, draws, mlp),
-        }
-    }
-
-    /// One graph for each part of the blocks, all of which are kept.
-    fn stored_in_parts(
-        &self,
-        tokens: Tensor<2, Int>,
-        targets: Tensor<2, Int>,
-        draws: Draws,
-        mlp: bool,
-        (blocks, each): Parts<'_>,
-    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        let mut x = draws.embed(self, tokens)?;
-        // Of all parts but the last: blocks, the leaf before them, what they computed. The first begins with the embeddings, which are in its graph.
-        let mut graphs = Vec::new();
-        let mut leaf = None;
-        let mut ranges = self.segments(blocks.get());
-        let last = ranges.pop().unwrap_or_default();
-        let run = |x: &Tensor<3>, range: Range<usize>| {
-            let mut stream = Stream::new(x.clone());
-            for layer in range {
-                let pass = draws.pass(&self.blocks[layer], layer);
-                stream = self.blocks[layer].step(stream, pass.recompute_mlp(mlp))?;
-            }
-            let aux_loss = stream.take_aside();
-            Ok::<_, TransformerError>((stream, aux_loss))
-        };
-        for range in ranges {
-            let (stream, aux_loss) = run(&x, range.clone())?;
-            let output = stream.finish()?;
-            x = self.leaf(output.clone().without_autodiff());
-            graphs.push((range, leaf.replace(x.clone()), output, aux_loss));
-        }
-        let (stream, aux_loss) = run(&x, last.clone())?;
-        let loss = draws.loss(self, stream, targets)?;
-        let mut losses = StepLosses::new(&loss, aux_loss.as_ref());
-        let mut grads = with_aside(loss, aux_loss).backward();
-        let mut grad_x = leaf.map(|leaf| input_gradient(leaf, &mut grads));
-        let mut gradients = GradientsParams::new();
-        collect(&self.norm, &mut grads, &mut gradients);
-        collect(&self.output, &mut grads, &mut gradients);
-        self.collect_blocks(last, &mut grads, &mut gradients);
-        drop(grads);
-        while let (Some((range, leaf, output, aux_loss)), Some(grad)) = (graphs.pop(), grad_x) {
-            each(std::mem::take(&mut gradients));
-            losses.add(aux_loss.as_ref());
-            // Not tracked if the embeddings and all blocks of the first part are frozen.
-            if !output.is_tracked() {
-                break;
-            }
-            let mut grads = backward_from(output, grad, aux_loss);
-            grad_x = leaf.map(|leaf| input_gradient(leaf, &mut grads));
-            self.collect_blocks(range, &mut grads, &mut gradients);
-            collect(&self.token_embedding, &mut grads, &mut gradients);
-            collect(&self.position_embedding, &mut grads, &mut gradients);
-        }
-        Ok((losses, gradients))
-    }
-
-    /// So many blocks each, in order.
-    fn segments(&self, blocks: usize) -> Vec<Range<usize>> {
-        let layers = self.blocks.len();
-        let starts = (0..layers).step_by(blocks);
-        starts
-            .map(|start| start..layers.min(start.saturating_add(blocks)))
-            .collect()
     }
 
     /// One graph of the whole model; with `mlp` without the first products of feed-forward networks.
@@ -306,10 +201,14 @@ impl SparseTransformer {
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
         draws: Draws,
-        (segment, keep): (usize, bool),
-        mut parts: Option<Parts<'_>>,
+        segment: usize,
+        keep: bool,
     ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        let mut segments = self.segments(segment);
+        let layers = self.blocks.len();
+        let starts = (0..layers).step_by(segment);
+        let mut segments: Vec<Range<usize>> = starts
+            .map(|start| start..layers.min(start.saturating_add(segment)))
+            .collect();
         let (mut inputs, mut kept) =
             self.residual_stream(tokens.clone(), &segments, draws, keep)?;
         let mut gradients = GradientsParams::new();
@@ -330,9 +229,6 @@ impl SparseTransformer {
         drop(grads);
 
         while let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) {
-            if let Some((_, each)) = &mut parts {
-                each(std::mem::take(&mut gradients));
-            }
             let x = self.leaf(input);
             let mut stream =
                 self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
@@ -474,40 +370,7 @@ struct Draws<'a> {
     shard: Option<&'a ShardRows<'a>>,
 }
 
-/// How many blocks come at a time, and who gets their gradients.
-type Parts<'a> = (NonZeroUsize, &'a mut dyn FnMut(GradientsParams));
-
-/// Part of a step that one of several devices computes.
-#[derive(Clone, Copy, Debug)]
-#[non_exhaustive]
-pub enum StepPart<'a> {
-    /// Some entries of a batch.
-    Entries {
-        /// How many come before.
-        first: usize,
-        /// Of dropout.
-        seed: Seed,
-    },
-    /// Some positions of every entry.
-    Positions(&'a TransformerShard),
-}
-
-impl<'a> Draws<'a> {
-    /// Of a part of sequences so long, of which these are the rows of a shard.
-    fn of(part: StepPart, seq: usize, shard: Option<&'a ShardRows<'a>>) -> Self {
-        // Of a shard nothing is drawn.
-        let (first, seed) = match part {
-            StepPart::Entries { first, seed } => (first, seed),
-            StepPart::Positions(_) => (0, Seed::Value(0)),
-        };
-        Self {
-            seed,
-            // Rows count modulo 2³².
-            first_row: first.wrapping_mul(seq) as u32,
-            shard,
-        }
-    }
-
+impl Draws<'_> {
     fn pass(self, block: &SparseTransformerBlock, layer: usize) -> Pass {
         let seed = self.seed.derive(layer as u64);
         let pass = block.pass_of(seed).with_first_row(self.first_row);

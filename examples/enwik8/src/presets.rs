@@ -49,9 +49,9 @@ impl Preset {
         Some(match self {
             Preset::Tiny => "4 min 36 s, 64 MiB on two CPU cores; 2.640 bits per byte",
             Preset::Small => "14.4 ms a step, 2.8 GiB on an H200 in bf16",
-            Preset::FourMb => "5 min on an H100 with --precision bf16 --graph; 1.766 bits per byte",
+            Preset::FourMb => "5 min, 7.7 GiB on an H100 with --precision bf16 --graph; 1.766 bits per byte",
             Preset::Long => {
-                "18.5 min on an H100 with --precision bf16 --graph, 18.8 GiB without --graph; 1.824 bits per byte"
+                "18.5 min, 36.6 GiB on an H100 with --precision bf16 --graph; 1.824 bits per byte"
             }
             Preset::Shapes => {
                 "4 min on two CPU cores for 1,200 of its 1,500 steps; 0.083 bits per dimension"

@@ -1,17 +1,15 @@
 //! Steps of training, run one by one or replayed.
 
 use std::cell::{Ref, RefCell};
-use std::num::NonZeroUsize;
 use std::rc::Rc;
 
 use anyhow::{Context, Result, anyhow};
-use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::graph::{CapturedGraph, DeviceSeed, StaticInput};
 use burn_fused_ops::optim::{AdamWStepState, FusedAdamW};
 use burn_sparse_transformer::dsa::DsaStage;
-use burn_sparse_transformer::{Recompute, Seed, SparseTransformer, StepLosses, StepPart};
+use burn_sparse_transformer::{Recompute, Seed, SparseTransformer, StepLosses, TransformerShard};
 
 use crate::model;
 use crate::prune::prune;
@@ -25,15 +23,16 @@ struct State {
 }
 
 impl State {
-    /// The losses and the gradients of a batch.
+    /// The losses and the gradients of a batch, or of a larger one's entries from `first_entry` on.
     fn gradients(
         &self,
         [tokens, targets]: [Tensor<2, Int>; 2],
+        first_entry: usize,
         seed: impl Into<Seed>,
         recompute: Recompute,
     ) -> Result<(StepLosses, GradientsParams)> {
         let model = self.model.as_ref().context(NO_MODEL)?;
-        Ok(model.losses_and_gradients(tokens, targets, 0, seed, recompute)?)
+        Ok(model.losses_and_gradients(tokens, targets, first_entry, seed, recompute)?)
     }
 
     /// The optimizer's part of a step, which is `update`; the norm of the gradients, `[1]`.
@@ -167,42 +166,34 @@ impl Steps {
             dropout_seed,
             learning_rate,
         } = batch;
-        let (losses, gradients) = self.gradients([tokens, targets], dropout_seed)?;
+        let (losses, gradients) = self.gradients([tokens, targets], 0, dropout_seed)?;
         between()?;
         let norm = self.update(learning_rate, gradients)?;
         Ok(numbers(losses, norm))
     }
 
-    /// The first half of a step, of tokens and targets.
-    fn gradients(
+    /// The first half of a step, of tokens and targets: the losses and the gradients of a batch, or of a larger one's entries from `first_entry` on.
+    pub fn gradients(
         &self,
         data: [TensorData; 2],
+        first_entry: usize,
         dropout_seed: u64,
     ) -> Result<(StepLosses, GradientsParams)> {
         let inputs = data.map(|data| Tensor::from_data(data, &self.device));
-        self.state
-            .borrow()
-            .gradients(inputs, dropout_seed, self.recompute)
+        let state = self.state.borrow();
+        state.gradients(inputs, first_entry, dropout_seed, self.recompute)
     }
 
-    /// The first half of a step of one device of several; `each` gets the model and those gradients that are complete, while others are computed.
-    pub fn gradients_in_parts(
+    /// The first half of a step of one device of several that share windows: of its positions.
+    pub fn gradients_of_shard(
         &self,
         data: [TensorData; 2],
-        part: StepPart<'_>,
-        mut each: impl FnMut(&SparseTransformer, GradientsParams),
-    ) -> Result<StepLosses> {
-        let inputs = data.map(|data| {
-            let whole = Tensor::from_data(data, &self.device);
-            match part {
-                StepPart::Positions(shard) => shard.tokens(whole),
-                _ => whole,
-            }
-        });
+        shard: &TransformerShard,
+    ) -> Result<(StepLosses, GradientsParams)> {
+        let [tokens, targets] =
+            data.map(|data| shard.tokens(Tensor::from_data(data, &self.device)));
         let model = self.model()?;
-        let blocks = blocks_of(&model, PART);
-        let each = |gradients| each(&model, gradients);
-        Ok(model.gradients_in_parts(inputs, part, self.recompute, blocks, each)?)
+        Ok(model.losses_and_gradients_of_shard(tokens, targets, shard, self.recompute)?)
     }
 
     /// The second half, the optimizer's; the norm of the gradients, `[1]`.
@@ -296,7 +287,7 @@ impl Replays {
             move || {
                 let inputs = [tokens.tensor(), targets.tensor()];
                 let mut state = state.borrow_mut();
-                let (losses, gradients) = state.gradients(inputs, seed.seed(), recompute)?;
+                let (losses, gradients) = state.gradients(inputs, 0, seed.seed(), recompute)?;
                 let norm = state.update(gradients, |optimizer, model, gradients| {
                     Ok(optimizer.step_prepared(&control, model, gradients)?)
                 })?;
@@ -320,17 +311,6 @@ impl Replays {
         let taken = self.replayed.run().context("a step with --graph failed")?;
         Ok(taken.clone())
     }
-}
-
-/// Parameters of a part of a model whose gradients are added while those before it are computed: 64 MiB of f32. More parts hide more of the last one's sum, and
-/// split the graph more often.
-const PART: usize = 16 << 20;
-
-/// How many blocks have so many parameters.
-fn blocks_of(model: &SparseTransformer, parameters: usize) -> NonZeroUsize {
-    let each = model.blocks.iter().map(|block| block.num_params()).max();
-    let count = parameters.div_ceil(each.unwrap_or_default().max(1));
-    NonZeroUsize::new(count).unwrap_or(NonZeroUsize::MIN)
 }
 
 const NO_MODEL: &str = "a step failed, and its model is gone: continue from the last checkpoint";

@@ -1,7 +1,6 @@
 //! Gradients with and without recomputation, with and without dropout and gradient checkpointing.
 #![cfg(feature = "autodiff")]
 
-use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use crate::common::{Gradients, apart, gradients_of, largest, randomise, small, tokens};
@@ -11,7 +10,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Distribution, Int, Tensor};
 use burn_sparse_transformer::{
     BlockAttentionConfig, Factorization, Pattern, Precision, QkNorm, Recompute, SparseTransformer,
-    SparseTransformerConfig, StepPart,
+    SparseTransformerConfig,
 };
 use rstest::rstest;
 
@@ -88,40 +87,6 @@ fn mean(parts: &[Gradients]) -> Gradients {
         }
     }
     mean
-}
-
-/// From the last blocks to the first, each parameter once.
-#[rstest]
-fn gradients_in_parts_are_the_same(
-    #[values("none", "mlp", "block", "segment:2+attention")] mode: &str,
-    #[values(1, 2, 3)] blocks: usize,
-) {
-    let device = device(false);
-    let _guard = crate::common::seed(&device, 1);
-    let model = model(0.3, &device);
-    let mode: Recompute = mode.parse().unwrap();
-    let stored = step(&model, data(), 99, mode);
-    let (x, y) = data();
-    let part = StepPart::Entries {
-        first: 0,
-        seed: 99u64.into(),
-    };
-    let (mut parts, mut found, mut gradients) = (0, 0, Gradients::new());
-    let each = |part: GradientsParams| {
-        parts += 1;
-        found += part.len();
-        gradients.extend(gradients_of(&model, &part));
-    };
-    let blocks = NonZeroUsize::new(blocks).unwrap();
-    let losses = model.gradients_in_parts([x, y], part, mode, blocks, each);
-    assert_eq!(losses.unwrap().loss.into_scalar::<f32>(), stored.0);
-    assert_eq!(difference(&stored.1, &gradients), 0.0);
-    assert_eq!(found, gradients.len());
-    let segment = match mode {
-        Recompute::Segments(blocks) | Recompute::SegmentsSavingAttention(blocks) => blocks,
-        _ => blocks,
-    };
-    assert_eq!(parts, 3_usize.div_ceil(segment.get()));
 }
 
 /// Of the mean over all entries of a batch, dropout included: each part drops what the batch drops there.

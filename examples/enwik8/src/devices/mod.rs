@@ -7,8 +7,7 @@
 //! clipping and AdamW                     the same, bit for bit: norms are compared in every step
 //! ```
 //!
-//! By copies nobody enters the sum before all devices have their gradients, so that one that fails in its own part leaves no other waiting. NCCL adds those that
-//! come first while the others are computed. The model that
+//! Nobody enters the sum before all devices have their gradients, so that one that fails in its own part leaves no other waiting. The model that
 //! is evaluated, stored and continued is the first device's. Devices of other processes have a thread of rank 0 that passes messages on: processes.rs.
 
 mod bundle;

@@ -3,7 +3,7 @@
 use std::net::TcpListener;
 
 use anyhow::{Context, Result, anyhow, ensure};
-use burn::tensor::distributed::{CollectiveTensor, ReduceOperation, all_reduce};
+use burn::tensor::distributed::{ReduceOperation, all_reduce};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_blocksparse::{Exchange, Message, OpError, Processes, check_collectives};
 use clap::ValueEnum;
@@ -167,13 +167,17 @@ fn common_port(processes: &Processes) -> Result<u64> {
     Ok(port.into())
 }
 
-/// One device's call of NCCL: `bucket` becomes its sum over all `devices`, which must each call this, from a thread of their own, for as many buckets of the same
-/// lengths in the same order. It is added while the device computes what is submitted after it, until the sum is resolved.
+/// One device's call of NCCL: each of `buckets` becomes its sum over all `devices`, which must each call this, from a thread of their own, with as many buckets of
+/// the same lengths.
 ///
-/// Burn's engine submits it to the device's own queue, and reduces in place what nobody else holds. From one thread for all devices it would wait for
-/// ever: with fusion the first device's `resolve` returns when its queue is empty, and joining the others, which waits for them, is in that queue.
-pub(super) fn nccl_sum(bucket: Tensor<1>, devices: &[Device]) -> CollectiveTensor<1> {
-    all_reduce(bucket, ReduceOperation::Sum, devices.to_vec())
+/// Burn's engine submits it to the device's own queue, reduces in place what nobody else holds, and makes compute that is submitted later wait for it on the
+/// device. From one thread for all devices it would wait for ever: with fusion the first device's `resolve` returns when its queue is
+/// empty, and joining the others, which waits for them, is in that queue.
+pub(super) fn nccl_sums(buckets: Vec<Tensor<1>>, devices: &[Device]) -> Vec<Tensor<1>> {
+    let submit = |bucket| all_reduce(bucket, ReduceOperation::Sum, devices.to_vec());
+    // All of them before the first wait.
+    let sums: Vec<_> = buckets.into_iter().map(submit).collect();
+    sums.into_iter().map(|sum| sum.resolve()).collect()
 }
 
 /// The sum of all devices' buckets, in the order of the devices, on the first one; `[device][bucket]`.
@@ -210,7 +214,7 @@ pub(super) fn read(x: &Tensor<1>) -> Result<TensorData> {
 }
 
 /// The elements of each bucket.
-fn lengths(buckets: &[Tensor<1>]) -> Vec<usize> {
+pub(super) fn lengths(buckets: &[Tensor<1>]) -> Vec<usize> {
     buckets.iter().map(|bucket| bucket.dims()[0]).collect()
 }
 

@@ -6,14 +6,13 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
-use burn::tensor::distributed::CollectiveTensor;
 use burn::tensor::{Bytes, Tensor, TensorData};
 use burn_sparse_transformer::dsa::DsaStage;
-use burn_sparse_transformer::{StepLosses, StepPart, TransformerShard};
+use burn_sparse_transformer::{StepLosses, TransformerShard};
 
 use super::bundle::Bundle;
 use super::error::DeviceFailed;
-use super::reduce::{Strategy, nccl_sum};
+use super::reduce::{Strategy, lengths, nccl_sums};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
 use crate::step::{Measured, Steps, numbers};
@@ -81,8 +80,8 @@ pub(super) struct Replica {
 struct Half {
     losses: StepLosses,
     bundle: Bundle,
-    /// Those that this device adds itself, on their way.
-    sums: Option<Vec<CollectiveTensor<1>>>,
+    /// Those that this device adds itself.
+    buckets: Option<Vec<Tensor<1>>>,
 }
 
 impl Replica {
@@ -141,34 +140,19 @@ impl Replica {
             first_entry,
             dropout_seed,
         } = part;
-        let part = match &self.shard {
-            None => StepPart::Entries {
-                first: first_entry,
-                seed: dropout_seed.into(),
-            },
-            Some(shard) => StepPart::Positions(shard),
+        let (losses, gradients) = match &self.shard {
+            None => self.steps.gradients(data, first_entry, dropout_seed)?,
+            Some(shard) => self.steps.gradients_of_shard(data, shard)?,
         };
-        let mut bundle = Bundle::default();
-        let (mut lengths, mut buckets, mut sums) = (Vec::new(), Vec::new(), Vec::new());
-        let losses = self
-            .steps
-            .gradients_in_parts(data, part, |model, gradients| {
-                for bucket in bundle.pack(model, gradients) {
-                    lengths.push(bucket.dims()[0]);
-                    match &self.strategy {
-                        Strategy::Nccl { devices } => sums.push(nccl_sum(bucket, devices)),
-                        Strategy::Copies { .. } => buckets.push(bucket),
-                    }
-                }
-            })?;
-        let (report, sums) = match self.strategy {
-            Strategy::Nccl { .. } => (Report::Lengths(lengths), Some(sums)),
+        let (bundle, buckets) = Bundle::pack(&*self.steps.model()?, gradients);
+        let (report, buckets) = match self.strategy {
+            Strategy::Nccl { .. } => (Report::Lengths(lengths(&buckets)), Some(buckets)),
             Strategy::Copies { .. } => (Report::Gradients(buckets), None),
         };
         self.half = Some(Half {
             losses,
             bundle,
-            sums,
+            buckets,
         });
         Ok(report)
     }
@@ -176,9 +160,9 @@ impl Replica {
     fn update(&mut self, update: Update) -> Result<Report> {
         self.fail_where_a_test_says("update")?;
         let half = self.half.take().context("an update without gradients")?;
-        let sums = match (half.sums, update.sums) {
-            (Some(sums), None) => sums.into_iter().map(|sum| sum.resolve()).collect(),
-            (None, Some(sums)) => sums,
+        let sums = match (&self.strategy, half.buckets, update.sums) {
+            (Strategy::Nccl { devices }, Some(buckets), None) => nccl_sums(buckets, devices),
+            (Strategy::Copies { .. }, None, Some(sums)) => sums,
             _ => bail!("an update of another strategy"),
         };
         // The mean over equal parts is that of the batch.
