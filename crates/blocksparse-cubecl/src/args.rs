@@ -10,14 +10,13 @@ use super::call::{BiasView, Request, TableView, TensorView};
 use super::error::KernelError;
 use super::seeds;
 use super::shared::addressing::{
-    InputStridesLaunch, ListingLaunch, OperandStridesLaunch, PlanPartsLaunch, ScheduleLaunch,
-    Strides, StridesLaunch,
+    ListingLaunch, PlanPartsLaunch, PlanWordsLaunch, RowTensorLaunch, ScheduleLaunch, StridesLaunch,
 };
-use super::shared::biases::{BiasStridesLaunch, DistancesLaunch};
+use super::shared::biases::{BiasStridesLaunch, DistancesLaunch, ScoreBiasesLaunch};
 use super::shared::distances::{TableArgs, TableArgsLaunch};
 use super::shared::dropout::DropoutArgsLaunch;
 use super::shared::dropout::MaskLaunch;
-use super::shared::score::ScoreScalarsLaunch;
+use super::shared::score::{ScoreInputsLaunch, ScoreScalarsLaunch};
 use super::slices::Slice;
 use super::uploaded::{self, DevicePlan};
 use blocksparse::plan::Sections;
@@ -65,6 +64,25 @@ impl ScoreOptions {
         optional(handle, self.bias_len())
     }
 
+    /// What the `simt` tier adds to scores. Where slopes and the table are in stats, that begins at element `in_stats`.
+    pub fn biases<E: Float, A: Float>(
+        &self,
+        slopes: Option<&Handle>,
+        heads: usize,
+        in_stats: Option<usize>,
+    ) -> ScoreBiasesLaunch<E, A> {
+        ScoreBiasesLaunch::new(
+            optional(slopes.filter(|_| in_stats.is_none()), heads),
+            self.bias(),
+            match in_stats {
+                Some(_) => ComptimeOptionArgs::None,
+                None => self.table(),
+            },
+            self.bias_strides(),
+            self.distances(in_stats.unwrap_or(0)),
+        )
+    }
+
     /// Elements of the bias between batch entries, heads and queries: 0 where it is 1.
     fn bias_steps(&self) -> [usize; 3] {
         let [batch, heads, rows, keys] = self.bias.as_ref().map_or([1; 4], |bias| bias.shape);
@@ -76,7 +94,7 @@ impl ScoreOptions {
         ]
     }
 
-    pub fn bias_strides(&self) -> BiasStridesLaunch {
+    fn bias_strides(&self) -> BiasStridesLaunch {
         let [batch, head, row] = self.bias_steps();
         BiasStridesLaunch::new(batch, head, row)
     }
@@ -111,7 +129,7 @@ impl ScoreOptions {
     }
 
     /// The table, which begins at element `start`.
-    pub fn distances(&self, start: usize) -> DistancesLaunch {
+    fn distances(&self, start: usize) -> DistancesLaunch {
         let [head, reach] = self.table_steps();
         DistancesLaunch::new(start, head, reach)
     }
@@ -127,8 +145,14 @@ impl ScoreOptions {
     }
 
     /// Dropout of weights.
-    pub fn dropout_args(&self) -> DropoutArgsLaunch {
+    pub fn dropout_args(&self) -> DropoutArgsLaunch<f32> {
         DropoutArgsLaunch::new(self.mask(), self.kept_factor() as f32)
+    }
+
+    /// The same of the `simt` tier.
+    pub fn dropout_inputs(&self, accumulator: ElemType) -> DropoutArgsLaunch<InputScalar> {
+        let factor = InputScalar::new(self.kept_factor(), accumulator);
+        DropoutArgsLaunch::new(self.mask(), factor)
     }
 
     /// With the factors of products that `log2_scale` and `cap_scale` are.
@@ -142,6 +166,15 @@ impl ScoreOptions {
         )
     }
 
+    /// Scale and softcap of the `simt` tier.
+    pub fn score_inputs(&self, accumulator: ElemType) -> ScoreInputsLaunch {
+        let softcap = self.softcap.unwrap_or(1.0);
+        ScoreInputsLaunch::new(
+            InputScalar::new(self.scale, accumulator),
+            InputScalar::new(softcap, accumulator),
+        )
+    }
+
     pub fn mask(&self) -> MaskLaunch {
         match &self.dropout {
             Some(dropout) => seeds::mask(dropout.seed, dropout.threshold()),
@@ -152,10 +185,6 @@ impl ScoreOptions {
     /// What weights that are kept are multiplied by.
     pub fn kept_factor(&self) -> f64 {
         self.dropout.map_or(1.0, |dropout| dropout.factor())
-    }
-
-    pub fn dropout_factor(&self, accumulator: ElemType) -> InputScalar {
-        InputScalar::new(self.kept_factor(), accumulator)
     }
 
     /// The slopes on the device.
@@ -251,9 +280,9 @@ pub fn optional<T: LaunchArg<RuntimeArg = BufferArg>>(
     }
 }
 
-/// The words of a plan.
-pub fn plan_words(plan: &DevicePlan) -> BufferArg {
-    buffer(&plan.words, plan.len)
+/// A plan on the device.
+pub fn plan_words(plan: &DevicePlan, residue: Option<Residue>) -> PlanWordsLaunch {
+    PlanWordsLaunch::new(buffer(&plan.words, plan.len), listing(residue))
 }
 
 /// Elements of a load: as many as divide the rows and strides of all tensors, 4 at most.
@@ -317,20 +346,12 @@ pub fn strides_of(tensor: &TensorView, width: usize) -> StridesLaunch {
     StridesLaunch::new(batch / width, head / width, row / width, tensor.shape[2])
 }
 
-/// Strides of queries, keys and values in vectors of `width`.
-pub fn input_strides([q, k, v]: [&TensorView; 3], width: usize) -> InputStridesLaunch<Strides> {
-    let of = |tensor| strides_of(tensor, width);
-    InputStridesLaunch::new(of(q), of(k), of(v))
-}
-
-/// Strides of a backward pass's operands in vectors of `width`.
-pub fn operand_strides(
-    [a1, a2]: [&TensorView; 2],
-    [b1, b2]: [&TensorView; 2],
-    width: usize,
-) -> OperandStridesLaunch<Strides> {
-    let of = |tensor| strides_of(tensor, width);
-    OperandStridesLaunch::new(of(a1), of(a2), of(b1), of(b2))
+/// A tensor in vectors of `width`, with its strides.
+pub fn row_tensor<T: CubePrimitive>(tensor: &TensorView, width: usize) -> RowTensorLaunch<T>
+where
+    Box<[T]>: LaunchArg<RuntimeArg = BufferArg>,
+{
+    RowTensorLaunch::new(vectors_of(tensor, width), strides_of(tensor, width))
 }
 
 /// The listing of a part's positions.
@@ -358,7 +379,7 @@ pub fn schedule(
     slice: Slice,
 ) -> ScheduleLaunch {
     let parts = plan_parts(&plan.sections, batch_words(layout));
-    ScheduleLaunch::new(parts, listing(residue), slice.args())
+    ScheduleLaunch::new(parts, plan_words(plan, residue), slice.args())
 }
 
 pub fn plan_parts(parts: &Sections, batch_words: usize) -> PlanPartsLaunch {

@@ -7,21 +7,22 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::args::{
-    ScoreOptions, address_of, batch_words, buffer, listing, load_width, optional, spread,
-    strides_of, vectors_of,
+    ScoreOptions, address_of, batch_words, buffer, listing, load_width, row_tensor, spread,
 };
 use super::call::{DeviceFacts, Request, ScoreKind, TableView, TensorView};
 use super::device::{DeviceLinePlan, line_plan};
 use super::error::KernelError;
 use super::pass::BackwardPass;
+use super::shared::addressing::PlanWordsLaunch;
 use super::simt::Tile;
 use super::simt::attention_sums::{
-    FOLD_UNITS, LinePartsLaunch, add_segments, attention_sums as kernel, fold_distances,
-    line_width, row_fours,
+    FOLD_UNITS, GradientInputsLaunch, LinePartsLaunch, LineScheduleLaunch, SumsConfig,
+    add_segments, attention_sums as kernel, fold_distances, line_width, row_fours,
 };
 use super::slices::Slice;
 use blocksparse::BlockLayout;
 use blocksparse::lines::{Line, Lines};
+use blocksparse::plan::Mainloop;
 
 /// What the sums are of, and where they go.
 #[derive(Clone, Debug)]
@@ -304,10 +305,9 @@ impl Segments {
         } = summed;
         let (tile, width, accumulator) = (self.tile, self.width, request.accumulator());
         let heads = layout.heads();
-        let gradient = summed.gradient.is_some();
+        let gradient = summed.gradient;
         let slopes = options.device_slopes(client, layout, accumulator)?;
         let [table_start, numbers] = summed.stats_len();
-        let [v, grad_out] = summed.gradient.unwrap_or(summed.inputs);
         for slice in Slice::whole(request.batch, heads).cut(client) {
             // SAFETY: a cube reads the tiles that the plan has for its segment, reads positions below the lengths in the strides, writes its
             // own sums, and the buffers have the lengths they say (see `buffer`).
@@ -318,40 +318,32 @@ impl Segments {
                     CubeDim::new_1d(tile.units() as u32),
                     self.address,
                     width,
-                    vectors_of(q, width),
-                    vectors_of(k, width),
+                    row_tensor(q, width),
+                    row_tensor(k, width),
                     buffer(summed.stats, numbers),
+                    options.biases(slopes.as_ref(), heads, gradient.map(|_| table_start)),
                     match gradient {
-                        true => ComptimeOptionArgs::None,
-                        false => optional(slopes.as_ref(), heads),
+                        Some([v, grad_out]) => ComptimeOptionArgs::Some(GradientInputsLaunch::new(
+                            row_tensor(v, width),
+                            row_tensor(grad_out, width),
+                        )),
+                        None => ComptimeOptionArgs::None,
                     },
-                    options.bias(),
-                    match gradient {
-                        true => ComptimeOptionArgs::None,
-                        false => options.table(),
-                    },
-                    vectors_if(gradient, v, width),
-                    vectors_if(gradient, grad_out, width),
                     buffer(&self.sums, self.elements),
-                    self.words(),
-                    strides_of(q, width),
-                    strides_of(k, width),
-                    strides_of(v, width),
-                    strides_of(grad_out, width),
-                    options.bias_strides(),
-                    options.distances(table_start),
-                    listing(None),
-                    self.parts(layout),
-                    slice.args(),
+                    LineScheduleLaunch::new(
+                        PlanWordsLaunch::new(self.words(), listing(None)),
+                        self.parts(layout),
+                        slice.args(),
+                    ),
                     heads / request.kv_heads,
                     request.batch * heads * layout.seq_q() * 2,
-                    InputScalar::new(options.scale, accumulator),
-                    InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
-                    options.mask(),
-                    options.dropout_factor(accumulator),
-                    gradient,
-                    self.line,
-                    tile,
+                    options.score_inputs(accumulator),
+                    options.dropout_inputs(accumulator),
+                    SumsConfig {
+                        gradient: gradient.is_some(),
+                        line: self.line,
+                        tile,
+                    },
                     request.dtype,
                     accumulator,
                 );
@@ -398,18 +390,6 @@ fn sum_lines(summed: &Summed, line: Line, out: &Handle) -> Result<(), KernelErro
     segments.add(summed, out)
 }
 
-/// A tensor in vectors, if it is asked for.
-fn vectors_if<T: LaunchArg<RuntimeArg = BufferArg>>(
-    wanted: bool,
-    tensor: &TensorView,
-    width: usize,
-) -> ComptimeOptionArgs<T> {
-    match wanted {
-        true => ComptimeOptionArgs::Some(vectors_of(tensor, width)),
-        false => ComptimeOptionArgs::None,
-    }
-}
-
 /// Sides of tiles with the rows of a unit.
 const SIDES: [(usize, usize); 4] = [(64, 4), (32, 4), (16, 2), (8, 1)];
 
@@ -431,6 +411,7 @@ fn tile(
             && tile.units() <= hardware.max_cube_dim.0 as usize
     };
     let tiles = SIDES.map(|(side, unit_rows)| Tile {
+        mainloop: Mainloop::Rows,
         rows: side,
         units_x: side / 4,
         unit_rows,

@@ -4,11 +4,11 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::args::{ScoreOptions, buffer, listing, optional, spread, strides_of, vectors_of};
+use super::args::{ScoreOptions, buffer, listing, optional, row_tensor, spread};
 use super::call::{OutputGrads, Outputs};
 use super::error::KernelError;
 use super::pass::{BackwardPass, Part};
-use crate::shared::delta;
+use crate::shared::delta::{self, DeltaConfig, OutputRowsLaunch, StatsLengthsLaunch};
 use blocksparse::Residue;
 
 /// Units of a cube.
@@ -104,24 +104,23 @@ pub fn of_queries(
             CubeDim::new_1d(UNITS),
             address,
             width,
-            buffer(outputs.out, outs * value_dim / width),
-            vectors_of(grads.out, width),
-            buffer(outputs.lse, outs),
-            optional(grads.lse, outs),
+            OutputRowsLaunch::new(
+                buffer(outputs.out, outs * value_dim / width),
+                row_tensor(grads.out, width),
+                buffer(outputs.lse, outs),
+                optional(grads.lse, outs),
+            ),
             optional(slopes, heads),
             options.table(),
             buffer(&stats, numbers),
-            strides_of(grads.out, width),
             listing(residue),
-            heads,
-            rows,
-            wanted.pitch,
-            table_start,
-            options.table_len(),
+            StatsLengthsLaunch::new(heads, rows, wanted.pitch, table_start, options.table_len()),
             InputScalar::new(wanted.lse_factor, accumulator),
-            value_dim,
-            lanes,
-            wanted.by_class,
+            DeltaConfig {
+                value_dim,
+                lanes,
+                residue: wanted.by_class,
+            },
             dtype,
             accumulator,
         );

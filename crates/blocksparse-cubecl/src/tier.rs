@@ -127,7 +127,7 @@ impl ForwardTile {
         match self {
             Self::Hopper(tile) => tile.tiling(),
             Self::Mma(tile) => tile.tiling(mainloop),
-            Self::Simt(tile) => simt::tiling(tile, mainloop),
+            Self::Simt(tile) => simt::tiling(tile),
         }
     }
 
@@ -225,7 +225,7 @@ impl BiasTile {
             Self::Hopper(own, _) if mainloop == Mainloop::Rows => own.pairs.tiling(),
             Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => keys.tiling(mainloop),
             Self::Hopper(_, tiles) | Self::Mma(tiles) => tiles[index].tiling(mainloop),
-            Self::Simt(tiles) => simt::tiling(&tiles[index], mainloop),
+            Self::Simt(tiles) => simt::tiling(&tiles[index]),
         }
     }
 
@@ -326,8 +326,8 @@ impl BackwardTile {
             Self::HopperFused(tile) => tile.tiling(),
             Self::HopperUnfused(mainloops) => mainloops[index].tile.tiling(mainloop),
             Self::Mma(tiles) => tiles[index].tiling(mainloop),
-            Self::SimtFused(fused) => simt::tiling(&fused.tile, Mainloop::Columns),
-            Self::Simt(tiles, _) => simt::tiling(&tiles[index], mainloop),
+            Self::SimtFused(fused) => simt::tiling(&fused.tile),
+            Self::Simt(tiles, _) => simt::tiling(&tiles[index]),
         }
     }
 

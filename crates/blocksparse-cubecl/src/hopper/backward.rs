@@ -38,21 +38,36 @@
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-use super::backward_chain::{Chain, Visit, add_queries, close};
+use super::backward_chain::{Chain, add_queries, close, visit_of};
 use super::backward_loads::*;
 use super::bits::*;
 use super::dropout::*;
-use super::gradient::*;
+use super::gradient::{StoredRows, mask};
 use super::options::*;
 use super::rows::pack_all;
+use super::score_gradient::*;
 use super::shares::store_gradient;
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
-use crate::shared::addressing::{Four, Listing, PlanParts};
+use crate::shared::addressing::{Four, Listing, MainloopOperands, PlanParts, PlanWords};
 use crate::shared::score::ScoreScalars;
 use blocksparse::plan::MASKED_STEP;
 
-/// `k`, `v`, `q`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
+impl BackwardTile {
+    fn weights(&self) -> WeightShape {
+        WeightShape {
+            columns: true,
+            cols: self.cols,
+            stats_eight: self.stats_eight(1),
+            bits: self.bits(),
+            packed: self.packed(),
+            half: self.half,
+            options: self.options,
+        }
+    }
+}
+
+/// `operands` `k`, `v`, `q`, `grad_out` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` a map `[batch · heads, pitch, 2]` of `lse · log2 e` and delta of the query at each place; `scratch` as above,
 /// `counters` one for each 16 queries (8 where a group has no more) and each half of the columns; `out`
 /// `[batch, kv_heads, seq_kv, dim]` in eights of elements, dV from the `second`-th on. With `carry` dK and dV are added to it. Where cubes
@@ -60,23 +75,20 @@ use blocksparse::plan::MASKED_STEP;
 /// added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn backward<S: Size, P: Size, O: Size, C: Size>(
-    k: &TensorMap<u32, Tiled>,
-    v: &TensorMap<u32, Tiled>,
-    q: &TensorMap<u32, Tiled>,
-    grad_out: &TensorMap<u32, Tiled>,
+    operands: MainloopOperands<TensorMap<u32, Tiled>>,
     stats: &TensorMap<f32, Tiled>,
     scratch: &mut [f32],
     counters: &mut [u32],
     out: &mut [Vector<u32, Four>],
     grad_q: &mut [Vector<u32, Four>],
-    plan: &[u32],
-    args: ComptimeOption<PairArgs>,
     parts: PlanParts,
-    listing: Listing,
+    plan: PlanWords,
+    args: ComptimeOption<PairArgs>,
     lengths: Lengths,
     numbers: ScoreScalars,
     #[comptime] t: BackwardTile,
 ) {
+    let words = &plan.words[..];
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
@@ -96,21 +108,21 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
             comptime!(t.warps()),
         );
         if comptime!(t.persistent) {
-            cache_tile(plan, &parts, &lengths, base, CUBE_POS_X, 0u32, t);
+            cache_tile(words, &parts, &lengths, base, CUBE_POS_X, 0u32, t);
             let second = CUBE_COUNT_X + draw(tickets);
-            cache_tile(plan, &parts, &lengths, base, second, 1u32, t);
+            cache_tile(words, &parts, &lengths, base, second, 1u32, t);
         }
     }
     sync_cube();
 
     let loads = Loads {
-        k: tensor_map_address(k),
-        v: tensor_map_address(v),
-        q: tensor_map_address(q),
-        grad_out: tensor_map_address(grad_out),
+        k: tensor_map_address(&operands.a1),
+        v: tensor_map_address(&operands.a2),
+        q: tensor_map_address(&operands.b1),
+        grad_out: tensor_map_address(&operands.b2),
         stats: tensor_map_address(stats),
         base,
-        class_len: listing.class_len as u32,
+        class_len: plan.listing.class_len as u32,
         heads: lengths.kv_heads * lengths.heads_per_kv,
     };
     // The next step to load.
@@ -127,25 +139,26 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
     };
     if comptime!(t.persistent) {
         let own = cached_tile(base, 0u32, t);
-        load_tile(plan, &loads, &own, 0u32, t);
+        load_tile(words, &loads, &own, 0u32, t);
         turn_to(&own, &lengths, &cursor, t);
         let next = cached_tile(base, 1u32, t);
         if next.rank != NONE {
-            load_tile(plan, &loads, &next, 1u32, t);
+            load_tile(words, &loads, &next, 1u32, t);
         }
     } else {
-        let own = tile_of_launch(plan, &parts, &lengths, CUBE_POS_X, t);
-        load_tile(plan, &loads, &own, 0u32, t);
+        let own = tile_of_launch(words, &parts, &lengths, CUBE_POS_X, t);
+        load_tile(words, &loads, &own, 0u32, t);
         turn_to(&own, &lengths, &cursor, t);
     }
     #[unroll]
     for _ in 0..comptime!(t.stages - t.lag) {
-        load_next(plan, &parts, &loads, &lengths, 0u32, &cursor, t);
+        load_next(words, &parts, &loads, &lengths, 0u32, &cursor, t);
     }
 
     // A lane adds all 16 queries of the warp, or, with groups of 8, each of two lanes 8.
     let chain = Chain {
         counters,
+        tickets,
         scratch: global_address::<f32>(&*scratch),
         part: warp / 4 % comptime!(t.parts() as u32),
         query: warp % 4 * 16 + warp / 4 * comptime!(t.dq_query_offset() as u32) + lane % 2 * 8,
@@ -160,17 +173,17 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         while cached_tile(base, turn, t).rank != NONE {
             let own = cached_tile(base, turn, t);
             s = compute_tile::<S, P, O, C>(
-                plan, out, grad_q, &args, &parts, &listing, &lengths, &loads, &cursor, &chain,
-                &numbers, tickets, &own, turn, s, t,
+                out, grad_q, &parts, &plan, &args, &lengths, &loads, &cursor, &chain, &numbers,
+                &own, turn, s, t,
             );
             turn += 1;
         }
     } else {
-        let own = tile_of_launch(plan, &parts, &lengths, CUBE_POS_X, t);
+        let own = tile_of_launch(words, &parts, &lengths, CUBE_POS_X, t);
         let none = Vector::<f32, S>::zeroed();
         compute_tile::<S, P, O, C>(
-            plan, out, grad_q, &args, &parts, &listing, &lengths, &loads, &cursor, &chain,
-            &numbers, tickets, &own, 0u32, none, t,
+            out, grad_q, &parts, &plan, &args, &lengths, &loads, &cursor, &chain, &numbers, &own,
+            0u32, none, t,
         );
     }
 
@@ -183,23 +196,23 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
 /// of the next tile.
 #[cube]
 fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
-    plan: &[u32],
     out: &mut [Vector<u32, Four>],
     grad_q: &mut [Vector<u32, Four>],
-    args: &ComptimeOption<PairArgs>,
     parts: &PlanParts,
-    listing: &Listing,
+    plan: &PlanWords,
+    args: &ComptimeOption<PairArgs>,
     lengths: &Lengths,
     loads: &Loads,
     cursor: &Cursor,
     chain: &Chain,
     numbers: &ScoreScalars,
-    tickets: u64,
     own: &OwnTile,
     turn: u32,
     s: Vector<f32, S>,
     #[comptime] t: BackwardTile,
 ) -> Vector<f32, S> {
+    let words = &plan.words[..];
+    let (pairs, weight_shape) = comptime!((t.pairs(), t.weights()));
     let base = loads.base;
     let batch = own.batch;
     let first_head = first_head(lengths, own.kv_head, own.share, t);
@@ -209,11 +222,11 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     let before = chain.done.read();
     if comptime!(t.persistent) {
         if unit() == 0 {
-            ticket = CUBE_COUNT_X + draw(tickets);
+            ticket = CUBE_COUNT_X + draw(chain.tickets);
         }
         cursor.ahead.store(0u32);
         if cursor.loaded.read() == chain.done.read() {
-            load_next(plan, parts, loads, lengths, turn, cursor, t);
+            load_next(words, parts, loads, lengths, turn, cursor, t);
         }
     }
     let q_address = base + comptime!(t.q_offset() as u32);
@@ -234,16 +247,17 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         let s_started = start::<S>(own_at, q_address + stage * comptime!(t.b_bytes() as u32), t);
         s_next = wait::<S>(s_started, 0usize, width);
     }
-    let rows = rows_of_unit(plan, own.rows, listing, t);
+    let rows = rows_of_unit(plan, own.rows, t);
+    let of_rows = no_row_stats();
     for of_group in 0..heads_of_cube(lengths, t) {
         let head = first_head + of_group;
-        let of_head = options_of(args, batch, head, comptime!(t.pairs()));
+        let of_head = options_of(args, batch, head, pairs);
         let mut first_entry = own.entry as usize;
         let mut steps = own.steps;
         if of_group > 0 {
-            let record = record_of(plan, parts, heads_at, head, own.rank);
-            first_entry = parts.entries + plan[record] as usize * comptime!(t.entry_words());
-            steps = plan[record + 1];
+            let record = record_of(words, parts, heads_at, head, own.rank);
+            first_entry = parts.entries + words[record] as usize * comptime!(t.entry_words());
+            steps = words[record + 1];
         }
         let steps = uniform(steps);
         let mut first_query = (batch * loads.heads + head) * lengths.pitch;
@@ -272,8 +286,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                     &rows,
                     plan,
                     step,
-                    listing,
-                    comptime!(t.pairs()),
+                    pairs,
                 );
             }
             let dp_started = start::<S>(
@@ -285,22 +298,14 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let word = step
                 + (chain.query / comptime!(t.group as u32) * comptime!(t.entry_words() as u32))
                     as usize;
-            let masked = plan[step + 2] & MASKED_STEP;
-            let visit = plan[word + 2];
-            let blocks = kept_blocks(plan, step, comptime!(t.bits()));
+            let masked = words[step + 2] & MASKED_STEP;
+            let visit = words[word + 2];
+            let blocks = kept_blocks(words, step, comptime!(t.bits()));
             let row_of_scratch = first_query
-                + plan[word] * comptime!(t.group as u32)
+                + words[word] * comptime!(t.group as u32)
                 + chain.query % comptime!(t.group as u32);
-            load_next(plan, parts, loads, lengths, turn, cursor, t);
-            let kept = kept_pairs(
-                args,
-                &of_head,
-                &rows,
-                plan,
-                step,
-                listing,
-                comptime!(t.pairs()),
-            );
+            load_next(words, parts, loads, lengths, turn, cursor, t);
+            let kept = kept_pairs(args, &of_head, &rows, plan, step, pairs);
 
             if comptime!(!t.options.biased()) {
                 s = softcapped::<S>(s_next, numbers, t);
@@ -308,39 +313,14 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             if masked != 0 {
                 let lane = unit() % 32;
                 let row = unit() / 32 * 16 + lane / 4;
-                s = mask::<S>(
-                    s,
-                    plan,
-                    parts.masks,
-                    first_entry,
-                    j,
-                    row,
-                    (lane % 4) * 2,
-                    comptime!(t.mask()),
-                );
+                let (masks, quad, shape) = (parts.masks, (lane % 4) * 2, comptime!(t.mask()));
+                s = mask::<S>(s, words, masks, first_entry, j, row, quad, shape);
             }
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
                 + stage * comptime!(t.stats_bytes() as u32)
                 + (unit() % 4) * 16;
-            let mut p = Vector::<f32, S>::zeroed();
-            #[unroll]
-            for eight in 0..comptime!(t.cols / 8) {
-                let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
-                #[unroll]
-                for i in 0..4usize {
-                    let at = comptime!(4 * eight + i);
-                    let mut less = -four.extract(comptime!(i % 2 * 2));
-                    if comptime!(t.coarse.is_some()) {
-                        let its = keeps(blocks, comptime!(eight / t.bits().unwrap().eights()));
-                        less = select(its, less, f32::new(f32::NEG_INFINITY));
-                    }
-                    p.insert(
-                        at,
-                        exp2(multiply_add(s.extract(at), numbers.log2_scale, less)),
-                    );
-                }
-            }
+            let mut p = weights_of::<S>(s, &of_rows, stats_at, blocks, numbers, weight_shape);
             let weights = pack_all::<S, P>(p, t.half);
             let mut left = weights;
             if comptime!(t.options.score.dropout) {
@@ -358,27 +338,18 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
             let do_wide = descriptor(do_address + offset, comptime!(t.cols * ROW));
             let grad_v_started = accumulate::<P, O>(grad_v, left, do_wide, t.half, t.dim);
-            let mut ds = wait::<S>(dp_started, 1usize, width);
-            let turned = kept_again(&kept, comptime!(t.pairs()));
-            #[unroll]
-            for eight in 0..comptime!(t.cols / 8) {
-                let four = shared_load_four(stats_at + comptime!(t.stats_eight(eight)));
-                #[unroll]
-                for i in 0..4usize {
-                    let at = comptime!(4 * eight + i);
-                    let delta = four.extract(comptime!(i % 2 * 2 + 1));
-                    let mut weight = p.extract(at);
-                    if comptime!(t.packed()) {
-                        weight = unpack(
-                            sloped.extract(comptime!(at / 2)),
-                            comptime!(at % 2 == 1),
-                            t.half,
-                        );
-                    }
-                    let dp = drop_gradient(ds.extract(at), delta, &turned, args, at, t.options);
-                    ds.insert(at, weight * dp);
-                }
-            }
+            let dp = wait::<S>(dp_started, 1usize, width);
+            let turned = kept_again(&kept, pairs);
+            let ds = gradients_of_scores::<S, P>(
+                dp,
+                &p,
+                &sloped,
+                &of_rows,
+                stats_at,
+                &turned,
+                args,
+                weight_shape,
+            );
             let left = pack_all::<S, P>(ds, t.half);
             let other = (done & 1) * comptime!(t.ds_bytes() as u32);
             let ds_address = base + comptime!(t.ds_offset() as u32) + other;
@@ -388,26 +359,11 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             if comptime!(t.dk_first()) {
                 grad_k_started = accumulate::<P, O>(grad_k, left, q_wide, t.half, t.dim);
             }
-            let counter = row_of_scratch / comptime!(t.counted() as u32)
-                * comptime!(t.parts() as u32)
-                + chain.part;
-            let mut seen = 0u32;
-            if unit() % 32 < comptime!(t.counters() as u32) {
-                seen = peek(chain.counters + u64::cast_from(counter) * 4);
-            }
+            let visit = visit_of(chain, visit, row_of_scratch, t);
             async_fence();
             named_sync(1u32, comptime!(t.units() as u32));
-            // Which columns, or which queries, are this warpgroup's.
             let group = uniform(unit() / 128);
-            let ds_wide = descriptor(
-                ds_address + group * comptime!(t.dq_left_offset() as u32),
-                comptime!(t.rows() * ROW),
-            );
-            let k_wide = descriptor(
-                own_at + group * comptime!(t.dq_right_offset() as u32),
-                comptime!(t.rows() * ROW),
-            );
-            let dq_started = wide_product::<C>(ds_wide, k_wide, t.half, comptime!(t.rows()));
+            let dq_started = start_queries::<C>(ds_address, own_at, group, t);
             if comptime!(!t.dk_first()) {
                 grad_k_started = accumulate_shared::<O>(
                     grad_k,
@@ -419,21 +375,8 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                     comptime!(t.rows() * ROW),
                 );
             }
+            let its_own = wait_for_next(own_at, turn, loads, cursor, chain, t);
             let next_stage = (done + 1) % comptime!(t.stages as u32);
-            let mut its_own = own_at;
-            if cursor.loaded.read() > done + 1 {
-                let parity = ((done + 1) / comptime!(t.stages as u32)) & 1;
-                barrier_wait(base + comptime!(t.full()) + next_stage * 8, parity);
-                if comptime!(t.persistent) {
-                    if cursor.ahead.read() != 0 {
-                        its_own = own_address(base, turn + 1, t);
-                        wait_for_own(base, turn + 1, t);
-                    }
-                }
-                chain.started.store(1u32);
-            } else {
-                chain.started.store(0u32);
-            }
             // After the last step of whatever is there, for nobody.
             let s_started = start::<S>(
                 its_own,
@@ -442,7 +385,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             );
             if comptime!(t.persistent) {
                 if unit() == 0 && done == before {
-                    cache_tile(plan, parts, lengths, base, ticket, turn, t);
+                    cache_tile(words, parts, lengths, base, ticket, turn, t);
                 }
             }
             if comptime!(!t.unfenced) {
@@ -461,23 +404,9 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
             let dq = wait::<C>(dq_started, behind, dq_width);
 
             let lane = unit() % 32;
-            let visit = Visit {
-                word: visit,
-                seen,
-                counter,
-                row: row_of_scratch,
-            };
-            add_queries::<C>(
-                grad_q,
-                dq,
-                base,
-                chain,
-                &visit,
-                listing,
-                lengths,
-                numbers.scale,
-                t,
-            );
+            let listing = &plan.listing;
+            let scale = numbers.scale;
+            add_queries::<C>(grad_q, dq, base, chain, &visit, listing, lengths, scale, t);
 
             if comptime!(!t.dk_first()) {
                 grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
@@ -492,45 +421,116 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
 
     if comptime!(t.persistent) {
         if unit() == 0 && chain.done.read() == before {
-            cache_tile(plan, parts, lengths, base, ticket, turn, t);
+            cache_tile(words, parts, lengths, base, ticket, turn, t);
         }
         // All have read the tile's keys and values: they make room for those of the tile after the next one.
         named_sync(1u32, comptime!(t.units() as u32));
         let after_next = cached_tile(base, turn, t);
         if after_next.rank != NONE {
-            load_tile(plan, loads, &after_next, turn, t);
+            load_tile(words, loads, &after_next, turn, t);
         }
     }
     // Found again rather than kept: registers are short.
-    let own = current_tile(plan, parts, lengths, own, t);
+    let own = current_tile(words, parts, lengths, own, t);
+    let factor = factor_of(args, comptime!(t.options));
+    store_keys::<O>(
+        out,
+        &grad_k,
+        &grad_v,
+        &own,
+        plan,
+        lengths,
+        numbers.scale,
+        factor,
+        t,
+    );
+    s_next
+}
+
+/// Starts `dsᵀ · k` over all keys of the tile. Which columns, or which queries, are a warpgroup's is its `group`'s.
+#[cube]
+fn start_queries<C: Size>(
+    ds_address: u32,
+    own_at: u32,
+    group: u32,
+    #[comptime] t: BackwardTile,
+) -> Vector<f32, C> {
+    let ds_wide = descriptor(
+        ds_address + group * comptime!(t.dq_left_offset() as u32),
+        comptime!(t.rows() * ROW),
+    );
+    let k_wide = descriptor(
+        own_at + group * comptime!(t.dq_right_offset() as u32),
+        comptime!(t.rows() * ROW),
+    );
+    wide_product::<C>(ds_wide, k_wide, t.half, comptime!(t.rows()))
+}
+
+/// Waits for the step after this one, if there is one, and says where the keys of its tile are.
+#[cube]
+fn wait_for_next(
+    own_at: u32,
+    turn: u32,
+    loads: &Loads,
+    cursor: &Cursor,
+    chain: &Chain,
+    #[comptime] t: BackwardTile,
+) -> u32 {
+    let next = chain.done.read() + 1;
+    let mut its_own = own_at;
+    if cursor.loaded.read() > next {
+        let stage = next % comptime!(t.stages as u32);
+        let parity = (next / comptime!(t.stages as u32)) & 1;
+        barrier_wait(loads.base + comptime!(t.full()) + stage * 8, parity);
+        if comptime!(t.persistent) {
+            if cursor.ahead.read() != 0 {
+                its_own = own_address(loads.base, turn + 1, t);
+                wait_for_own(loads.base, turn + 1, t);
+            }
+        }
+        chain.started.store(1u32);
+    } else {
+        chain.started.store(0u32);
+    }
+    its_own
+}
+
+/// Stores dK and dV of the unit's two rows of a tile, or a share's sums of them.
+#[cube]
+fn store_keys<O: Size>(
+    out: &mut [Vector<u32, Four>],
+    grad_k: &Vector<f32, O>,
+    grad_v: &Vector<f32, O>,
+    own: &OwnTile,
+    plan: &PlanWords,
+    lengths: &Lengths,
+    scale: f32,
+    factor: f32,
+    #[comptime] t: BackwardTile,
+) {
+    let words = &plan.words[..];
     let lane = unit() % 32;
     let row = unit() / 32 * 16 + lane / 4;
     let first = (own.batch * lengths.kv_heads + own.kv_head) * lengths.seq_kv;
-    let place = place_of(plan, own.rows, row, t);
-    let place8 = place_of(plan, own.rows, row + 8, t);
-    let len = lengths.seq_kv;
-    let factor = factor_of(args, comptime!(t.options));
+    let rows = StoredRows {
+        place: place_of(words, own.rows, row, t),
+        place8: place_of(words, own.rows, row + 8, t),
+        listing: Listing {
+            stride: plan.listing.stride,
+            class_len: plan.listing.class_len,
+        },
+        len: lengths.seq_kv,
+        lane,
+    };
     let mut of_k = first;
     let mut of_v = first;
     if comptime!(t.shares > 1) {
-        let rows = lengths.batch * lengths.kv_heads * len;
+        let rows = lengths.batch * lengths.kv_heads * lengths.seq_kv;
         of_k += own.share * 2 * rows;
         of_v = of_k + rows;
     }
-    let (scale, second) = (numbers.scale, lengths.second);
-    let rows = StoredRows {
-        place,
-        place8,
-        listing: Listing {
-            stride: listing.stride,
-            class_len: listing.class_len,
-        },
-        len,
-        lane,
-    };
-    store_gradient::<O>(out, &grad_k, 0u32, of_k, &rows, scale, t);
-    store_gradient::<O>(out, &grad_v, second, of_v, &rows, factor, t);
-    s_next
+    store_gradient::<O>(out, grad_k, 0u32, of_k, &rows, scale, t);
+    store_gradient::<O>(out, grad_v, lengths.second, of_v, &rows, factor, t);
 }
 
 /// Products, softcapped where they are to be.

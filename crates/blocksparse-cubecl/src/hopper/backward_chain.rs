@@ -37,6 +37,8 @@ impl BackwardTile {
 #[derive(CubeType)]
 pub struct Chain {
     pub counters: u64,
+    /// Where tiles are drawn from.
+    pub tickets: u64,
     pub scratch: u64,
     /// Which half of the columns.
     pub part: u32,
@@ -62,6 +64,22 @@ pub struct Visit {
     pub counter: u32,
     /// The place of the unit's first query among those of all heads.
     pub row: u32,
+}
+
+/// The visit of the unit's queries from row `row` on, by the plan's word.
+#[cube]
+pub fn visit_of(chain: &Chain, word: u32, row: u32, #[comptime] t: BackwardTile) -> Visit {
+    let counter = row / comptime!(t.counted() as u32) * comptime!(t.parts() as u32) + chain.part;
+    let mut seen = 0u32;
+    if unit() % 32 < comptime!(t.counters() as u32) {
+        seen = peek(chain.counters + u64::cast_from(counter) * 4);
+    }
+    Visit {
+        word,
+        seen,
+        counter,
+        row,
+    }
 }
 
 /// Posts the visit whose additions the unit started last, once they are in memory; then their buffer is free.

@@ -6,10 +6,10 @@
 use cubecl::prelude::*;
 
 use super::options::{UnitRows, unit_rows};
-use super::rows::{own_place, own_rows};
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
-use crate::shared::addressing::{Listing, PlanParts};
+use crate::shared::addressing::{PlanParts, PlanWords};
+use crate::shared::own_rows::{own_place, own_rows};
 
 /// Lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -267,20 +267,15 @@ pub fn place_of(plan: &[u32], rows: u32, row: u32, #[comptime] t: BackwardTile) 
 
 /// The positions of the unit's keys, where something depends on them.
 #[cube]
-pub fn rows_of_unit(
-    plan: &[u32],
-    rows: u32,
-    listing: &Listing,
-    #[comptime] t: BackwardTile,
-) -> UnitRows {
+pub fn rows_of_unit(plan: &PlanWords, rows: u32, #[comptime] t: BackwardTile) -> UnitRows {
     let mut upper = 0u32;
     let mut lower = 0u32;
     if comptime!(t.options.any()) {
         let row = unit() / 32 * 16 + unit() % 32 / 4;
-        upper = place_of(plan, rows, row, t);
-        lower = place_of(plan, rows, row + 8, t);
+        upper = place_of(&plan.words[..], rows, row, t);
+        lower = place_of(&plan.words[..], rows, row + 8, t);
     }
-    unit_rows(upper, lower, listing, comptime!(t.pairs()))
+    unit_rows(upper, lower, &plan.listing, comptime!(t.pairs()))
 }
 
 /// Loads box `index` of those of the tile's keys and values.

@@ -29,9 +29,10 @@ use super::dropout::{drop_gradient, kept_again, kept_pairs};
 use super::gradient::mask;
 use super::options::*;
 use super::pair_tile::PairTile;
-use super::rows::{own_place, own_places, own_rows};
+use super::rows::own_places;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{PlanParts, Schedule, batch_of, head_of};
+use crate::shared::own_rows::{own_place, own_rows};
 use crate::shared::score::ScoreScalars;
 
 /// No pattern, or no tile.
@@ -152,16 +153,16 @@ pub fn bias_gradient<S: Size, P: Size>(
     grad_out: &TensorMap<u32, Tiled>,
     stats: &[f32],
     gradient: &mut [f32],
-    plan: &[u32],
-    args: ComptimeOption<PairArgs>,
     schedule: Schedule,
+    args: ComptimeOption<PairArgs>,
     sharing: Sharing,
     numbers: ScoreScalars,
     #[comptime] t: PairTile,
 ) {
-    let parts = schedule.parts;
-    let listing = schedule.listing;
-    let slice = schedule.slice;
+    let parts = &schedule.parts;
+    let plan = &schedule.plan.words[..];
+    let listing = &schedule.plan.listing;
+    let slice = &schedule.slice;
     let log2_scale = numbers.log2_scale;
     let softcap = numbers.softcap;
     let cap_scale = numbers.cap_scale;
@@ -170,8 +171,8 @@ pub fn bias_gradient<S: Size, P: Size>(
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
 
-    let first_head = head_of(&slice) as u32;
-    let first_batch = batch_of(&slice) as u32;
+    let first_head = head_of(slice) as u32;
+    let first_batch = batch_of(slice) as u32;
     let mut record = sharing.pattern;
     if record == NONE {
         record = plan[parts.heads + first_batch as usize * parts.batch + first_head as usize];
@@ -214,7 +215,7 @@ pub fn bias_gradient<S: Size, P: Size>(
     }
     sync_cube();
     let tile = uniform(shared_load(base));
-    let member = first_member(plan, &parts, &members, t.several);
+    let member = first_member(plan, parts, &members, t.several);
 
     if tile != NONE && member.batch.read() < members.end_batch {
         let tile_record = records + tile as usize * 3;
@@ -222,10 +223,10 @@ pub fn bias_gradient<S: Size, P: Size>(
         let masked = j < uniform(plan[tile_record + 2]);
         let its_entry = parts.entries + step_entry as usize * 2;
         let tile_entry = parts.entries + plan[tile_record] as usize * 2;
-        let rows_at = own_rows(&parts, record as usize, tile, comptime!(t.own_shape()));
+        let rows_at = own_rows(parts, record as usize, tile, comptime!(t.own_shape()));
         let row = warp * 16 + lane / 4;
         let places = own_places(plan, rows_at, row, comptime!(t.own_shape()));
-        let rows = unit_rows(places.upper, places.lower, &listing, comptime!(t.pairs()));
+        let rows = unit_rows(places.upper, places.lower, listing, comptime!(t.pairs()));
 
         let own = box_of(
             plan,
@@ -243,13 +244,13 @@ pub fn bias_gradient<S: Size, P: Size>(
             class_len: listing.class_len as u32,
         };
         let cursor = Cursor {
-            member: first_member(plan, &parts, &members, t.several),
+            member: first_member(plan, parts, &members, t.several),
             second: RuntimeCell::<u32>::new(0u32),
             loaded: RuntimeCell::<u32>::new(0u32),
         };
         #[unroll]
         for _ in 0..comptime!(t.stages - t.lag) {
-            load_next(plan, &parts, &members, &loads, &own, &cursor, t);
+            load_next(plan, parts, &members, &loads, &own, &cursor, t);
         }
 
         let group_rows = warp / 4 * comptime!((64 * ROW) as u32);
@@ -268,7 +269,7 @@ pub fn bias_gradient<S: Size, P: Size>(
             head: first_head,
             entry: its_entry,
         };
-        keep_bias::<S, P>(own_bias, &args, &to, &rows, plan, &listing, t);
+        keep_bias::<S, P>(own_bias, &args, &to, &rows, &schedule.plan, t);
 
         let mut sums = Vector::<f32, S>::zeroed();
         let mut done = 0u32;
@@ -289,19 +290,18 @@ pub fn bias_gradient<S: Size, P: Size>(
             let s_started = start::<S>(base, a_desc, b_desc, done, t);
             let second = (done + 1) % comptime!(t.stages as u32);
             let dp_started = start::<S>(base, a_desc, b_desc, done + 1, t);
-            load_next(plan, &parts, &members, &loads, &own, &cursor, t);
+            load_next(plan, parts, &members, &loads, &own, &cursor, t);
             // On their way while this member is computed.
             step(&members, &member);
-            skip_others(plan, &parts, &members, &member, t.several);
+            skip_others(plan, parts, &members, &member, t.several);
             let next_upper = stats_of(stats, &members, &sharing, &member, places.upper);
             let next_lower = stats_of(stats, &members, &sharing, &member, places.lower);
             let kept = kept_pairs(
                 &args,
                 &of_head,
                 &rows,
-                plan,
+                &schedule.plan,
                 its_entry,
-                &listing,
                 comptime!(t.pairs()),
             );
             let turned = kept_again(&kept, comptime!(t.pairs()));
@@ -316,9 +316,8 @@ pub fn bias_gradient<S: Size, P: Size>(
                 &args,
                 &of_head,
                 &rows,
-                plan,
+                &schedule.plan,
                 its_entry,
-                &listing,
                 comptime!(t.other_biases()),
             );
             s = add_kept_bias::<S>(s, own_bias, cap_scale, t);
@@ -343,7 +342,7 @@ pub fn bias_gradient<S: Size, P: Size>(
                 }
                 p.insert(i, exp2(multiply_add(s.extract(i), log2_scale, -lse)));
             }
-            load_next(plan, &parts, &members, &loads, &own, &cursor, t);
+            load_next(plan, parts, &members, &loads, &own, &cursor, t);
             let dp = wait::<S>(dp_started, 0usize, width);
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + second * 8);
@@ -363,7 +362,7 @@ pub fn bias_gradient<S: Size, P: Size>(
             delta1 = next_lower.delta;
             done += 2;
         }
-        store_pairs::<S>(gradient, &sums, &args, &to, &rows, plan, &listing, t);
+        store_pairs::<S>(gradient, &sums, &args, &to, &rows, &schedule.plan, t);
     }
 }
 

@@ -7,7 +7,7 @@ use super::options::*;
 use super::pair_tile::PairTile;
 use super::rows::pack_all;
 use crate::arch::sm90::*;
-use crate::shared::addressing::{Four, Listing};
+use crate::shared::addressing::{Four, PlanWords};
 
 /// Keeps the bias of the unit's pairs in shared memory, at a place of its own: all members share it.
 #[cube]
@@ -16,8 +16,7 @@ pub fn keep_bias<S: Size, P: Size>(
     args: &ComptimeOption<PairArgs>,
     of: &PairPlace,
     rows: &UnitRows,
-    plan: &[u32],
-    listing: &Listing,
+    plan: &PlanWords,
     #[comptime] t: PairTile,
 ) {
     let of_first = options_of(args, of.batch, of.head, comptime!(t.only_bias()));
@@ -29,7 +28,6 @@ pub fn keep_bias<S: Size, P: Size>(
         rows,
         plan,
         of.entry,
-        listing,
         comptime!(t.only_bias()),
     );
     // Its numbers are of that type, so nothing is rounded.

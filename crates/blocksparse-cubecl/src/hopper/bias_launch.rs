@@ -8,7 +8,7 @@ use super::launch::{CallOptions, check, launch_mainloop, tensor_map};
 use super::long_tiles::{LongTiles, MainloopPlan};
 use super::pair_tile::PairTile;
 use super::tiles::MainloopTile;
-use crate::args::{buffer, plan_words, schedule, spread};
+use crate::args::{buffer, schedule, spread};
 use crate::call::BiasView;
 use crate::device::plan;
 use crate::error::KernelError;
@@ -92,9 +92,8 @@ pub fn launch_bias_pairs(
                     tensor_map(pass.grads.out, tile.a_group(), residue, request.dtype),
                     buffer(&stats, request.batch * heads * wanted.pitch * 2),
                     buffer(out, bias.elements()),
-                    plan_words(&device_plan),
-                    call.args(tile.options, heads, [q.shape[2], k.shape[2]]),
                     schedule(&device_plan, layout, residue, slice),
+                    call.args(tile.options, heads, [q.shape[2], k.shape[2]]),
                     SharingLaunch::new(
                         (request.batch / own_batches) as u32,
                         (heads / own_heads) as u32,

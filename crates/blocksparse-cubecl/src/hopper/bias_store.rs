@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use super::options::*;
 use super::pair_tile::PairTile;
 use crate::arch::sm90::*;
-use crate::shared::addressing::Listing;
+use crate::shared::addressing::PlanWords;
 use blocksparse::plan::EMPTY;
 
 /// Whose sums they are: the first batch entry and head that share them, and the word of the step's first entry.
@@ -24,8 +24,7 @@ pub fn store_pairs<S: Size>(
     args: &ComptimeOption<PairArgs>,
     to: &PairPlace,
     rows: &UnitRows,
-    plan: &[u32],
-    listing: &Listing,
+    plan: &PlanWords,
     #[comptime] t: PairTile,
 ) {
     let pairs = &args.as_ref().unwrap().pairs;
@@ -40,14 +39,14 @@ pub fn store_pairs<S: Size>(
     let lower_end = select(rows.lower < pairs.queries, pairs.keys, 0u32);
     let mut stride = 1u32;
     if comptime!(t.residue) {
-        stride = listing.stride as u32;
+        stride = plan.listing.stride as u32;
     }
     let mut before = Vector::<f32, S>::zeroed();
     if comptime!(t.carry) {
         // All of them first: each store that came between would be waited for.
         #[unroll]
         for eight in 0..comptime!(t.cols / 8) {
-            let col = column_of(plan, to.entry, eight, stride, listing, t);
+            let col = column_of(plan, to.entry, eight, stride, t);
             let at = comptime!(4 * eight);
             let two = load_two(upper, col, stride, upper_end, t.wide);
             before.insert(at, two.extract(0usize));
@@ -59,7 +58,7 @@ pub fn store_pairs<S: Size>(
     }
     #[unroll]
     for eight in 0..comptime!(t.cols / 8) {
-        let col = column_of(plan, to.entry, eight, stride, listing, t);
+        let col = column_of(plan, to.entry, eight, stride, t);
         let at = comptime!(4 * eight);
         let mut x = sums.extract(at);
         let mut y = sums.extract(comptime!(at + 1));
@@ -79,19 +78,18 @@ pub fn store_pairs<S: Size>(
 /// The position of the unit's first of two columns in an eight, or beyond every sequence if its entry only fills up the step.
 #[cube]
 fn column_of(
-    plan: &[u32],
+    plan: &PlanWords,
     its_entry: usize,
     #[comptime] eight: usize,
     stride: u32,
-    listing: &Listing,
     #[comptime] t: PairTile,
 ) -> u32 {
     let col = comptime!(8 * eight);
     let entry = its_entry + comptime!(col / t.group * 2);
-    let place = plan[entry] * comptime!(t.group as u32) + comptime!((col % t.group) as u32);
-    let first = position_at(place, listing, comptime!(t.residue));
+    let place = plan.words[entry] * comptime!(t.group as u32) + comptime!((col % t.group) as u32);
+    let first = position_at(place, &plan.listing, comptime!(t.residue));
     select(
-        plan[entry + 1] == EMPTY,
+        plan.words[entry + 1] == EMPTY,
         u32::new(1 << 30),
         first + unit() % 4 * 2 * stride,
     )

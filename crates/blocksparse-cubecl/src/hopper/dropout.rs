@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use super::options::{HeadOptions, Options, PairArgs, PairShape, UnitRows, position_at};
 use crate::arch::sm90::*;
-use crate::shared::addressing::Listing;
+use crate::shared::addressing::PlanWords;
 use crate::shared::dropout::{
     Compared, Mask, collect, compared_eight, keeps_one, kept_eights, two_compared,
 };
@@ -15,9 +15,8 @@ pub fn kept_pairs(
     args: &ComptimeOption<PairArgs>,
     of_head: &HeadOptions,
     rows: &UnitRows,
-    plan: &[u32],
+    plan: &PlanWords,
     entry: usize,
-    listing: &Listing,
     #[comptime] t: PairShape,
 ) -> Array<u32> {
     let mut kept = Array::<u32>::new(comptime!(if t.options.score.dropout {
@@ -31,9 +30,9 @@ pub fn kept_pairs(
         for word in 0..comptime!(t.cols / 64) {
             let first = comptime!(64 * word);
             kept[word] = if comptime!(t.residue) {
-                each_pair(mask, of_head, rows, plan, entry, first, listing, t)
+                each_pair(mask, of_head, rows, plan, entry, first, t)
             } else {
-                shared_pairs(mask, of_head, rows, plan, entry, first, t)
+                shared_pairs(mask, of_head, rows, &plan.words[..], entry, first, t)
             };
         }
     }
@@ -46,10 +45,9 @@ fn each_pair(
     mask: &Mask,
     of_head: &HeadOptions,
     rows: &UnitRows,
-    plan: &[u32],
+    plan: &PlanWords,
     entry: usize,
     #[comptime] first: usize,
-    listing: &Listing,
     #[comptime] t: PairShape,
 ) -> u32 {
     let mut bits = 0u32;
@@ -59,13 +57,13 @@ fn each_pair(
         let col = comptime!(first as u32) + 8 * eight;
         let at = entry + (col / group * comptime!(t.entry_words as u32)) as usize;
         let first = position_at(
-            plan[at] * group + col % group,
-            listing,
+            plan.words[at] * group + col % group,
+            &plan.listing,
             comptime!(t.residue),
         );
         for i in 0..4u32 {
             let row = select(i < 2, rows.upper, rows.lower);
-            let col = first + (quad + i % 2) * listing.stride as u32;
+            let col = first + (quad + i % 2) * plan.listing.stride as u32;
             let mut query = row;
             let mut key = col;
             if comptime!(t.columns()) {

@@ -12,7 +12,7 @@ use crate::call::Request;
 use crate::device::plan;
 use crate::error::KernelError;
 use crate::pass::{BackwardPass, Part};
-use crate::shared::addressing::StridesLaunch;
+use crate::shared::addressing::{MainloopOperandsLaunch, StridesLaunch};
 use crate::uploaded::DevicePlan;
 use blocksparse::BlockLayout;
 
@@ -324,19 +324,20 @@ impl Launch<'_> {
                 tile.cols / 4,
                 tile.sums(),
                 tile.dq_cols() / 2,
-                map(k, tile.a_group()),
-                map(v, tile.a_group()),
-                map(q, tile.group),
-                map(pass.grads.out, tile.group),
+                MainloopOperandsLaunch::new(
+                    map(k, tile.a_group()),
+                    map(v, tile.a_group()),
+                    map(q, tile.group),
+                    map(pass.grads.out, tile.group),
+                ),
                 stats_map(&buffers.stats, tile.group, stats_rows, sizes.pitch),
                 buffer(&buffers.sums, tile.sets() * sizes.rows * tile.padded()),
                 self.counters(buffers),
                 out,
                 buffer(&pass.gradients.q, stats_rows * seq_q * tile.dim / 8),
-                plan_words(device_plan),
-                call.args(tile.options, heads, [seq_q, seq_kv]),
                 plan_parts(&device_plan.sections, batch_words(part.layout)),
-                listing(residue),
+                plan_words(device_plan, residue),
+                call.args(tile.options, heads, [seq_q, seq_kv]),
                 lengths,
                 call.options.scalars(call.scales()),
                 tile,

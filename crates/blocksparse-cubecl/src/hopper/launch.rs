@@ -10,13 +10,12 @@ use super::options::{Options, PairArgs, PairArgsLaunch, PairScalarsLaunch};
 use super::tiles::{MainloopTile, Tile};
 use super::{forward, mainloops, wide};
 use crate::arch::sm90::ROW_ELEMENTS;
-use crate::args::{
-    ScoreOptions, batch_words, buffer, listing, optional, plan_parts, plan_words, schedule,
-};
+use crate::args::{ScoreOptions, batch_words, buffer, optional, plan_parts, plan_words, schedule};
 use crate::call::TensorView;
 use crate::device::plan;
 use crate::error::KernelError;
 use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::shared::addressing::{ForwardOutputsLaunch, MainloopOperandsLaunch, QkvLaunch};
 use crate::slices::Slice;
 use crate::stats::{self, Wanted};
 use crate::tensor::{check_rows, check_scale, check_table, scales};
@@ -182,15 +181,18 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
                 tile.cols / 2,
                 tile.cols / 4,
                 tile.sums(),
-                tensor_map(q, tile.a_group(), residue, request.dtype),
-                tensor_map(k, tile.group, residue, request.dtype),
-                tensor_map(v, tile.group, residue, request.dtype),
-                buffer(outputs.out, rows * tile.value_dim / 8),
-                buffer(outputs.lse, rows),
-                pass.max_scores(),
-                plan_words(&device_plan),
-                call.args(tile.options, heads, [seq_q, k.shape[2]]),
+                QkvLaunch::new(
+                    tensor_map(q, tile.a_group(), residue, request.dtype),
+                    tensor_map(k, tile.group, residue, request.dtype),
+                    tensor_map(v, tile.group, residue, request.dtype),
+                ),
+                ForwardOutputsLaunch::new(
+                    buffer(outputs.out, rows * tile.value_dim / 8),
+                    buffer(outputs.lse, rows),
+                    pass.max_scores(),
+                ),
                 schedule(&device_plan, part.layout, residue, slice),
+                call.args(tile.options, heads, [seq_q, k.shape[2]]),
                 seq_q as u32,
                 (heads / request.kv_heads) as u32,
                 (std::f64::consts::LOG2_E / scales.0) as f32,
@@ -295,6 +297,16 @@ pub(super) fn launch_mainloop(
             (operands.second / 8) as u32,
         )
     };
+    let maps = || {
+        let map = |tensor, rows| tensor_map(tensor, rows, residue, request.dtype);
+        let (own, gathered) = (tile.a_group(), tile.group);
+        MainloopOperandsLaunch::new(
+            map(a1, own),
+            map(a2, own),
+            map(b1, gathered),
+            map(b2, gathered),
+        )
+    };
     let cubes = long.cubes_of(device_plan.tiles);
     for slice in Slice::whole(request.batch, outer_heads).cut(client) {
         // SAFETY: as for the forward pass.
@@ -307,16 +319,12 @@ pub(super) fn launch_mainloop(
                     tile.cols / 2,
                     tile.cols / 4,
                     tile.sums(),
-                    tensor_map(a1, tile.a_group(), residue, request.dtype),
-                    tensor_map(a2, tile.a_group(), residue, request.dtype),
-                    tensor_map(b1, tile.group, residue, request.dtype),
-                    tensor_map(b2, tile.group, residue, request.dtype),
+                    maps(),
                     stats_map(stats, tile.group, stat_rows, pitch),
                     buffer(operands.out, elements / 8),
-                    plan_words(&device_plan),
+                    schedule(&device_plan, part.layout, residue, slice),
                     call.args(tile.options, heads, sequences),
                     shares(),
-                    schedule(&device_plan, part.layout, residue, slice),
                     lengths(),
                     call.options.scalars(scales),
                     tile,
@@ -329,17 +337,13 @@ pub(super) fn launch_mainloop(
                     tile.cols / 2,
                     tile.cols / 4,
                     tile.sums(),
-                    tensor_map(a1, tile.a_group(), residue, request.dtype),
-                    tensor_map(a2, tile.a_group(), residue, request.dtype),
-                    tensor_map(b1, tile.group, residue, request.dtype),
-                    tensor_map(b2, tile.group, residue, request.dtype),
+                    maps(),
                     stats_map(stats, tile.group, stat_rows, pitch),
                     buffer(stats, stat_rows * pitch * 2),
                     buffer(operands.out, elements / 8),
-                    plan_words(&device_plan),
+                    schedule(&device_plan, part.layout, residue, slice),
                     call.args(tile.options, heads, sequences),
                     shares(),
-                    schedule(&device_plan, part.layout, residue, slice),
                     lengths(),
                     call.options.scalars(scales),
                     mainloop,
@@ -384,9 +388,8 @@ fn fold_long(
             CubeDim::new_1d(UNITS as u32),
             buffer(sums, numbers / 4),
             buffer(operands.out, operands.elements / 8),
-            plan_words(device_plan),
             plan_parts(&device_plan.sections, batch_words(part.layout)),
-            listing(part.residue),
+            plan_words(device_plan, part.residue),
             lengths,
             mainloop,
             tile,

@@ -16,11 +16,11 @@ use std::fmt;
 use cubecl::prelude::*;
 
 use super::gradient::{StoreShape, StoredRows, row_position, store_rows};
-use super::rows::{own_place, own_rows};
 use super::shares::{fold_eight, store_sums};
 use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
-use crate::shared::addressing::{Four, Listing, PlanParts};
+use crate::shared::addressing::{Four, Listing, PlanParts, PlanWords, TileHeads};
+use crate::shared::own_rows::{own_place, own_rows};
 use blocksparse::plan::Mainloop;
 
 /// Which tiles of a mainloop cubes share.
@@ -172,14 +172,13 @@ impl Stretch {
     }
 }
 
-/// The cube's stretch of the steps of a tile of `heads` query heads.
+/// The cube's stretch of the steps of a tile of these heads.
 #[cube]
 pub fn stretch_of_cube(
     plan: &[u32],
     parts: &PlanParts,
     heads_at: usize,
-    first_head: u32,
-    heads: u32,
+    heads: &TileHeads,
     tile: u32,
     share: &Share,
     #[comptime] t: MainloopTile,
@@ -189,8 +188,8 @@ pub fn stretch_of_cube(
     if comptime!(t.long_tiles) {
         if share.cubes > 1 {
             let mut all = 0u32;
-            for head in 0..heads {
-                let first_record = plan[heads_at + (first_head + head) as usize];
+            for turn in 0..heads.turns {
+                let first_record = plan[heads_at + (heads.first + turn) as usize];
                 all += plan[parts.tiles + (first_record + tile) as usize * 3 + 1];
             }
             let stretch = Stretch::of(all, share.index, share.cubes);
@@ -312,9 +311,8 @@ pub struct FoldLengths {
 pub fn fold_tiles(
     sums: &[Vector<f32, Four>],
     out: &mut [Vector<u32, Four>],
-    plan: &[u32],
     parts: PlanParts,
-    listing: Listing,
+    plan: PlanWords,
     lengths: FoldLengths,
     #[comptime] mainloop: Mainloop,
     #[comptime] t: MainloopTile,
@@ -332,12 +330,12 @@ pub fn fold_tiles(
     if batch < lengths.batches {
         let first_head = outer % lengths.heads * lengths.turns;
         let heads_at = parts.heads + batch as usize * parts.batch;
-        let record0 = plan[heads_at + first_head as usize] as usize;
+        let record0 = plan.words[heads_at + first_head as usize] as usize;
         let rank = (of_tile % lengths.tiles) as usize;
-        let tile = plan[parts.order + (record0 + rank) * 4];
+        let tile = plan.words[parts.order + (record0 + rank) * 4];
         let rows_at = own_rows(&parts, record0, tile, comptime!(t.own_shape()));
-        let place = own_place(plan, rows_at, row, comptime!(t.own_shape()));
-        let found = row_position(place, &listing, lengths.len, comptime!(t.residue));
+        let place = own_place(&plan.words[..], rows_at, row, comptime!(t.own_shape()));
+        let found = row_position(place, &plan.listing, lengths.len, comptime!(t.residue));
         let mut width = eights.runtime();
         let mut start = 0u32;
         if which == 1 {

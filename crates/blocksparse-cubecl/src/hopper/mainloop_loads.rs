@@ -5,10 +5,10 @@
 
 use cubecl::prelude::*;
 
-use super::rows::own_place;
 use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::PlanParts;
+use crate::shared::own_rows::own_place;
 
 /// Lengths of a launch of a mainloop.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]

@@ -22,135 +22,58 @@
 #![allow(clippy::manual_is_multiple_of)]
 
 use cubecl::prelude::*;
-use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::dropout::*;
-use super::gradient::*;
+use super::gradient::mask;
 use super::long_tiles::*;
-use super::mainloop_loads::*;
+use super::mainloop_cube::*;
+use super::mainloop_loads::MainloopLengths;
 use super::options::*;
-use super::rows::{own_places, own_rows, pack_all};
+use super::rows::{own_places, pack_all};
+use super::score_gradient::*;
 use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
-use crate::shared::addressing::{Four, Listing, Schedule, batch_of, head_of};
+use crate::shared::addressing::{Four, Listing, MainloopOperands, Schedule};
 use crate::shared::score::ScoreScalars;
 use blocksparse::plan::Mainloop;
 
-/// `a1`, `a2`, `b1`, `b2` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
+/// `operands` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as numbers; `out`
 /// `[batch, heads, len, dim]` in eights of elements, out2 from the `second`-th on, or with `bias_sums` `[batch, query heads, len]` in f32. With `carry` the results are added to it. Where cubes share tiles
 /// `shares` has the sums of these: see [`long_tiles`](super::long_tiles). Where biases are
 /// added to scores that are not softcapped, `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn one_mainloop<S: Size, P: Size, O: Size>(
-    a1: &TensorMap<u32, Tiled>,
-    a2: &TensorMap<u32, Tiled>,
-    b1: &TensorMap<u32, Tiled>,
-    b2: &TensorMap<u32, Tiled>,
+    operands: MainloopOperands<TensorMap<u32, Tiled>>,
     stats_map: &TensorMap<f32, Tiled>,
     stats: &[f32],
     out: &mut [Vector<u32, Four>],
-    plan: &[u32],
+    schedule: Schedule,
     args: ComptimeOption<PairArgs>,
     shares: ComptimeOption<TileShares>,
-    schedule: Schedule,
     lengths: MainloopLengths,
     numbers: ScoreScalars,
     #[comptime] mainloop: Mainloop,
     #[comptime] t: MainloopTile,
 ) {
     let columns = comptime!(matches!(mainloop, Mainloop::Columns));
-    let parts = schedule.parts;
-    let listing = schedule.listing;
-    let slice = schedule.slice;
+    let (pairs, weights) = comptime!((t.pairs(mainloop), t.weights(mainloop)));
+    let plan = &schedule.plan;
+    let listing = &plan.listing;
     let heads_per_kv = lengths.heads_per_kv;
-    let pitch = lengths.pitch;
-    let len = lengths.len;
-    let log2_scale = numbers.log2_scale;
-    let softcap = numbers.softcap;
-    let cap_scale = numbers.cap_scale;
-    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
-    let base = shared_address(&smem);
-    let warp = uniform(UNIT_POS_X / 32);
-    let lane = UNIT_POS_X % 32;
-    let outer = head_of(&slice) as u32;
-    let batch = batch_of(&slice) as u32;
+    let cube = begin(
+        &operands,
+        stats_map,
+        &shares,
+        &schedule,
+        heads_per_kv,
+        mainloop,
+        t,
+    );
+    let (base, lane) = (cube.base, cube.lane);
 
-    if UNIT_POS_X == 0 {
-        barrier_init(base, 1u32);
-        ring_init(
-            base + comptime!(t.full()),
-            base + comptime!(t.empty()),
-            t.stages,
-            comptime!(t.warps()),
-        );
-    }
-    sync_cube();
-
-    // In a loop over columns a tile of keys goes through all query heads of its group.
-    let mut first_head = outer;
-    let mut turns = 1u32;
-    let mut heads = slice.heads as u32;
-    let mut divisor = heads_per_kv;
-    let mut own_head = outer;
-    if comptime!(t.bias_sums) {
-        // A tile is of one query head.
-        divisor = 1u32;
-        own_head = outer / heads_per_kv;
-    } else if comptime!(columns) {
-        first_head = outer * heads_per_kv;
-        turns = heads_per_kv;
-        heads *= heads_per_kv;
-        divisor = 1u32;
-    }
-    let heads_at = parts.heads + batch as usize * parts.batch;
-    let record0 = plan[heads_at + first_head as usize] as usize;
-    let share = share_of_cube(&shares, t);
-    let ranked = parts.order + (record0 + share.rank as usize) * 4;
-    let tile = plan[ranked];
-    let rows_at = own_rows(&parts, record0, tile, comptime!(t.own_shape()));
-    let class_len = listing.class_len as u32;
-
-    let own = OwnRows {
-        a1: tensor_map_address(a1),
-        a2: tensor_map_address(a2),
-        at: rows_at,
-        class_len,
-        head: own_head,
-        batch,
-    };
-    load_own_rows(plan, &own, base, t);
-
-    let loads = Loads {
-        b1: tensor_map_address(b1),
-        b2: tensor_map_address(b2),
-        stats: tensor_map_address(stats_map),
-        base,
-        class_len,
-        batch,
-        heads,
-        divisor,
-        index: warp + lane * comptime!(t.warps()),
-    };
-    let stretch = stretch_of_cube(plan, &parts, heads_at, first_head, turns, tile, &share, t);
-    // The next step to load.
-    let cursor = Cursor {
-        head: RuntimeCell::<u32>::new(first_head),
-        end: first_head + turns,
-        entry: RuntimeCell::<usize>::new(0usize),
-        j: RuntimeCell::<u32>::new(stretch.first),
-        steps: RuntimeCell::<u32>::new(0u32),
-        loaded: RuntimeCell::<u32>::new(0u32),
-        stretch: stretch.steps,
-    };
-    open(plan, &parts, ranked + 1, &cursor);
-    #[unroll]
-    for _ in 0..comptime!(t.stages - t.lag) {
-        load_next(plan, &parts, &loads, heads_at, tile, &cursor, columns, t);
-    }
-
-    let group = warp / 4;
-    let row = warp * 16 + lane / 4;
+    let group = cube.warp / 4;
+    let row = cube.warp * 16 + lane / 4;
     let group_rows = group * comptime!((64 * ROW) as u32);
     let a1_desc = descriptor(base + comptime!(t.a1_offset() as u32) + group_rows, 16usize);
     let a2_desc = descriptor(base + comptime!(t.a2_offset() as u32) + group_rows, 16usize);
@@ -162,32 +85,23 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
     let b1_wide = descriptor(b1_address, comptime!(t.cols * ROW));
     let b2_wide = descriptor(b2_address, comptime!(t.cols * ROW));
 
-    let mut lse0 = f32::new(0.0);
-    let mut lse1 = f32::new(0.0);
-    let mut delta0 = f32::new(0.0);
-    let mut delta1 = f32::new(0.0);
     // Of the unit's rows `row` and `row + 8`.
-    let places = own_places(plan, rows_at, row, comptime!(t.own_shape()));
+    let mut of_rows = no_row_stats();
+    let places = own_places(&plan.words[..], cube.rows_at, row, comptime!(t.own_shape()));
     if comptime!(!columns) {
-        let first = (batch * heads + outer) * pitch;
-        if places.upper < pitch {
+        let first = (cube.batch * cube.heads.all + cube.outer) * lengths.pitch;
+        if places.upper < lengths.pitch {
             let at = (first + places.upper) as usize * 2;
-            lse0 = stats[at];
-            delta0 = stats[at + 1];
+            of_rows.lse0 = stats[at];
+            of_rows.delta0 = stats[at + 1];
         }
-        if places.lower < pitch {
+        if places.lower < lengths.pitch {
             let at = (first + places.lower) as usize * 2;
-            lse1 = stats[at];
-            delta1 = stats[at + 1];
+            of_rows.lse1 = stats[at];
+            of_rows.delta1 = stats[at + 1];
         }
     }
-
-    let rows = unit_rows(
-        places.upper,
-        places.lower,
-        &listing,
-        comptime!(t.pairs(mainloop)),
-    );
+    let rows = unit_rows(places.upper, places.lower, listing, pairs);
     let mut out1 = Vector::<f32, O>::zeroed();
     let mut out2 = Vector::<f32, O>::zeroed();
     // Of the gradients of scores, over the queries of the unit's rows.
@@ -195,23 +109,12 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
     let mut sum1 = f32::new(0.0);
     let mut done = 0u32;
     // Steps of other cubes before the first of this one.
-    let mut before = stretch.first;
+    let mut before = cube.stretch.first;
     barrier_wait(base, 0u32);
-    for turn in 0..turns {
-        let record = parts.tiles
-            + (plan[heads_at + (first_head + turn) as usize] as usize + tile as usize) * 3;
-        let entry = parts.entries + plan[record] as usize * 2;
-        let steps = uniform(plan[record + 1]);
-        let masked = uniform(plan[record + 2]);
-        let of_head = options_of(
-            &args,
-            batch,
-            first_head + turn,
-            comptime!(t.pairs(mainloop)),
-        );
-        let own = steps_of_turn(before, done, steps, &stretch, t);
-        before -= own.first;
-        for j in own.first..own.end {
+    for turn in 0..cube.heads.turns {
+        let turn = turn_of(&cube, &schedule, &args, turn, before, done, mainloop, t);
+        before -= turn.steps.first;
+        for j in turn.steps.first..turn.steps.end {
             let stage = done % comptime!(t.stages as u32);
             let parity = (done / comptime!(t.stages as u32)) & 1;
             let offset = u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32));
@@ -219,65 +122,26 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
             let s_started = product::<S>(a1_desc, b1_desc + offset, comptime!(t.scores(t.dim)));
             let dp_started =
                 product::<S>(a2_desc, b2_desc + offset, comptime!(t.scores(t.value_dim)));
-            load_next(plan, &parts, &loads, heads_at, tile, &cursor, columns, t);
-            let its_entry = entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
-            let kept = kept_pairs(
-                &args,
-                &of_head,
-                &rows,
-                plan,
-                its_entry,
-                &listing,
-                comptime!(t.pairs(mainloop)),
-            );
+            cube.load(&schedule, columns, t);
+            let entry = turn.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
+            let kept = kept_pairs(&args, &turn.of_head, &rows, plan, entry, pairs);
             let width = S::value();
             let mut s = wait::<S>(s_started, 1usize, width);
-            cap::<S>(&mut s, softcap, cap_scale, t.options.score.softcap);
+            let is_capped = comptime!(t.options.score.softcap);
+            cap::<S>(&mut s, numbers.softcap, numbers.cap_scale, is_capped);
             let mut capped = s;
-            s = add_biases::<S>(
-                s,
-                cap_scale,
-                &args,
-                &of_head,
-                &rows,
-                plan,
-                its_entry,
-                &listing,
-                comptime!(t.pairs(mainloop)),
-            );
-            if j < masked {
-                s = mask::<S>(
-                    s,
-                    plan,
-                    parts.masks,
-                    entry,
-                    j,
-                    row,
-                    (lane % 4) * 2,
-                    comptime!(t.mask()),
-                );
+            let scale = numbers.cap_scale;
+            s = add_biases::<S>(s, scale, &args, &turn.of_head, &rows, plan, entry, pairs);
+            if j < turn.masked {
+                let (masks, quad) = (schedule.parts.masks, (lane % 4) * 2);
+                let (words, shape) = (&plan.words[..], comptime!(t.mask()));
+                s = mask::<S>(s, words, masks, turn.entry, j, row, quad, shape);
             }
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
                 + stage * comptime!(t.stats_bytes() as u32)
                 + (lane % 4) * 16;
-            let mut p = Vector::<f32, S>::zeroed();
-            #[unroll]
-            for eight in 0..comptime!(t.cols / 8) {
-                let mut four = Vector::<f32, Four>::zeroed();
-                if comptime!(columns) {
-                    four = shared_load_four(stats_at + comptime!(eight as u32 * 64));
-                }
-                #[unroll]
-                for i in 0..4usize {
-                    let at = comptime!(4 * eight + i);
-                    let mut lse = if comptime!(i < 2) { lse0 } else { lse1 };
-                    if comptime!(columns) {
-                        lse = four.extract(comptime!(i % 2 * 2));
-                    }
-                    p.insert(at, exp2(multiply_add(s.extract(at), log2_scale, -lse)));
-                }
-            }
+            let mut p = weights_of::<S>(s, &of_rows, stats_at, 0u32, &numbers, weights);
             let mut out2_started = out2;
             if comptime!(columns && !t.bias_sums) {
                 let kept = drop_out::<S>(p, &kept, comptime!(t.options));
@@ -290,41 +154,25 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
             }
             // The bias is added to what was softcapped.
             let slopes = comptime!(t.options.score.softcap && !t.bias_sums);
-            p = slope_weights::<S>(p, capped, softcap, slopes);
-            let mut dp = wait::<S>(
-                dp_started,
-                comptime!(usize::from(columns && !t.bias_sums)),
-                width,
+            p = slope_weights::<S>(p, capped, numbers.softcap, slopes);
+            let pending = comptime!(usize::from(columns && !t.bias_sums));
+            let dp = wait::<S>(dp_started, pending, width);
+            let turned = kept_again(&kept, pairs);
+            let none = Vector::<u32, P>::zeroed();
+            let ds = gradients_of_scores::<S, P>(
+                dp, &p, &none, &of_rows, stats_at, &turned, &args, weights,
             );
-            let turned = kept_again(&kept, comptime!(t.pairs(mainloop)));
-            #[unroll]
-            for eight in 0..comptime!(t.cols / 8) {
-                let mut four = Vector::<f32, Four>::zeroed();
-                if comptime!(columns) {
-                    four = shared_load_four(stats_at + comptime!(eight as u32 * 64));
-                }
-                #[unroll]
-                for i in 0..4usize {
-                    let at = comptime!(4 * eight + i);
-                    let mut delta = if comptime!(i < 2) { delta0 } else { delta1 };
-                    if comptime!(columns) {
-                        delta = four.extract(comptime!(i % 2 * 2 + 1));
-                    }
-                    let inner = drop_gradient(dp.extract(at), delta, &turned, &args, at, t.options);
-                    dp.insert(at, p.extract(at) * inner);
-                }
-            }
             if comptime!(t.bias_sums) {
                 #[unroll]
                 for i in 0..S::value() {
                     if comptime!(i % 4 < 2) {
-                        sum0 += dp.extract(i);
+                        sum0 += ds.extract(i);
                     } else {
-                        sum1 += dp.extract(i);
+                        sum1 += ds.extract(i);
                     }
                 }
             } else {
-                let left = pack_all::<S, P>(dp, t.half);
+                let left = pack_all::<S, P>(ds, t.half);
                 let out1_started = accumulate::<P, O>(out1, left, b1_wide + offset, t.half, t.dim);
                 if comptime!(columns) {
                     out2 = wait::<O>(out2_started, 1usize, comptime!(t.value_dim / 2));
@@ -339,61 +187,21 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
     }
 
     if comptime!(t.bias_sums) {
-        store_sums(
-            out,
-            sum0,
-            batch * heads + outer,
-            places.upper,
-            len,
-            &listing,
-            t,
-        );
-        store_sums(
-            out,
-            sum1,
-            batch * heads + outer,
-            places.lower,
-            len,
-            &listing,
-            t,
-        );
+        let head = cube.batch * cube.heads.all + cube.outer;
+        store_sums(out, sum0, head, places.upper, lengths.len, listing, t);
+        store_sums(out, sum1, head, places.lower, lengths.len, listing, t);
     } else {
-        let own = MainloopRows {
-            outer: batch * slice.heads as u32 + outer,
-            row,
-            rows: StoredRows {
-                place: places.upper,
-                place8: places.lower,
-                listing,
-                len,
-                lane,
-            },
-        };
+        let own = mainloop_rows(&schedule, &cube, &places, row, lengths.len);
+        let shape = comptime!(t.store());
+        let scale = numbers.scale;
         store_rows_or_sums::<O>(
-            out,
-            &out1,
-            0u32,
-            0u32,
-            &own,
-            numbers.scale,
-            &shares,
-            mainloop,
-            comptime!(t.store()),
-            t,
+            out, &out1, 0u32, 0u32, &own, scale, &shares, mainloop, shape, t,
         );
         if comptime!(columns) {
             let factor = factor_of(&args, comptime!(t.options));
+            let (second, shape) = (lengths.second, comptime!(t.store_values()));
             store_rows_or_sums::<O>(
-                out,
-                &out2,
-                lengths.second,
-                1u32,
-                &own,
-                factor,
-                &shares,
-                mainloop,
-                comptime!(t.store_values()),
-                t,
+                out, &out2, second, 1u32, &own, factor, &shares, mainloop, shape, t,
             );
         }
     }

@@ -19,10 +19,12 @@ mod choose;
 mod coarse;
 mod dropout;
 mod forward;
+mod forward_loads;
 mod fused;
 mod gradient;
 mod launch;
 mod long_tiles;
+mod mainloop_cube;
 mod mainloop_loads;
 mod mainloop_tile;
 mod mainloops;
@@ -32,6 +34,7 @@ pub mod output;
 mod pair_tile;
 #[doc(hidden)]
 pub mod rows;
+mod score_gradient;
 mod shapes;
 mod shares;
 #[doc(hidden)]

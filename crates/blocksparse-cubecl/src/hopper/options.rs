@@ -13,7 +13,7 @@ use cubecl::prelude::*;
 
 use crate::arch::sm90::*;
 use crate::call::ScoreKind;
-use crate::shared::addressing::Listing;
+use crate::shared::addressing::{Listing, PlanWords};
 use crate::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
 use crate::shared::dropout::Mask;
 use crate::shared::softcap::{any_far, no_products, softcap_products, with_products};
@@ -230,9 +230,8 @@ pub fn add_biases<S: Size>(
     args: &ComptimeOption<PairArgs>,
     of_head: &HeadOptions,
     rows: &UnitRows,
-    plan: &[u32],
+    plan: &PlanWords,
     entry: usize,
-    listing: &Listing,
     #[comptime] t: PairShape,
 ) -> Vector<f32, S> {
     let mut s = s_in;
@@ -246,7 +245,7 @@ pub fn add_biases<S: Size>(
         }
         let mut stride = 1u32;
         if comptime!(t.residue) {
-            stride = listing.stride as u32;
+            stride = plan.listing.stride as u32;
         }
         let quad = unit() % 4 * 2 * stride;
         let behind = i32::cast_from(col_len) - i32::cast_from(row_len) - i32::cast_from(quad);
@@ -257,16 +256,16 @@ pub fn add_biases<S: Size>(
             let mut upper_words = Vector::<u32, Const<4>>::zeroed();
             let mut lower_words = Vector::<u32, Const<4>>::zeroed();
             if comptime!(t.options.wide_bias) {
-                let place = wide_place(plan, entry, part, t);
+                let place = wide_place(&plan.words[..], entry, part, t);
                 upper_words = read_wide(&upper, place, t);
                 lower_words = read_wide(&lower, place, t);
             }
             #[unroll]
             for eight in 0..4usize {
                 let col = comptime!(32 * part + 8 * eight);
-                let place = plan[entry + comptime!(col / t.group * t.entry_words)]
+                let place = plan.words[entry + comptime!(col / t.group * t.entry_words)]
                     * comptime!(t.group as u32);
-                let first = position_at(place, listing, comptime!(t.residue));
+                let first = position_at(place, &plan.listing, comptime!(t.residue));
                 #[unroll]
                 for i in 0..4usize {
                     let number = comptime!(4 * (4 * part + eight) + i);

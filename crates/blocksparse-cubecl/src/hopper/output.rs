@@ -5,10 +5,12 @@
 
 use cubecl::prelude::*;
 
-use super::rows::{own_place, within};
+use super::gradient::row_position;
+use super::rows::within;
 use super::tiles::Tile;
 use crate::arch::sm90::*;
-use crate::shared::addressing::{Four, Listing};
+use crate::shared::addressing::{Four, PlanWords};
+use crate::shared::own_rows::own_place;
 
 /// What is written of a row.
 #[derive(Clone, Copy, Debug)]
@@ -40,24 +42,20 @@ pub struct OutRow {
 /// The unit's row `offset` rows below its first one.
 #[cube]
 pub fn row_of_unit(
-    plan: &[u32],
+    plan: &PlanWords,
     rows: u32,
     offset: u32,
-    listing: &Listing,
     seq_q: u32,
     #[comptime] t: Tile,
 ) -> OutRow {
     let unit = unit();
     let row = unit / 32 * 16 + unit % 32 / 4 + offset;
-    let place = own_place(plan, rows, row, comptime!(t.own_shape()));
-    let mut position = place;
-    let mut exists = place < seq_q;
-    if comptime!(t.residue) {
-        let class = place / listing.class_len as u32;
-        position = place % listing.class_len as u32 * listing.stride as u32 + class;
-        exists = class < listing.stride as u32 && position < seq_q;
+    let place = own_place(&plan.words[..], rows, row, comptime!(t.own_shape()));
+    let found = row_position(place, &plan.listing, seq_q, comptime!(t.residue));
+    OutRow {
+        position: found.at,
+        exists: found.exists,
     }
-    OutRow { position, exists }
 }
 
 #[cube]

@@ -7,11 +7,13 @@ use cubecl::prelude::*;
 
 use super::bits::*;
 use super::dropout::*;
+use super::forward_loads::{Loads, TileSteps};
 use super::options::*;
+use super::output::RowTops;
 use super::rows::{ROW_PAIR, own_places};
 use super::tiles::Tile;
 use crate::arch::sm90::*;
-use crate::shared::addressing::Listing;
+use crate::shared::addressing::PlanWords;
 use crate::shared::score::{SLACK, ScoreScalars};
 
 /// What is made of the pairs of a unit besides their products.
@@ -19,32 +21,21 @@ use crate::shared::score::{SLACK, ScoreScalars};
 pub struct UnitPairs {
     pub of_head: HeadOptions,
     pub rows: UnitRows,
+    pub steps: TileSteps,
 }
 
 /// The positions of the unit's rows, where something depends on them.
 #[cube]
-pub fn rows_of_unit(plan: &[u32], rows: u32, listing: &Listing, #[comptime] t: Tile) -> UnitRows {
+pub fn rows_of_unit(plan: &PlanWords, rows: u32, #[comptime] t: Tile) -> UnitRows {
     let mut upper = 0u32;
     let mut lower = 0u32;
     if comptime!(t.options.any()) {
         let row = unit() / 32 * 16 + unit() % 32 / 4;
-        let places = own_places(plan, rows, row, comptime!(t.own_shape()));
+        let places = own_places(&plan.words[..], rows, row, comptime!(t.own_shape()));
         upper = places.upper;
         lower = places.lower;
     }
-    unit_rows(upper, lower, listing, comptime!(t.pairs()))
-}
-
-/// The steps of a cube's tile.
-#[derive(CubeType, Clone, Copy)]
-pub struct TileSteps {
-    /// Word of the first entry.
-    pub entry: usize,
-    /// Word of the masks.
-    pub masks: usize,
-    pub steps: u32,
-    /// Steps whose masks matter.
-    pub masked: u32,
+    unit_rows(upper, lower, &plan.listing, comptime!(t.pairs()))
 }
 
 /// What is known of a step's pairs before their scores are there.
@@ -60,50 +51,66 @@ pub struct StepPairs {
 
 #[cube]
 pub fn step_pairs(
-    plan: &[u32],
+    plan: &PlanWords,
     args: &ComptimeOption<PairArgs>,
     pairs: &UnitPairs,
-    own: &TileSteps,
     j: u32,
-    listing: &Listing,
     #[comptime] t: Tile,
 ) -> StepPairs {
-    let bits = mask_bits(plan, own, j, t);
-    let kept = kept_of_step(args, pairs, plan, own, j, listing, t);
-    let blocks = kept_blocks(plan, entry_of(own, j, t), comptime!(t.bits()));
+    let bits = mask_bits(&plan.words[..], &pairs.steps, j, t);
+    let entry = entry_of(&pairs.steps, j, t);
+    let shape = comptime!(t.pairs());
+    let kept = kept_pairs(args, &pairs.of_head, &pairs.rows, plan, entry, shape);
+    let blocks = kept_blocks(&plan.words[..], entry, comptime!(t.bits()));
     StepPairs { bits, kept, blocks }
+}
+
+/// The softmax of a unit's two rows, `l` over its own columns, and the weighted sum of values.
+#[derive(CubeType)]
+pub struct RowSums<O: Size> {
+    pub m0: f32,
+    pub m1: f32,
+    pub l0: f32,
+    pub l1: f32,
+    pub o: Vector<f32, O>,
+    pub tops: RowTops,
+}
+
+#[cube]
+impl<O: Size> RowSums<O> {
+    /// With the maxima and sums of a step.
+    pub fn take<S: Size>(&mut self, step: &Softmax<S>, #[comptime] t: Tile) {
+        self.m0 = step.m0;
+        self.m1 = step.m1;
+        self.l0 = step.l0;
+        self.l1 = step.l1;
+        self.tops.raise(step.top0, step.top1, t);
+    }
 }
 
 /// The weights of step `j`, whose products `started` were started before the last `pending` ones. Its keys are then free to be
 /// overwritten, at `stage`.
 #[cube]
-pub fn step_weights<S: Size>(
+pub fn step_weights<S: Size, O: Size>(
     started: Vector<f32, S>,
     #[comptime] pending: usize,
     step: &StepPairs,
     stage: u32,
-    plan: &[u32],
+    loads: &Loads,
+    plan: &PlanWords,
     args: &ComptimeOption<PairArgs>,
     pairs: &UnitPairs,
-    listing: &Listing,
-    own: &TileSteps,
     j: u32,
-    base: u32,
-    lane: u32,
-    m0: f32,
-    m1: f32,
-    l0: f32,
-    l1: f32,
+    sums: &RowSums<O>,
     numbers: &ScoreScalars,
     #[comptime] t: Tile,
 ) -> Softmax<S> {
     let s = wait::<S>(started, pending, comptime!(t.cols / 2));
-    if lane == 0 {
-        barrier_arrive(base + comptime!(t.k_empty()) + stage * 8);
+    if loads.lane == 0 {
+        barrier_arrive(loads.base + comptime!(t.k_empty()) + stage * 8);
     }
-    let s = score::<S>(
-        s, &step.bits, plan, args, pairs, listing, own, j, numbers, t,
-    );
+    let s = score::<S>(s, step, plan, args, pairs, j, numbers, t);
+    let (m0, m1, l0, l1) = (sums.m0, sums.m1, sums.l0, sums.l1);
     if comptime!(t.coarse.is_some()) {
         let shape = comptime!(t.bits().unwrap());
         softmax_of_blocks::<S>(s, step.blocks, m0, m1, l0, l1, numbers.log2_scale, shape)
@@ -118,49 +125,21 @@ fn entry_of(own: &TileSteps, j: u32, #[comptime] t: Tile) -> usize {
     own.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
 }
 
-/// With dropout, which pairs of step `j` are kept: made before its scores are there.
-#[cube]
-fn kept_of_step(
-    args: &ComptimeOption<PairArgs>,
-    pairs: &UnitPairs,
-    plan: &[u32],
-    own: &TileSteps,
-    j: u32,
-    listing: &Listing,
-    #[comptime] t: Tile,
-) -> Array<u32> {
-    kept_pairs(
-        args,
-        &pairs.of_head,
-        &pairs.rows,
-        plan,
-        entry_of(own, j, t),
-        listing,
-        comptime!(t.pairs()),
-    )
-}
-
 /// Softcaps products, adds biases and sets masked ones to −∞.
 #[cube]
 fn score<S: Size>(
     s_in: Vector<f32, S>,
-    bits: &Array<u32>,
-    plan: &[u32],
+    step: &StepPairs,
+    plan: &PlanWords,
     args: &ComptimeOption<PairArgs>,
     pairs: &UnitPairs,
-    listing: &Listing,
-    own: &TileSteps,
     j: u32,
     numbers: &ScoreScalars,
     #[comptime] t: Tile,
 ) -> Vector<f32, S> {
     let mut s = s_in;
-    cap::<S>(
-        &mut s,
-        numbers.softcap,
-        numbers.cap_scale,
-        t.options.score.softcap,
-    );
+    let capped = comptime!(t.options.score.softcap);
+    cap::<S>(&mut s, numbers.softcap, numbers.cap_scale, capped);
     s = add_biases::<S>(
         s,
         numbers.cap_scale,
@@ -168,11 +147,10 @@ fn score<S: Size>(
         &pairs.of_head,
         &pairs.rows,
         plan,
-        entry_of(own, j, t),
-        listing,
+        entry_of(&pairs.steps, j, t),
         comptime!(t.pairs()),
     );
-    if j < own.masked {
+    if j < pairs.steps.masked {
         let infinity = f32::new(f32::NEG_INFINITY);
         #[unroll]
         for word in 0..comptime!(t.cols / 32) {
@@ -181,10 +159,10 @@ fn score<S: Size>(
                 lower: 0u32,
             };
             if comptime!(t.early_masks()) {
-                pair.upper = bits[comptime!(2 * word)];
-                pair.lower = bits[comptime!(2 * word + 1)];
+                pair.upper = step.bits[comptime!(2 * word)];
+                pair.lower = step.bits[comptime!(2 * word + 1)];
             } else {
-                let read = mask_words(plan, own, j, word, t);
+                let read = mask_words(&plan.words[..], &pairs.steps, j, word, t);
                 pair.upper = read.upper;
                 pair.lower = read.lower;
             }

@@ -7,8 +7,8 @@ use super::gradient::{MaskShape, StoreShape};
 pub use super::mainloop_tile::MainloopTile;
 use super::options::{Options, PairShape};
 use super::pair_tile::PairTile;
-use super::rows::OwnShape;
 use crate::arch::sm90::{Half, ProductShape, ROW, ROW_ELEMENTS};
+use crate::shared::own_rows::OwnShape;
 use blocksparse::plan::{Mainloop, Tiling};
 
 /// Rows of a warpgroup.

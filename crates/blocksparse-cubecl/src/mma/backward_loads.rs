@@ -9,7 +9,7 @@ use super::gather::*;
 use super::product::{lane_cols, lane_depth, lane_rows};
 use super::tile::*;
 use crate::arch::sm80::*;
-use crate::shared::addressing::{Listing, PlanParts};
+use crate::shared::addressing::{Listing, MainloopOperands, PlanParts};
 
 /// Zeros what rows have beyond their widths, of the tile's own and of both stages.
 #[cube]
@@ -38,6 +38,38 @@ pub fn clear_rows(base: u32, #[comptime] t: Tile) {
         comptime!(t.value_dim),
         t,
     );
+}
+
+/// Starts to copy the tile's own rows, of a head, as far as the launch needs them.
+#[cube]
+pub fn copy_own_rows(
+    operands: &MainloopOperands<Box<[u32]>>,
+    strides: &MainloopOperands<Strides>,
+    base: u32,
+    batch: u32,
+    head: u32,
+    #[comptime] t: Tile,
+) {
+    copy_rows(
+        head_address(address::<u32>(&operands.a1[..]), &strides.a1, batch, head),
+        strides.a1.row,
+        base,
+        base + comptime!(t.a1_offset() as u32),
+        comptime!(t.rows()),
+        comptime!(t.head_dim),
+        t,
+    );
+    if comptime!(t.outputs.first()) {
+        copy_rows(
+            head_address(address::<u32>(&operands.a2[..]), &strides.a2, batch, head),
+            strides.a2.row,
+            base,
+            base + comptime!(t.a2_offset() as u32),
+            comptime!(t.rows()),
+            comptime!(t.value_dim),
+            t,
+        );
+    }
 }
 
 /// Where a lane reads the operands of a warp's products in shared memory, those of a step in its first stage.

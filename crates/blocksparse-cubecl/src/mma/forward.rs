@@ -25,12 +25,12 @@ use super::product::*;
 use super::score::*;
 use super::tile::*;
 use crate::arch::sm80::*;
-use crate::shared::addressing::{Four, InputStrides, Listing, Schedule, batch_of, head_of};
+use crate::shared::addressing::{ForwardOutputs, Four, Listing, Qkv, Schedule, batch_of, head_of};
 use crate::shared::dropout::DropoutArgs;
+use crate::shared::own_rows::own_rows;
 use crate::shared::score::{LOWEST_MAX, SLACK, ScoreScalars};
 
-/// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; `out` `[batch, heads, seq_q, value_dim]`, also in
-/// words, and `lse` and `max_scores` `[batch, heads, seq_q]` contiguous.
+/// `q`, `k`, `v` with any strides of 16 bytes in their outer dimensions, in words; out also in words.
 ///
 /// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · cap_scale / 2 log2 e`;
 /// without one biases are added to `s · cap_scale`.
@@ -38,31 +38,24 @@ use crate::shared::score::{LOWEST_MAX, SLACK, ScoreScalars};
 /// maximum, which follows it late.
 #[cube(launch_unchecked)]
 pub fn forward(
-    q: &[u32],
-    k: &[u32],
-    v: &[u32],
-    out: &mut [u32],
-    lse: &mut [f32],
-    max_scores: ComptimeOption<Box<[f32]>>,
+    inputs: Qkv<Box<[u32]>>,
+    mut outputs: ForwardOutputs<u32, f32>,
     slopes: ComptimeOption<Box<[f32]>>,
     biases: BiasArgs,
-    plan: &[u32],
-    strides: InputStrides<Strides>,
+    strides: Qkv<Strides>,
     schedule: Schedule,
     heads_per_kv: u32,
     lse_scale: f32,
     numbers: ScoreScalars,
-    dropout: DropoutArgs,
+    dropout: DropoutArgs<f32>,
     #[comptime] t: Tile,
 ) {
-    let parts = schedule.parts;
-    let listing = schedule.listing;
-    let slice = schedule.slice;
+    let parts = &schedule.parts;
+    let plan = &schedule.plan.words[..];
+    let listing = &schedule.plan.listing;
+    let slice = &schedule.slice;
     let log2_scale = numbers.log2_scale;
     let product_scale = numbers.cap_scale;
-    let q_strides = strides.q;
-    let k_strides = strides.k;
-    let v_strides = strides.v;
     let tiles = comptime!(t.warp_tiles);
     let double = comptime!(t.stages == 2);
     let smem: Shared<[u32]> =
@@ -70,8 +63,8 @@ pub fn forward(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let head = head_of(&slice) as u32;
-    let batch = batch_of(&slice) as u32;
+    let head = head_of(slice) as u32;
+    let batch = batch_of(slice) as u32;
 
     let first_record = plan[parts.heads + batch as usize * parts.batch + head as usize] as usize;
     let ranked = parts.order + (first_record + CUBE_POS_X as usize) * 4;
@@ -82,25 +75,25 @@ pub fn forward(
     let masked = uniform(plan[record + 2]);
 
     let slots = base + comptime!(t.slot_offset() as u32);
-    let rows = own_rows(&parts, first_record, tile, t);
-    own_positions(base, plan, rows, &listing, q_strides.len, t);
+    let rows = own_rows(parts, first_record, tile, comptime!(t.own_shape()));
+    own_positions(base, plan, rows, listing, strides.q.len, t);
     #[unroll]
     for j in 0..2u32 {
         let place = place_of_column(plan, entry0, j, steps, t);
-        store_position(slots, j, place, &listing, k_strides.len, t);
+        store_position(slots, j, place, listing, strides.k.len, t);
     }
     sync_cube();
 
     let kv_head = head / heads_per_kv;
     let keys = StepRows {
-        head: head_address(address::<u32>(k), &k_strides, batch, kv_head),
-        stride: k_strides.row,
+        head: head_address(address::<u32>(&inputs.k[..]), &strides.k, batch, kv_head),
+        stride: strides.k.row,
         slots,
         target: base + comptime!(t.b1_offset(false) as u32),
     };
     let values = StepRows {
-        head: head_address(address::<u32>(v), &v_strides, batch, kv_head),
-        stride: v_strides.row,
+        head: head_address(address::<u32>(&inputs.v[..]), &strides.v, batch, kv_head),
+        stride: strides.v.row,
         slots,
         target: base + comptime!(t.b2_offset(false) as u32),
     };
@@ -113,8 +106,8 @@ pub fn forward(
         t,
     );
     copy_rows(
-        head_address(address::<u32>(q), &q_strides, batch, head),
-        q_strides.row,
+        head_address(address::<u32>(&inputs.q[..]), &strides.q, batch, head),
+        strides.q.row,
         base,
         q_at,
         comptime!(t.rows()),
@@ -129,8 +122,12 @@ pub fn forward(
     }
 
     let warp_rows = warp * comptime!(16 * t.warp_tiles as u32);
-    let first_row = warp_rows + lane / 4;
-    let first = (batch * slice.heads as u32 + head) * q_strides.len;
+    let own = UnitRows {
+        base,
+        row: warp_rows + lane / 4,
+        first: (batch * slice.heads as u32 + head) * strides.q.len,
+        lane,
+    };
     let quad = lane % 4 * 2;
     let mut m = Array::<f32>::new(comptime!(2 * tiles));
     let mut l = Array::<f32>::new(comptime!(2 * tiles));
@@ -151,21 +148,16 @@ pub fn forward(
         o[i] = Vector::<f32, Four>::zeroed();
     }
     if comptime!(t.carry) {
-        // A finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
-        #[unroll]
-        for i in 0..comptime!(2 * tiles) {
-            let row = first_row + comptime!(i as u32 * ROW_PAIR);
-            let position = shared_load(base + row * 4);
-            if position != comptime!(NOWHERE) {
-                let at = (first + position) as usize;
-                let log = lse[at];
-                if log > f32::new(LOWEST_MAX) {
-                    m[i] = log * lse_scale;
-                    l[i] = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
-                }
-                load_row(&out[..], &mut o, at, quad, dropout.factor, i, t);
-            }
-        }
+        carry_on(
+            &outputs,
+            &own,
+            lse_scale,
+            dropout.factor,
+            &mut m,
+            &mut l,
+            &mut o,
+            t,
+        );
     }
     wait_copies();
     sync_cube();
@@ -189,17 +181,11 @@ pub fn forward(
 
     let mut slope = f32::new(0.0);
     if comptime!(t.score.alibi) {
-        let slopes = slopes.unwrap();
-        slope = slopes[head as usize];
+        slope = slopes.as_ref().unwrap()[head as usize];
     }
-    let of_head = Biases {
-        slope,
-        shift: k_strides.len - q_strides.len,
-        address: bias_address(&biases.bias, &biases.strides, batch, head, t),
-        row: biases.strides.row,
-        table: table_of_head(&biases.table, head, t),
-    };
-    let own = base + first_row * 4;
+    let shift = strides.k.len - strides.q.len;
+    let of_head = biases_of_head(&biases, slope, shift, batch, head, t);
+    let own_at = base + own.row * 4;
 
     for j in 0..steps {
         let stage = comptime!(t.stages as u32 - 1) & j;
@@ -220,7 +206,7 @@ pub fn forward(
         let pairs = PairPlaces {
             batch,
             head,
-            rows: own,
+            rows: own_at,
             cols: positions,
             lane,
         };
@@ -246,12 +232,12 @@ pub fn forward(
         }
         if comptime!(t.score.biased()) {
             let cols = positions + quad * 4;
-            add_biases(&mut s, &of_head, product_scale, own, cols, false, t);
-            add_distances(&mut s, &biases.table, &of_head, own, cols, false, t);
+            add_biases(&mut s, &of_head, product_scale, own_at, cols, false, t);
+            add_distances(&mut s, &biases.table, &of_head, own_at, cols, false, t);
         }
         if j < masked {
             let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
-            mask(&mut s, plan, parts.masks, entry, first_row, quad, t);
+            mask(&mut s, plan, parts.masks, entry, own.row, quad, t);
         }
         softmax(&mut s, &mut m, &mut l, &mut o, &mut top, log2_scale, t);
         let p = pack_kept(&s, &kept_bits, t);
@@ -262,11 +248,78 @@ pub fn forward(
             comptime!(t.value_dim),
             t,
         );
-        store_position(slots, j + 2, place, &listing, k_strides.len, t);
+        store_position(slots, j + 2, place, listing, strides.k.len, t);
     }
 
+    store_outputs(
+        &mut outputs,
+        &own,
+        &m,
+        &l,
+        &o,
+        &top,
+        log2_scale,
+        dropout.factor,
+        t,
+    );
+}
+
+/// The rows of a unit: `row`, and every [`ROW_PAIR`]-th behind it.
+#[derive(CubeType, Clone, Copy)]
+struct UnitRows {
+    /// Where the positions of the tile's rows are.
+    base: u32,
+    row: u32,
+    /// The row of the head's first position in the outputs.
+    first: u32,
+    lane: u32,
+}
+
+/// Carries on from outputs: a finished part is a row of the softmax with maximum lse and sum 1, which one lane of four holds.
+#[cube]
+fn carry_on(
+    outputs: &ForwardOutputs<u32, f32>,
+    own: &UnitRows,
+    lse_scale: f32,
+    dropout_factor: f32,
+    m: &mut Array<f32>,
+    l: &mut Array<f32>,
+    o: &mut Array<Vector<f32, Four>>,
+    #[comptime] t: Tile,
+) {
+    let quad = own.lane % 4 * 2;
     #[unroll]
-    for i in 0..comptime!(2 * tiles) {
+    for i in 0..comptime!(2 * t.warp_tiles) {
+        let row = own.row + comptime!(i as u32 * ROW_PAIR);
+        let position = shared_load(own.base + row * 4);
+        if position != comptime!(NOWHERE) {
+            let at = (own.first + position) as usize;
+            let log = outputs.lse[at];
+            if log > f32::new(LOWEST_MAX) {
+                m[i] = log * lse_scale;
+                l[i] = select(own.lane % 4 == 0, f32::new(1.0), f32::new(0.0));
+            }
+            load_row(&outputs.out[..], o, at, quad, dropout_factor, i, t);
+        }
+    }
+}
+
+/// Writes the unit's rows of the outputs, largest scores in natural units. With `carry` there are those of the parts before.
+#[cube]
+fn store_outputs(
+    outputs: &mut ForwardOutputs<u32, f32>,
+    own: &UnitRows,
+    m: &Array<f32>,
+    l: &Array<f32>,
+    o: &Array<Vector<f32, Four>>,
+    top: &Array<f32>,
+    log2_scale: f32,
+    dropout_factor: f32,
+    #[comptime] t: Tile,
+) {
+    let quad = own.lane % 4 * 2;
+    #[unroll]
+    for i in 0..comptime!(2 * t.warp_tiles) {
         let sum = l[i] + shuffle_xor(l[i], 1u32);
         let sum = sum + shuffle_xor(sum, 2u32);
         let mut inverse = f32::new(0.0);
@@ -274,14 +327,14 @@ pub fn forward(
         if sum > 0.0f32 {
             inverse = reciprocal(sum);
             if comptime!(t.score.dropout) {
-                inverse *= dropout.factor;
+                inverse *= dropout_factor;
             }
             log = (m[i] * log2_scale + log2(sum)) * comptime!(std::f32::consts::LN_2);
         }
-        let row = first_row + comptime!(i as u32 * ROW_PAIR);
-        let position = shared_load(base + row * 4);
+        let row = own.row + comptime!(i as u32 * ROW_PAIR);
+        let position = shared_load(own.base + row * 4);
         if position != comptime!(NOWHERE) {
-            let at = (first + position) as usize;
+            let at = (own.first + position) as usize;
             #[unroll]
             for n in 0..comptime!(t.value_dim / 8) {
                 let four = o[comptime!(i / 2 * (t.value_dim / 8) + n)];
@@ -289,26 +342,19 @@ pub fn forward(
                     low: four.extract(comptime!(i % 2 * 2)) * inverse,
                     high: four.extract(comptime!(i % 2 * 2 + 1)) * inverse,
                 };
-                store_pair(out, at * comptime!(t.words(t.value_dim)), quad, &pair, n, t);
+                let words = at * comptime!(t.words(t.value_dim));
+                store_pair(&mut outputs.out[..], words, quad, &pair, n, t);
             }
-            if lane % 4 == 0 {
-                lse[at] = log;
-            }
-        }
-    }
-    if comptime!(t.max_scores) {
-        let mut max_scores = max_scores.unwrap();
-        #[unroll]
-        for i in 0..tops {
-            let row = first_row + comptime!(i as u32 * ROW_PAIR);
-            let position = shared_load(base + row * 4);
-            if position != comptime!(NOWHERE) && lane % 4 == 0 {
-                let at = (first + position) as usize;
-                let mut most = top[i] * log2_scale * comptime!(std::f32::consts::LN_2);
-                if comptime!(t.carry) {
-                    most = larger(most, max_scores[at]);
+            if own.lane % 4 == 0 {
+                outputs.lse[at] = log;
+                if comptime!(t.max_scores) {
+                    let max_scores = outputs.max_scores.as_mut().unwrap();
+                    let mut most = top[i] * log2_scale * comptime!(std::f32::consts::LN_2);
+                    if comptime!(t.carry) {
+                        most = larger(most, max_scores[at]);
+                    }
+                    max_scores[at] = most;
                 }
-                max_scores[at] = most;
             }
         }
     }

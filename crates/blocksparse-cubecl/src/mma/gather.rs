@@ -4,7 +4,8 @@ use cubecl::prelude::*;
 
 use super::tile::*;
 use crate::arch::sm80::*;
-use crate::shared::addressing::{Listing, PlanParts};
+use crate::shared::addressing::Listing;
+use crate::shared::own_rows::own_place;
 
 /// Strides of a `[batch, heads, seq, dim]` tensor in pieces of 16 bytes, and its seq.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -24,28 +25,6 @@ pub struct Strides {
 pub fn head_address(buffer: u64, strides: &Strides, batch: u32, head: u32) -> u64 {
     let pieces = u64::cast_from(batch) * strides.batch + u64::cast_from(head) * strides.head;
     buffer + pieces * 16
-}
-
-/// Where a tile's own rows are: its first place, or the word of its first block.
-#[cube]
-pub fn own_rows(parts: &PlanParts, first_record: usize, tile: u32, #[comptime] t: Tile) -> u32 {
-    let mut first = tile * comptime!(t.rows() as u32);
-    if comptime!(t.clustered) {
-        first =
-            (parts.rows + (first_record + tile as usize) * comptime!(t.rows() / t.group)) as u32;
-    }
-    first
-}
-
-/// The place of row `row` of a tile. Rows of a clustered tile lie in blocks of `group`.
-#[cube]
-pub fn own_place(plan: &[u32], rows: u32, row: u32, #[comptime] t: Tile) -> u32 {
-    let mut place = rows + row;
-    if comptime!(t.clustered) {
-        let block = comptime!(t.group as u32);
-        place = plan[(rows + row / block) as usize] * block + row % block;
-    }
-    place
 }
 
 /// The position at a place, or [`NOWHERE`].
@@ -84,7 +63,7 @@ pub fn own_positions(
 ) {
     let mut row = UNIT_POS_X;
     while row < comptime!(t.rows() as u32) {
-        let place = own_place(plan, rows, row, t);
+        let place = own_place(plan, rows, row, comptime!(t.own_shape()));
         shared_store(base + row * 4, position_at(place, listing, len, t));
         row += comptime!(t.units() as u32);
     }

@@ -9,12 +9,12 @@ use super::score::{BiasArgsLaunch, BiasStridesLaunch};
 use super::tile::{Outputs, Tile};
 use super::{PIECE, backward, forward};
 use crate::arch::sm80::Element;
-use crate::args::{ScoreOptions, buffer, optional, plan_words, schedule};
+use crate::args::{ScoreOptions, buffer, optional, schedule};
 use crate::call::{BiasView, TensorView};
 use crate::device::plan;
 use crate::error::KernelError;
 use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
-use crate::shared::addressing::{InputStridesLaunch, OperandStridesLaunch};
+use crate::shared::addressing::{ForwardOutputsLaunch, MainloopOperandsLaunch, QkvLaunch};
 use crate::slices::Slice;
 use crate::stats::{self, Wanted};
 use crate::tensor::{check_rows, check_scale, check_table, is_u32, scales};
@@ -129,16 +129,15 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
                 client,
                 slice.cubes(device_plan.tiles),
                 CubeDim::new_1d(tile.units() as u32),
-                input(q, element),
-                input(k, element),
-                input(v, element),
-                buffer(outputs.out, words(rows * tile.value_dim, element)),
-                buffer(outputs.lse, rows),
-                pass.max_scores(),
+                QkvLaunch::new(input(q, element), input(k, element), input(v, element)),
+                ForwardOutputsLaunch::new(
+                    buffer(outputs.out, words(rows * tile.value_dim, element)),
+                    buffer(outputs.lse, rows),
+                    pass.max_scores(),
+                ),
                 optional(pass.slopes.as_ref(), heads),
                 biases(options, element),
-                plan_words(&device_plan),
-                InputStridesLaunch::new(
+                QkvLaunch::new(
                     strides(q, element),
                     strides(k, element),
                     strides(v, element),
@@ -294,15 +293,16 @@ fn launch_mainloop(
                 client,
                 slice.cubes(device_plan.tiles * target.chunks),
                 CubeDim::new_1d(tile.units() as u32),
-                input(a1, element),
-                input(a2, element),
-                input(b1, element),
-                input(b2, element),
+                MainloopOperandsLaunch::new(
+                    input(a1, element),
+                    input(a2, element),
+                    input(b1, element),
+                    input(b2, element),
+                ),
                 buffer(stats, stats_len),
                 biases(options, element),
                 buffer(target.out, target.words),
-                plan_words(&device_plan),
-                OperandStridesLaunch::new(
+                MainloopOperandsLaunch::new(
                     strides(a1, element),
                     strides(a2, element),
                     strides(b1, element),

@@ -20,6 +20,7 @@ mod launch;
 #[doc(hidden)]
 pub mod product;
 mod score;
+mod score_gradient;
 #[doc(hidden)]
 pub mod tile;
 

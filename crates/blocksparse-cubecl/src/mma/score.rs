@@ -45,9 +45,28 @@ pub struct Biases {
     pub table: HeadTable,
 }
 
+/// Those of a head with this slope.
+#[cube]
+pub fn biases_of_head(
+    biases: &BiasArgs,
+    slope: f32,
+    shift: u32,
+    batch: u32,
+    head: u32,
+    #[comptime] t: Tile,
+) -> Biases {
+    Biases {
+        slope,
+        shift,
+        address: bias_address(&biases.bias, &biases.strides, batch, head, t),
+        row: biases.strides.row,
+        table: table_of_head(&biases.table, head, t),
+    }
+}
+
 /// Where a head's given bias begins.
 #[cube]
-pub fn bias_address(
+fn bias_address(
     bias: &ComptimeOption<Box<[u32]>>,
     strides: &BiasStrides,
     batch: u32,
@@ -66,11 +85,7 @@ pub fn bias_address(
 
 /// A head's biases of distances.
 #[cube]
-pub fn table_of_head(
-    table: &ComptimeOption<TableArgs>,
-    head: u32,
-    #[comptime] t: Tile,
-) -> HeadTable {
+fn table_of_head(table: &ComptimeOption<TableArgs>, head: u32, #[comptime] t: Tile) -> HeadTable {
     if comptime!(t.score.relative) {
         table_of(table.as_ref().unwrap(), head)
     } else {

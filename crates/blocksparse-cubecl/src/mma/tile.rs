@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::arch::sm80::*;
 use crate::call::{Kernel, ScoreKind};
+use crate::shared::own_rows::OwnShape;
 use blocksparse::plan::{Mainloop, Tiling};
 
 /// Stands for a position outside of the sequence.
@@ -81,6 +82,14 @@ impl Tile {
     /// Units of a cube.
     pub fn units(&self) -> usize {
         32 * self.warps
+    }
+
+    pub(crate) fn own_shape(&self) -> OwnShape {
+        OwnShape {
+            rows: self.rows(),
+            group: self.group,
+            clustered: self.clustered,
+        }
     }
 
     /// How the layout is cut.

@@ -17,21 +17,39 @@ pub struct Strides {
     pub len: usize,
 }
 
-/// Strides of the queries, keys and values of a forward pass, as a tier counts them.
+/// The tensors of a forward pass, or what belongs to each of them.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct InputStrides<S: CubeType + LaunchArg> {
-    pub q: S,
-    pub k: S,
-    pub v: S,
+pub struct Qkv<T: CubeType + LaunchArg> {
+    pub q: T,
+    pub k: T,
+    pub v: T,
 }
 
-/// Strides of the operands of a backward pass: those of a tile's own rows, and those of the gathered ones.
+/// The operands of a mainloop of the backward pass, or what belongs to each: of a tile's own rows, and of the gathered ones.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
-pub struct OperandStrides<S: CubeType + LaunchArg> {
-    pub a1: S,
-    pub a2: S,
-    pub b1: S,
-    pub b2: S,
+pub struct MainloopOperands<T: CubeType + LaunchArg> {
+    pub a1: T,
+    pub a2: T,
+    pub b1: T,
+    pub b2: T,
+}
+
+/// A tensor with any strides of its outer dimensions.
+#[derive(CubeType, CubeLaunch)]
+pub struct RowTensor<T: CubePrimitive> {
+    pub vectors: Box<[T]>,
+    pub strides: Strides,
+}
+
+/// What a forward pass writes, contiguous.
+#[derive(CubeType, CubeLaunch)]
+pub struct ForwardOutputs<O: CubePrimitive, F: CubePrimitive> {
+    /// `[batch, heads, seq_q, value_dim]`
+    pub out: Box<[O]>,
+    /// `[batch, heads, seq_q]`
+    pub lse: Box<[F]>,
+    /// `[batch, heads, seq_q]`, where they are asked for.
+    pub max_scores: ComptimeOption<Box<[F]>>,
 }
 
 /// How a plan lists positions: place `v` is position `v mod class_len · stride + ⌊v / class_len⌋`.
@@ -90,13 +108,20 @@ pub struct Slice {
     pub heads: usize,
 }
 
+/// A plan on the device.
+#[derive(CubeType, CubeLaunch)]
+pub struct PlanWords {
+    pub words: Box<[u32]>,
+    /// How it lists positions.
+    pub listing: Listing,
+}
+
 /// What a launch computes of a layout.
-#[derive(CubeType, CubeLaunch, Clone, Copy)]
+#[derive(CubeType, CubeLaunch)]
 pub struct Schedule {
     /// Where the parts of the plan begin.
     pub parts: PlanParts,
-    /// How the plan lists positions.
-    pub listing: Listing,
+    pub plan: PlanWords,
     /// Batch entries and heads.
     pub slice: Slice,
 }
@@ -111,6 +136,54 @@ pub fn batch_of(slice: &Slice) -> usize {
 #[cube]
 pub fn head_of(slice: &Slice) -> usize {
     slice.first_head + CUBE_POS_Y as usize
+}
+
+/// The heads of a tile in the backward pass of the tensor-core tiers.
+#[derive(CubeType, Clone, Copy)]
+pub struct TileHeads {
+    /// That of its own rows.
+    pub own: u32,
+    /// Query heads of its steps: the first one,
+    pub first: u32,
+    /// and how many.
+    pub turns: u32,
+    /// Query heads of a batch entry.
+    pub all: u32,
+    /// Query heads to a head of gathered rows.
+    pub divisor: u32,
+}
+
+/// Those of the `outer`-th of `heads`. In a loop over `columns` a tile of keys goes through all query heads of its group, or tiles are of `each` query
+/// head.
+#[cube]
+pub fn heads_of_tile(
+    outer: u32,
+    heads: u32,
+    heads_per_kv: u32,
+    #[comptime] columns: bool,
+    #[comptime] each: bool,
+) -> TileHeads {
+    let mut first = outer;
+    let mut turns = 1u32;
+    let mut all = heads;
+    let mut divisor = heads_per_kv;
+    let mut own = outer;
+    if comptime!(each) {
+        own = outer / heads_per_kv;
+        divisor = 1u32;
+    } else if comptime!(columns) {
+        first = outer * heads_per_kv;
+        turns = heads_per_kv;
+        all *= heads_per_kv;
+        divisor = 1u32;
+    }
+    TileHeads {
+        own,
+        first,
+        turns,
+        all,
+        divisor,
+    }
 }
 
 /// Where the parts of a plan's words begin: `plan::Sections` on the device.

@@ -23,3 +23,18 @@ pub struct Distances {
     /// The largest distance that has a bias of its own.
     pub reach: usize,
 }
+
+/// What is added to scores. In a backward pass the slopes and the table are in its stats.
+#[derive(CubeType, CubeLaunch)]
+pub struct ScoreBiases<E: Float, A: Float> {
+    /// ALiBi slopes, `[heads]`.
+    pub slopes: ComptimeOption<Box<[A]>>,
+    /// The given bias.
+    pub bias: ComptimeOption<Box<[E]>>,
+    /// Biases of distances.
+    pub table: ComptimeOption<Box<[A]>>,
+    /// Strides of the given bias.
+    pub strides: BiasStrides,
+    /// Where the biases of distances are.
+    pub distances: Distances,
+}

@@ -6,53 +6,79 @@ use cubecl::prelude::*;
 use crate::shared::addressing::*;
 use crate::shared::score::LOW;
 
+/// The outputs of a forward pass, and the gradients by them.
+#[derive(CubeType, CubeLaunch)]
+pub struct OutputRows<T: CubePrimitive, A: CubePrimitive> {
+    /// `[batch, heads, seq_q, value_dim]`, contiguous.
+    pub out: Box<[T]>,
+    /// The same with any strides of its outer dimensions.
+    pub grad_out: RowTensor<T>,
+    /// `[batch, heads, seq_q]`, contiguous, as its gradient.
+    pub lse: Box<[A]>,
+    pub grad_lse: ComptimeOption<Box<[A]>>,
+}
+
+/// Lengths of the stats.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct StatsLengths {
+    pub heads: usize,
+    /// Places of all heads,
+    pub rows: usize,
+    /// and of each.
+    pub pitch: usize,
+    /// Where the biases of distances begin, and how many there are.
+    pub table_start: usize,
+    pub table_len: usize,
+}
+
+/// The shape of [`delta`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DeltaConfig {
+    pub value_dim: usize,
+    /// Units of a plane that share a row, so that neighbours read neighbouring numbers.
+    pub lanes: usize,
+    /// Whether places are listed by residue class.
+    pub residue: bool,
+}
+
 /// `stats[head, place] = (lse · lse_factor, delta)`, `delta = rowsum(dO ∘ O) − dlse`: what backward needs of the query at each
 /// place, in one buffer because some devices bind only eight. Rows without keys get lse and delta 0, so that no infinity enters the
 /// arithmetic; places of no position get zeros. The ALiBi slopes, `[heads]`, are copied behind them, and then the biases of
-/// distances. `lanes` units of a plane share a row, so that neighbours read neighbouring numbers.
+/// distances.
 ///
-/// `out`, `lse`, `grad_lse` contiguous; `grad_out` with any strides of its outer dimensions; `stats` `[rows, 2]`, with `pitch` places
-/// of each head, and behind it `[heads]` where there are slopes and `table_len` numbers from `table_start` on.
+/// `stats` `[rows, 2]`, and behind it `[heads]` where there are slopes and the table from `table_start` on.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn delta<E: Float, A: Float, N: Size>(
-    out: &[Vector<E, N>],
-    grad_out: &[Vector<E, N>],
-    lse: &[A],
-    grad_lse: ComptimeOption<Box<[A]>>,
+    outputs: OutputRows<Vector<E, N>, A>,
     slopes: ComptimeOption<Box<[A]>>,
     table: ComptimeOption<Box<[A]>>,
     stats: &mut [A],
-    grad_strides: Strides,
     listing: Listing,
-    heads: usize,
-    rows: usize,
-    pitch: usize,
-    table_start: usize,
-    table_len: usize,
+    lengths: StatsLengths,
     lse_factor: InputScalar,
-    #[comptime] value_dim: usize,
-    #[comptime] lanes: usize,
-    #[comptime] residue: bool,
+    #[comptime] t: DeltaConfig,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
+    let lanes = comptime!(t.lanes);
     let row = ABSOLUTE_POS / lanes;
     let lane = ABSOLUTE_POS % lanes;
     let width = N::value();
-    let vectors = comptime!(value_dim / width);
-    let position = position_of(row % pitch, &listing, residue);
-    let head = row / pitch % heads;
-    let batch = row / pitch / heads;
-    let exists = row < rows && position < grad_strides.len;
-    let out_row = (batch * heads + head) * grad_strides.len + position;
+    let vectors = comptime!(t.value_dim / width);
+    let rows = lengths.rows;
+    let strides = &outputs.grad_out.strides;
+    let position = position_of(row % lengths.pitch, &listing, comptime!(t.residue));
+    let head = row / lengths.pitch % lengths.heads;
+    let batch = row / lengths.pitch / lengths.heads;
+    let exists = row < rows && position < strides.len;
+    let out_row = (batch * lengths.heads + head) * strides.len + position;
     let mut sum = A::new(0.0);
     if exists {
-        let grad_row =
-            batch * grad_strides.batch + head * grad_strides.head + position * grad_strides.row;
+        let grad_row = batch * strides.batch + head * strides.head + position * strides.row;
         let mut i = lane;
         while i < vectors {
-            let product = Vector::<A, N>::cast_from(out[out_row * vectors + i])
-                * Vector::<A, N>::cast_from(grad_out[grad_row + i]);
+            let product = Vector::<A, N>::cast_from(outputs.out[out_row * vectors + i])
+                * Vector::<A, N>::cast_from(outputs.grad_out.vectors[grad_row + i]);
             #[unroll]
             for c in 0..width {
                 sum += product.extract(c);
@@ -68,9 +94,9 @@ pub fn delta<E: Float, A: Float, N: Size>(
     if row < rows && lane == 0 {
         let mut log = A::new(0.0);
         if exists {
-            log = lse[out_row];
+            log = outputs.lse[out_row];
             #[comptime]
-            match grad_lse {
+            match outputs.grad_lse {
                 ComptimeOption::Some(grad_lse) => {
                     sum -= select(log < A::new(LOW), A::new(0.0), grad_lse[out_row]);
                 }
@@ -82,7 +108,7 @@ pub fn delta<E: Float, A: Float, N: Size>(
         #[comptime]
         match slopes {
             ComptimeOption::Some(slopes) => {
-                if row < heads {
+                if row < lengths.heads {
                     stats[rows * 2 + row] = slopes[row];
                 }
             }
@@ -92,8 +118,8 @@ pub fn delta<E: Float, A: Float, N: Size>(
         match table {
             ComptimeOption::Some(table) => {
                 let mut at = row;
-                while at < table_len {
-                    stats[table_start + at] = table[at];
+                while at < lengths.table_len {
+                    stats[lengths.table_start + at] = table[at];
                     at += rows;
                 }
             }

@@ -27,13 +27,13 @@ pub struct Mask {
     pub last3: u32,
 }
 
-/// Dropout of weights, as kernels of the tensor-core tiers get it.
+/// Dropout of weights, as kernels get it.
 #[derive(CubeType, CubeLaunch)]
-pub struct DropoutArgs {
+pub struct DropoutArgs<F: CubeType + LaunchArg> {
     /// The generator's key.
     pub mask: Mask,
     /// What weights that are kept are multiplied by.
-    pub factor: f32,
+    pub factor: F,
 }
 
 /// What a kernel gets of a seed, by its halves or its place in a table, and of a threshold.

@@ -9,6 +9,7 @@ pub(crate) mod delta;
 pub mod distances;
 pub mod dropout;
 pub mod order_key;
+pub(crate) mod own_rows;
 #[doc(hidden)]
 pub mod row_tile;
 pub mod score;

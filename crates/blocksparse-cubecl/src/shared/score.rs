@@ -15,6 +15,15 @@ pub struct ScoreScalars {
     pub cap_scale: f32,
 }
 
+/// The same of the `simt` tier.
+#[derive(CubeType, CubeLaunch)]
+pub struct ScoreInputs {
+    /// Factor of products.
+    pub scale: InputScalar,
+    /// Bound of the scores.
+    pub softcap: InputScalar,
+}
+
 /// Scores of masked pairs. `exp(LOW − m)` is 0 for every `m ≥ LOWEST_MAX`, without infinities, which
 /// WGSL does not promise.
 pub const LOW: f32 = -1.0e30;

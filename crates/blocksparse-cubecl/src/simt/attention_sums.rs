@@ -9,10 +9,10 @@ use super::product::*;
 use super::score::*;
 use super::tile::*;
 use crate::shared::addressing::*;
-use crate::shared::dropout::Mask;
-use crate::shared::score::LOW;
+use crate::shared::biases::ScoreBiases;
+use crate::shared::dropout::DropoutArgs;
+use crate::shared::score::{LOW, ScoreInputs};
 use blocksparse::lines::Line;
-use blocksparse::plan::Mainloop;
 
 /// Where the parts of a line plan's words begin: `lines::LineSections` on the device.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -45,6 +45,24 @@ pub fn row_fours(tile: &Tile, gradient: bool) -> usize {
     tile.rows * pitch(tile.head_dim).max(values)
 }
 
+/// What gradients of scores are made of besides queries and keys.
+#[derive(CubeType, CubeLaunch)]
+pub struct GradientInputs<T: CubePrimitive> {
+    /// `[batch, kv_heads, seq_kv, value_dim]`
+    pub v: RowTensor<T>,
+    /// `[batch, heads, seq_q, value_dim]`
+    pub grad_out: RowTensor<T>,
+}
+
+/// What is summed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SumsConfig {
+    /// Gradients of scores in the place of weights.
+    pub gradient: bool,
+    pub line: Line,
+    pub tile: Tile,
+}
+
 /// One cube for each segment of each head:
 ///
 /// ```text
@@ -55,203 +73,148 @@ pub fn row_fours(tile: &Tile, gradient: bool) -> usize {
 /// sums = sum over rows, or over diagonals     each in the order of rows
 /// ```
 ///
-/// With `gradient` it is `ds = p ∘ (dO · vᵀ − delta)`, without the softcap's factor, in the place of the weights: then `v` and `grad_out` are there, and `lse` is
-/// the stats of the backward kernel, with slopes and biases of distances behind them.
+/// With `gradient` it is `ds = p ∘ (dO · vᵀ − delta)`, without the softcap's factor, in the place of the weights, and `lse` is the stats of the
+/// backward kernel, with slopes from number `slopes_at` on and biases of distances behind them.
 ///
 /// `q`, `k` as in the forward kernel, `lse` `[batch, heads, seq_q]`, `sums` `[batch, heads, segments, line_width]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn attention_sums<E: Float, A: Float, N: Size>(
-    q: &[Vector<E, N>],
-    k: &[Vector<E, N>],
+    q: RowTensor<Vector<E, N>>,
+    k: RowTensor<Vector<E, N>>,
     lse: &[A],
-    slopes: ComptimeOption<Box<[A]>>,
-    bias: ComptimeOption<Box<[E]>>,
-    table: ComptimeOption<Box<[A]>>,
-    v: ComptimeOption<Box<[Vector<E, N>]>>,
-    grad_out: ComptimeOption<Box<[Vector<E, N>]>>,
+    biases: ScoreBiases<E, A>,
+    gradient: ComptimeOption<GradientInputs<Vector<E, N>>>,
     sums: &mut [A],
-    plan: &[u32],
-    q_strides: Strides,
-    k_strides: Strides,
-    v_strides: Strides,
-    grad_strides: Strides,
-    bias_strides: BiasStrides,
-    distances: Distances,
-    listing: Listing,
-    parts: LineParts,
-    slice: Slice,
+    schedule: LineSchedule,
     heads_per_kv: usize,
     slopes_at: usize,
-    scale: InputScalar,
-    softcap: InputScalar,
-    dropout: Mask,
-    dropout_factor: InputScalar,
-    #[comptime] gradient: bool,
-    #[comptime] line: Line,
-    #[comptime] t: Tile,
+    numbers: ScoreInputs,
+    dropout: DropoutArgs<InputScalar>,
+    #[comptime] config: SumsConfig,
     #[define(E)] _element: ElemType,
     #[define(A)] _accumulator: ElemType,
 ) {
+    let t = comptime!(config.tile);
     let side = comptime!(t.rows);
-    let rows = comptime!(t.unit_rows);
-    let unit_x = UNIT_POS_X as usize % comptime!(t.units_x);
-    let unit_y = UNIT_POS_X as usize / comptime!(t.units_x);
-    let head = head_of(&slice);
-    let batch = batch_of(&slice);
-    let row0 = (batch * slice.heads + head) * q_strides.len;
-    let scale = scale.get::<A>();
-    let softcap = softcap.get::<A>();
+    let plan = &schedule.plan;
+    let unit = unit_of_cube(t);
+    let head = head_of(&schedule.slice);
+    let batch = batch_of(&schedule.slice);
+    let head_row = batch * schedule.slice.heads + head;
+    let kv_head = head / heads_per_kv;
     // Queries and keys, and after them what their gradients are made of.
-    let mut a_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(row_fours(&t, gradient)));
-    let mut b_tile = Shared::<[Vector<A, Four>]>::new_slice(comptime!(row_fours(&t, gradient)));
+    let fours = comptime!(row_fours(&t, config.gradient));
+    let mut a_tile = Shared::<[Vector<A, Four>]>::new_slice(fours);
+    let mut b_tile = Shared::<[Vector<A, Four>]>::new_slice(fours);
     let mut pairs = Shared::<[A]>::new_slice(comptime!(t.rows * t.rows));
 
-    let kv_head = head / heads_per_kv;
-    let bias_start = batch * bias_strides.batch + head * bias_strides.head;
     let mut slope = A::new(0.0);
-    if comptime!(t.score.alibi && gradient) {
+    if comptime!(t.score.alibi && config.gradient) {
         slope = lse[slopes_at + head];
     } else if comptime!(t.score.alibi) {
-        let slopes = slopes.unwrap();
-        slope = slopes[head];
+        slope = biases.slopes.as_ref().unwrap()[head];
     }
+    let of_head = head_scores::<E, A>(&numbers, &biases, slope, batch, head);
     let lengths = SeqLengths {
-        queries: q_strides.len,
-        keys: k_strides.len,
+        queries: q.strides.len,
+        keys: k.strides.len,
     };
-    let mut sum = Array::<A>::new(comptime!(rows * 4));
+    let mut sum = Array::<A>::new(comptime!(t.unit_rows * 4));
     #[unroll]
-    for i in 0..comptime!(rows * 4) {
+    for i in 0..comptime!(t.unit_rows * 4) {
         sum[i] = A::new(0.0);
     }
 
-    // A head may have fewer segments than another.
-    let record = parts.heads + (batch * parts.batch + head) * 3;
-    let mut first = 0usize;
-    let mut tiles = 0usize;
-    if CUBE_POS_X < plan[record + 2] {
-        let segment = parts.segments + (plan[record + 1] + CUBE_POS_X) as usize * 2;
-        first = plan[segment] as usize;
-        tiles = plan[segment + 1] as usize;
-    }
-    for index in 0..tiles {
-        let entry = parts.tiles + (first + index) * 3;
-        let first_row = plan[entry + 2] as usize * side;
+    let segment = segment_of_cube(&schedule, batch, head);
+    for index in 0..segment.tiles {
+        let entry = schedule.parts.tiles + (segment.first + index) * 3;
+        let first_row = plan.words[entry + 2] as usize * side;
         sync_cube();
+        let dim = comptime!(t.head_dim);
+        let rows = rows_of(&q.strides, batch, head);
         load::<E, A, N>(
-            q,
-            &rows_of(&q_strides, batch, head),
-            &listing,
+            &q.vectors[..],
+            &rows,
             plan,
             first_row,
             &mut a_tile,
-            comptime!(t.head_dim),
+            dim,
             Side::Own,
             t,
         );
+        let rows = rows_of(&k.strides, batch, kv_head);
         load::<E, A, N>(
-            k,
-            &rows_of(&k_strides, batch, kv_head),
-            &listing,
+            &k.vectors[..],
+            &rows,
             plan,
             entry,
             &mut b_tile,
-            comptime!(t.head_dim),
+            dim,
             Side::Gathered,
             t,
         );
         sync_cube();
-        let mut s = product_rows(&a_tile, &b_tile, unit_y, unit_x, comptime!(t.head_dim), t);
-        score(&mut s, scale, softcap, t);
-        let mut positions = row_positions(plan, first_row, unit_y, &listing, t);
-        set_columns(&mut positions, plan, entry, unit_x, &listing, t);
-        let mut biases = biases::<E, A>(
-            slope,
-            &bias,
-            bias_start,
-            bias_strides.row,
-            &positions,
-            &lengths,
-            Mainloop::Rows,
-            t,
-        );
-        let start = distances.start + head * distances.head;
-        if comptime!(t.score.relative && gradient) {
-            add_distances(
-                &mut biases,
-                lse,
-                start,
-                distances.reach,
-                &positions,
-                &lengths,
-                Mainloop::Rows,
-                t,
-            );
-        } else if comptime!(t.score.relative) {
-            add_distances(
-                &mut biases,
-                &table.as_ref().unwrap()[..],
-                start,
-                distances.reach,
-                &positions,
-                &lengths,
-                Mainloop::Rows,
-                t,
-            );
-        }
-        add_biases(&mut s, &biases, t);
-        let mut dp = Array::<A>::new(comptime!(rows * 4));
-        if comptime!(gradient) {
+        let mut s = product_rows(&a_tile, &b_tile, &unit, dim, t);
+        score(&mut s, &of_head, t);
+        let mut positions = row_positions(plan, first_row, &unit, t);
+        set_columns(&mut positions, plan, entry, &unit, t);
+        let added = if comptime!(config.gradient) {
+            biases_in_stats::<E, A>(&of_head, &biases, lse, &positions, &lengths, t)
+        } else {
+            biases_in_table::<E, A>(&of_head, &biases, &positions, &lengths, t)
+        };
+        add_biases(&mut s, &added, t);
+        let mut dp = Array::<A>::new(comptime!(t.unit_rows * 4));
+        if comptime!(config.gradient) {
             sync_cube();
-            let v = v.as_ref().unwrap();
-            let grad_out = grad_out.as_ref().unwrap();
+            let inputs = gradient.as_ref().unwrap();
+            let dim = comptime!(t.value_dim);
+            let rows = rows_of(&inputs.grad_out.strides, batch, head);
+            let source = &inputs.grad_out.vectors[..];
             load::<E, A, N>(
-                &grad_out[..],
-                &rows_of(&grad_strides, batch, head),
-                &listing,
+                source,
+                &rows,
                 plan,
                 first_row,
                 &mut a_tile,
-                comptime!(t.value_dim),
+                dim,
                 Side::Own,
                 t,
             );
+            let rows = rows_of(&inputs.v.strides, batch, kv_head);
+            let source = &inputs.v.vectors[..];
             load::<E, A, N>(
-                &v[..],
-                &rows_of(&v_strides, batch, kv_head),
-                &listing,
+                source,
+                &rows,
                 plan,
                 entry,
                 &mut b_tile,
-                comptime!(t.value_dim),
+                dim,
                 Side::Gathered,
                 t,
             );
             sync_cube();
-            dp = product_rows(&a_tile, &b_tile, unit_y, unit_x, comptime!(t.value_dim), t);
+            dp = product_rows(&a_tile, &b_tile, &unit, dim, t);
         }
-        let mut kept = Array::<A>::new(comptime!(if t.score.dropout { rows * 4 } else { 1 }));
-        if comptime!(t.score.dropout) {
-            let factor = dropout_factor.get::<A>();
-            kept = factors::<A>(&dropout, factor, &positions, batch, head, Mainloop::Rows, t);
-        }
-        let mask = plan[entry + 1] as usize;
+        let kept = factors::<A>(&dropout, &positions, batch, head, t);
+        let mask = plan.words[entry + 1] as usize;
         #[unroll]
-        for i in 0..rows {
-            let row = unit_y * rows + i;
+        for i in 0..comptime!(t.unit_rows) {
+            let row = unit.y * comptime!(t.unit_rows) + i;
             let mut bits = 15u32;
             if mask != 0 {
-                let word =
-                    parts.masks + (mask * side + row) * comptime!(t.mask_words) + unit_x * 4 / 32;
-                bits = (plan[word] >> (unit_x * 4 % 32) as u32) & 15u32;
+                let word = schedule.parts.masks
+                    + (mask * side + row) * comptime!(t.mask_words)
+                    + unit.x * 4 / 32;
+                bits = (plan.words[word] >> (unit.x * 4 % 32) as u32) & 15u32;
             }
             // Rows without keys have lse −∞, and no bits.
             let query = first_row + row;
-            let at = row0 + query.min(q_strides.len - 1);
-            let log = lse[at * comptime!(if gradient { 2usize } else { 1usize })];
+            let at = head_row * lengths.queries + query.min(lengths.queries - 1);
+            let log = lse[at * comptime!(if config.gradient { 2usize } else { 1usize })];
             let log = select(log < A::new(LOW), A::new(0.0), log);
             let mut delta = A::new(0.0);
-            if comptime!(gradient) {
+            if comptime!(config.gradient) {
                 delta = lse[at * 2 + 1];
             }
             #[unroll]
@@ -259,7 +222,7 @@ pub fn attention_sums<E: Float, A: Float, N: Size>(
                 let at = comptime!(4 * i + j);
                 let allowed = (bits >> comptime!(j as u32)) & 1u32 == 1u32;
                 let mut value = (s[at] - log).exp();
-                if comptime!(gradient) {
+                if comptime!(config.gradient) {
                     let mut by_weight = dp[at];
                     if comptime!(t.score.dropout) {
                         by_weight *= kept[at];
@@ -272,16 +235,63 @@ pub fn attention_sums<E: Float, A: Float, N: Size>(
     }
 
     #[unroll]
-    for i in 0..rows {
+    for i in 0..comptime!(t.unit_rows) {
         #[unroll]
         for j in 0..4usize {
-            pairs[(unit_y * rows + i) * side + unit_x * 4 + j] = sum[comptime!(4 * i + j)];
+            let row = unit.y * comptime!(t.unit_rows) + i;
+            pairs[row * side + unit.x * 4 + j] = sum[comptime!(4 * i + j)];
         }
     }
     sync_cube();
+    let segment = head_row * CUBE_COUNT_X as usize + CUBE_POS_X as usize;
+    store_line(sums, &pairs, segment, comptime!(config.line), t);
+}
+
+/// What a launch sums of a layout.
+#[derive(CubeType, CubeLaunch)]
+pub struct LineSchedule {
+    pub plan: PlanWords,
+    /// Where the parts of the plan begin.
+    pub parts: LineParts,
+    pub slice: Slice,
+}
+
+/// The cube's segment.
+#[derive(CubeType, Clone, Copy)]
+struct Segment {
+    /// Its first tile,
+    first: usize,
+    /// and how many it has.
+    tiles: usize,
+}
+
+/// A head may have fewer segments than another.
+#[cube]
+fn segment_of_cube(schedule: &LineSchedule, batch: usize, head: usize) -> Segment {
+    let words = &schedule.plan.words;
+    let parts = &schedule.parts;
+    let record = parts.heads + (batch * parts.batch + head) * 3;
+    let mut first = 0usize;
+    let mut tiles = 0usize;
+    if CUBE_POS_X < words[record + 2] {
+        let segment = parts.segments + (words[record + 1] + CUBE_POS_X) as usize * 2;
+        first = words[segment] as usize;
+        tiles = words[segment + 1] as usize;
+    }
+    Segment { first, tiles }
+}
+
+/// Sums a tile's pairs along lines.
+#[cube]
+fn store_line<A: Float>(
+    sums: &mut [A],
+    pairs: &Shared<[A]>,
+    segment: usize,
+    #[comptime] line: Line,
+    #[comptime] t: Tile,
+) {
+    let side = comptime!(t.rows);
     let width = comptime!(line_width(line, t.rows));
-    let segment = (batch * slice.heads + head) * CUBE_COUNT_X as usize;
-    let target = (segment + CUBE_POS_X as usize) * width;
     let mut at = UNIT_POS_X as usize;
     while at < width {
         let mut total = A::new(0.0);
@@ -298,7 +308,7 @@ pub fn attention_sums<E: Float, A: Float, N: Size>(
                 total += pairs[row * side + column];
             }
         }
-        sums[target + at] = total;
+        sums[segment * width + at] = total;
         at += comptime!(t.units());
     }
 }

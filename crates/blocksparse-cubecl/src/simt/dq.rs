@@ -104,16 +104,11 @@ pub fn sync_step(#[comptime] t: Tile) {
 
 /// Sets the unit's ds of a step to 0.
 #[cube]
-pub fn clear_rows<A: Float>(
-    ds: &mut Shared<[Vector<A, Four>]>,
-    unit_y: usize,
-    unit_x: usize,
-    #[comptime] t: Tile,
-) {
+pub fn clear_rows<A: Float>(ds: &mut Shared<[Vector<A, Four>]>, unit: &Unit, #[comptime] t: Tile) {
     #[unroll]
     for i in 0..comptime!(t.unit_rows) {
-        let row = unit_y * comptime!(t.unit_rows) + i;
-        ds[row * comptime!(t.weight_pitch()) + unit_x] = Vector::<A, Four>::zeroed();
+        let row = unit.y * comptime!(t.unit_rows) + i;
+        ds[row * comptime!(t.weight_pitch()) + unit.x] = Vector::<A, Four>::zeroed();
     }
 }
 
@@ -146,11 +141,11 @@ fn has_four(#[comptime] f: usize, #[comptime] t: Tile) -> bool {
 
 /// Whether the entry of a four of columns is one of the tile's: what fills up a step may name the queries of another entry.
 #[cube]
-fn is_kept(plan: &[u32], entry: usize, column: usize, #[comptime] t: Tile) -> bool {
+fn is_kept(plan: &PlanWords, entry: usize, column: usize, #[comptime] t: Tile) -> bool {
     let mut kept = true.runtime();
     if comptime!(t.entries() > 1) {
         let index = column * 4 / comptime!(t.group);
-        kept = plan[entry + index * comptime!(t.entry_words()) + 1] != comptime!(EMPTY);
+        kept = plan.words[entry + index * comptime!(t.entry_words()) + 1] != comptime!(EMPTY);
     }
     kept
 }
@@ -163,17 +158,11 @@ struct Columns {
 }
 
 #[cube]
-fn columns(
-    plan: &[u32],
-    entry: usize,
-    listing: &Listing,
-    #[comptime] i: usize,
-    #[comptime] t: Tile,
-) -> Columns {
+fn columns(plan: &PlanWords, entry: usize, #[comptime] i: usize, #[comptime] t: Tile) -> Columns {
     let deal = comptime!(Deal::new(&t));
     let column = first_column(t) + comptime!(i * deal.groups);
     Columns {
-        span: column_span(plan, entry, column, listing, t),
+        span: column_span(plan, entry, column, t),
         kept: is_kept(plan, entry, column, t),
     }
 }
@@ -210,16 +199,15 @@ pub fn read<A: Float>(
     sums: &ComptimeOption<Box<[Vector<A, Four>]>>,
     first: usize,
     len: usize,
-    plan: &[u32],
+    plan: &PlanWords,
     entry: usize,
-    listing: &Listing,
     #[comptime] t: Tile,
 ) -> Array<Vector<A, Four>> {
     let deal = comptime!(Deal::new(&t));
     let mut dq = Array::<Vector<A, Four>>::new(comptime!(deal.len()));
     #[unroll]
     for i in 0..comptime!(deal.columns) {
-        let columns = columns(plan, entry, listing, i, t);
+        let columns = columns(plan, entry, i, t);
         #[unroll]
         for j in 0..4usize {
             #[unroll]
@@ -292,15 +280,14 @@ pub fn write<A: Float>(
     dq: &Array<Vector<A, Four>>,
     first: usize,
     len: usize,
-    plan: &[u32],
+    plan: &PlanWords,
     entry: usize,
-    listing: &Listing,
     #[comptime] t: Tile,
 ) {
     let deal = comptime!(Deal::new(&t));
     #[unroll]
     for i in 0..comptime!(deal.columns) {
-        let columns = columns(plan, entry, listing, i, t);
+        let columns = columns(plan, entry, i, t);
         #[unroll]
         for j in 0..4usize {
             #[unroll]

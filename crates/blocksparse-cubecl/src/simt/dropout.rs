@@ -4,26 +4,25 @@ use cubecl::prelude::*;
 
 use super::score::{Positions, pair_at};
 use super::tile::*;
-use crate::shared::dropout::{Mask, kept_eight};
-use blocksparse::plan::Mainloop;
+use crate::shared::dropout::{DropoutArgs, kept_eight};
 
-/// The factors of the unit's pairs, `[unit_rows · 4]`: `factor` or 0.
+/// The factors of the unit's pairs, `[unit_rows · 4]`, that of what is kept or 0; without dropout none.
 #[cube]
 pub fn factors<A: Float>(
-    mask: &Mask,
-    factor: A,
+    dropout: &DropoutArgs<InputScalar>,
     positions: &Positions,
     batch: usize,
     head: usize,
-    #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,
 ) -> Array<A> {
-    let rows = comptime!(t.unit_rows);
-    let mut factors = Array::<A>::new(comptime!(rows * 4));
+    let count = comptime!(if t.score.dropout { t.unit_rows * 4 } else { 1 });
+    let mut factors = Array::<A>::new(count);
+    let rows = comptime!(if t.score.dropout { t.unit_rows } else { 0 });
+    let (mask, batch, head) = (&dropout.mask, batch as u32, head as u32);
+    let factor = dropout.factor.get::<A>();
     let zero = A::new(0.0);
-    let (batch, head) = (batch as u32, head as u32);
     // Eight keys side by side have one counter, unless they are listed by residue class.
-    if comptime!(!t.residue && matches!(mainloop, Mainloop::Rows)) {
+    if comptime!(!t.residue && !t.columns()) {
         #[unroll]
         for i in 0..rows {
             let key = positions.cols[0] as u32;
@@ -57,7 +56,7 @@ pub fn factors<A: Float>(
         for i in 0..rows {
             #[unroll]
             for j in 0..4usize {
-                let pair = pair_at(positions, i, j, mainloop);
+                let pair = pair_at(positions, i, j, t);
                 let (query, key) = (pair.query as u32, pair.key as u32);
                 let kept = kept_eight(mask, batch, head, query, key / 8) >> (key % 8);
                 factors[comptime!(4 * i + j)] = select(kept & 1 != 0, factor, zero);

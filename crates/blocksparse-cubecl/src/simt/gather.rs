@@ -130,8 +130,7 @@ impl Deal {
 pub fn load<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
     of: &HeadRows,
-    listing: &Listing,
-    plan: &[u32],
+    plan: &PlanWords,
     first: usize,
     target: &mut Shared<[Vector<A, Four>]>,
     #[comptime] dim: usize,
@@ -142,7 +141,7 @@ pub fn load<E: Float, A: Float, N: Size>(
     let (fours, total) = comptime!((deal.fours, deal.total));
     let (rounds, together) = comptime!((deal.rounds, deal.together));
     let exact = comptime!(deal.exact);
-    let only = only_span(plan, first, listing, side, t);
+    let only = only_span(plan, first, side, t);
     for round in range_stepped(0usize, rounds, together) {
         let mut values = Array::<Vector<A, Four>>::new(together);
         #[unroll]
@@ -150,7 +149,7 @@ pub fn load<E: Float, A: Float, N: Size>(
             let at = UNIT_POS_X as usize + (round + i) * comptime!(t.units());
             values[i] = Vector::<A, Four>::zeroed();
             if comptime!(exact) || at < total {
-                let position = position_in(&only, plan, first, at / fours, listing, side, t);
+                let position = position_in(&only, plan, first, at / fours, side, t);
                 values[i] = load_or_zero::<E, A, N>(source, of, position, at % fours, dim);
             }
         }
@@ -172,8 +171,7 @@ pub fn load_both<E: Float, A: Float, N: Size>(
     source2: &[Vector<E, N>],
     of1: &HeadRows,
     of2: &HeadRows,
-    listing: &Listing,
-    plan: &[u32],
+    plan: &PlanWords,
     first: usize,
     target1: &mut Shared<[Vector<A, Four>]>,
     target2: &mut Shared<[Vector<A, Four>]>,
@@ -188,7 +186,7 @@ pub fn load_both<E: Float, A: Float, N: Size>(
     let (rounds, together) = comptime!((deal.rounds, deal.together));
     let exact = comptime!(deal.exact);
     if comptime!(dim1 == dim2) {
-        let only = only_span(plan, first, listing, side, t);
+        let only = only_span(plan, first, side, t);
         for round in range_stepped(0usize, rounds, together) {
             let mut values1 = Array::<Vector<A, Four>>::new(together);
             let mut values2 = Array::<Vector<A, Four>>::new(together);
@@ -198,7 +196,7 @@ pub fn load_both<E: Float, A: Float, N: Size>(
                 values1[i] = Vector::<A, Four>::zeroed();
                 values2[i] = Vector::<A, Four>::zeroed();
                 if comptime!(exact) || at < total {
-                    let position = position_in(&only, plan, first, at / fours, listing, side, t);
+                    let position = position_in(&only, plan, first, at / fours, side, t);
                     let four = at % fours;
                     values1[i] = load_or_zero::<E, A, N>(source1, of1, position, four, dim1);
                     values2[i] = load_or_zero::<E, A, N>(source2, of2, position, four, dim2);
@@ -215,36 +213,24 @@ pub fn load_both<E: Float, A: Float, N: Size>(
             }
         }
     } else {
-        load::<E, A, N>(source1, of1, listing, plan, first, target1, dim1, side, t);
-        load::<E, A, N>(source2, of2, listing, plan, first, target2, dim2, side, t);
+        load::<E, A, N>(source1, of1, plan, first, target1, dim1, side, t);
+        load::<E, A, N>(source2, of2, plan, first, target2, dim2, side, t);
     }
 }
 
 /// The positions that entry `index` of a step names.
 #[cube]
-fn entry_span(
-    plan: &[u32],
-    first: usize,
-    index: usize,
-    listing: &Listing,
-    #[comptime] t: Tile,
-) -> Span {
+fn entry_span(plan: &PlanWords, first: usize, index: usize, #[comptime] t: Tile) -> Span {
     let word = first + index * comptime!(t.entry_words());
-    let place = plan[word] as usize * comptime!(t.group);
-    span_of(place, listing, comptime!(t.residue))
+    let place = plan.words[word] as usize * comptime!(t.group);
+    span_of(place, &plan.listing, comptime!(t.residue))
 }
 
 /// The positions of a step with a single entry: they are looked up once.
 #[cube]
-fn only_span(
-    plan: &[u32],
-    first: usize,
-    listing: &Listing,
-    #[comptime] side: Side,
-    #[comptime] t: Tile,
-) -> Span {
+fn only_span(plan: &PlanWords, first: usize, #[comptime] side: Side, #[comptime] t: Tile) -> Span {
     if comptime!(side == Side::Gathered && t.entries() == 1) {
-        entry_span(plan, first, 0usize, listing, t)
+        entry_span(plan, first, 0usize, t)
     } else {
         Span {
             first: 0usize,
@@ -257,20 +243,19 @@ fn only_span(
 #[cube]
 fn position_in(
     only: &Span,
-    plan: &[u32],
+    plan: &PlanWords,
     first: usize,
     row: usize,
-    listing: &Listing,
     #[comptime] side: Side,
     #[comptime] t: Tile,
 ) -> usize {
     let group = comptime!(t.group);
     if comptime!(side == Side::Own) {
-        position_at(row_place(plan, first, row, t), listing, t)
+        position_at(row_place(plan, first, row, t), &plan.listing, t)
     } else if comptime!(t.entries() == 1) {
         only.first + row * only.step
     } else {
-        let span = entry_span(plan, first, row / group, listing, t);
+        let span = entry_span(plan, first, row / group, t);
         span.first + row % group * span.step
     }
 }

@@ -3,16 +3,15 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::backward::MainloopLengthsLaunch;
+use super::backward::{MainloopLengthsLaunch, MainloopOutputsLaunch};
 use super::fused::Fused;
 use super::{Tile, backward, dq, forward, tiling};
-use crate::args::{
-    buffer, input_strides, operand_strides, optional, plan_words, schedule, spread, vectors_of,
-};
+use crate::args::{buffer, optional, row_tensor, schedule, spread};
 use crate::call::BiasView;
 use crate::device::plan;
 use crate::error::KernelError;
 use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::shared::addressing::{ForwardOutputsLaunch, MainloopOperandsLaunch, QkvLaunch};
 use crate::slices::Slice;
 use blocksparse::plan::Mainloop;
 
@@ -31,7 +30,7 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
         indexing,
         ..
     } = pass;
-    let device_plan = plan(client, part.layout, tiling(&tile, Mainloop::Rows))?;
+    let device_plan = plan(client, part.layout, tiling(&tile))?;
     let (heads, rows) = (layout.heads(), pass.rows());
     let (width, accumulator) = (indexing.width, request.accumulator());
     let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
@@ -45,28 +44,24 @@ pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), 
                 CubeDim::new_1d(tile.units() as u32),
                 indexing.address,
                 width,
-                vectors_of(q, width),
-                vectors_of(k, width),
-                vectors_of(v, width),
-                buffer(outputs.out, rows * request.value_dim / width),
-                buffer(outputs.lse, rows),
-                pass.max_scores(),
+                QkvLaunch::new(
+                    row_tensor(q, width),
+                    row_tensor(k, width),
+                    row_tensor(v, width),
+                ),
+                ForwardOutputsLaunch::new(
+                    buffer(outputs.out, rows * request.value_dim / width),
+                    buffer(outputs.lse, rows),
+                    pass.max_scores(),
+                ),
                 optional(outputs.weights, weights),
-                optional(pass.slopes.as_ref(), heads),
-                options.bias(),
-                options.table(),
-                plan_words(&device_plan),
-                input_strides([q, k, v], width),
-                options.bias_strides(),
-                options.distances(0),
+                options.biases(pass.slopes.as_ref(), heads, None),
                 schedule(&device_plan, layout, part.residue, slice),
                 heads / request.kv_heads,
                 indexing.weight_blocks,
-                InputScalar::new(options.scale, accumulator),
-                InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
+                options.score_inputs(accumulator),
                 InputScalar::new(f64::NEG_INFINITY, accumulator),
-                options.mask(),
-                options.dropout_factor(accumulator),
+                options.dropout_inputs(accumulator),
                 tile,
                 request.dtype,
                 accumulator,
@@ -207,14 +202,13 @@ fn launch_mainloop(
         ..
     } = pass;
     let &Operands {
-        mainloop,
         a: [a1, a2],
         b: [b1, b2],
         out,
         elements,
         ..
     } = operands;
-    let device_plan = plan(client, part.layout, tiling(&tile, mainloop))?;
+    let device_plan = plan(client, part.layout, tiling(&tile))?;
     let (heads, rows) = (layout.heads(), pass.rows());
     let (width, accumulator) = (indexing.width, request.accumulator());
     let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
@@ -229,23 +223,23 @@ fn launch_mainloop(
                 CubeDim::new_1d(tile.units() as u32),
                 indexing.address,
                 width,
-                vectors_of(a1, width),
-                vectors_of(a2, width),
-                vectors_of(b1, width),
-                vectors_of(b2, width),
+                MainloopOperandsLaunch::new(
+                    row_tensor(a1, width),
+                    row_tensor(a2, width),
+                    row_tensor(b1, width),
+                    row_tensor(b2, width),
+                ),
                 buffer(stats, numbers),
                 optional(pass.outputs.weights, weights),
-                options.bias(),
-                optional(bias_grad, options.bias_len()),
-                optional(
-                    sums.map(|sums| sums.handle),
-                    sums.map_or(0, |sums| sums.fours),
+                options.biases(None, 0, Some(table_start)),
+                MainloopOutputsLaunch::new(
+                    optional(bias_grad, options.bias_len()),
+                    optional(
+                        sums.map(|sums| sums.handle),
+                        sums.map_or(0, |sums| sums.fours),
+                    ),
+                    buffer(out, elements / width),
                 ),
-                buffer(out, elements / width),
-                plan_words(&device_plan),
-                operand_strides(operands.a, operands.b, width),
-                options.bias_strides(),
-                options.distances(table_start),
                 schedule(&device_plan, layout, part.residue, slice),
                 MainloopLengthsLaunch::new(
                     heads,
@@ -255,11 +249,8 @@ fn launch_mainloop(
                     rows * 2,
                     device_plan.tiles,
                 ),
-                InputScalar::new(options.scale, accumulator),
-                InputScalar::new(options.softcap.unwrap_or(1.0), accumulator),
-                options.mask(),
-                options.dropout_factor(accumulator),
-                mainloop,
+                options.score_inputs(accumulator),
+                options.dropout_inputs(accumulator),
                 tile,
                 request.dtype,
                 accumulator,

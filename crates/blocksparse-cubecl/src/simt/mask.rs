@@ -4,33 +4,32 @@ use cubecl::prelude::*;
 
 use super::tile::*;
 use crate::shared::addressing::*;
-use blocksparse::plan::Mainloop;
 
 /// The mask bits of a unit's pairs, those of row `i` and column `j` at `4i + j`; all set where a step has no mask.
 #[cube]
 pub fn mask_bits(
-    plan: &[u32],
-    parts: &PlanParts,
+    schedule: &Schedule,
     entry: usize,
     masked: bool,
-    unit_y: usize,
-    unit_x: usize,
+    unit: &Unit,
     #[comptime] t: Tile,
 ) -> u32 {
     let group = comptime!(t.group);
     let rows = comptime!(t.unit_rows);
     let mut bits = 0xffff_ffffu32;
     if masked {
-        let col = unit_x * 4;
-        let mask = plan[entry + col / group * comptime!(t.entry_words()) + 1] as usize;
+        let col = unit.x * 4;
+        let mask =
+            schedule.plan.words[entry + col / group * comptime!(t.entry_words()) + 1] as usize;
         let within = col % group;
-        let word = parts.masks
-            + (mask * comptime!(t.rows) + unit_y * rows) * comptime!(t.mask_words)
+        let word = schedule.parts.masks
+            + (mask * comptime!(t.rows) + unit.y * rows) * comptime!(t.mask_words)
             + within / 32;
         bits = 0u32;
         #[unroll]
         for i in 0..rows {
-            let row = plan[word + comptime!(i * t.mask_words)] >> (within % 32) as u32;
+            let row =
+                schedule.plan.words[word + comptime!(i * t.mask_words)] >> (within % 32) as u32;
             bits |= (row & 15u32) << comptime!(4 * i as u32);
         }
     }
@@ -68,27 +67,26 @@ pub struct WeightPlace {
 /// element apart; in a loop over columns they are queries, `b` elements apart.
 #[cube]
 pub fn weight_place(
-    plan: &[u32],
+    plan: &PlanWords,
     place0: usize,
     entry: usize,
     row: usize,
     unit_x: usize,
-    #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,
 ) -> WeightPlace {
     let b = comptime!(t.store.unwrap());
     let group = comptime!(t.group);
     let col = unit_x * 4;
     let word = entry + col / group * 3;
-    let block = place0 + plan[word + 2] as usize;
+    let block = place0 + plan.words[word + 2] as usize;
     let row = row % b;
-    let col = plan[word] as usize * group % b + col % group;
+    let col = plan.words[word] as usize * group % b + col % group;
     let mut element = (block * b + row) * b + col;
-    if comptime!(matches!(mainloop, Mainloop::Columns)) {
+    if comptime!(t.columns()) {
         element = (block * b + col) * b + row;
     }
     WeightPlace {
-        kept: plan[word + 1] != 1u32,
+        kept: plan.words[word + 1] != 1u32,
         element,
     }
 }

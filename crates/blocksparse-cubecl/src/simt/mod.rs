@@ -17,6 +17,8 @@ pub(super) mod launch;
 mod mask;
 mod product;
 pub(super) mod score;
+mod score_gradient;
+mod softmax;
 pub(super) mod tile;
 
 use cubecl::ir::features::Plane;
@@ -92,7 +94,7 @@ pub fn shared_bytes(tile: &Tile, kernel: Kernel, accumulator: usize) -> usize {
     let scratch = match kernel {
         Kernel::BackwardRows => 1,
         Kernel::BackwardColumns if !tile.score.bias => 1,
-        _ => forward::scratch_len(*tile),
+        _ => product::scratch_len(*tile),
     };
     // The compiler may align each of the up to seven arrays.
     (fours * 4 + scratch) * accumulator + 7 * 16
@@ -104,11 +106,11 @@ fn forced() -> Option<[usize; 3]> {
 }
 
 /// How a plan is cut for a tile.
-pub fn tiling(tile: &Tile, mainloop: Mainloop) -> Tiling {
+pub fn tiling(tile: &Tile) -> Tiling {
     Tiling {
         places: tile.store.is_some(),
         clustered: tile.clustered,
-        ..Tiling::new(mainloop, tile.rows, tile.cols())
+        ..Tiling::new(tile.mainloop, tile.rows, tile.cols())
     }
 }
 
@@ -138,6 +140,7 @@ fn shaped(candidate: &Candidate, part: &PartRequest, kernel: Kernel) -> Tile {
     let planes = &part.properties.features.plane;
     let plane = part.properties.hardware.plane_size_min as usize;
     Tile {
+        mainloop: kernel.mainloop(),
         rows: candidate.rows,
         units_x,
         unit_rows: candidate.unit_rows,

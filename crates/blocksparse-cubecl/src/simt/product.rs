@@ -18,8 +18,7 @@ pub fn bounded(at: usize, #[comptime] end: usize) -> usize {
 pub fn product_rows<A: Float>(
     a: &Shared<[Vector<A, Four>]>,
     b: &Shared<[Vector<A, Four>]>,
-    unit_y: usize,
-    unit_x: usize,
+    unit: &Unit,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
 ) -> Array<A> {
@@ -32,8 +31,8 @@ pub fn product_rows<A: Float>(
     }
     let together = comptime!(1 << fours(dim).trailing_zeros().min(2));
     for first in range_stepped(0usize, comptime!(fours(dim)), together) {
-        let a_at = bounded(unit_y * rows * pitch + first, comptime!(t.rows * pitch));
-        let b_at = bounded(unit_x * pitch + first, comptime!(t.units_x * pitch));
+        let a_at = bounded(unit.y * rows * pitch + first, comptime!(t.rows * pitch));
+        let b_at = bounded(unit.x * pitch + first, comptime!(t.units_x * pitch));
         #[unroll]
         for next in 0..together {
             let mut lhs = Array::<Vector<A, Four>>::new(rows);
@@ -65,8 +64,7 @@ pub fn accumulate_product<A: Float>(
     weights: &Shared<[Vector<A, Four>]>,
     b: &Shared<[Vector<A, Four>]>,
     acc: &mut Array<Vector<A, Four>>,
-    unit_y: usize,
-    unit_x: usize,
+    unit: &Unit,
     halves: u32,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
@@ -78,13 +76,13 @@ pub fn accumulate_product<A: Float>(
                 #[unroll(t.units_x <= 8)]
                 for col in 0..comptime!(t.units_x / 2) {
                     let col = half * comptime!(t.units_x / 2) + col;
-                    accumulate_fours(weights, b, acc, unit_y, unit_x, col, dim, t);
+                    accumulate_fours(weights, b, acc, unit, col, dim, t);
                 }
             }
         }
     } else {
         for col in 0..comptime!(t.units_x) {
-            accumulate_fours(weights, b, acc, unit_y, unit_x, col, dim, t);
+            accumulate_fours(weights, b, acc, unit, col, dim, t);
         }
     }
 }
@@ -95,8 +93,7 @@ fn accumulate_fours<A: Float>(
     weights: &Shared<[Vector<A, Four>]>,
     b: &Shared<[Vector<A, Four>]>,
     acc: &mut Array<Vector<A, Four>>,
-    unit_y: usize,
-    unit_x: usize,
+    unit: &Unit,
     col: usize,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
@@ -107,10 +104,10 @@ fn accumulate_fours<A: Float>(
     let unit_fours = comptime!(t.unit_fours(dim));
     let weight_pitch = comptime!(t.weight_pitch());
     let weights_at = bounded(
-        unit_y * rows * weight_pitch + col,
+        unit.y * rows * weight_pitch + col,
         comptime!(t.rows * weight_pitch),
     );
-    let b_at = bounded(col * pitch + unit_x, comptime!(t.units_x * pitch));
+    let b_at = bounded(col * pitch + unit.x, comptime!(t.units_x * pitch));
     let mut lhs = Array::<Vector<A, Four>>::new(rows);
     #[unroll]
     for i in 0..rows {
@@ -123,7 +120,7 @@ fn accumulate_fours<A: Float>(
             let mut at = b_at + comptime!(j * t.units_x * pitch + f * t.units_x);
             // A unit past the row's end repeats its last four, and stores nothing of it.
             if comptime!(fours % t.units_x != 0) {
-                let four = unit_x + comptime!(f * t.units_x);
+                let four = unit.x + comptime!(f * t.units_x);
                 at = (comptime!(j * t.units_x) + col) * pitch + four.min(comptime!(fours - 1));
             }
             let rhs = b[at];
@@ -136,13 +133,31 @@ fn accumulate_fours<A: Float>(
     }
 }
 
+/// Shared numbers that [`reduce_rows`] needs.
+pub fn scratch_len(t: Tile) -> usize {
+    match t.planes {
+        true => 1,
+        false => t.rows * t.units_x,
+    }
+}
+
+/// A unit's sums before the first product.
+#[cube]
+pub fn no_fours<A: Float>(#[comptime] fours: usize) -> Array<Vector<A, Four>> {
+    let mut sums = Array::<Vector<A, Four>>::new(fours);
+    #[unroll]
+    for i in 0..fours {
+        sums[i] = Vector::<A, Four>::zeroed();
+    }
+    sums
+}
+
 /// For each of the unit's rows, the largest (`max`) or the sum over the units of the row.
 #[cube]
 pub fn reduce_rows<A: Float>(
     values: &mut Array<A>,
     scratch: &mut Shared<[A]>,
-    unit_y: usize,
-    unit_x: usize,
+    unit: &Unit,
     #[comptime] max: bool,
     #[comptime] t: Tile,
 ) {
@@ -159,12 +174,12 @@ pub fn reduce_rows<A: Float>(
     } else {
         #[unroll]
         for i in 0..rows {
-            scratch[(unit_y * rows + i) * comptime!(t.units_x) + unit_x] = values[i];
+            scratch[(unit.y * rows + i) * comptime!(t.units_x) + unit.x] = values[i];
         }
         sync_cube();
         #[unroll]
         for i in 0..rows {
-            let base = (unit_y * rows + i) * comptime!(t.units_x);
+            let base = (unit.y * rows + i) * comptime!(t.units_x);
             let mut result = scratch[base];
             for other in 1..comptime!(t.units_x) {
                 result = combine::<A>(result, scratch[base + other], max);
@@ -190,25 +205,56 @@ pub fn sync_row(#[comptime] t: Tile) {
     }
 }
 
-/// Scales the unit's part of an output row and adds what is there. A tile reads all rows before it stores one: a read behind a store to
-/// the same tensor would wait for it. `row` is in vectors.
+/// Scales the unit's rows of an output and adds what is there, from vector `start` on. A tile reads all rows before it stores one: a read
+/// behind a store to the same tensor would wait for it.
 #[cube]
-pub fn add_row<E: Float, A: Float, N: Size>(
+pub fn add_rows_of<E: Float, A: Float, N: Size>(
     source: &[Vector<E, N>],
-    row: usize,
+    start: usize,
     acc: &mut Array<Vector<A, Four>>,
     factor: A,
-    unit_x: usize,
-    #[comptime] unit_row: usize,
+    own: &UnitRows,
+    unit: &Unit,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
 ) {
     let unit_fours = comptime!(t.unit_fours(dim));
+    let width = N::value();
     #[unroll]
-    for f in 0..unit_fours {
-        let at = comptime!(unit_row * unit_fours + f);
-        let four = unit_x + comptime!(f * t.units_x);
-        acc[at] = acc[at] * Vector::new(factor) + load_four::<E, A, N>(source, row, four, dim);
+    for i in 0..comptime!(t.unit_rows) {
+        let row = own.span.first + i * own.span.step;
+        let row = own.first + row.min(own.len - 1);
+        #[unroll]
+        for f in 0..unit_fours {
+            let at = comptime!(i * unit_fours + f);
+            let four = unit.x + comptime!(f * t.units_x);
+            let vector = start + row * comptime!(dim / width);
+            let before = load_four::<E, A, N>(source, vector, four, dim);
+            acc[at] = acc[at] * Vector::new(factor) + before;
+        }
+    }
+}
+
+/// Writes the unit's rows of an output from vector `start` on, scaled and narrowed to `E`.
+#[cube]
+pub fn store_rows<E: Float, A: Float, N: Size>(
+    target: &mut [Vector<E, N>],
+    start: usize,
+    acc: &Array<Vector<A, Four>>,
+    factor: A,
+    own: &UnitRows,
+    unit: &Unit,
+    #[comptime] dim: usize,
+    #[comptime] t: Tile,
+) {
+    let width = N::value();
+    #[unroll]
+    for i in 0..comptime!(t.unit_rows) {
+        let row = own.span.first + i * own.span.step;
+        if row < own.len {
+            let vector = start + (own.first + row) * comptime!(dim / width);
+            store_row::<E, A, N>(target, vector, acc, factor, unit, i, dim, t);
+        }
     }
 }
 
@@ -219,7 +265,7 @@ pub fn store_row<E: Float, A: Float, N: Size>(
     row: usize,
     acc: &Array<Vector<A, Four>>,
     factor: A,
-    unit_x: usize,
+    unit: &Unit,
     #[comptime] unit_row: usize,
     #[comptime] dim: usize,
     #[comptime] t: Tile,
@@ -227,7 +273,7 @@ pub fn store_row<E: Float, A: Float, N: Size>(
     let unit_fours = comptime!(t.unit_fours(dim));
     #[unroll]
     for f in 0..unit_fours {
-        let four = unit_x + comptime!(f * t.units_x);
+        let four = unit.x + comptime!(f * t.units_x);
         let value = acc[comptime!(unit_row * unit_fours + f)] * Vector::new(factor);
         store_four::<E, A, N>(target, row, four, value, dim);
     }

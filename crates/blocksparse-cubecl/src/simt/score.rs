@@ -4,18 +4,18 @@ use cubecl::prelude::*;
 
 use super::tile::*;
 use crate::shared::addressing::*;
-pub use crate::shared::biases::{BiasStrides, Distances};
-use blocksparse::plan::Mainloop;
+use crate::shared::biases::{Distances, ScoreBiases};
+use crate::shared::score::ScoreInputs;
 
 /// Scales and softcaps products.
 #[cube]
-pub fn score<A: Float>(s: &mut Array<A>, scale: A, softcap: A, #[comptime] t: Tile) {
-    let inverse = A::new(1.0) / softcap;
+pub fn score<A: Float>(s: &mut Array<A>, of_head: &HeadScores<A>, #[comptime] t: Tile) {
+    let inverse = A::new(1.0) / of_head.softcap;
     #[unroll]
     for i in 0..comptime!(t.unit_rows * 4) {
-        s[i] *= scale;
+        s[i] *= of_head.scale;
         if comptime!(t.score.softcap) {
-            s[i] = softcap * (s[i] * inverse).tanh();
+            s[i] = of_head.softcap * (s[i] * inverse).tanh();
         }
     }
 }
@@ -31,20 +31,14 @@ pub struct Positions {
 
 /// The positions of the unit's rows; those of the columns are set step by step.
 #[cube]
-pub fn row_positions(
-    plan: &[u32],
-    rows: usize,
-    unit_y: usize,
-    listing: &Listing,
-    #[comptime] t: Tile,
-) -> Positions {
+pub fn row_positions(plan: &PlanWords, rows: usize, unit: &Unit, #[comptime] t: Tile) -> Positions {
     let length = comptime!(if t.score.positions() { t.unit_rows } else { 1 });
     let mut positions = Positions {
         rows: Array::<usize>::new(length),
         cols: Array::<usize>::new(4usize),
     };
     if comptime!(t.score.positions()) {
-        let span = row_span(plan, rows, unit_y * length, listing, t);
+        let span = row_span(plan, rows, unit.y * length, t);
         #[unroll]
         for i in 0..length {
             positions.rows[i] = span.first + i * span.step;
@@ -57,14 +51,13 @@ pub fn row_positions(
 #[cube]
 pub fn set_columns(
     positions: &mut Positions,
-    plan: &[u32],
+    plan: &PlanWords,
     entry: usize,
-    unit_x: usize,
-    listing: &Listing,
+    unit: &Unit,
     #[comptime] t: Tile,
 ) {
     if comptime!(t.score.positions()) {
-        let span = column_span(plan, entry, unit_x, listing, t);
+        let span = column_span(plan, entry, unit.x, t);
         #[unroll]
         for j in 0..4usize {
             positions.cols[j] = span.first + j * span.step;
@@ -79,6 +72,22 @@ pub struct SeqLengths {
     pub queries: usize,
     /// Keys.
     pub keys: usize,
+}
+
+/// Those of sequences of which a tile's own rows and the gathered ones are.
+#[cube]
+pub fn lengths_of(own: usize, gathered: usize, #[comptime] t: Tile) -> SeqLengths {
+    if comptime!(t.columns()) {
+        SeqLengths {
+            queries: gathered,
+            keys: own,
+        }
+    } else {
+        SeqLengths {
+            queries: own,
+            keys: gathered,
+        }
+    }
 }
 
 /// A query and a key.
@@ -96,60 +105,106 @@ pub fn pair_at(
     positions: &Positions,
     #[comptime] i: usize,
     #[comptime] j: usize,
-    #[comptime] mainloop: Mainloop,
+    #[comptime] t: Tile,
 ) -> Pair {
     let mut query = positions.rows[i];
     let mut key = positions.cols[j];
-    if comptime!(matches!(mainloop, Mainloop::Columns)) {
+    if comptime!(t.columns()) {
         query = positions.cols[j];
         key = positions.rows[i];
     }
     Pair { query, key }
 }
 
-/// Adds the biases of the unit's distances, the last query sitting at the last key: `table` has them from element `start` on.
+/// What the scores of a head are made with.
+#[derive(CubeType, Clone, Copy)]
+pub struct HeadScores<A: Float> {
+    pub scale: A,
+    pub softcap: A,
+    /// The ALiBi slope.
+    pub slope: A,
+    /// Where its given bias begins,
+    pub bias_start: usize,
+    /// and its biases of distances.
+    pub table_start: usize,
+}
+
+/// Those of a head with this slope.
 #[cube]
-pub fn add_distances<A: Float>(
-    biases: &mut Array<A>,
-    table: &[A],
-    start: usize,
-    reach: usize,
-    positions: &Positions,
-    lengths: &SeqLengths,
-    #[comptime] mainloop: Mainloop,
-    #[comptime] t: Tile,
-) {
-    if comptime!(t.score.relative) {
-        #[unroll]
-        for i in 0..comptime!(t.unit_rows) {
-            #[unroll]
-            for j in 0..4usize {
-                let pair = pair_at(positions, i, j, mainloop);
-                let query = pair.query + lengths.keys;
-                let key = pair.key + lengths.queries;
-                // reach + clamp(key − query, −reach, reach)
-                let ahead = (key.max(query) - query).min(reach);
-                let behind = (query.max(key) - key).min(reach);
-                biases[comptime!(4 * i + j)] += table[start + reach + ahead - behind];
-            }
-        }
+pub fn head_scores<E: Float, A: Float>(
+    scores: &ScoreInputs,
+    biases: &ScoreBiases<E, A>,
+    slope: A,
+    batch: usize,
+    head: usize,
+) -> HeadScores<A> {
+    HeadScores::<A> {
+        scale: scores.scale.get::<A>(),
+        softcap: scores.softcap.get::<A>(),
+        slope,
+        bias_start: batch * biases.strides.batch + head * biases.strides.head,
+        table_start: biases.distances.start + head * biases.distances.head,
     }
 }
 
-/// What is added to the unit's scores, `[unit_rows · 4]`: `−slope · |distance|`, the last query sitting at the last key, and the
-/// given bias, which begins at element `start`. [`add_distances`] adds the rest.
+/// What is added to the unit's scores, `[unit_rows · 4]`, where biases of distances are in the stats.
 #[cube]
-pub fn biases<E: Float, A: Float>(
-    slope: A,
-    bias: &ComptimeOption<Box<[E]>>,
-    start: usize,
-    bias_row: usize,
+pub fn biases_in_stats<E: Float, A: Float>(
+    of_head: &HeadScores<A>,
+    biases: &ScoreBiases<E, A>,
+    stats: &[A],
     positions: &Positions,
     lengths: &SeqLengths,
-    #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,
 ) -> Array<A> {
-    let mut biases = Array::<A>::new(comptime!(if t.score.biased() {
+    let mut sums = unit_biases::<E, A>(of_head, biases, positions, lengths, t);
+    add_distances(
+        &mut sums,
+        stats,
+        of_head,
+        &biases.distances,
+        positions,
+        lengths,
+        t,
+    );
+    sums
+}
+
+/// The same where they have a table.
+#[cube]
+pub fn biases_in_table<E: Float, A: Float>(
+    of_head: &HeadScores<A>,
+    biases: &ScoreBiases<E, A>,
+    positions: &Positions,
+    lengths: &SeqLengths,
+    #[comptime] t: Tile,
+) -> Array<A> {
+    let mut sums = unit_biases::<E, A>(of_head, biases, positions, lengths, t);
+    if comptime!(t.score.relative) {
+        let table = &biases.table.as_ref().unwrap()[..];
+        add_distances(
+            &mut sums,
+            table,
+            of_head,
+            &biases.distances,
+            positions,
+            lengths,
+            t,
+        );
+    }
+    sums
+}
+
+/// `−slope · |distance|`, the last query sitting at the last key, and the given bias.
+#[cube]
+fn unit_biases<E: Float, A: Float>(
+    of_head: &HeadScores<A>,
+    biases: &ScoreBiases<E, A>,
+    positions: &Positions,
+    lengths: &SeqLengths,
+    #[comptime] t: Tile,
+) -> Array<A> {
+    let mut sums = Array::<A>::new(comptime!(if t.score.biased() {
         t.unit_rows * 4
     } else {
         1
@@ -159,24 +214,54 @@ pub fn biases<E: Float, A: Float>(
         for i in 0..comptime!(t.unit_rows) {
             #[unroll]
             for j in 0..4usize {
-                let pair = pair_at(positions, i, j, mainloop);
+                let pair = pair_at(positions, i, j, t);
                 let mut sum = A::new(0.0);
                 if comptime!(t.score.alibi) {
                     let query = pair.query + lengths.keys;
                     let key = pair.key + lengths.queries;
-                    sum -= slope * A::cast_from(query.max(key) - query.min(key));
+                    sum -= of_head.slope * A::cast_from(query.max(key) - query.min(key));
                 }
                 if comptime!(t.score.bias) {
-                    let bias = bias.as_ref().unwrap();
+                    let bias = biases.bias.as_ref().unwrap();
                     if pair.query < lengths.queries && pair.key < lengths.keys {
-                        sum += A::cast_from(bias[start + pair.query * bias_row + pair.key]);
+                        let row = of_head.bias_start + pair.query * biases.strides.row;
+                        sum += A::cast_from(bias[row + pair.key]);
                     }
                 }
-                biases[comptime!(4 * i + j)] = sum;
+                sums[comptime!(4 * i + j)] = sum;
             }
         }
     }
-    biases
+    sums
+}
+
+/// Adds the biases of the unit's distances, which are in `table`.
+#[cube]
+fn add_distances<A: Float>(
+    sums: &mut Array<A>,
+    table: &[A],
+    of_head: &HeadScores<A>,
+    distances: &Distances,
+    positions: &Positions,
+    lengths: &SeqLengths,
+    #[comptime] t: Tile,
+) {
+    if comptime!(t.score.relative) {
+        let reach = distances.reach;
+        #[unroll]
+        for i in 0..comptime!(t.unit_rows) {
+            #[unroll]
+            for j in 0..4usize {
+                let pair = pair_at(positions, i, j, t);
+                let query = pair.query + lengths.keys;
+                let key = pair.key + lengths.queries;
+                // reach + clamp(key − query, −reach, reach)
+                let ahead = (key.max(query) - query).min(reach);
+                let behind = (query.max(key) - key).min(reach);
+                sums[comptime!(4 * i + j)] += table[of_head.table_start + reach + ahead - behind];
+            }
+        }
+    }
 }
 
 /// Adds the biases to the unit's scores.

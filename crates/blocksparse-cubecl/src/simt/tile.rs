@@ -3,13 +3,15 @@
 use cubecl::prelude::*;
 
 use crate::call::ScoreKind;
-
 use crate::shared::addressing::*;
+use blocksparse::plan::Mainloop;
 
 /// The comptime shape of a kernel: its key in the cache of compiled kernels, so nothing of it depends
 /// on sequence lengths or patterns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
+    /// Whose rows a tile's are.
+    pub mainloop: Mainloop,
     /// Rows of a tile.
     pub rows: usize,
     /// Units side by side in a row; each has four columns of a step.
@@ -45,6 +47,11 @@ pub struct Tile {
 }
 
 impl Tile {
+    /// Whether columns are queries and rows keys, and not the other way round.
+    pub fn columns(&self) -> bool {
+        self.mainloop == Mainloop::Columns
+    }
+
     /// Columns of a step.
     pub fn cols(&self) -> usize {
         4 * self.units_x
@@ -96,6 +103,24 @@ pub fn pitch(dim: usize) -> usize {
     fours(dim) | 1
 }
 
+/// A unit's place among those of its cube.
+#[derive(CubeType, Clone, Copy)]
+pub struct Unit {
+    /// Within a row of units.
+    pub x: usize,
+    /// Of the row.
+    pub y: usize,
+}
+
+/// The unit's place.
+#[cube]
+pub fn unit_of_cube(#[comptime] t: Tile) -> Unit {
+    Unit {
+        x: UNIT_POS_X as usize % comptime!(t.units_x),
+        y: UNIT_POS_X as usize / comptime!(t.units_x),
+    }
+}
+
 /// The position at a place.
 #[cube]
 pub fn position_at(place: usize, listing: &Listing, #[comptime] t: Tile) -> usize {
@@ -120,96 +145,112 @@ pub struct TileSteps {
 /// The tile ranked `rank` of a head.
 #[cube]
 pub fn tile_steps(
-    plan: &[u32],
-    parts: &PlanParts,
+    schedule: &Schedule,
     batch: usize,
     head: usize,
     rank: usize,
     #[comptime] t: Tile,
 ) -> TileSteps {
-    let first = plan[parts.heads + batch * parts.batch + head] as usize;
-    let ranked = parts.order + (first + rank) * 4;
-    tile_steps_at(plan, parts, first, plan[ranked] as usize, ranked + 1, t)
+    let words = &schedule.plan.words;
+    let first = words[schedule.parts.heads + batch * schedule.parts.batch + head] as usize;
+    let ranked = schedule.parts.order + (first + rank) * 4;
+    tile_steps_at(schedule, first, words[ranked] as usize, ranked + 1, t)
 }
 
-/// The tile `tile` of the head whose records start at `first`.
+/// The tile `tile` of a head.
 #[cube]
 pub fn tile_steps_of(
-    plan: &[u32],
-    parts: &PlanParts,
-    first: usize,
+    schedule: &Schedule,
+    batch: usize,
+    head: usize,
     tile: usize,
     #[comptime] t: Tile,
 ) -> TileSteps {
-    let record = parts.tiles + (first + tile) * 3;
-    tile_steps_at(plan, parts, first, tile, record, t)
+    let words = &schedule.plan.words;
+    let first = words[schedule.parts.heads + batch * schedule.parts.batch + head] as usize;
+    let record = schedule.parts.tiles + (first + tile) * 3;
+    tile_steps_at(schedule, first, tile, record, t)
 }
 
 #[cube]
 fn tile_steps_at(
-    plan: &[u32],
-    parts: &PlanParts,
+    schedule: &Schedule,
     first: usize,
     tile: usize,
     record: usize,
     #[comptime] t: Tile,
 ) -> TileSteps {
+    let words = &schedule.plan.words;
     let mut rows = tile * comptime!(t.rows);
     if comptime!(t.clustered) {
-        rows = parts.rows + (first + tile) * comptime!(t.rows / t.group);
+        rows = schedule.parts.rows + (first + tile) * comptime!(t.rows / t.group);
     }
     TileSteps {
         tile,
         rows,
-        entry: parts.entries + plan[record] as usize * comptime!(t.entry_words()),
-        steps: plan[record + 1] as usize,
-        masked: plan[record + 2] as usize,
+        entry: schedule.parts.entries + words[record] as usize * comptime!(t.entry_words()),
+        steps: words[record + 1] as usize,
+        masked: words[record + 2] as usize,
     }
 }
 
 /// The place of row `row` of a tile whose rows are at `rows`: its first place, or the word of its first block.
 #[cube]
-pub fn row_place(plan: &[u32], rows: usize, row: usize, #[comptime] t: Tile) -> usize {
+pub fn row_place(plan: &PlanWords, rows: usize, row: usize, #[comptime] t: Tile) -> usize {
     let mut place = rows + row;
     if comptime!(t.clustered) {
         // A step is at least a block wide, so that an entry is a block.
         let block = comptime!(t.group);
-        place = plan[rows + row / block] as usize * block + row % block;
+        place = plan.words[rows + row / block] as usize * block + row % block;
     }
     place
 }
 
 /// The positions of a unit's rows, the first of which is row `row` of a tile: not more than a block has.
 #[cube]
-pub fn row_span(
-    plan: &[u32],
+pub fn row_span(plan: &PlanWords, rows: usize, row: usize, #[comptime] t: Tile) -> Span {
+    let place = row_place(plan, rows, row, t);
+    span_of(place, &plan.listing, comptime!(t.residue))
+}
+
+/// The rows of a unit among those of a contiguous tensor.
+#[derive(CubeType, Clone, Copy)]
+pub struct UnitRows {
+    /// Their positions.
+    pub span: Span,
+    /// The row of the head's first position,
+    pub first: usize,
+    /// and its positions.
+    pub len: usize,
+}
+
+/// The unit's rows of a tile.
+#[cube]
+pub fn unit_rows(
+    schedule: &Schedule,
     rows: usize,
-    row: usize,
-    listing: &Listing,
+    head_row: usize,
+    len: usize,
+    unit: &Unit,
     #[comptime] t: Tile,
-) -> Span {
-    span_of(row_place(plan, rows, row, t), listing, comptime!(t.residue))
+) -> UnitRows {
+    UnitRows {
+        span: row_span(&schedule.plan, rows, unit.y * comptime!(t.unit_rows), t),
+        first: head_row * len,
+        len,
+    }
 }
 
 /// The place of column `col` of a step whose first entry is at word `entry`.
 #[cube]
-pub fn place(plan: &[u32], entry: usize, col: usize, #[comptime] t: Tile) -> usize {
+pub fn place(plan: &PlanWords, entry: usize, col: usize, #[comptime] t: Tile) -> usize {
     let group = comptime!(t.group);
-    plan[entry + col / group * comptime!(t.entry_words())] as usize * group + col % group
+    plan.words[entry + col / group * comptime!(t.entry_words())] as usize * group + col % group
 }
 
 /// The positions of a unit's columns in a step. A block has at least four, so that they follow each other.
 #[cube]
-pub fn column_span(
-    plan: &[u32],
-    entry: usize,
-    unit_x: usize,
-    listing: &Listing,
-    #[comptime] t: Tile,
-) -> Span {
-    span_of(
-        place(plan, entry, unit_x * 4, t),
-        listing,
-        comptime!(t.residue),
-    )
+pub fn column_span(plan: &PlanWords, entry: usize, unit_x: usize, #[comptime] t: Tile) -> Span {
+    let place = place(plan, entry, unit_x * 4, t);
+    span_of(place, &plan.listing, comptime!(t.residue))
 }

@@ -1,0 +1,251 @@
+//! What a cube of a mainloop has: its tile, the heads and steps that it goes through, and what it loads of them.
+
+use cubecl::prelude::*;
+use cubecl_cpp::cuda::ptx::tensor_map_address;
+
+use super::gradient::StoredRows;
+use super::long_tiles::*;
+use super::mainloop_loads::*;
+use super::options::*;
+use super::rows::RowPlaces;
+use super::score_gradient::WeightShape;
+use super::tiles::MainloopTile;
+use crate::arch::sm90::*;
+use crate::shared::addressing::{
+    Listing, MainloopOperands, Schedule, TileHeads, batch_of, head_of, heads_of_tile,
+};
+use crate::shared::own_rows::own_rows;
+use blocksparse::plan::Mainloop;
+
+impl MainloopTile {
+    pub(super) fn weights(&self, mainloop: Mainloop) -> WeightShape {
+        WeightShape {
+            columns: mainloop == Mainloop::Columns,
+            cols: self.cols,
+            stats_eight: 64,
+            bits: None,
+            packed: self.shared,
+            half: self.half,
+            options: self.options,
+        }
+    }
+}
+
+/// A cube of a mainloop.
+#[derive(CubeType)]
+pub struct MainloopCube {
+    /// Shared memory.
+    pub base: u32,
+    /// The unit's warp and lane.
+    pub warp: u32,
+    pub lane: u32,
+    pub batch: u32,
+    /// The head that the cube is launched for,
+    pub outer: u32,
+    /// and those of its tile.
+    pub heads: TileHeads,
+    /// Word of the first tile records of heads.
+    pub heads_at: usize,
+    pub tile: u32,
+    /// Where the tile's rows are.
+    pub rows_at: u32,
+    pub stretch: Stretch,
+    pub loads: Loads,
+    /// The next step to load.
+    pub cursor: Cursor,
+}
+
+/// The cube's, whose own rows and first steps are on their way. All units call this together.
+#[cube]
+pub fn begin(
+    operands: &MainloopOperands<TensorMap<u32, Tiled>>,
+    stats: &TensorMap<f32, Tiled>,
+    shares: &ComptimeOption<TileShares>,
+    schedule: &Schedule,
+    heads_per_kv: u32,
+    #[comptime] mainloop: Mainloop,
+    #[comptime] t: MainloopTile,
+) -> MainloopCube {
+    let columns = comptime!(mainloop == Mainloop::Columns);
+    let parts = &schedule.parts;
+    let plan = &schedule.plan.words[..];
+    let slice = &schedule.slice;
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let base = shared_address(&smem);
+    let warp = uniform(UNIT_POS_X / 32);
+    let lane = UNIT_POS_X % 32;
+    let outer = head_of(slice) as u32;
+    let batch = batch_of(slice) as u32;
+    if UNIT_POS_X == 0 {
+        barrier_init(base, 1u32);
+        ring_init(
+            base + comptime!(t.full()),
+            base + comptime!(t.empty()),
+            t.stages,
+            comptime!(t.warps()),
+        );
+    }
+    sync_cube();
+
+    let heads = heads_of_tile(
+        outer,
+        slice.heads as u32,
+        heads_per_kv,
+        columns,
+        t.bias_sums,
+    );
+    let heads_at = parts.heads + batch as usize * parts.batch;
+    let record0 = plan[heads_at + heads.first as usize] as usize;
+    let share = share_of_cube(shares, t);
+    let ranked = parts.order + (record0 + share.rank as usize) * 4;
+    let tile = plan[ranked];
+    let rows_at = own_rows(parts, record0, tile, comptime!(t.own_shape()));
+    let class_len = schedule.plan.listing.class_len as u32;
+    let own = OwnRows {
+        a1: tensor_map_address(&operands.a1),
+        a2: tensor_map_address(&operands.a2),
+        at: rows_at,
+        class_len,
+        head: heads.own,
+        batch,
+    };
+    load_own_rows(plan, &own, base, t);
+
+    let mut index = warp + lane * comptime!(t.warps());
+    if comptime!(t.shared) {
+        // The second warpgroup, which is behind, loads.
+        index = comptime!(u32::MAX).runtime();
+        if warp / 4 == 1 {
+            index = warp % 4 + lane * 4;
+        }
+    }
+    let loads = Loads {
+        b1: tensor_map_address(&operands.b1),
+        b2: tensor_map_address(&operands.b2),
+        stats: tensor_map_address(stats),
+        base,
+        class_len,
+        batch,
+        heads: heads.all,
+        divisor: heads.divisor,
+        index,
+    };
+    let stretch = stretch_of_cube(plan, parts, heads_at, &heads, tile, &share, t);
+    let cursor = Cursor {
+        head: RuntimeCell::<u32>::new(heads.first),
+        end: heads.first + heads.turns,
+        entry: RuntimeCell::<usize>::new(0usize),
+        j: RuntimeCell::<u32>::new(stretch.first),
+        steps: RuntimeCell::<u32>::new(0u32),
+        loaded: RuntimeCell::<u32>::new(0u32),
+        stretch: stretch.steps,
+    };
+    open(plan, parts, ranked + 1, &cursor);
+    let cube = MainloopCube {
+        base,
+        warp,
+        lane,
+        batch,
+        outer,
+        heads,
+        heads_at,
+        tile,
+        rows_at,
+        stretch,
+        loads,
+        cursor,
+    };
+    #[unroll]
+    for _ in 0..comptime!(t.stages - t.lag) {
+        cube.load(schedule, columns, t);
+    }
+    cube
+}
+
+/// The steps of a query head.
+#[derive(CubeType, Clone, Copy)]
+pub struct Turn {
+    pub of_head: HeadOptions,
+    /// Word of the head's first entry of the tile.
+    pub entry: usize,
+    /// Steps whose masks matter.
+    pub masked: u32,
+    /// Those of the cube.
+    pub steps: TurnSteps,
+}
+
+#[cube]
+impl MainloopCube {
+    /// Loads the next step.
+    pub fn load(
+        &self,
+        schedule: &Schedule,
+        #[comptime] columns: bool,
+        #[comptime] t: MainloopTile,
+    ) {
+        load_next(
+            &schedule.plan.words[..],
+            &schedule.parts,
+            &self.loads,
+            self.heads_at,
+            self.tile,
+            &self.cursor,
+            columns,
+            t,
+        );
+    }
+}
+
+/// The `turn`-th query head; `before` steps from its first one on come before the cube's, of which so many are done.
+#[cube]
+pub fn turn_of(
+    cube: &MainloopCube,
+    schedule: &Schedule,
+    args: &ComptimeOption<PairArgs>,
+    turn: u32,
+    before: u32,
+    done: u32,
+    #[comptime] mainloop: Mainloop,
+    #[comptime] t: MainloopTile,
+) -> Turn {
+    let plan = &schedule.plan.words[..];
+    let head = cube.heads.first + turn;
+    let first_record = plan[cube.heads_at + head as usize] as usize;
+    let record = schedule.parts.tiles + (first_record + cube.tile as usize) * 3;
+    let entry = schedule.parts.entries + plan[record] as usize * 2;
+    let steps = uniform(plan[record + 1]);
+    let masked = uniform(plan[record + 2]);
+    let of_head = options_of(args, cube.batch, head, comptime!(t.pairs(mainloop)));
+    let steps = steps_of_turn(before, done, steps, &cube.stretch, t);
+    Turn {
+        of_head,
+        entry,
+        masked,
+        steps,
+    }
+}
+
+/// The unit's rows of the tile, and where they are stored.
+#[cube]
+pub fn mainloop_rows(
+    schedule: &Schedule,
+    cube: &MainloopCube,
+    places: &RowPlaces,
+    row: u32,
+    len: u32,
+) -> MainloopRows {
+    MainloopRows {
+        outer: cube.batch * schedule.slice.heads as u32 + cube.outer,
+        row,
+        rows: StoredRows {
+            place: places.upper,
+            place8: places.lower,
+            listing: Listing {
+                stride: schedule.plan.listing.stride,
+                class_len: schedule.plan.listing.class_len,
+            },
+            len,
+            lane: cube.lane,
+        },
+    }
+}

@@ -1,0 +1,140 @@
+//! Weights of a step made again, and the gradients of its scores: what the backward kernels make of products.
+
+use cubecl::prelude::*;
+
+use super::bits::*;
+use super::dropout::drop_gradient;
+use super::options::*;
+use crate::arch::sm90::*;
+use crate::shared::addressing::Four;
+use crate::shared::score::ScoreScalars;
+
+/// The shape of a step's weights.
+#[derive(Clone, Copy)]
+pub struct WeightShape {
+    /// Whether columns are queries, whose stats are in shared memory, and not rows.
+    pub columns: bool,
+    /// Columns of a step.
+    pub cols: usize,
+    /// Bytes between the stats of eight columns.
+    pub stats_eight: u32,
+    /// Of coarse entries.
+    pub bits: Option<BitShape>,
+    /// Whether weights are given in half precision.
+    pub packed: bool,
+    pub half: Half,
+    pub options: Options,
+}
+
+/// lse and delta of the unit's two rows, if they are queries.
+#[derive(CubeType, Clone, Copy)]
+pub struct RowStats {
+    pub lse0: f32,
+    pub lse1: f32,
+    pub delta0: f32,
+    pub delta1: f32,
+}
+
+/// Those of rows that are keys.
+#[cube]
+pub fn no_row_stats() -> RowStats {
+    RowStats {
+        lse0: f32::new(0.0),
+        lse1: f32::new(0.0),
+        delta0: f32::new(0.0),
+        delta1: f32::new(0.0),
+    }
+}
+
+/// lse and delta of the unit's two columns of an eight, one after the other.
+#[cube]
+fn column_stats(
+    stats: u32,
+    #[comptime] eight: usize,
+    #[comptime] t: WeightShape,
+) -> Vector<f32, Four> {
+    let mut four = Vector::<f32, Four>::zeroed();
+    if comptime!(t.columns) {
+        four = shared_load_four(stats + comptime!(eight as u32 * t.stats_eight));
+    }
+    four
+}
+
+/// `p = exp2(s · log2_scale − lse)`, of the `blocks` that are kept. The stats of columns are at `stats`.
+#[cube]
+pub fn weights_of<S: Size>(
+    s: Vector<f32, S>,
+    of_rows: &RowStats,
+    stats: u32,
+    blocks: u32,
+    numbers: &ScoreScalars,
+    #[comptime] t: WeightShape,
+) -> Vector<f32, S> {
+    let mut p = Vector::<f32, S>::zeroed();
+    #[unroll]
+    for eight in 0..comptime!(t.cols / 8) {
+        let four = column_stats(stats, eight, t);
+        #[unroll]
+        for i in 0..4usize {
+            let at = comptime!(4 * eight + i);
+            let mut lse = if comptime!(i < 2) {
+                of_rows.lse0
+            } else {
+                of_rows.lse1
+            };
+            if comptime!(t.columns) {
+                lse = four.extract(comptime!(i % 2 * 2));
+            }
+            let mut less = -lse;
+            if comptime!(t.bits.is_some()) {
+                let its = keeps(blocks, comptime!(eight / t.bits.unwrap().eights()));
+                less = select(its, less, f32::new(f32::NEG_INFINITY));
+            }
+            p.insert(
+                at,
+                exp2(multiply_add(s.extract(at), numbers.log2_scale, less)),
+            );
+        }
+    }
+    p
+}
+
+/// `ds = p ∘ (dp − delta)`, with dropout of the `kept` pairs, the weights being `packed` where the shape says so.
+#[cube]
+pub fn gradients_of_scores<S: Size, P: Size>(
+    dp_in: Vector<f32, S>,
+    p: &Vector<f32, S>,
+    packed: &Vector<u32, P>,
+    of_rows: &RowStats,
+    stats: u32,
+    kept: &Array<u32>,
+    args: &ComptimeOption<PairArgs>,
+    #[comptime] t: WeightShape,
+) -> Vector<f32, S> {
+    let mut ds = dp_in;
+    #[unroll]
+    for eight in 0..comptime!(t.cols / 8) {
+        let four = column_stats(stats, eight, t);
+        #[unroll]
+        for i in 0..4usize {
+            let at = comptime!(4 * eight + i);
+            let mut delta = if comptime!(i < 2) {
+                of_rows.delta0
+            } else {
+                of_rows.delta1
+            };
+            if comptime!(t.columns) {
+                delta = four.extract(comptime!(i % 2 * 2 + 1));
+            }
+            let weight = if comptime!(t.packed) {
+                let two = packed.extract(comptime!(at / 2));
+                unpack(two, comptime!(at % 2 == 1), t.half)
+            } else {
+                p.extract(at)
+            };
+            let dp = drop_gradient(ds.extract(at), delta, kept, args, at, t.options);
+            ds.insert(at, weight * dp);
+        }
+    }
+    ds
+}

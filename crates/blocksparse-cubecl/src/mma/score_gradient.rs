@@ -1,0 +1,153 @@
+//! Weights of a step made again, `p = exp2(s · log2_scale − lse)`, and the gradients of its scores, `ds = p ∘ (dp − delta)`.
+
+use cubecl::prelude::*;
+
+use super::dropout::if_kept;
+use super::tile::*;
+use crate::arch::sm80::*;
+use crate::shared::addressing::Four;
+use crate::shared::own_rows::own_place;
+
+/// lse and delta of the queries of a step: of the unit's rows, or in a loop over columns in shared memory.
+#[derive(CubeType)]
+pub struct QueryStats {
+    lse: Array<f32>,
+    delta: Array<f32>,
+}
+
+/// Those of the unit's rows, if they are queries; `first_place` is the head's in the stats.
+#[cube]
+pub fn row_stats(
+    stats: &[f32],
+    plan: &[u32],
+    rows: u32,
+    first_row: u32,
+    first_place: u32,
+    pitch: u32,
+    #[comptime] columns: bool,
+    #[comptime] t: Tile,
+) -> QueryStats {
+    let count = comptime!(2 * t.warp_tiles);
+    let mut lse = Array::<f32>::new(count);
+    let mut delta = Array::<f32>::new(count);
+    #[unroll]
+    for i in 0..count {
+        lse[i] = f32::new(0.0);
+        delta[i] = f32::new(0.0);
+        if comptime!(!columns) {
+            let row = first_row + comptime!(i as u32 * ROW_PAIR);
+            let place = own_place(plan, rows, row, comptime!(t.own_shape()));
+            if place < pitch {
+                let at = (first_place + place) as usize * 2;
+                lse[i] = stats[at];
+                delta[i] = stats[at + 1];
+            }
+        }
+    }
+    QueryStats { lse, delta }
+}
+
+/// lse and delta of the unit's two columns of the `n`-th eight, one after the other.
+#[cube]
+fn column_stats(stats: u32, #[comptime] n: usize, #[comptime] columns: bool) -> Vector<f32, Four> {
+    let mut four = Vector::<f32, Four>::zeroed();
+    if comptime!(columns) {
+        four = shared_load_four(stats + comptime!(n as u32 * 64));
+    }
+    four
+}
+
+/// The slopes of the softcap, `1 − (s / softcap)²`, where scores are capped.
+#[cube]
+pub fn cap_slopes(
+    s: &Array<Vector<f32, Four>>,
+    softcap: f32,
+    #[comptime] t: Tile,
+) -> Array<Vector<f32, Four>> {
+    let fours = comptime!(t.warp_tiles * t.eights());
+    let mut slopes =
+        Array::<Vector<f32, Four>>::new(comptime!(if t.score.softcap { fours } else { 1 }));
+    if comptime!(t.score.softcap) {
+        let inverse = Vector::new(reciprocal(softcap));
+        #[unroll]
+        for n in 0..fours {
+            let ratio = s[n] * inverse;
+            slopes[n] = Vector::new(1.0f32) - ratio * ratio;
+        }
+    }
+    slopes
+}
+
+/// Makes weights of scores. The stats of a step's columns are at `stats`.
+#[cube]
+pub fn weigh(
+    s: &mut Array<Vector<f32, Four>>,
+    of_rows: &QueryStats,
+    stats: u32,
+    log2_scale: f32,
+    #[comptime] columns: bool,
+    #[comptime] t: Tile,
+) {
+    let eights = comptime!(t.eights());
+    #[unroll]
+    for n in 0..eights {
+        let of_columns = column_stats(stats, n, columns);
+        #[unroll]
+        for m in 0..comptime!(t.warp_tiles) {
+            let at = comptime!(m * eights + n);
+            let mut four = s[at];
+            #[unroll]
+            for i in 0..4usize {
+                let mut log = of_rows.lse[comptime!(2 * m + i / 2)];
+                if comptime!(columns) {
+                    log = of_columns.extract(comptime!(i % 2 * 2));
+                }
+                let power = multiply_add(four.extract(i), log2_scale, -log);
+                four.insert(i, exp2(power));
+            }
+            s[at] = four;
+        }
+    }
+}
+
+/// Makes gradients of scores of those of weights `p`, with dropout of the `kept` ones; those of a bias are without the softcap's slopes.
+#[cube]
+pub fn gradients_of_scores(
+    dp: &mut Array<Vector<f32, Four>>,
+    p: &Array<Vector<f32, Four>>,
+    of_rows: &QueryStats,
+    stats: u32,
+    kept: &Array<u32>,
+    dropout_factor: f32,
+    slopes: &Array<Vector<f32, Four>>,
+    #[comptime] columns: bool,
+    #[comptime] t: Tile,
+) {
+    let eights = comptime!(t.eights());
+    #[unroll]
+    for n in 0..eights {
+        let of_columns = column_stats(stats, n, columns);
+        #[unroll]
+        for m in 0..comptime!(t.warp_tiles) {
+            let at = comptime!(m * eights + n);
+            let mut four = dp[at];
+            let p = p[at];
+            #[unroll]
+            for i in 0..4usize {
+                let mut delta = of_rows.delta[comptime!(2 * m + i / 2)];
+                if comptime!(columns) {
+                    delta = of_columns.extract(comptime!(i % 2 * 2 + 1));
+                }
+                let mut by_weight = four.extract(i);
+                if comptime!(t.score.dropout) {
+                    by_weight = if_kept(by_weight * dropout_factor, kept, m, n, i, t);
+                }
+                four.insert(i, p.extract(i) * (by_weight - delta));
+            }
+            if comptime!(t.score.softcap && !t.bias_gradient) {
+                four *= slopes[at];
+            }
+            dp[at] = four;
+        }
+    }
+}

@@ -1,0 +1,200 @@
+//! The online softmax of a unit's rows: what the forward kernel has in registers, and how it becomes rows of the outputs.
+
+use cubecl::prelude::*;
+
+use super::gather::load_four;
+use super::product::*;
+use super::tile::*;
+use crate::shared::addressing::*;
+use crate::shared::score::{LOW, LOWEST_MAX};
+
+/// Of each of the unit's rows.
+#[derive(CubeType)]
+pub struct Softmax<A: Float> {
+    /// The largest score of the steps so far; once rows are stored the lse, or 0 in a row without keys,
+    pub m: Array<A>,
+    /// the sum of weights over the unit's columns,
+    l: Array<A>,
+    /// and the unit's fours of the weighted sum of values.
+    pub o: Array<Vector<A, Four>>,
+    /// The largest score, where it is written.
+    top: Array<A>,
+}
+
+#[cube]
+impl<A: Float> Softmax<A> {
+    /// Of no step.
+    pub fn begin(#[comptime] t: Tile) -> Softmax<A> {
+        let rows = comptime!(t.unit_rows);
+        let fours = comptime!(rows * t.unit_fours(t.value_dim));
+        let mut m = Array::<A>::new(rows);
+        let mut l = Array::<A>::new(rows);
+        let mut o = Array::<Vector<A, Four>>::new(fours);
+        #[unroll]
+        for i in 0..rows {
+            m[i] = A::new(LOWEST_MAX);
+            l[i] = A::new(0.0);
+        }
+        #[unroll]
+        for i in 0..fours {
+            o[i] = Vector::<A, Four>::zeroed();
+        }
+        let tops = comptime!(if t.max_scores { rows } else { 0 });
+        let mut top = Array::<A>::new(comptime!(tops.max(1)));
+        #[unroll]
+        for i in 0..tops {
+            top[i] = A::new(LOWEST_MAX);
+        }
+        Softmax::<A> { m, l, o, top }
+    }
+
+    /// Carries on from what an earlier part of the pattern left in the outputs: a finished part is a row of the softmax with maximum lse and
+    /// sum 1. All is asked for at once, beyond the end of the sequence for its last row.
+    pub fn carry_on<E: Float, N: Size>(
+        &mut self,
+        outputs: &ForwardOutputs<Vector<E, N>, A>,
+        own: &UnitRows,
+        unit: &Unit,
+        #[comptime] t: Tile,
+    ) {
+        let rows = comptime!(t.unit_rows);
+        let unit_fours = comptime!(t.unit_fours(t.value_dim));
+        let width = N::value();
+        let mut logs = Array::<A>::new(rows);
+        #[unroll]
+        for i in 0..rows {
+            let row = own.span.first + i * own.span.step;
+            let at = own.first + row.min(own.len - 1);
+            logs[i] = select(row < own.len, outputs.lse[at], A::new(LOW));
+            #[unroll]
+            for f in 0..unit_fours {
+                self.o[comptime!(i * unit_fours + f)] = load_four::<E, A, N>(
+                    &outputs.out[..],
+                    at * comptime!(t.value_dim / width),
+                    unit.x + comptime!(f * t.units_x),
+                    comptime!(t.value_dim),
+                );
+            }
+        }
+        #[unroll]
+        for i in 0..rows {
+            let kept = logs[i] > A::new(LOWEST_MAX);
+            self.m[i] = select(kept, logs[i], self.m[i]);
+            // l is a sum over the units of a row.
+            self.l[i] = select(kept && unit.x == 0, A::new(1.0), A::new(0.0));
+            #[unroll]
+            for f in 0..unit_fours {
+                if !kept {
+                    self.o[comptime!(i * unit_fours + f)] = Vector::<A, Four>::zeroed();
+                }
+            }
+        }
+    }
+
+    /// With the scores of a step, whose weights go to shared memory, with dropout times the factors of what is kept.
+    pub fn step(
+        &mut self,
+        s: &Array<A>,
+        kept: &Array<A>,
+        p_tile: &mut Shared<[Vector<A, Four>]>,
+        scratch: &mut Shared<[A]>,
+        unit: &Unit,
+        #[comptime] t: Tile,
+    ) {
+        let rows = comptime!(t.unit_rows);
+        let unit_fours = comptime!(t.unit_fours(t.value_dim));
+        let mut largest = Array::<A>::new(rows);
+        #[unroll]
+        for i in 0..rows {
+            let a = s[comptime!(4 * i)].max(s[comptime!(4 * i + 1)]);
+            let b = s[comptime!(4 * i + 2)].max(s[comptime!(4 * i + 3)]);
+            largest[i] = a.max(b);
+        }
+        reduce_rows(&mut largest, scratch, unit, true, t);
+        if comptime!(t.max_scores) {
+            #[unroll]
+            for i in 0..rows {
+                self.top[i] = self.top[i].max(largest[i]);
+            }
+        }
+        #[unroll]
+        for i in 0..rows {
+            let next = self.m[i].max(largest[i]);
+            let shrink = (self.m[i] - next).exp();
+            self.m[i] = next;
+            let mut p = Vector::<A, Four>::zeroed();
+            #[unroll]
+            for j in 0..4usize {
+                p.insert(j, (s[comptime!(4 * i + j)] - next).exp());
+            }
+            self.l[i] = self.l[i] * shrink
+                + (p.extract(0usize) + p.extract(1usize) + (p.extract(2usize) + p.extract(3usize)));
+            #[unroll]
+            for f in 0..unit_fours {
+                self.o[comptime!(i * unit_fours + f)] *= Vector::new(shrink);
+            }
+            if comptime!(t.score.dropout) {
+                #[unroll]
+                for j in 0..4usize {
+                    p.insert(j, p.extract(j) * kept[comptime!(4 * i + j)]);
+                }
+            }
+            p_tile[(unit.y * rows + i) * comptime!(t.weight_pitch()) + unit.x] = p;
+        }
+    }
+
+    /// Writes the rows.
+    pub fn store<E: Float, N: Size>(
+        &mut self,
+        outputs: &mut ForwardOutputs<Vector<E, N>, A>,
+        own: &UnitRows,
+        neg_infinity: &InputScalar,
+        scratch: &mut Shared<[A]>,
+        unit: &Unit,
+        #[comptime] t: Tile,
+    ) {
+        let rows = comptime!(t.unit_rows);
+        let dim = comptime!(t.value_dim);
+        let width = N::value();
+        reduce_rows(&mut self.l, scratch, unit, false, t);
+        #[unroll]
+        for i in 0..rows {
+            let row = own.span.first + i * own.span.step;
+            let at = own.first + row;
+            let mut inverse = A::new(0.0);
+            let mut log = neg_infinity.get::<A>();
+            if self.l[i] > A::new(0.0) {
+                inverse = A::new(1.0) / self.l[i];
+                log = self.m[i] + self.l[i].ln();
+            }
+            if row < own.len {
+                let target = at * comptime!(dim / width);
+                store_row::<E, A, N>(
+                    &mut outputs.out[..],
+                    target,
+                    &self.o,
+                    inverse,
+                    unit,
+                    i,
+                    dim,
+                    t,
+                );
+                if unit.x == 0 {
+                    outputs.lse[at] = log;
+                    if comptime!(t.max_scores) {
+                        let max_scores = outputs.max_scores.as_mut().unwrap();
+                        let mut most = self.top[i];
+                        if comptime!(t.carry) {
+                            most = most.max(max_scores[at]);
+                        }
+                        // Where there are no keys, and none in the parts before.
+                        let none = most <= A::new(LOWEST_MAX);
+                        max_scores[at] = select(none, neg_infinity.get::<A>(), most);
+                    }
+                }
+            }
+            // For weights `exp(s − log)`, which are 0 in rows without keys since all is masked there.
+            self.m[i] = select(self.l[i] > A::new(0.0), log, A::new(0.0));
+        }
+    }
+}
