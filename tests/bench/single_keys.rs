@@ -22,7 +22,66 @@ pub const DSA: [DsaSizes; 5] = [
     ([1, 65_536, 2048], [16, 128], [64, 128], DType::BF16, false),
 ];
 
+/// Blocks that are chosen first, and keys of each (HISA: Xu et al., 2026).
+const BLOCKS: [usize; 2] = [64, 128];
+
+/// Queries at the end whose choices in blocks are compared with those without.
+const COMPARED: usize = 1024;
+
+/// The share of the keys of the last queries that they also choose in blocks.
+fn recall([all, in_blocks]: [&Dsa; 2], index: &DsaIndex) -> f64 {
+    let [all, found] = [all, in_blocks].map(|dsa| {
+        let lists = dsa.choose(index).expect("shapes fit");
+        let keys = lists.keys();
+        let [_, _, n, most] = keys.dims();
+        let last = keys.clone().slice_dim(2, n.saturating_sub(COMPARED)..n);
+        let keys: Vec<i32> = last.into_data().iter().collect();
+        (keys, most)
+    });
+    let rows = all.0.chunks(all.1).zip(found.0.chunks(found.1));
+    let both = |(all, found): (&[i32], &[i32])| {
+        let is_found = |key: &&i32| found.binary_search(key).is_ok();
+        all.iter().filter(is_found).count()
+    };
+    rows.map(both).sum::<usize>() as f64 / all.0.len() as f64
+}
+
 impl Bench<'_> {
+    /// The same choice in fp8 and in blocks, and which of its keys are also chosen in blocks: of keys that have shares of their numbers in common with the 63
+    /// others of a stretch.
+    fn dsa_in_blocks(&mut self, dsa: &Dsa, index: &DsaIndex, name: impl Fn(&str) -> String) {
+        const STRETCH: usize = 64;
+        let [blocks, block] = BLOCKS;
+        let in_blocks = dsa.with_blocks(blocks, block).expect("enough blocks");
+        let rounded = index.clone().in_fp8().expect("a width of fp8");
+        self.time(&name("choice in fp8"), || dsa.choose(&rounded));
+        self.time(&name("choice in blocks"), || in_blocks.choose(index));
+        self.time(&name("choice in blocks, in fp8"), || {
+            in_blocks.choose(&rounded)
+        });
+        let [_, _, n, width] = index.k.dims();
+        let what = name("recall in blocks");
+        if !self.only.split('|').any(|part| what.contains(part)) || n % STRETCH > 0 {
+            return;
+        }
+        for alike in [0.0, 0.5, 0.8, 0.95f64] {
+            let normal = |rows: usize| {
+                let distribution = Distribution::Normal(0.0, 1.0);
+                Tensor::<4>::random([1, rows, n / rows, width], distribution, &self.device)
+            };
+            let own = normal(1).mul_scalar((1.0 - alike).sqrt());
+            let own = own.reshape([1, n / STRETCH, STRETCH, width]);
+            let shared = normal(STRETCH).slice_dim(1, 0..1).swap_dims(1, 2);
+            let keys = own + shared.mul_scalar(alike.sqrt());
+            let keys = keys.reshape([1, 1, n, width]).cast(index.q.dtype());
+            let [q, weights] = [index.q.clone(), index.weights.clone().unsqueeze_dim(3)]
+                .map(|x| x.without_autodiff());
+            let index = DsaIndex::new(q, keys, weights.squeeze_dim(3)).expect("shapes fit");
+            let recall = recall([dsa, &in_blocks], &index);
+            println!("{what:<64} {recall:.4} where neighbours have {alike} in common");
+        }
+    }
+
     /// An indexer's choices, and its losses with their gradients; and TFLOP/s of the operations that they need: products of the pairs that are seen or chosen, and
     /// dense attention's.
     pub fn dsa(&mut self, sizes: DsaSizes) {
@@ -60,6 +119,9 @@ impl Bench<'_> {
             |flops: f64, seconds: f64| println!("{:>64} {:.1} TFLOP/s", "", flops / seconds / 1e12);
         let seconds = self.time(&name("choice"), || dsa.choose(&index));
         rate(all / 3.0, seconds);
+        if batch == 1 && n > BLOCKS[0] * BLOCKS[1] {
+            self.dsa_in_blocks(&dsa, &index, name);
+        }
         if !losses {
             return;
         }

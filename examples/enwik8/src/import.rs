@@ -23,6 +23,7 @@ use crate::{device, model};
   enwik8 import --weights exported/model.safetensors --like runs/tiny --run runs/imported
   enwik8 import --weights dense/model.bpk --attention dsa:32,8,4,16 --indexer-warmup 200 \\
     --run runs/dsa
+  enwik8 import --weights dense/model.bpk --attention dsa:32,8,4,16,blocks=4x16 --run runs/blocks
   enwik8 eval --checkpoint runs/imported
   enwik8 train --resume --run runs/imported
 

@@ -119,22 +119,83 @@ impl Problem {
 
     /// The scores of a query.
     pub fn scores(&self, query: usize) -> Vec<f64> {
-        let ([q, k, weights], width) = (&self.index, self.index_dim);
+        let keys = self.index[1].chunks(self.index_dim);
+        keys.map(|key| self.score(query, key)).collect()
+    }
+
+    /// The score that a query gives a key.
+    fn score(&self, query: usize, key: &[f64]) -> f64 {
+        let ([q, _, weights], width) = (&self.index, self.index_dim);
         let scale = 1.0 / ((self.index_heads * width) as f64).sqrt();
-        let score = |key: usize| -> f64 {
-            let of_head = |head: usize| {
-                let row = head * self.seq[0] + query;
-                let (q, k) = (&q[row * width..][..width], &k[key * width..][..width]);
-                weights[row] * dot(q, k).max(0.0)
-            };
-            scale * (0..self.index_heads).map(of_head).sum::<f64>()
+        let of_head = |head: usize| {
+            let row = head * self.seq[0] + query;
+            weights[row] * dot(&q[row * width..][..width], key).max(0.0)
         };
-        (0..self.seq[1]).map(score).collect()
+        scale * (0..self.index_heads).map(of_head).sum::<f64>()
+    }
+
+    /// The scores of blocks, by the means of their keys as a dtype has them.
+    pub fn block_scores(&self, query: usize, block: usize, dtype: DType) -> Vec<f64> {
+        let score = |keys: &[f64]| {
+            let rows = keys.chunks(self.index_dim);
+            let mut mean = vec![0.0; self.index_dim];
+            let count = rows.len() as f64;
+            for row in rows {
+                mean.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
+            }
+            mean.iter_mut().for_each(|sum| *sum /= count);
+            round_to(&mut mean, dtype);
+            self.score(query, &mean)
+        };
+        let blocks = self.index[1].chunks(block * self.index_dim);
+        blocks.map(score).collect()
+    }
+
+    /// The keys that a query chooses in two stages, and by how much the last block and the last key are above the next.
+    pub fn choice_in_blocks(
+        &self,
+        query: usize,
+        [keep, near]: [usize; 2],
+        [blocks, block]: [usize; 2],
+        dtype: DType,
+    ) -> (Vec<usize>, f64) {
+        let position = self.position(query);
+        let own = position / block;
+        let local = match near {
+            0 | 1 => 1,
+            _ => 1 + (near - 1).div_ceil(block),
+        };
+        let scores = self.block_scores(query, block, dtype);
+        let number = |at: usize| match at == 0 || at + local > own {
+            true => f64::INFINITY,
+            false => scores[at],
+        };
+        let order = by_falling_score(0..=own, number);
+        let (taken, rest) = order.split_at(blocks.min(order.len()));
+        let of_blocks = match rest.first() {
+            Some(&next) => number(taken[blocks - 1]) - number(next),
+            None => f64::INFINITY,
+        };
+        let keys = (0..=position).filter(|key| taken.contains(&(key / block)));
+        let scores = self.scores(query);
+        let (chosen, of_keys) = self.choice_among(keys, &scores, query, keep, near);
+        (chosen, of_blocks.min(of_keys))
     }
 
     /// The keys that a query chooses by scores, and by how much the last of them is above the next.
     pub fn choice_by(
         &self,
+        scores: &[f64],
+        query: usize,
+        keep: usize,
+        near: usize,
+    ) -> (Vec<usize>, f64) {
+        self.choice_among(0..=self.position(query), scores, query, keep, near)
+    }
+
+    fn choice_among(
+        &self,
+        keys: impl Iterator<Item = usize>,
         scores: &[f64],
         query: usize,
         keep: usize,
@@ -146,7 +207,7 @@ impl Problem {
             true => f64::INFINITY,
             false => scores[key],
         };
-        let order = by_falling_score(0..=position, number);
+        let order = by_falling_score(keys, number);
         let kept = keep.min(order.len());
         let gap = match order.get(kept) {
             Some(&next) => number(order[kept - 1]) - number(next),

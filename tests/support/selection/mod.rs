@@ -2,6 +2,7 @@
 
 pub mod choices;
 pub mod dsa;
+pub mod dsa_blocks;
 pub mod dsa_fp8;
 pub mod dsa_pages;
 pub mod goldens;

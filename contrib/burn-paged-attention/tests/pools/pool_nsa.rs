@@ -19,7 +19,7 @@ use crate::texts::{
 
 /// One block of seven beside the forced ones, with all kinds of compression and of sharing; a window that pages do not fit; compressed blocks that do not
 /// overlap, and that overlap fourfold; none that are chosen, and no window. The last ones have an indexer, of single keys or of blocks.
-const TEXTS: [&str; 8] = [
+const TEXTS: [&str; 9] = [
     "nsa:8,4,16,4,10",
     "nsa:16,4,16,5,40,mlp,shared",
     "nsa:8,8,16,4,24,shared",
@@ -28,6 +28,7 @@ const TEXTS: [&str; 8] = [
     "dsa:20,3,3,8,fp8",
     "msa:16,3,8",
     "msa:32,2,8",
+    "dsa:20,3,3,8,blocks=3x8",
 ];
 
 fn model(text: &str, kv_heads: usize, device: &Device) -> SparseTransformer {
@@ -52,7 +53,7 @@ fn model_of(
 
 #[rstest]
 fn tokens_one_by_one_are_those_of_the_whole(
-    #[values(0, 1, 2, 3, 4, 5, 6, 7)] text: usize,
+    #[values(0, 1, 2, 3, 4, 5, 6, 7, 8)] text: usize,
     #[values(1, 4)] kv_heads: usize,
 ) {
     for device in devices() {
@@ -89,7 +90,7 @@ fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
 
 /// Prompts that end around strides, blocks and pages, in one call; some sequences begin without one.
 #[rstest]
-fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5, 6, 7)] text: usize) {
+fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5, 6, 7, 8)] text: usize) {
     let device = Device::flex();
     let _guard = seed(&device, 22);
     let model = model(TEXTS[text], 2, &device);

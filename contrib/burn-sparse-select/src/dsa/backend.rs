@@ -1,5 +1,6 @@
 //! An indexer's scores and losses on CubeCL devices.
 
+use crate::kernels::indexer as kernels;
 use crate::kernels::indexer::{
     Compared, IndexerGradients, KeyBytes, PairInputs, PairSizes, PairSum, TopKKeys, by_keys,
     by_queries, check, check_rounding, compare, key_bytes, key_parts, pair_sums, round_rows,
@@ -23,6 +24,9 @@ use burn_blocksparse::internal::cube::{
     empty, integers, launched, readable, typed, uses_reference,
 };
 
+/// Numbers that rows begin at multiples of, of half precision.
+const ALIGNMENT: usize = 8;
+
 /// Returns whether kernels take pairs of such sizes and of elements of a type on a device.
 pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) -> bool {
     let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
@@ -33,6 +37,19 @@ pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) ->
 /// Returns whether a kernel of their own selects the keys of scores.
 pub(crate) fn has_top_k(device: &CubeDevice) -> bool {
     RadixTile::new(&device.client(), usize::MAX >> 1).is_ok()
+}
+
+/// Returns whether a kernel makes the scores of blocks of so many keys that queries list, so many queries of one batch entry at a time.
+pub(crate) fn has_block_sums(
+    device: &CubeDevice,
+    dtype: DType,
+    sizes: &PairSizes,
+    block: usize,
+) -> bool {
+    let is_half = matches!(dtype, DType::F16 | DType::BF16);
+    let (client, element) = (device.client(), || dtype_to_elem_type(dtype));
+    let sizes = PairSizes { batch: 1, ..*sizes };
+    is_half && !uses_reference() && kernels::has_block_sums(&client, element(), &sizes, block)
 }
 
 /// Returns whether a kernel rounds rows of such a width.
@@ -235,9 +252,72 @@ impl IndexerOps for CubeBackend {
         places
     }
 
+    fn indexer_block_choice(
+        index: IndexInputs<Self>,
+        blocks: CubeTensor,
+        seen: CubeTensor,
+        block: usize,
+        call: IndexerChoice,
+    ) -> CubeTensor {
+        let [q, k] = [index.q, index.k].map(|x| readable(into_contiguous(x), ALIGNMENT));
+        let pairs = Pairs::new([q, k, index.weights]);
+        let [blocks, seen] = [blocks, seen].map(integers);
+        let [batch, seq_q, count] = blocks.meta.shape().dims();
+        let listed = count * block;
+        let step = (call.chunk_elements / listed).clamp(1, seq_q);
+        let scores = empty(&pairs.q, [step * listed], DType::F32);
+        let lists = empty(&pairs.q, [batch, seq_q, call.most], DType::I32);
+        let top_k = TopKKeys {
+            most: call.most,
+            near: call.near,
+            seen: Some(1),
+        };
+        let client = &pairs.q.client;
+        let behind = |of: &CubeTensor, numbers: usize| {
+            let bytes = numbers * of.dtype.size();
+            of.handle.clone().offset_start(bytes as u64)
+        };
+        let part = |of: &CubeTensor, entry: usize| {
+            let dims = of.meta.shape();
+            behind(of, entry % dims[0] * (dims.num_elements() / dims[0]))
+        };
+        for entry in 0..batch {
+            let of = [&pairs.q, &pairs.k, &pairs.of_rows, &lists, &seen];
+            let [q, k, of_rows, lists, seen] = of.map(|of| part(of, entry));
+            let inputs = PairInputs {
+                q: &q,
+                k: &k,
+                of_rows: &of_rows,
+                ..pairs.inputs(None, None)
+            };
+            for start in (0..seq_q).step_by(step) {
+                let rows = [start, step.min(seq_q - start)];
+                let sizes = PairSizes {
+                    batch: 1,
+                    ..pairs.sizes(rows, Some(listed))
+                };
+                let own = behind(&blocks, (entry * seq_q + start) * count);
+                let (own, out) = ((&own, block), &scores.handle);
+                let factor = pairs.factor();
+                launched(kernels::block_sums(
+                    client, &sizes, &inputs, own, factor, out,
+                ));
+                launched(top_k_keys(
+                    client,
+                    &sizes,
+                    &top_k,
+                    [out, &lists],
+                    Some(&seen),
+                ));
+            }
+        }
+        let dims = [batch * seq_q, call.most, count];
+        let [of, by] = [&lists.handle, &blocks.handle];
+        launched(kernels::keys_of_places(client, of, by, dims, block));
+        lists
+    }
+
     fn indexer_maxima(q: CubeTensor, k: CubeTensor, call: BlockMaxima) -> CubeTensor {
-        /// Numbers that rows begin at multiples of.
-        const ALIGNMENT: usize = 8;
         let [q, k] = [q, k].map(|x| readable(into_contiguous(x), ALIGNMENT));
         let dims @ [batch, heads, seq_q, width] = q.meta.shape().dims();
         let [_, _, seq_kv, _] = k.meta.shape().dims::<4>();

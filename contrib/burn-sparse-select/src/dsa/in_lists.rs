@@ -21,8 +21,9 @@ impl Dsa {
             let places = places.unsqueeze::<2>().expand([queries, listed]);
             return Ok(places.mask_fill(slots.clone().lower_elem(0), -1));
         }
+        // Means of blocks are of keys side by side.
         #[cfg(feature = "cube")]
-        {
+        if self.within.is_none_or(|of| listed <= of.keys()) {
             let picks = [self.keep, self.near];
             let places = crate::dsa::kernels::top_k_in_lists(index, picks, self.numbers);
             if let Some(places) = places {

@@ -8,7 +8,7 @@ use blocksparse::{HadamardFp8, LayoutShape, Pattern};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
-use crate::dsa::backend::{available, has_maxima, has_top_k, rounds};
+use crate::dsa::backend::{available, has_block_sums, has_maxima, has_top_k, rounds};
 use crate::dsa::found::{DsaTarget, Found};
 use crate::dsa::ops::{
     BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores,
@@ -23,6 +23,9 @@ use burn_blocksparse::{AttentionOptions, SparseAttentionCall};
 static DENSE: LazyLock<LayoutCache> = LazyLock::new(LayoutCache::default);
 /// Their blocks.
 const BLOCK: usize = 64;
+
+/// Queries that blocks are met by: of fewer there is more to launch than to multiply.
+const FEWEST_QUERIES: usize = 128;
 
 /// Queries and keys of one dtype: of different ones, f32.
 fn of_one_dtype([q, k]: [Tensor<4>; 2]) -> [Tensor<4>; 2] {
@@ -125,6 +128,39 @@ pub(crate) fn top_k(
     };
     let lists = <Dispatch as IndexerOps>::indexer_choice(inputs, seen, call);
     Some(Tensor::from_dispatch(lists))
+}
+
+/// The same among the keys of blocks that each query lists, `[batch, seq_q, blocks]`, of which it sees so many. `None` also where no kernel goes by blocks, or there
+/// are too few queries for it.
+pub(crate) fn top_k_in_blocks(
+    index: &DsaIndex,
+    (lists, seen): (&Tensor<3, Int>, &Tensor<2, Int>),
+    [most, near]: [usize; 2],
+    block: usize,
+    numbers: usize,
+) -> Option<Tensor<3, Int>> {
+    let index = Index::new(index);
+    let [_, seq_q, count] = lists.dims();
+    let listed = count * block;
+    let rows = [0, (numbers / listed).clamp(1, seq_q)];
+    let device = cube::of(&index.q.device())?;
+    let sizes = PairSizes::new(index.q.dims(), index.k.dims(), rows, Some(listed));
+    if seq_q < FEWEST_QUERIES
+        || !has_top_k(&device)
+        || !has_block_sums(&device, index.q.dtype(), &sizes, block)
+    {
+        return None;
+    }
+    let call = IndexerChoice {
+        most,
+        near,
+        chunk_elements: numbers,
+        in_fp8: false,
+    };
+    let [lists, seen] = [lists.clone().into_dispatch(), seen.clone().into_dispatch()];
+    let keys =
+        <Dispatch as IndexerOps>::indexer_block_choice(index.inputs(), lists, seen, block, call);
+    Some(Tensor::from_dispatch(keys))
 }
 
 /// The places of the `most` highest scores of queries, `[queries, most]`, ascending, −1 after the last, `near` of the last among them: of the keys in

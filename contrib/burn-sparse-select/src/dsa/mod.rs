@@ -8,11 +8,13 @@
 // found    what it is compared over, and a loss with its gradients
 // kernels  both where a device has kernels for them
 // in_lists choices among listed keys, for decoding
+// blocks   choices among the keys of blocks that are chosen first
 #[cfg(feature = "cube")]
 pub mod backend;
 #[cfg(feature = "cube")]
 pub mod ops;
 
+mod blocks;
 mod found;
 mod fp8;
 mod in_lists;
@@ -26,6 +28,7 @@ pub use blocksparse::{HADAMARD_WIDTHS, HadamardFp8};
 
 use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 
+use crate::dsa::blocks::Blocks;
 use crate::selection::key_lists::{TokenIndices, token_sparse_attention};
 use crate::selection::token_order::topk_rows;
 use burn_blocksparse::{AttentionOptions, OpError};
@@ -72,6 +75,8 @@ pub struct Dsa {
     keep: usize,
     near: usize,
     numbers: usize,
+    /// Blocks that are chosen first, if some are.
+    within: Option<Blocks>,
 }
 
 /// What adjacent queries choose in common, of indexers that have learned something: .80 to .95 in the four layers of a small model (docs/dev/selection-measurements.md).
@@ -91,6 +96,7 @@ impl Dsa {
             keep,
             near: 0,
             numbers: NUMBERS,
+            within: None,
         })
     }
 
@@ -98,10 +104,10 @@ impl Dsa {
     /// that begins without the nearest keys learns slowly. 0, as in the paper, is none.
     ///
     /// # Errors
-    /// [`OpError`] if it is more than are kept.
+    /// [`OpError`] if it is more than are kept, or the blocks of [`with_blocks`](Self::with_blocks) are too few for it.
     pub fn with_near(self, near: usize) -> Result<Self, OpError> {
         blocksparse::ensure! { OpError; near <= self.keep => "near", format!("at most keep, which is {}", self.keep), near; }
-        Ok(Self { near, ..self })
+        Self { near, ..self }.with_enough_blocks()
     }
 
     /// Sets the number of scores in memory at a time, rounded to whole queries. Default: 2²⁴. Fewer take longer.
@@ -148,6 +154,17 @@ impl Dsa {
         let [batch, _, seq_q, _] = index.q.dims();
         let seq_kv = index.seq_kv();
         let most = self.keep.min(seq_kv);
+        let device = index.q.device();
+        let up_to_own = || {
+            let seen = blocks::counted(seq_q, &device).add_scalar((seq_kv - seq_q + 1) as i32);
+            seen.reshape([1, seq_q])
+        };
+        if let Some(of) = self.within
+            && seq_kv > of.keys()
+        {
+            let seen = seen.unwrap_or_else(up_to_own);
+            return self.listed_in_blocks(&index, seen, of);
+        }
         #[cfg(feature = "cube")]
         if seq_kv > self.keep {
             let lists = kernels::top_k(&index, seen.as_ref(), [most, self.near], self.numbers);
@@ -156,12 +173,7 @@ impl Dsa {
             }
         }
         let in_order = seen.is_none();
-        let device = index.q.device();
-        let seen = seen.unwrap_or_else(|| {
-            let first = (seq_kv - seq_q) as i64;
-            let seen = first + 1..seq_kv as i64 + 1;
-            Tensor::<1, Int>::arange(seen, (&device, DType::I32)).reshape([1, seq_q])
-        });
+        let seen = seen.unwrap_or_else(up_to_own);
         let keys = Tensor::<1, Int>::arange(0..seq_kv as i64, (&device, DType::I32));
         let keys = keys.reshape([1, 1, seq_kv]);
         let seen = seen.unsqueeze_dim::<3>(2);

@@ -160,6 +160,20 @@ pub trait IndexerOps: Backend {
         call: IndexerChoice,
     ) -> IntTensor<Self>;
 
+    /// The same among the keys of blocks that each query lists, i32 `[batch, seq_q, blocks]`, ascending, −1 behind the last: of these keys it sees so many as `seen`,
+    /// `[batch or 1, seq_q]`, says. The keys themselves, i32 `[batch, seq_q, most]`. On devices alone that have a kernel for it.
+    #[fusion(
+        dtype = DType::I32,
+        shape = [index.q.shape[0], index.q.shape[2], call.most].into()
+    )]
+    fn indexer_block_choice(
+        #[extension_type] index: IndexInputs<Self>,
+        lists: IntTensor<Self>,
+        seen: IntTensor<Self>,
+        block: usize,
+        call: IndexerChoice,
+    ) -> IntTensor<Self>;
+
     /// The highest of the products of a query with the keys of each block, f32 `[batch, heads, rows, blocks]`: of `q` `[batch, heads, seq_q, width]` and `k`
     /// `[batch, 1, seq_kv, width]` of one type. NaN counts only where all are. On devices alone that have a kernel for it.
     #[fusion(dtype = DType::F32, shape = [q[0], q[1], call.rows[1], call.blocks].into())]

@@ -8,6 +8,16 @@ use burn::tensor::Tensor;
 use crate::dsa::kernels;
 use crate::dsa::scores::{DsaIndex, Scores, together};
 
+/// Whether kernels make the scores of an index, so many numbers at a time.
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub(super) fn has_kernels(index: &DsaIndex, numbers: usize) -> bool {
+    #[cfg(feature = "cube")]
+    let is_served = kernels::has_scores(index, numbers);
+    #[cfg(not(feature = "cube"))]
+    let is_served = false;
+    is_served
+}
+
 /// The scores of an index that is not on an autodiff device.
 pub(crate) struct Slabs<'a> {
     index: &'a DsaIndex,
@@ -19,10 +29,7 @@ pub(crate) struct Slabs<'a> {
 impl<'a> Slabs<'a> {
     /// With so many scores in memory at a time.
     pub fn new(index: &'a DsaIndex, numbers: usize) -> Self {
-        #[cfg(feature = "cube")]
-        let is_served = kernels::has_scores(index, numbers);
-        #[cfg(not(feature = "cube"))]
-        let is_served = false;
+        let is_served = has_kernels(index, numbers);
         Self {
             index,
             numbers,

@@ -45,7 +45,7 @@ impl ContentAttention {
         "routing:WINDOW[,CLUSTERS]  clusters of WINDOW similar tokens (Roy et al., 2021)",
         "lsh:BUCKET,ROUNDS[,dedup]  chunks of BUCKET tokens that hash alike (Kitaev et al., 2020)",
         "nsa[:BLOCK,STRIDE,SELECTED,KEEP,WINDOW][,mlp][,shared]  compressed blocks, KEEP blocks of SELECTED tokens and a window, in all heads (Yuan et al., 2025)",
-        "dsa[:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]]]  KEEP single keys, the NEAR last ones among them, by an indexer of HEADS heads in a precision (f32, bf16; default: the attention's), or rounded to fp8 for choosing, in all heads (DeepSeek-V3.2-Exp, 2025)",
+        "dsa[:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8][,blocks=COUNTxBLOCK]]]  KEEP single keys, the NEAR last ones among them, by an indexer of HEADS heads in a precision (f32, bf16; default: the attention's), or rounded to fp8 for choosing, of COUNT blocks that are chosen first, in all heads (DeepSeek-V3.2-Exp, 2025; HISA: Xu et al., 2026)",
         "msa[:BLOCK,KEEP[,WIDTH]]  KEEP blocks of BLOCK tokens, the own one among them, by an index branch of a width, in all heads (MiniMax, 2026)",
     ];
 
@@ -147,7 +147,7 @@ impl FromStr for ContentAttention {
             })
         };
         let found = read(text).ok_or_else(|| {
-            let expected = "routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared], dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]] or msa:BLOCK,KEEP[,WIDTH]";
+            let expected = "routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared], dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8][,blocks=COUNTxBLOCK]] or msa:BLOCK,KEEP[,WIDTH]";
             TransformerError::argument("content", expected, format!("{text:?}"))
         })?;
         found.validate()?;
@@ -164,7 +164,7 @@ mod tests {
         let texts = "
             routing:128 routing:64,8 lsh:64,4 lsh:32,1,dedup nsa:32,16,64,16,512 nsa:8,4,16,4,0,mlp
             nsa:8,4,16,4,32,shared nsa:8,4,16,4,32,mlp,shared dsa:64,8,4,32 dsa:64,8,4,32,f32 dsa:64,8,4,32,bf16
-            dsa:64,8,4,32,fp8 dsa:64,8,4,32,bf16,fp8 msa:64,8,32
+            dsa:64,8,4,32,fp8 dsa:64,8,4,32,bf16,fp8 dsa:64,8,4,32,blocks=4x16 dsa:64,8,4,32,bf16,fp8,blocks=9x8 msa:64,8,32
         ";
         for text in texts.split_whitespace() {
             let content: ContentAttention = text.parse().unwrap();
@@ -190,14 +190,15 @@ mod tests {
             routing routing: routing:x routing:8, routing:8,2,1 lsh:64 lsh:64,4,twice lsh:64,4,dedup, moba:8,2
             nsa: nsa:32 nsa:32,16,64,16,x nsa:32,16,64,16,-1 nsa:32,16,64,16,512,shared,mlp
             nsa:32,16,64,16,512,7 dsa: dsa:64 dsa:64,8,4 dsa:f32 dsa:64,8,f32 dsa:64,8,fp8
-            dsa:64,8,4,32,fp8,bf16 dsa:64,8,4,32,f16 dsa:64,x msa: msa:64 msa:64,8,x msa:64,8,32,2
+            dsa:64,8,4,32,fp8,bf16 dsa:64,8,4,32,f16 dsa:64,x dsa:64,8,blocks=4x16
+            dsa:64,8,4,32,blocks=4 dsa:64,8,4,32,blocks=x4 dsa:64,8,4,32,blocks=4x16,fp8 msa: msa:64 msa:64,8,x msa:64,8,32,2
         ";
         for text in texts.split_whitespace().chain([""]) {
             let error = text.parse::<ContentAttention>().unwrap_err().to_string();
             assert_eq!(
                 error,
                 format!(
-                    "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared], dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8]] or msa:BLOCK,KEEP[,WIDTH], got {text:?}"
+                    "content must be routing:WINDOW[,CLUSTERS], lsh:BUCKET,ROUNDS[,dedup], nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW[,mlp][,shared], dsa:KEEP,NEAR[,HEADS,WIDTH[,PRECISION][,fp8][,blocks=COUNTxBLOCK]] or msa:BLOCK,KEEP[,WIDTH], got {text:?}"
                 )
             );
         }
@@ -216,6 +217,10 @@ mod tests {
             ),
             ("dsa:4,5", "near must be at most keep, which is 4, got 5"),
             ("dsa:4,0,0,8", "index_heads must be at least 1, got 0"),
+            (
+                "dsa:64,8,4,32,blocks=3x16",
+                "blocks must be at least 4, the first, those of near keys and as many as have keep keys, got 3",
+            ),
             ("msa:64,0", "keep must be at least 1, the own block, got 0"),
             (
                 "msa:48,4",

@@ -13,7 +13,8 @@ use crate::{Precision, TransformerError};
 /// Configuration of [`DsaHeads`](super::DsaHeads). The defaults are the paper's (DeepSeek-V3.2-Exp, 2025, §2).
 ///
 /// As text, in [`ContentAttention`](crate::content::ContentAttention): `dsa`, `dsa:KEEP,NEAR` or `dsa:KEEP,NEAR,HEADS,WIDTH`, the latter two of the indexer; after
-/// these there may be its precision, as in `dsa:2048,0,64,128,f32`, and `fp8`, as in `dsa:2048,0,64,128,fp8`.
+/// these there may be its precision, as in `dsa:2048,0,64,128,f32`, `fp8`, as in `dsa:2048,0,64,128,fp8`, and what is chosen
+/// first, as in `dsa:2048,0,64,128,blocks=64x128`.
 #[derive(Config, Debug, PartialEq)]
 #[must_use = "a configuration does nothing until heads are made with it"]
 pub struct DsaHeadsConfig {
@@ -39,6 +40,12 @@ pub struct DsaHeadsConfig {
     /// whose scores GPUs of compute capability 9.0 make of products in fp8. It learns by those that are not rounded. Caches and pools keep rounded keys.
     #[config(default = false)]
     pub index_fp8: bool,
+    /// Blocks that a token chooses first, by the means of their keys, and among whose keys it then chooses (HISA: Xu et al., 2026); all keys, if there are none. The
+    /// paper has 64.
+    pub blocks: Option<usize>,
+    /// Keys of such a block.
+    #[config(default = 128)]
+    pub block: usize,
     /// True if kernels gather single keys by the lists where a device has them ([`DispatchMode::Auto`]).
     #[config(default = true)]
     pub gather_keys: bool,
@@ -48,9 +55,15 @@ impl DsaHeadsConfig {
     pub(crate) const NAME: &str = "dsa";
     /// What it ends with if it chooses in fp8.
     const FP8: &str = "fp8";
+    /// What blocks begin with.
+    const BLOCKS: &str = "blocks=";
 
     pub(crate) fn op(&self) -> Result<Dsa, TransformerError> {
-        Ok(Dsa::new(self.keep)?.with_near(self.near)?)
+        let op = Dsa::new(self.keep)?.with_near(self.near)?;
+        Ok(match self.blocks {
+            Some(blocks) => op.with_blocks(blocks, self.block)?,
+            None => op,
+        })
     }
 
     pub(crate) fn validate(&self) -> Result<(), TransformerError> {
@@ -79,6 +92,17 @@ impl DsaHeadsConfig {
     }
 
     pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
+        let blocks = arguments
+            .last()
+            .and_then(|last| last.strip_prefix(Self::BLOCKS));
+        let arguments = &arguments[..arguments.len() - usize::from(blocks.is_some())];
+        let blocks: Option<[usize; 2]> = match blocks {
+            Some(text) => {
+                let (blocks, block) = text.split_once('x')?;
+                Some([blocks.parse().ok()?, block.parse().ok()?])
+            }
+            None => None,
+        };
         let index_fp8 = arguments.last() == Some(&Self::FP8);
         let arguments = &arguments[..arguments.len() - usize::from(index_fp8)];
         let named = |text: &&str| (Precision::ALL.into_iter()).find(|one| one.name() == *text);
@@ -88,17 +112,19 @@ impl DsaHeadsConfig {
         let numbers: Result<Vec<usize>, _> = numbers.collect();
         let of = |keep, near| Self::new().with_keep(keep).with_near(near);
         let config = match numbers.ok()?[..] {
-            [keep, near] if precision.is_none() && !index_fp8 => of(keep, near),
+            [keep, near] if precision.is_none() && !index_fp8 && blocks.is_none() => of(keep, near),
             [keep, near, heads, width] => {
                 of(keep, near).with_index_heads(heads).with_index_dim(width)
             }
             _ => return None,
         };
-        Some(
-            config
-                .with_index_precision(precision)
-                .with_index_fp8(index_fp8),
-        )
+        let config = config
+            .with_index_precision(precision)
+            .with_index_fp8(index_fp8);
+        Some(match blocks {
+            Some([blocks, block]) => config.with_blocks(Some(blocks)).with_block(block),
+            None => config,
+        })
     }
 
     pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -109,14 +135,18 @@ impl DsaHeadsConfig {
             index_dim,
             index_precision,
             index_fp8,
+            blocks,
+            block,
             ..
         } = self;
         let name = Self::NAME;
         write!(f, "{name}:{keep},{near},{index_heads},{index_dim}")?;
         index_precision.map_or(Ok(()), |precision| write!(f, ",{precision}"))?;
-        match index_fp8 {
-            true => write!(f, ",{}", Self::FP8),
-            false => Ok(()),
+        if *index_fp8 {
+            write!(f, ",{}", Self::FP8)?;
         }
+        blocks.map_or(Ok(()), |blocks| {
+            write!(f, ",{}{blocks}x{block}", Self::BLOCKS)
+        })
     }
 }

@@ -169,9 +169,16 @@ impl Indexed for DsaHeads {
             index_dim,
             ..
         } = self.config;
-        match seq > keep {
-            true => 2 * (index_heads * index_dim) as u64 * seen(seq, seq),
-            false => 0,
-        }
+        let scores = match self.op.blocks() {
+            _ if seq <= keep => 0,
+            Some([blocks, block]) if seq > blocks.saturating_mul(block) => {
+                // Means of earlier blocks, and the keys of those that are chosen.
+                let of_query =
+                    |at: usize| at / block + (at / block).min(blocks - 1) * block + at % block + 1;
+                (0..seq).map(of_query).sum::<usize>() as u64
+            }
+            _ => seen(seq, seq),
+        };
+        2 * (index_heads * index_dim) as u64 * scores
     }
 }

@@ -69,6 +69,8 @@ fn decoding_gives_what_the_whole_gives() {
     for near in [0, 3] {
         let x = random([2, 24, 16], &device);
         assert_layer_decodes(&layer(5, near, &device), &x);
+        let in_blocks = heads(5, near).with_blocks(Some(3)).with_block(4);
+        assert_layer_decodes(&randomise(config(in_blocks).init(&device)), &x);
     }
 }
 

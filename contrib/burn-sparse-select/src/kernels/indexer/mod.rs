@@ -6,6 +6,7 @@
 //! pairs      what a call is of: queries of several heads with keys, all that are seen or those that are listed
 //! rows       rows of numbers in shared memory, and their products
 //! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
+//! blocks     the same of the keys of blocks that queries list, where warpgroups make them
 //! top_k      of each query the keys of the highest scores; in top_k_parts of few long rows, whose parts are cubes' own;
 //!            top_k_rows is what both have of a row
 //! compare    of each query how far the softmax of its scores is from the attention, and the gradient by the scores
@@ -26,6 +27,7 @@
 //! Products are made again where they are needed: of numbers for pairs only `x` and `t` are in memory, of some queries at a time. Every number has one writer
 //! and sums have a fixed order, so the same input gives the same bits on a device.
 
+mod blocks;
 mod compare;
 mod ending;
 mod gradients;
@@ -41,6 +43,7 @@ mod top_k_rows;
 mod wanted;
 mod warpgroups;
 
+pub use blocks::{block_sums, has_block_sums, keys_of_places};
 pub use compare::{Compared, compare, spread_listed};
 pub use gradients::{IndexerGradients, by_keys, by_queries, key_parts};
 pub use pairs::{KeyBytes, MOST_WIDTH, PairInputs, PairSizes, check};

@@ -109,6 +109,21 @@ pub(crate) fn no_totals() -> Totals {
     }
 }
 
+/// The sum of a query and a key: of the four lanes that have parts of those of two queries and two keys each gets one.
+#[cube]
+pub(crate) fn traded(first: Totals, second: Totals, lane: u32) -> f32 {
+    let is_second = lane % 4 >= 2;
+    let is_high = lane % 2 == 1;
+    // A lane keeps the sums of its own query, and gives those of the other away.
+    let mut low = select(is_second, second.low, first.low);
+    let mut high = select(is_second, second.high, first.high);
+    low += shuffle_xor(select(is_second, first.low, second.low), 2u32);
+    high += shuffle_xor(select(is_second, first.high, second.high), 2u32);
+    let mut sum = select(is_high, high, low);
+    sum += shuffle_xor(select(is_high, low, high), 1u32);
+    sum
+}
+
 /// Writes the sums of two queries, from `row` on, or of one: of the four lanes that have parts of them each those of a query and a key.
 #[cube]
 pub(crate) fn write_two(
@@ -123,14 +138,7 @@ pub(crate) fn write_two(
     #[comptime] of: HeadSums,
 ) {
     let is_second = keys.lane % 4 >= 2;
-    let is_high = keys.lane % 2 == 1;
-    // A lane keeps the sums of its own query, and gives those of the other away.
-    let mut low = select(is_second, second.low, first.low);
-    let mut high = select(is_second, second.high, first.high);
-    low += shuffle_xor(select(is_second, first.low, second.low), 2u32);
-    high += shuffle_xor(select(is_second, first.high, second.high), 2u32);
-    let mut sum = select(is_high, high, low);
-    sum += shuffle_xor(select(is_high, low, high), 1u32);
+    let mut sum = traded(first, second, keys.lane);
     sum *= keys.scale;
     let row = row + (keys.lane % 4 / 2) as usize;
     let column = keys.own();

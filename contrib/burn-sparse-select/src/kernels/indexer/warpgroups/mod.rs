@@ -9,14 +9,17 @@
 //! heads    what the heads of a query give a key, added up
 //! halves   of bf16 and f16
 //! bytes    of numbers of 8 bits
+//! blocks   of bf16 and f16, of the keys of blocks that queries list
 //! ```
 
 mod asm;
+mod blocks;
 mod bytes;
 mod halves;
 mod heads;
 mod order;
 
+pub(crate) use blocks::{BlockSums, PLACES, launch_blocks};
 pub(crate) use bytes::{ByteSums, launch_bytes};
 pub(crate) use halves::{GroupSums, launch};
 

@@ -36,7 +36,8 @@ impl Order {
     /// Of steps of so many queries; `all` says whether queries see all keys, or those up to their positions.
     pub fn new(sizes: &PairSizes, queries: usize, all: bool) -> Self {
         let [start, rows] = sizes.rows;
-        let position = start + sizes.seq[1] - sizes.seq[0];
+        // Queries that see all keys may be more than these.
+        let position = (start + sizes.seq[1]).saturating_sub(sizes.seq[0]);
         let tiles = sizes.columns().div_ceil(TILE_KEYS);
         let (tiles, whole) = match all {
             true => (tiles, tiles),

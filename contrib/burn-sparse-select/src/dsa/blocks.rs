@@ -1,0 +1,204 @@
+//! Choices in two stages: blocks of keys first, and single keys within them (HISA: Xu et al., 2026, arXiv 2603.28458).
+
+use burn::tensor::{DType, Device, Int, Tensor};
+use burn_blocksparse::OpError;
+
+use crate::dsa::Dsa;
+#[cfg(feature = "cube")]
+use crate::dsa::kernels;
+use crate::dsa::scores::{DsaIndex, DsaLists};
+use crate::dsa::slabs::has_kernels;
+use crate::selection::parts::padded;
+
+/// The blocks among whose keys a query chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Blocks {
+    pub count: usize,
+    /// Keys of each.
+    pub size: usize,
+}
+
+impl Blocks {
+    /// Keys of all of them.
+    pub fn keys(&self) -> usize {
+        self.count.saturating_mul(self.size)
+    }
+
+    /// A query's own block, and those before it that may have one of the keys near it.
+    fn local(&self, near: usize) -> usize {
+        1 + (near.max(1) - 1).div_ceil(self.size)
+    }
+}
+
+/// The numbers from 0 on, i32, of two short ranges: fusion makes one by sums, which on GPUs take the square of its length.
+pub(super) fn counted(count: usize, device: &Device) -> Tensor<1, Int> {
+    let width = count.isqrt().max(1);
+    let height = count.div_ceil(width);
+    let range = |count: usize| Tensor::<1, Int>::arange(0..count as i64, (device, DType::I32));
+    let rows = range(height).mul_scalar(width as i32).reshape([height, 1]);
+    let columns = range(width).reshape([1, width]);
+    let all = rows.expand([height, width]) + columns.expand([height, width]);
+    all.reshape([height * width]).slice_dim(0, 0..count)
+}
+
+impl Dsa {
+    /// The same in two stages (HISA: Xu et al., 2026), for sequences of more than `blocks` blocks of `block` keys. A query first chooses `blocks` blocks: the scores
+    /// are the indexer's, with the mean of a block's keys for a key. The first block and the query's own are always among them, and so are those of
+    /// [near](Self::with_near) keys. Then it chooses among the keys of these blocks, by the same scores as without. The paper has 64 blocks of 128 keys, for
+    /// models that were trained without.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_sparse_select::dsa::{Dsa, DsaIndex};
+    ///
+    /// let device = Device::flex();
+    /// let random = |heads, width| Tensor::<4>::random([1, heads, 256, width], Distribution::Default, &device);
+    /// let index = DsaIndex::new(random(2, 8), random(1, 8), random(2, 1).squeeze_dim(3))?;
+    /// // 12 keys of three blocks of 16.
+    /// let lists = Dsa::new(12)?.with_blocks(3, 16)?.choose(&index)?;
+    /// assert_eq!(lists.keys().dims(), [1, 1, 256, 12]);
+    /// # Ok::<(), burn_blocksparse::OpError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`OpError`] if `block` is 0, or there are fewer blocks than are always chosen, or than have as many keys as are kept.
+    pub fn with_blocks(self, blocks: usize, block: usize) -> Result<Self, OpError> {
+        OpError::ensure_positive("block", block)?;
+        let within = Some(Blocks {
+            count: blocks,
+            size: block,
+        });
+        Self { within, ..self }.with_enough_blocks()
+    }
+
+    /// How many blocks a query chooses first, and keys of each.
+    pub fn blocks(&self) -> Option<[usize; 2]> {
+        self.within.map(|of| [of.count, of.size])
+    }
+
+    pub(super) fn with_enough_blocks(self) -> Result<Self, OpError> {
+        if let Some(of) = self.within {
+            let least = (1 + of.local(self.near)).max(self.keep.div_ceil(of.size));
+            blocksparse::ensure! {
+                OpError;
+                of.count >= least =>
+                    "blocks", format!("at least {least}, the first, those of near keys and as many as have keep keys"), of.count;
+            }
+        }
+        Ok(self)
+    }
+
+    /// As [`listed`](Self::listed), of queries that see so many keys, `[batch or 1, seq_q]`.
+    pub(super) fn listed_in_blocks(
+        &self,
+        index: &DsaIndex,
+        seen: Tensor<2, Int>,
+        of: Blocks,
+    ) -> Result<Tensor<3, Int>, OpError> {
+        let [batch, _, seq_q, _] = index.q.dims();
+        let Blocks { count, size } = of;
+        let size = size as i32;
+        let own = seen.clone().sub_scalar(1).clamp_min(0).div_scalar(size);
+        let in_own = seen - own.clone().mul_scalar(size);
+        let one_stage = Self {
+            within: None,
+            ..*self
+        };
+        // The first block has no score, so a query sees as many of the others as its own block's number.
+        let first = Self {
+            keep: count - 1,
+            near: of.local(self.near),
+            ..one_stage
+        };
+        let others = first.listed(&index.means_behind_first(of.size), Some(own.clone()))?;
+        let none = others.clone().lower_elem(0);
+        let others = others.add_scalar(1).mask_fill(none, -1);
+        let first = Tensor::zeros([batch, seq_q, 1], (&index.q.device(), DType::I32));
+        let blocks = Tensor::cat(vec![first, others], 2);
+        // Of the keys of these blocks: its own is the last, and the others are whole.
+        let seen = own.clamp_max(count as i32 - 1).mul_scalar(size) + in_own;
+        #[cfg(feature = "cube")]
+        {
+            let (lists, picks) = ((&blocks, &seen), [self.keep, self.near]);
+            let keys = kernels::top_k_in_blocks(index, lists, picks, of.size, self.numbers);
+            if let Some(keys) = keys {
+                return Ok(keys);
+            }
+        }
+        one_stage.listed_among(index, blocks, seen, of)
+    }
+
+    /// The same among the keys of blocks that each query lists, i32 `[batch, seq_q, blocks]`, ascending, −1 behind the last; of these keys it sees so many.
+    fn listed_among(
+        &self,
+        index: &DsaIndex,
+        blocks: Tensor<3, Int>,
+        seen: Tensor<2, Int>,
+        of: Blocks,
+    ) -> Result<Tensor<3, Int>, OpError> {
+        let [batch, heads, seq_q, width] = index.q.dims();
+        let (seq_kv, listed, size) = (index.seq_kv(), of.keys(), of.size);
+        let device = index.q.device();
+        let numbers = |count: usize| counted(count, &device);
+        let entries = numbers(batch).mul_scalar(seq_kv as i32);
+        // Where no kernel reads keys where they are, they are copied for each query.
+        let each = match has_kernels(index, self.numbers) {
+            true => 1,
+            false => width,
+        };
+        let step = (self.numbers / (batch * listed * each)).clamp(1, seq_q);
+        let mut chosen = Vec::new();
+        for start in (0..seq_q).step_by(step) {
+            let rows = start..(start + step).min(seq_q);
+            let (count, all) = (rows.len(), batch * rows.len());
+            let wide = [batch, count, of.count, size];
+            let blocks = blocks.clone().slice_dim(1, rows.clone());
+            let blocks = blocks.mul_scalar(size as i32).unsqueeze_dim::<4>(3);
+            let keys = blocks.expand(wide) + numbers(size).reshape([1, 1, 1, size]).expand(wide);
+            let wide = [batch, count, listed];
+            let keys = keys.reshape(wide);
+            let seen = seen
+                .clone()
+                .slice_dim(1, rows.clone())
+                .expand([batch, count]);
+            let places = numbers(listed).reshape([1, 1, listed]).expand(wide);
+            let unseen = places.greater_equal(seen.clone().unsqueeze_dim::<3>(2).expand(wide));
+            let slots = keys.clone() + entries.clone().reshape([batch, 1, 1]).expand(wide);
+            let q = index.q.clone().slice_dim(2, rows.clone()).swap_dims(1, 2);
+            let weights = index.weights.clone().slice_dim(2, rows).swap_dims(1, 2);
+            let places = self.choose_in_lists(&DsaLists {
+                q: q.reshape([all, heads, width]),
+                weights: weights.reshape([all, heads]),
+                keys: index.k.clone().reshape([batch * seq_kv, width]),
+                slots: slots.mask_fill(unseen, -1).reshape([all, listed]),
+                seen: seen.reshape([all]),
+            })?;
+            let places = places.reshape([batch, count, self.keep]);
+            let none = places.clone().lower_elem(0);
+            let keys = keys.gather(2, places.clamp_min(0));
+            chosen.push(keys.mask_fill(none, -1));
+        }
+        Ok(Tensor::cat(chosen, 1))
+    }
+}
+
+impl DsaIndex {
+    /// The same with the means of blocks for keys, of all but the first. The last block may not be whole: who sees it does not choose it by its mean.
+    fn means_behind_first(&self, size: usize) -> Self {
+        let [batch, _, seq_kv, width] = self.k.dims();
+        let blocks = seq_kv.div_ceil(size);
+        let dtype = self.k.dtype();
+        let k = match dtype {
+            DType::F64 => self.k.clone(),
+            _ => self.k.clone().cast(DType::F32),
+        };
+        let k = padded(k.slice_dim(2, size..seq_kv), 2, [0, blocks * size - seq_kv]);
+        let k = k.reshape([batch, blocks - 1, size, width]).mean_dim(2);
+        Self {
+            k: k.reshape([batch, 1, blocks - 1, width]).cast(dtype),
+            // Means are not rounded.
+            in_fp8: false,
+            ..self.clone()
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! Scores of the keys of blocks that queries list: each block meets the queries that list it. On wgmma alone; others list the keys.
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::indexer::pairs::{PairInputs, PairSizes, check};
+use crate::kernels::indexer::wanted::{Epilogue, PairSum};
+use crate::kernels::indexer::warpgroups::{BlockSums, PLACES, launch_blocks};
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::on_device::{ListBuffers, ListSizes, list_queries};
+
+/// Units of a cube that names keys.
+const UNITS: usize = 256;
+
+/// Whether a device has a kernel for the scores of blocks of so many keys, of elements of a type.
+pub fn has_block_sums(client: &Client, element: ElemType, sizes: &PairSizes, block: usize) -> bool {
+    check(client, element, sizes).is_ok() && BlockSums::new(client, element, sizes, block).is_some()
+}
+
+/// [`pair_sums`](crate::kernels::indexer::pair_sums) of the queries of one batch entry that are computed with the keys of the blocks that each of them lists, i32
+/// `[rows, listed / block]`, below 0 behind the last: f32 `[rows, listed]`. Numbers of what is not listed are not written. Rows of inputs begin at multiples of 16
+/// bytes.
+///
+/// # Errors
+/// [`KernelError`] if there is no such kernel ([`has_block_sums`]), or there are more numbers than the device counts.
+pub fn block_sums(
+    client: &Client,
+    sizes: &PairSizes,
+    inputs: &PairInputs,
+    (lists, block): (&Handle, usize),
+    factor: f64,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    let Some(t) = BlockSums::new(client, inputs.element, sizes, block) else {
+        let dtype = "what tensor cores take for an indexer's blocks".into();
+        return Err(KernelError::Dtype { dtype });
+    };
+    let choices = sizes.rows[1] * (sizes.columns() / block);
+    let blocks = sizes.seq[1].div_ceil(block);
+    let tiles = (choices + (PLACES - 1) * blocks) / PLACES;
+    let made = |len: usize| client.empty(len * size_of::<i32>());
+    let (places, at_places, tile_blocks) = (made(choices), made(tiles * PLACES), made(tiles));
+    let buffers = ListBuffers {
+        places: &places,
+        choices: &at_places,
+        tile_blocks: &tile_blocks,
+    };
+    let list_sizes = ListSizes::new([1, choices, blocks], [tiles, PLACES]);
+    list_queries(client, &list_sizes, lists, &buffers)?;
+    let sum = PairSum::Scores {
+        factor,
+        near: 0,
+        all: true,
+    };
+    let epilogue = Epilogue::new(sizes, &sum);
+    let lists = ([&at_places, &tile_blocks], tiles);
+    launch_blocks(client, sizes, inputs, lists, epilogue, out, t)
+}
+
+/// Places in the keys of each row's blocks become those keys: `lists` i32 `[rows, most]`, `blocks` i32 `[rows, count]`.
+///
+/// # Errors
+/// [`KernelError`] if there are more numbers than the device counts.
+pub fn keys_of_places(
+    client: &Client,
+    lists: &Handle,
+    blocks: &Handle,
+    [rows, most, count]: [usize; 3],
+    block: usize,
+) -> Result<(), KernelError> {
+    let len = rows * most;
+    let address = address_of(client, len.max(rows * count))?;
+    // SAFETY: a unit below `len` reads and writes its own number, and reads a block of its row's list. The buffers have the lengths they say (see `buffer`).
+    unsafe {
+        name_keys::launch_unchecked(
+            client,
+            spread(client, len.div_ceil(UNITS) as u64)?,
+            CubeDim::new_1d(UNITS as u32),
+            address,
+            buffer(lists, len),
+            buffer(blocks, rows * count),
+            len,
+            most,
+            count,
+            block,
+        );
+    }
+    Ok(())
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn name_keys(
+    lists: &mut [i32],
+    blocks: &[i32],
+    len: usize,
+    most: usize,
+    count: usize,
+    block: usize,
+) {
+    let at = CUBE_POS * comptime!(UNITS) + UNIT_POS as usize;
+    if at < len {
+        let place = lists[at];
+        if place >= 0i32 {
+            let place = place as usize;
+            let its = blocks[at / most * count + place / block] as usize;
+            lists[at] = (its * block + place % block) as i32;
+        }
+    }
+}

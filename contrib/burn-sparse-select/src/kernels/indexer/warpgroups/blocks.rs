@@ -1,0 +1,377 @@
+//! Sums of bf16 and f16 over the keys of blocks that queries list. A cube has a block's keys; the queries that list it come by, wherever they are, and leave their
+//! sums where the block stands in their lists. Two cubes share a multiprocessor, so that one copies and adds up while the other multiplies.
+
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::kernels::indexer::ending::{Ending, finished};
+use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes};
+use crate::kernels::indexer::wanted::Epilogue;
+use crate::kernels::indexer::warpgroups::heads::{
+    HeadSums, Totals, no_totals, own_key, totals_of, traded,
+};
+use crate::kernels::indexer::warpgroups::{
+    COLUMNS, GROUP_KEYS, WARPGROUPS, WIDTH, is_served, is_taken,
+};
+use blocksparse_cubecl::arch::ptx::shared_load;
+use blocksparse_cubecl::arch::sm80::copy_word;
+use blocksparse_cubecl::arch::sm90::*;
+use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row, own_copies};
+use blocksparse_cubecl::args::{address_of, buffer, spread};
+use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::mma::tile::NOWHERE;
+use blocksparse_cubecl::tensor::half_of;
+use blocksparse_cubecl::tuning::Tuning;
+
+/// Places of a tile, which a cube has: queries that list its block.
+pub(crate) const PLACES: usize = 64;
+/// Steps that there is room for: one is multiplied, the next is on its way.
+const STAGES: usize = 2;
+
+/// What is compiled into the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct BlockSums {
+    half: Half,
+    of: HeadSums,
+    /// Keys of a block.
+    block: usize,
+}
+
+impl BlockSums {
+    /// How warpgroups make the scores of listed blocks of so many keys, if they do.
+    pub fn new(
+        client: &Client,
+        element: ElemType,
+        sizes: &PairSizes,
+        block: usize,
+    ) -> Option<Self> {
+        let all = PairSizes {
+            listed: None,
+            ..*sizes
+        };
+        let sizes_of_blocks = GROUP_KEYS..=WARPGROUPS * GROUP_KEYS;
+        let is_whole = block.is_power_of_two() && sizes_of_blocks.contains(&block);
+        let tuning = Tuning::or_default();
+        let is_left_out = tuning.tier.is_simt() || !tuning.pairs;
+        let found = Self {
+            half: half_of(element).ok()?,
+            of: HeadSums {
+                heads: sizes.heads[0],
+                is_weights: false,
+            },
+            block,
+        };
+        let most = client.properties().hardware.max_shared_memory_size;
+        let is_taken = is_whole && !is_left_out && is_served(client) && is_taken(&all);
+        (is_taken && found.shared_bytes() <= most).then_some(found)
+    }
+
+    fn warps(&self) -> usize {
+        self.block / GROUP_KEYS * 4
+    }
+
+    /// Queries of a step.
+    fn queries(&self) -> usize {
+        COLUMNS / self.of.heads
+    }
+
+    /// The keys of a warpgroup. Those of the first are at the beginning, and so on.
+    fn keys(&self) -> Spans {
+        Spans {
+            rows: GROUP_KEYS,
+            dim: WIDTH,
+            far: false,
+        }
+    }
+
+    /// The rows of a step.
+    fn columns(&self) -> Spans {
+        Spans {
+            rows: COLUMNS,
+            ..self.keys()
+        }
+    }
+
+    fn ring_offset(&self) -> usize {
+        self.block / GROUP_KEYS * self.keys().bytes()
+    }
+
+    /// The weight of each column of a step.
+    fn of_rows(&self) -> usize {
+        self.ring_offset() + STAGES * self.columns().bytes()
+    }
+
+    /// The choice at each place, and behind these its query.
+    fn choices(&self) -> usize {
+        self.of_rows() + STAGES * COLUMNS * 4
+    }
+
+    fn rows(&self) -> usize {
+        self.choices() + PLACES * 4
+    }
+
+    fn shared_bytes(&self) -> usize {
+        self.rows() + PLACES * 4
+    }
+}
+
+/// What a cube works on.
+#[derive(CubeType, Clone, Copy)]
+struct Work {
+    q: u64,
+    of_rows: u64,
+    /// Shared memory.
+    base: u32,
+    warp: u32,
+    lane: u32,
+}
+
+/// `q` and `k` are in words. Choices are `row · count +` the place of a block in the row's list of `count`, negative for none, and those last in a tile.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn sums<N: Size>(
+    q: &[u32],
+    k: &[u32],
+    of_rows: &[f32],
+    choices: &[i32],
+    tile_blocks: &[i32],
+    out: &mut [f32],
+    s: Sizes,
+    tiles: usize,
+    count: usize,
+    ending: Ending,
+    #[comptime] t: BlockSums,
+) {
+    let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(t.shared_bytes() / 4), 1024usize);
+    let tile = CUBE_POS.min(tiles - 1);
+    let block = tile_blocks[tile];
+    // Neither cubes beyond the last tile nor tiles of no block have anything to do.
+    if CUBE_POS < tiles && block >= 0i32 {
+        let work = Work {
+            q: global_address::<u32>(q),
+            of_rows: global_address::<f32>(of_rows),
+            base: shared_address(&smem),
+            warp: uniform(UNIT_POS_X / 32),
+            lane: UNIT_POS_X % 32,
+        };
+        if UNIT_POS_X < comptime!(PLACES as u32) {
+            let choice = choices[tile * PLACES + UNIT_POS_X as usize];
+            let row = (max(choice, 0i32) as usize / count) as u32;
+            let row = select(choice < 0i32, comptime!(NOWHERE).runtime(), row);
+            let at = work.base + UNIT_POS_X * 4;
+            shared_store(at + comptime!(t.choices() as u32), choice as u32);
+            shared_store(at + comptime!(t.rows() as u32), row);
+        }
+        let first = block as usize * comptime!(t.block);
+        copy_keys(global_address::<u32>(k), first, &work, &s, t);
+        sync_cube();
+        copy_queries(0usize, &work, &s, t);
+        mainloop::<N>(out, &work, &s, &ending, t);
+    }
+}
+
+/// Makes the sums of a tile.
+#[cube]
+fn mainloop<N: Size>(
+    out: &mut [f32],
+    work: &Work,
+    s: &Sizes,
+    ending: &Ending,
+    #[comptime] t: BlockSums,
+) {
+    let (own_span, of_columns) = comptime!((t.keys(), t.columns()));
+    let queries = comptime!(t.queries());
+    let group = work.warp / 4;
+    let own_keys = work.base + group * comptime!(own_span.bytes() as u32);
+    let k_desc = descriptor(own_keys, 16usize);
+    let q_desc = descriptor(work.base + comptime!(t.ring_offset() as u32), 16usize);
+    // The unit's two columns of each eight.
+    let pair = work.base + comptime!(t.of_rows() as u32) + work.lane % 4 * 8;
+    let warp_key = group as usize * GROUP_KEYS + (work.warp % 4 * 16) as usize;
+    let mut at = 0usize.runtime();
+    let mut goes_on = true.runtime();
+    while goes_on {
+        // The step is there, and nobody reads the one before.
+        own_copies();
+        sync_cube();
+        let next = at + 1;
+        goes_on = false.runtime();
+        if next < comptime!(PLACES / t.queries()) {
+            goes_on = row_at(next * queries, work, t) != NOWHERE;
+        }
+        if goes_on {
+            copy_queries(next, work, s, t);
+        }
+        let stage = at as u32 % comptime!(STAGES as u32);
+        let within = u64::cast_from(stage * comptime!((of_columns.bytes() >> 4) as u32));
+        let started = product::<N>(
+            k_desc,
+            q_desc + within,
+            comptime!(own_span.product(of_columns, t.half, WIDTH)),
+        );
+        let products = wait::<N>(started, 0usize, comptime!(COLUMNS / 2));
+        let pair = pair + stage * comptime!((COLUMNS * 4) as u32);
+        #[unroll]
+        for two in 0..comptime!(queries.div_ceil(2)) {
+            let query = comptime!(2 * two);
+            let first = totals_of::<N>(&products, pair, query, ending, t.of);
+            let place = at * queries + query;
+            if comptime!(query + 1 < queries) {
+                let second = totals_of::<N>(&products, pair, comptime!(query + 1), ending, t.of);
+                write(first, second, out, place, warp_key, work, ending, true, t);
+            } else {
+                write(
+                    first,
+                    no_totals(),
+                    out,
+                    place,
+                    warp_key,
+                    work,
+                    ending,
+                    false,
+                    t,
+                );
+            }
+        }
+        at = next;
+    }
+}
+
+/// Writes the sums of the queries at two places, or of one.
+#[cube]
+fn write(
+    first: Totals,
+    second: Totals,
+    out: &mut [f32],
+    place: usize,
+    warp_key: usize,
+    work: &Work,
+    ending: &Ending,
+    #[comptime] both: bool,
+    #[comptime] t: BlockSums,
+) {
+    let sum = traded(first, second, work.lane);
+    let second = work.lane % 4 / 2;
+    let at = comptime!(t.choices() as u32) + place as u32 * 4;
+    let mut choice = -1i32.runtime();
+    if comptime!(both) {
+        choice = shared_load(work.base + at + second * 4) as i32;
+    } else if second == 0u32 {
+        choice = shared_load(work.base + at) as i32;
+    }
+    if choice >= 0i32 {
+        let key = own_key(warp_key, work.lane);
+        // Of these keys none is near, whatever the position.
+        let sum = finished(sum, 0i32, 0usize, 1usize, ending, false);
+        out[choice as usize * comptime!(t.block) + key] = sum;
+    }
+}
+
+/// The query at a place, or [`NOWHERE`].
+#[cube]
+fn row_at(place: usize, work: &Work, #[comptime] t: BlockSums) -> u32 {
+    shared_load(work.base + comptime!(t.rows() as u32) + place as u32 * 4)
+}
+
+/// Starts to copy the keys of a block, from the first on: zeros behind the last that there is.
+#[cube]
+fn copy_keys(k: u64, first: usize, work: &Work, s: &Sizes, #[comptime] t: BlockSums) {
+    let own_span = comptime!(t.keys());
+    let group = work.warp / 4;
+    let own_keys = work.base + group * comptime!(own_span.bytes() as u32);
+    #[unroll]
+    for i in 0..comptime!(16 / ROWS_AT_A_TIME) {
+        let row = work.warp % 4 * 16 + comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(work.lane);
+        let key = first + (group * comptime!(GROUP_KEYS as u32) + row) as usize;
+        let place = select(key < s.seq_kv, key as u32, comptime!(NOWHERE).runtime());
+        let stride = comptime!(WIDTH as u64 / 8).runtime();
+        copy_row(own_keys, row, k, place, stride, work.lane, own_span);
+    }
+}
+
+/// Starts to copy the rows of a step, with the weight of each.
+#[cube]
+fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: BlockSums) {
+    let of_columns = comptime!(t.columns());
+    let stage = at as u32 % comptime!(STAGES as u32);
+    let place0 = at * comptime!(t.queries());
+    let matrix = work.base
+        + comptime!(t.ring_offset() as u32)
+        + stage * comptime!(of_columns.bytes() as u32);
+    let own = comptime!(COLUMNS / t.warps());
+    #[unroll]
+    for i in 0..comptime!(own / ROWS_AT_A_TIME) {
+        let first = comptime!((i * ROWS_AT_A_TIME) as u32);
+        let column = work.warp * comptime!(own as u32) + first + lane_row(work.lane);
+        let place = place_of(column, place0, work, s, t);
+        let stride = comptime!(WIDTH as u64 / 8).runtime();
+        copy_row(matrix, column, work.q, place, stride, work.lane, of_columns);
+    }
+    let column = unit();
+    if column < comptime!(COLUMNS as u32) {
+        let target = work.base
+            + comptime!(t.of_rows() as u32)
+            + stage * comptime!((COLUMNS * 4) as u32)
+            + column * 4;
+        let place = place_of(column, place0, work, s, t);
+        if place != comptime!(NOWHERE) {
+            copy_word(target, work.of_rows + u64::cast_from(place) * 4);
+        } else {
+            shared_store(target, 0u32.runtime());
+        }
+    }
+}
+
+/// The row in memory of a column of a step, or [`NOWHERE`].
+#[cube]
+fn place_of(column: u32, place0: usize, work: &Work, s: &Sizes, #[comptime] t: BlockSums) -> u32 {
+    let head = column as usize % comptime!(t.of.heads);
+    let row = row_at(place0 + column as usize / comptime!(t.of.heads), work, t);
+    let place = (head * s.seq_q + s.start) as u32 + row;
+    select(row == NOWHERE, comptime!(NOWHERE).runtime(), place)
+}
+
+/// Makes the sums of one batch entry, by the queries that chose the block of each tile.
+///
+/// # Errors
+/// As [`mma::launch`](crate::kernels::indexer::mma::launch)'s.
+pub(crate) fn launch_blocks(
+    client: &Client,
+    sizes: &PairSizes,
+    inputs: &PairInputs,
+    ([choices, tile_blocks], tiles): ([&Handle; 2], usize),
+    epilogue: Epilogue,
+    out: &Handle,
+    t: BlockSums,
+) -> Result<(), KernelError> {
+    let [q, k] = sizes.inputs();
+    let places = tiles * PLACES;
+    let address = address_of(client, q.max(k).max(sizes.elements()).max(places))?;
+    let cubes = spread(client, tiles as u64)?;
+    // SAFETY: a unit copies pieces of rows of queries and keys that there are, and writes its own numbers where the blocks of its queries are in their lists. The
+    // buffers have the lengths they say (see `buffer`).
+    unsafe {
+        sums::launch_unchecked(
+            client,
+            cubes,
+            CubeDim::new_1d((32 * t.warps()) as u32),
+            address,
+            COLUMNS / 2,
+            buffer(inputs.q, q / 2),
+            buffer(inputs.k, k / 2),
+            buffer(inputs.of_rows, sizes.row_elements()),
+            buffer(choices, places),
+            buffer(tile_blocks, tiles),
+            buffer(out, sizes.elements()),
+            sizes.launch(),
+            tiles,
+            sizes.columns() / t.block,
+            epilogue.ending(false),
+            t,
+        );
+    }
+    Ok(())
+}

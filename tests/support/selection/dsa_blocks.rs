@@ -1,0 +1,252 @@
+//! Choices of DeepSeek sparse attention in two stages, blocks first, against plain f64 loops.
+
+use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaLists};
+
+use crate::judge::dsa::Problem;
+use crate::prelude::*;
+use crate::selection::dsa::rows;
+
+/// Problems of one size as one batch.
+fn batch(problems: &[Problem], device: &Device, dtype: DType) -> DsaIndex {
+    let all = problems.iter().map(|problem| problem.index(device, dtype));
+    let all: Vec<DsaIndex> = all.collect();
+    let join = |of: fn(&DsaIndex) -> Tensor<4>| Tensor::cat(all.iter().map(of).collect(), 0);
+    let weights = all.iter().map(|index| index.weights.clone()).collect();
+    let (q, k) = (join(|index| index.q.clone()), join(|index| index.k.clone()));
+    DsaIndex::new(q, k, Tensor::cat(weights, 0)).unwrap()
+}
+
+/// Numbers that were computed elsewhere.
+pub fn dsa_blocks_golden(devices: &[Device]) {
+    let problem = Problem::golden();
+    let printed = [-0.4483, -0.1184, -0.1438];
+    let scores = problem.block_scores(15, 4, DType::F64);
+    assert_printed("blocks of row 15", &scores[1..], &printed);
+    let dsa = Dsa::new(5).unwrap().with_blocks(3, 4).unwrap();
+    for (device, dtype, _) in exact(devices) {
+        let chosen = rows(&dsa.choose(&problem.index(device, dtype)).unwrap());
+        // Without blocks it is 4 instead of 14, of two keys of 0.
+        assert_eq!(chosen[15], [0, 1, 2, 8, 14], "{device:?}");
+        for (query, chosen) in chosen.iter().enumerate() {
+            let (expected, _) = problem.choice_in_blocks(query, [5, 0], [3, 4], dtype);
+            assert_eq!(*chosen, expected, "{device:?}, {query}");
+        }
+    }
+}
+
+/// Of an indexer heads and their width; queries and keys; keys that are kept, near ones among them; blocks and keys of each; scores in memory at a time.
+type Sizes = ([usize; 2], [usize; 2], [usize; 2], [usize; 2], usize);
+
+/// Choices of any sizes are those of f64, but for what a rounding decides: of batches, few queries and many, near keys that reach into earlier blocks, a last
+/// block that is not whole, and few scores in memory at a time.
+pub fn dsa_choices_in_blocks_equal_f64(devices: &[Device]) {
+    let sizes = [
+        ([3, 6], [70, 70], [9, 0], [3, 8], 1 << 24),
+        ([3, 8], [33, 90], [16, 12], [5, 8], 900),
+        ([1, 5], [1, 77], [5, 1], [3, 5], 1 << 24),
+        ([2, 16], [150, 1100], [100, 17], [5, 48], 20_000),
+    ];
+    for device in devices {
+        for (seed, sizes) in (12_000..).zip(sizes) {
+            let exact = exact_dtypes(device).into_iter().map(|(dtype, _)| dtype);
+            for dtype in exact.chain(half_dtypes(device)) {
+                compare(sizes, 2, device, dtype, seed);
+            }
+        }
+    }
+}
+
+/// The same of as many queries as blocks are met by one after the other, where a device has kernels for that.
+pub fn dsa_wide_choices_in_blocks_equal_f64(devices: &[Device]) {
+    let sizes = [
+        ([64, 128], [128, 520], [60, 1], [3, 128], 384 * 70),
+        ([16, 128], [140, 300], [100, 0], [3, 64], 1 << 24),
+        ([32, 128], [128, 1100], [40, 0], [3, 256], 1 << 24),
+    ];
+    for device in devices {
+        for (number, sizes) in sizes.into_iter().enumerate() {
+            // Loops in f64 take long: of each size there is one type, and of one there is a batch.
+            let dtypes = half_dtypes(device).into_iter().skip(number % 2).take(1);
+            for dtype in dtypes {
+                let entries = if number == 1 { 2 } else { 1 };
+                compare(sizes, entries, device, dtype, 12_050 + number as u64);
+            }
+        }
+    }
+}
+
+/// Compares the choices of a batch with loops in f64, and in half precision also those in fp8, whose rows are what the device has.
+fn compare(sizes: Sizes, entries: u64, device: &Device, dtype: DType, seed: u64) {
+    let (of_index, seq, [keep, near], [blocks, block], numbers) = sizes;
+    let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+    let dsa = dsa.with_blocks(blocks, block).unwrap();
+    let dsa = dsa.with_chunk_elements(numbers).unwrap();
+    let shape = Problem::of([1, 1, 4], of_index, seq);
+    let problem = |entry| shape.clone().filled(seed + 100 * entry).rounded(dtype);
+    let mut problems: Vec<Problem> = (0..entries).map(problem).collect();
+    let index = batch(&problems, device, dtype);
+    let what = format!("{device:?}, {dtype:?}, {of_index:?}, {seq:?}");
+    let tolerance = 10.0 * product_tolerance(device, DType::F32, 2e-6);
+    check(&what, &dsa, &index, &problems, dtype, tolerance);
+    if of_index[1] % 8 == 0 && dtype.size() == 2 {
+        let index = index.in_fp8().unwrap();
+        for (part, x) in [(0, &index.q), (1, &index.k)] {
+            let all = to_f64(x.clone().into_data());
+            let rows = all.chunks(all.len() / problems.len());
+            for (problem, rows) in problems.iter_mut().zip(rows) {
+                problem.index[part] = rows.to_vec();
+            }
+        }
+        let what = format!("{what}, in fp8");
+        check(&what, &dsa, &index, &problems, dtype, tolerance);
+    }
+}
+
+/// Panics if the choices of a batch are not those of its problems.
+fn check(
+    what: &str,
+    dsa: &Dsa,
+    index: &DsaIndex,
+    problems: &[Problem],
+    dtype: DType,
+    tolerance: f64,
+) {
+    let [seq_q, seq_kv] = problems[0].seq;
+    let lists = dsa.choose(index).unwrap();
+    assert!(lists.is_causal() && lists.seq_kv() == seq_kv);
+    let chosen = rows(&lists);
+    assert_eq!(chosen.len(), problems.len() * seq_q);
+    let mut compared = 0;
+    for (at, chosen) in chosen.iter().enumerate() {
+        let (problem, query) = (&problems[at / seq_q], at % seq_q);
+        let of = ([dsa.keep(), dsa.near()], dsa.blocks().unwrap());
+        let (expected, gap) = problem.choice_in_blocks(query, of.0, of.1, dtype);
+        assert_eq!(chosen.len(), expected.len(), "{what}: {at}");
+        if gap > 2.0 * tolerance {
+            assert_eq!(*chosen, expected, "{what}: {at}");
+            compared += 1;
+        }
+    }
+    let is_rounded = tolerance > 1e-3;
+    let all = chosen.len();
+    assert!(is_rounded || compared * 2 >= all, "{what}: {compared}");
+}
+
+/// Where queries choose all blocks, or see no more than they choose, nothing but the keys is chosen; of equal scores the earlier block, and the earlier key.
+pub fn dsa_blocks_of_all_keys(devices: &[Device]) {
+    let problem = Problem::random(12_100, [60, 90]);
+    let dsa = Dsa::new(8).unwrap().with_near(2).unwrap();
+    for (device, dtype, _) in exact(devices) {
+        let index = problem.index(device, dtype);
+        let all = dsa.choose(&index).unwrap().keys().to_data();
+        for (blocks, block) in [(12, 8), (6, 16), (3, 30), (usize::MAX, 1)] {
+            let found = dsa.with_blocks(blocks, block).unwrap().choose(&index);
+            assert_eq!(found.unwrap().keys().to_data(), all, "{device:?}, {block}");
+        }
+        let few = rows(&dsa.with_blocks(5, 16).unwrap().choose(&index).unwrap());
+        for (query, few) in few.iter().enumerate().take(80 - 30) {
+            assert_eq!(*few, problem.choice(query, 8, 2).0, "{device:?}, {query}");
+        }
+        let mut equal = problem.clone();
+        equal.index[2].fill(0.0);
+        let found = rows(
+            &(dsa.with_blocks(4, 5).unwrap())
+                .choose(&equal.index(device, dtype))
+                .unwrap(),
+        );
+        assert_eq!(found[59], [0, 1, 2, 3, 4, 5, 88, 89], "{device:?}");
+    }
+}
+
+/// Later tokens change no choice, and the queries of new tokens choose as they do among all.
+pub fn dsa_in_blocks_is_prefix_stable(devices: &[Device]) {
+    let problem = Problem::random(12_200, [60, 60]);
+    let dsa = Dsa::new(8).unwrap().with_near(2).unwrap();
+    let dsa = dsa.with_blocks(4, 7).unwrap();
+    for device in devices {
+        let run =
+            |problem: &Problem| rows(&dsa.choose(&problem.index(device, DType::F32)).unwrap());
+        let before = run(&problem);
+        for first in [40, 44, 50] {
+            let mut changed = problem.clone();
+            for (part, width) in [(0, 6), (1, 6), (2, 1)] {
+                for head in changed.index[part].chunks_mut(60 * width) {
+                    head[first * width..]
+                        .iter_mut()
+                        .for_each(|x| *x = 1.25 - *x);
+                }
+            }
+            let after = run(&changed);
+            assert_eq!(before[..first], after[..first], "{device:?}");
+            assert!(before[first..] != after[first..], "{device:?}");
+        }
+        assert_eq!(before[59..], run(&problem.last_query()), "{device:?}");
+    }
+}
+
+/// Among keys that lists name: queries of sequences of unequal lengths choose as each does by itself.
+pub fn dsa_in_blocks_of_lists(devices: &[Device]) {
+    let (lengths, listed, width) = ([61, 9, 40, 1, 80], 80, 6);
+    let problems = (0..).zip(lengths).map(|(seed, length)| {
+        Problem::of([1, 1, 4], [3, width], [1, length]).filled(12_300 + seed)
+    });
+    let problems: Vec<Problem> = problems.collect();
+    let dsa = Dsa::new(8).unwrap().with_near(1).unwrap();
+    let dsa = dsa.with_blocks(3, 8).unwrap();
+    let of = |part: usize| -> Vec<f64> {
+        let parts = problems.iter().map(|problem| &problem.index[part]);
+        parts.flatten().copied().collect()
+    };
+    // The keys of each behind those of the one before, from its last to its first.
+    let (mut slots, mut ends) = (Vec::new(), Vec::new());
+    let mut end = 0;
+    for length in lengths {
+        end += length;
+        slots.extend((0..listed as i32).map(|at| match (at as usize) < length {
+            true => end as i32 - 1 - at,
+            false => -1,
+        }));
+        ends.push(end);
+    }
+    let mut keys = of(1);
+    for (&end, length) in ends.iter().zip(lengths) {
+        let own = &mut keys[(end - length) * width..end * width];
+        let turned: Vec<f64> = own.chunks(width).rev().flatten().copied().collect();
+        own.copy_from_slice(&turned);
+    }
+    let count = lengths.len();
+    for (device, dtype, _) in exact(devices) {
+        let index = DsaLists {
+            q: tensor(&of(0), [1, count, 3, width], device, dtype).squeeze_dim(0),
+            weights: tensor(&of(2), [1, count, 3], device, dtype).squeeze_dim(0),
+            keys: tensor(&keys, [1, 1, keys.len() / width, width], device, dtype)
+                .reshape([-1, width as i32]),
+            slots: ints(&slots, [count, listed], device),
+            seen: ints(&lengths.map(|length| length as i32), [count], device),
+        };
+        let places = read_ints(dsa.choose_in_lists(&index).unwrap());
+        let mut compared = 0;
+        for (query, places) in places.chunks(8).enumerate() {
+            let (expected, gap) = problems[query].choice_in_blocks(0, [8, 1], [3, 8], dtype);
+            if gap > 1e-4 {
+                assert_eq!(named(places), expected, "{device:?}, {query}");
+                compared += 1;
+            }
+        }
+        assert!(compared > 3, "{compared}");
+    }
+}
+
+/// Wrong numbers.
+pub fn dsa_in_blocks_errors(_: &[Device]) {
+    let dsa = Dsa::new(20).unwrap().with_near(9).unwrap();
+    let blocks = dsa.with_blocks(4, 8).unwrap();
+    assert_eq!(blocks.blocks(), Some([4, 8]));
+    refused! {
+        dsa.with_blocks(8, 0) => "…block must be at least 1…";
+        dsa.with_blocks(2, 8) => "…blocks must be at least 3, the first,…";
+        dsa.with_blocks(4, 4) => "…blocks must be at least 5, the first,…";
+        Dsa::new(1).unwrap().with_blocks(1, 8) => "…blocks must be at least 2, the first,…";
+        blocks.with_near(18) => "…blocks must be at least 5, the first,…";
+    }
+}
