@@ -27,6 +27,7 @@ use crate::dsa::DsaStage;
 use crate::error::ensure;
 use crate::results::{Results, Slot};
 use crate::shards::ShardRows;
+use crate::shared_choice::SharedChoice;
 use crate::stream::Stream;
 use crate::{
     Recompute, SparseTransformer, SparseTransformerBlock, TransformerError, TransformerShard,
@@ -232,10 +233,11 @@ impl SparseTransformer {
         // Of all parts but the last: blocks, the leaf before them, what they computed. The first begins with the embeddings, which are in its graph.
         let mut graphs = Vec::new();
         let mut leaf = None;
+        let mut choice = None;
         let mut ranges = self.segments(blocks.get());
         let last = ranges.pop().unwrap_or_default();
-        let run = |x: &Tensor<3>, range: Range<usize>| {
-            let mut stream = Stream::new(x.clone());
+        let run = |x: &Tensor<3>, choice: Option<SharedChoice>, range: Range<usize>| {
+            let mut stream = Stream::new(x.clone()).with_choice(choice);
             for layer in range {
                 let pass = draws.pass(&self.blocks[layer], layer);
                 stream = self.blocks[layer].step(stream, pass.recompute_mlp(mlp))?;
@@ -244,12 +246,13 @@ impl SparseTransformer {
             Ok::<_, TransformerError>((stream, aux_loss))
         };
         for range in ranges {
-            let (stream, aux_loss) = run(&x, range.clone())?;
+            let (mut stream, aux_loss) = run(&x, choice.take(), range.clone())?;
+            choice = stream.take_choice();
             let output = stream.finish()?;
             x = self.leaf(output.clone().without_autodiff());
             graphs.push((range, leaf.replace(x.clone()), output, aux_loss));
         }
-        let (stream, aux_loss) = run(&x, last.clone())?;
+        let (stream, aux_loss) = run(&x, choice, last.clone())?;
         let loss = draws.loss(self, stream, targets)?;
         let mut losses = StepLosses::new(&loss, aux_loss.as_ref());
         let mut grads = with_aside(loss, aux_loss).backward();
@@ -318,11 +321,12 @@ impl SparseTransformer {
             self.residual_stream(tokens.clone(), &segments, draws, keep)?;
         let mut gradients = GradientsParams::new();
         // The last segment ends in the loss, so its blocks need not run before.
-        let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) else {
+        let (Some(range), Some((input, choice))) = (segments.pop(), inputs.pop()) else {
             unreachable!("fewer blocks in a segment than there are make two at least");
         };
         let x = self.leaf(input);
-        let mut stream = self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
+        let stream = Stream::new(x.clone()).with_choice(choice);
+        let mut stream = self.segment(stream, range.clone(), draws, &mut kept)?;
         let aux_loss = stream.take_aside();
         let loss = draws.loss(self, stream, targets)?;
         let mut losses = StepLosses::new(&loss, aux_loss.as_ref());
@@ -333,13 +337,13 @@ impl SparseTransformer {
         self.collect_blocks(range, &mut grads, &mut gradients);
         drop(grads);
 
-        while let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) {
+        while let (Some(range), Some((input, choice))) = (segments.pop(), inputs.pop()) {
             if let Some((_, each)) = &mut parts {
                 each(std::mem::take(&mut gradients));
             }
             let x = self.leaf(input);
-            let mut stream =
-                self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
+            let stream = Stream::new(x.clone()).with_choice(choice);
+            let mut stream = self.segment(stream, range.clone(), draws, &mut kept)?;
             let aux_loss = stream.take_aside();
             losses.add(aux_loss.as_ref());
             let mut grads = backward_from(stream.finish()?, grad_x, aux_loss);
@@ -386,27 +390,30 @@ impl SparseTransformer {
         }
     }
 
-    /// The input of every segment, computed without a graph; with `keep` also the results of attention of each block that ran for them, and None for
-    /// the others.
+    /// The input of every segment, computed without a graph, with the choice that its first block takes; with `keep` also the results of attention of each
+    /// block that ran for them, and None for the others.
     fn residual_stream(
         &self,
         tokens: Tensor<2, Int>,
         segments: &[Range<usize>],
         draws: Draws,
         keep: bool,
-    ) -> Result<(Vec<Tensor<3>>, Vec<Option<AttentionResiduals>>), TransformerError> {
+    ) -> Result<(Vec<SegmentInput>, Vec<Option<AttentionResiduals>>), TransformerError> {
         // Shares the parameters' memory. `no_grad` would not do: autodiff registers operations on its
         // device even when nothing is tracked, and with gradient checkpointing keeps their inputs.
         let plain = self.valid();
         let mut inputs = Vec::with_capacity(segments.len());
         let mut kept = vec![None; self.blocks.len()];
         let mut x = draws.embed(&plain, tokens)?;
+        let mut choice: Option<SharedChoice> = None;
         for (index, segment) in segments.iter().enumerate() {
-            inputs.push(x.clone());
+            // Where the first block takes none, it need not live until then.
+            choice = choice.filter(|_| self.blocks[segment.start].mha.takes_choice());
+            inputs.push((x.clone(), choice.clone()));
             if index + 1 == segments.len() {
                 break;
             }
-            let mut stream = Stream::new(x);
+            let mut stream = Stream::new(x).with_choice(choice);
             for layer in segment.clone() {
                 // Those of the block that trains: the copy drops nothing of its own.
                 let mut pass = draws.pass(&self.blocks[layer], layer);
@@ -417,6 +424,7 @@ impl SparseTransformer {
                 stream = plain.blocks[layer].step(stream, pass)?;
                 kept[layer] = slot.take();
             }
+            choice = stream.take_choice();
             x = stream.finish()?;
         }
         Ok((inputs, kept))
@@ -477,6 +485,9 @@ struct Draws<'a> {
     /// None: those of whole sequences.
     shard: Option<&'a ShardRows<'a>>,
 }
+
+/// What a segment begins with: the residual stream, and the choice of an earlier block, which it takes in both runs.
+type SegmentInput = (Tensor<3>, Option<SharedChoice>);
 
 /// How many blocks come at a time, and who gets their gradients.
 type Parts<'a> = (NonZeroUsize, &'a mut dyn FnMut(GradientsParams));

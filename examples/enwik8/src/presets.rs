@@ -79,6 +79,7 @@ impl Preset {
             selections: Vec::new(),
             head_selections: Vec::new(),
             full_last_layers: 0,
+            share_every: None,
             content: None,
             local_heads: Vec::new(),
             kv_heads: None,
@@ -387,6 +388,9 @@ pub struct ModelConfig {
     /// How many of the last layers do not.
     #[serde(default)]
     pub full_last_layers: usize,
+    /// One layer in so many chooses, and the next ones take its choice. None: every layer chooses.
+    #[serde(default)]
+    pub share_every: Option<usize>,
     /// How heads that are not local choose single keys by content. None: all heads are the patterns'.
     #[serde(default)]
     pub content: Option<ContentAttention>,
