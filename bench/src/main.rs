@@ -30,7 +30,7 @@ struct Args {
     /// Run only the workloads whose names contain one of these (comma-separated).
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
-    /// Run this pattern, e.g. local:256 or fixed:128,32 (`enwik8 help draw` lists the notation), random:PERCENT (blocks of the
+    /// Run this pattern, e.g. local:256 or fixed:128,32 (`enwik8 patterns` lists the notation), random:PERCENT (blocks of the
     /// block size, per head, causal) or gaps:PERCENT (likewise, anywhere).
     #[arg(long, group = "custom")]
     pattern: Option<PatternArg>,

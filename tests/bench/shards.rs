@@ -154,7 +154,7 @@ fn compare(
     );
     let bytes = |device| plan.bytes(device, HEAD_DIM, dtype.size());
     let most = (0..devices.len()).map(bytes).max().unwrap_or_default();
-    println!("{most} bytes received by one device at most, and as many of gradients back");
+    println!("{most} bytes received by one device at most, and as many gradients back");
     println!("keys cross by {exchange}");
     let how = (repeats, n <= COMPARED);
 

@@ -180,7 +180,7 @@ fn selections_of_none() {
             run(&moba().with_budget(Budget::TopK(0))) => "k must be at least 1, got 0";
             run(&moba().with_budget(Budget::MinP(0.5))) => "keep must be a number of blocks for moba, got MinP(0.5)";
             run(&moba().with_always(Always { first: 1, local: 0 })) => "forced.local must be at least 1, the query's own, for moba, got 0";
-            moba().choose(&call) => "query_rows must be as many queries as keys of a block (attention_selected takes 1, too), got 1";
+            moba().choose(&call) => "query_rows must be as many queries as keys of a block (attention_selected also takes 1), got 1";
         }
         let squares: Selection = "topk:16,3".parse().unwrap();
         refused! { squares.query_lists(&call) => "query_rows must be 1, got 16"; }

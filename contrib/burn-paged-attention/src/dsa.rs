@@ -97,8 +97,8 @@ impl DsaPages {
 }
 
 /// The keys that queries over pages attend to, as [`Dsa::choose`] has them of keys side by side: i32 `[page_lists, kv_heads, most]`, the
-/// slots of each head of keys in ascending order of their positions, below 0 behind the last, for [`PagedKeysValues::of_slots`]. Of an entry `x` of the
-/// table the heads of the attention have the pages `x · kv_heads` and those behind it, as with tables that heads share. Nothing is read back where kernels
+/// slots of each head of keys in ascending order of their positions, below 0 after the last, for [`PagedKeysValues::of_slots`]. Of an entry `x` of the
+/// table the heads of the attention have the pages `x · kv_heads` and those after it, as with tables that heads share. Nothing is read back where kernels
 /// run, and launches depend on shapes alone.
 ///
 /// ```

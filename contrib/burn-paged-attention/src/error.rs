@@ -2,7 +2,7 @@ use crate::pages::CacheError;
 use burn_blocksparse::OpError;
 use burn_sparse_transformer::TransformerError;
 
-/// What can be wrong with a pool of pages, with what is asked of it, or with the model that asks.
+/// Errors of a [`KvPool`](crate::pool::KvPool) and of the model that decodes from it.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {

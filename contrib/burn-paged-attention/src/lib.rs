@@ -1,7 +1,7 @@
 //! Attention over a paged KV cache for Burn, for decoding: append rows, attend, pages in int8 and fp8, sampling.
 //!
 //! [`PagedKeysValues`] is what a step reads, [`paged_attention`] attends to it, [`append_rows`] writes the step's keys and values, and
-//! [`pages`] keeps the books: which page holds what, for whom.
+//! [`pages`] has the block tables: the page and slot of each key.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]

@@ -1,6 +1,6 @@
 //! Sparse attention by content for Burn: queries choose their keys while the model runs.
 //!
-//! A [`Selection`] is a method with its rule, also as text (`topk:16`, `moba:…`, `quest:…`); [`attention_selected`] runs it. [`nsa`], [`dsa`] and [`msa`]
+//! A [`Selection`] is a method with its rule, also as text (`topk:32,4`, `moba:…`, `quest:…`); [`attention_selected`] runs it. [`nsa`], [`dsa`] and [`msa`]
 //! learn what to choose, [`pages`] chooses pages of a KV cache by scores, and [`SelectedBlocks`] and [`TokenIndices`] take choices of your own.
 //!
 //! Everything computes on the tensors of [`burn_blocksparse`], and by its kernels where they run.

@@ -57,12 +57,12 @@ impl Dropout {
         f64::from(NUMBERS - self.threshold()) / f64::from(NUMBERS)
     }
 
-    /// What weights of retained pairs are multiplied by: `1 / (1 − rounded)`, so that the expectation of a weight is the weight.
+    /// Factor of the probabilities of retained pairs: `1 / (1 − rounded)`, so that the expectation of a weight is the weight.
     pub fn factor(&self) -> f64 {
         f64::from(NUMBERS) / f64::from(self.threshold())
     }
 
-    /// Whether the weight of a query and a key, by their rows, is retained.
+    /// Returns whether the weight of a query and a key, by their rows, is retained.
     pub fn keeps(&self, batch: usize, head: usize, query: usize, key: usize) -> bool {
         self.keeps_eight(batch, head, query, key / 8)[key % 8]
     }
@@ -112,7 +112,7 @@ fn above(words: [u32; 4], last: [u32; 4]) -> u32 {
 
 /// Multipliers of Philox 4×32.
 pub const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-/// What its key grows by in each round.
+/// Increment of its key per round.
 pub const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
 /// Its rounds in masks of dropout.
 pub const ROUNDS: u32 = 7;

@@ -1,4 +1,4 @@
-/// What can be wrong with a pattern or a layout.
+/// Errors of patterns and layouts.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
@@ -7,9 +7,9 @@ pub enum LayoutError {
     Argument {
         /// The argument's name.
         argument: &'static str,
-        /// What it has to be.
+        /// The expected value.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// A pattern's own parameter is outside its range.
@@ -19,9 +19,9 @@ pub enum LayoutError {
         pattern: String,
         /// The parameter's name.
         argument: &'static str,
-        /// What it has to be.
+        /// The expected value.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// Text that is no pattern in the notation of [`Pattern::NOTATION`](crate::Pattern::NOTATION).
@@ -31,7 +31,7 @@ pub enum LayoutError {
         part: String,
         /// What may stand there.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// Serialized data that does not describe a layout.

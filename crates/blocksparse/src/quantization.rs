@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// How a row of elements is stored in eight bits each, with one scale `σ` in f32 for the row.
+/// Storage of a row of elements in eight bits each, with one scale `σ` in f32 for the row.
 ///
 /// ```text
 /// Int8       σ = amax / 127    n = x / σ to the nearest integer, ties to even, within ±127     x̂ = n · σ
@@ -123,7 +123,7 @@ impl Quantization {
         (words.collect(), scale)
     }
 
-    /// What [`quantize`](Self::quantize) stored.
+    /// Returns the elements that [`quantize`](Self::quantize) stored.
     pub fn dequantize(self, words: &[i32], scale: f32) -> Vec<f32> {
         let bytes = words.iter().flat_map(|word| word.to_le_bytes());
         bytes.map(|byte| self.decode(byte) * scale).collect()

@@ -19,13 +19,13 @@ pub enum HadamardFp8 {
 }
 
 impl HadamardFp8 {
-    /// Whether rows of such a width can be rotated.
+    /// Returns whether rows of such a width can be rotated.
     pub fn takes(width: usize) -> bool {
         let [least, most] = HADAMARD_WIDTHS;
         width.is_power_of_two() && (least..=most).contains(&width)
     }
 
-    /// What rotated rows of a width are multiplied by.
+    /// Returns the factor of rotated rows of a width.
     pub fn factor(self, width: usize) -> f32 {
         let digits = width.ilog2() as i32;
         let own = match self {

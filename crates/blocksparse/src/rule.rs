@@ -2,7 +2,7 @@
 
 use crate::LayoutError;
 
-/// What a score of a block is.
+/// Kind of a block's score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EstimateKind {
     /// An estimate of the attention that the block gets, at least 0: a score is its own weight. +∞ is no estimate: it marks a block that an estimator wants
@@ -12,23 +12,23 @@ pub enum EstimateKind {
     Logit,
 }
 
-/// How many of the blocks with the highest scores a row keeps, of equal ones the earlier. NaN is the lowest score.
+/// Number of highest-scoring blocks that a row selects. Ties go to the earlier block; NaN sorts last.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Budget {
-    /// So many, the forced ones among them (more, if more are forced).
+    /// This many, forced ones included (more, if more are forced).
     TopK(usize),
-    /// So large a share of the blocks that are visible, rounded up to whole blocks; the share itself is rounded down to a multiple of 2⁻¹⁴.
+    /// This share of the visible blocks, rounded up to whole blocks; the share itself is rounded down to a multiple of 2⁻¹⁴.
     Ratio(f64),
-    /// As many as it takes for the weights of what is kept to reach a share of the weights of all that are visible.
+    /// The fewest whose weights reach a share of the weights of all visible blocks.
     TopP {
         /// The share, in (0, 1]. 1 keeps all.
         p: f64,
-        /// At least so many blocks, the forced ones among them.
+        /// Least number of blocks, forced ones included.
         min: usize,
-        /// At most so many, the forced ones among them (more, if more are forced).
+        /// Largest number, forced ones included (more, if more are forced).
         max: usize,
     },
-    /// All whose weight is at least so many times the largest, in (0, 1].
+    /// All whose weight is at least this factor, in (0, 1], times the largest.
     MinP(f64),
 }
 
@@ -43,24 +43,24 @@ impl Budget {
 /// Blocks that are always selected, if they are visible.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Always {
-    /// So many of the first key blocks (attention sinks).
+    /// Number of first key blocks (attention sinks).
     pub first: usize,
-    /// So many key blocks up to the queries' own: 1 is those that the row's own positions lie in, 2 also the block before them.
+    /// Number of key blocks up to the queries' own: 1 is those that the row's own positions lie in, 2 also the block before them.
     pub local: usize,
 }
 
-/// How the blocks of a row are chosen by their scores.
+/// Rule that selects the blocks of a row by score.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rule {
-    /// What the scores are.
+    /// Kind of the scores.
     pub kind: EstimateKind,
-    /// How many are selected.
+    /// Number of selected blocks.
     pub keep: Budget,
-    /// Which are always selected.
+    /// Blocks that are always selected.
     pub forced: Always,
 }
 
-/// What rows of scores are of: `query_rows` adjacent queries, and blocks of keys. The last query sits at the last key.
+/// Grid of scores: a row stands for `query_rows` adjacent queries, a column for a block of keys. The last query sits at the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreGrid {
     /// Queries of a row, which share a choice.
@@ -71,7 +71,7 @@ pub struct ScoreGrid {
     pub seq_q: usize,
     /// Number of keys.
     pub seq_kv: usize,
-    /// Whether queries see no later keys.
+    /// True if queries see no later keys.
     pub causal: bool,
 }
 
@@ -98,12 +98,12 @@ impl ScoreGrid {
         (block * self.block) as i64
     }
 
-    /// Whether some query of a row may see some key of a block.
+    /// Returns whether some query of a row may see some key of a block.
     pub fn is_visible(&self, row: usize, block: usize) -> bool {
         !self.causal || self.start(block) <= self.positions(row)[1]
     }
 
-    /// Whether a block is always selected.
+    /// Returns whether a block is always selected.
     pub fn is_forced(&self, row: usize, block: usize, forced: Always) -> bool {
         let [first, last] = self.positions(row);
         let reach = i64::try_from(forced.local).unwrap_or(i64::MAX);
@@ -166,7 +166,7 @@ impl Rule {
         kept.max(forced).min(all)
     }
 
-    /// Which blocks a row of scores keeps.
+    /// Returns the blocks that a row of scores selects.
     ///
     /// # Panics
     /// If there are not as many scores as blocks.
@@ -174,7 +174,7 @@ impl Rule {
         self.selects_of(grid, row, scores, |_| true)
     }
 
-    /// Which blocks a row of scores keeps, of those alone at which `may_choose` is true: no other one is visible.
+    /// Returns the blocks that a row of scores selects, of those alone at which `may_choose` is true: no other one is visible.
     ///
     /// # Panics
     /// As [`Self::selects`].
@@ -233,7 +233,7 @@ impl Rule {
         kept
     }
 
-    /// Whether an estimator wants a block of this score whatever the others get.
+    /// Returns whether an estimator wants a block of this score whatever the others get.
     fn is_wanted(&self, score: f64) -> bool {
         self.kind == EstimateKind::Probability && score == f64::INFINITY
     }

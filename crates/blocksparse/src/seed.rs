@@ -134,7 +134,7 @@ impl SeedTable {
         table.expect("it lives").set(seed);
     }
 
-    /// How many places there are.
+    /// Returns the number of places.
     pub fn places(&self) -> usize {
         read().live[&self.0].values.len()
     }
@@ -199,7 +199,7 @@ pub fn keep_on_device(table: u32, words: Arc<dyn Any + Send + Sync>) {
     drop(before);
 }
 
-/// What kernels read a place from.
+/// Source from which kernels read a place.
 pub enum Read {
     /// What is kept with its table, if that lives.
     OnDevice(Option<Arc<dyn Any + Send + Sync>>),
@@ -207,7 +207,7 @@ pub enum Read {
     Number(u64),
 }
 
-/// What kernels read a place from.
+/// Returns the source from which kernels read a place.
 ///
 /// # Panics
 /// As [`Seed::value`].

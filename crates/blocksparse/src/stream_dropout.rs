@@ -1,4 +1,4 @@
-//! Dropout of the numbers of a matrix: which are kept is a function of a seed, a site and the place alone.
+//! Dropout of the elements of a matrix: which are retained is a function of a seed, a site and the place alone.
 
 use crate::Seed;
 use crate::dropout::keeps_eight;
@@ -11,7 +11,7 @@ pub const STREAM: u32 = u32::MAX;
 ///
 /// A tensor `[.., width]` is a matrix: a number is at a column of a row, and rows count through all dimensions but the last. Whether it is kept
 /// depends on the seed, the site, its row and its column and on nothing else: it is the same in the backward pass and on every
-/// device. The probability is rounded, and numbers of 16 bits are made, as [`Dropout`](crate::Dropout) says: number `column mod 8` of the counter
+/// device. The probability is rounded, and 16-bit integers are drawn, as [`Dropout`](crate::Dropout) says: number `column mod 8` of the counter
 /// `(⌊column / 8⌋, site, row mod 2³², 2³² − 1)` under the seed as its key is below [`threshold`](Self::threshold). [`Dropout`](crate::Dropout) of
 /// attention weights has a batch entry for the fourth word, so the same seed gives other numbers there.
 ///
@@ -29,9 +29,9 @@ pub struct ElementDropout {
     pub probability: f64,
     /// Seed of the mask. Training takes another in every step.
     pub seed: Seed,
-    /// Which of a model's dropouts this is: each has a number of its own, so that they share a seed.
+    /// Index of this dropout in the model: with an index for each, all share a seed.
     pub site: u32,
-    /// What rows are counted from: a part of a matrix, from this row on, keeps what the whole matrix keeps there.
+    /// Index of the first row: a part of a matrix, from this row on, keeps what the whole matrix keeps there.
     pub first_row: u32,
 }
 
@@ -64,7 +64,7 @@ impl ElementDropout {
         self.of_weights().threshold()
     }
 
-    /// What elements that are retained are multiplied by: that of a [`Dropout`](crate::Dropout) of this probability.
+    /// Returns the factor of retained elements: that of a [`Dropout`](crate::Dropout) of this probability.
     pub fn factor(&self) -> f64 {
         self.of_weights().factor()
     }
@@ -73,7 +73,7 @@ impl ElementDropout {
         crate::Dropout::new(self.probability, self.seed)
     }
 
-    /// Whether the element at a column of a row is retained.
+    /// Returns whether the element at a column of a row is retained.
     pub fn keeps(&self, row: usize, column: usize) -> bool {
         self.keeps_eight(row, column / 8, self.threshold())[column % 8]
     }
@@ -118,7 +118,7 @@ mod tests {
         assert!(dropout.mask(0, 3).is_empty() && dropout.mask(3, 0).is_empty());
     }
 
-    /// Over 2¹⁷ numbers, the share that is kept, and that is kept or dropped alike with a neighbour, another site or seed, or the attention weight of the
+    /// Over 2¹⁷ numbers, the share that is kept, and that is kept or dropped alike with an adjacent one, another site or seed, or the attention weight of the
     /// same numbers, is within five standard deviations of what independent draws give.
     #[test]
     fn numbers_are_kept_independently() {

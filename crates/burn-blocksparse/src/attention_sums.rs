@@ -16,12 +16,12 @@ use crate::error::OpError;
 use crate::options::AttentionOptions;
 use crate::{check, upload};
 
-/// How [`accumulated_attention`] computes weights, and which it sums. Build it from [`Default`].
+/// Options of [`accumulated_attention`]. Build them from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]
 pub struct AccumulatedAttentionOptions {
-    /// What the attention was computed with.
+    /// Options of the attention.
     pub attention: AttentionOptions,
     /// Its further tensors.
     pub tensors: AttentionTensors,
@@ -41,7 +41,7 @@ impl AccumulatedAttentionOptions {
     }
 }
 
-/// What [`accumulated_attention`] returns, in lse's dtype.
+/// Output of [`accumulated_attention`], in lse's dtype.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AccumulatedAttention {
@@ -53,7 +53,7 @@ pub struct AccumulatedAttention {
     pub diagonals: Tensor<3>,
 }
 
-/// How much attention each key and each distance gets: sums of `p[i, j] = exp(score[i, j] − lse[i])` over the allowed pairs, in O(n) memory and
+/// Sums the attention of each key and of each distance: sums of `p[i, j] = exp(score[i, j] − lse[i])` over the allowed pairs, in O(n) memory and
 /// a small multiple for kept blocks, without the weights. Keys that recent queries look at are what SnapKV keeps of a cache (Li et al., 2024);
 /// the largest columns and diagonals of the last queries are MInference's vertical-slash pattern (Jiang et al., 2024, section 3), which
 /// `burn-sparse-select`'s `vertical_slash_layout` takes.
@@ -65,7 +65,7 @@ pub struct AccumulatedAttention {
 /// use burn_blocksparse::{AccumulatedAttentionOptions, BlockLayout, LayoutShape, Pattern, SparseAttentionCall, accumulated_attention};
 ///
 /// let [q, k, v] = [(); 3].map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
-/// // The last 64 queries show where the others look, too.
+/// // The last 64 queries also show where the others look.
 /// let shape = LayoutShape { heads: 2, seq_q: 64, seq_kv: 256, block_size: 32 };
 /// let window = BlockLayout::new(&Pattern::causal(), shape)?;
 /// let last = q.clone().narrow(2, 192, 64);

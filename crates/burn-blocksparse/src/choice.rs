@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 
 use crate::error::OpError;
 
-/// How `top_k_blocks` chooses. Build it from [`TopKOptions::new`].
+/// Options of `top_k_blocks`. Build them from [`TopKOptions::new`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
@@ -16,11 +16,11 @@ pub struct TopKOptions {
     pub block_size: usize,
     /// Key blocks of each row of query blocks, the forced ones among them (more, if more are forced).
     pub k: usize,
-    /// Whether queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query sits at the last key.
     pub causal: bool,
-    /// How many key blocks up to the queries' own are forced: 1 is the diagonal, 2 also the block before it.
+    /// Number of forced key blocks up to the queries' own: 1 is the diagonal, 2 also the block before it.
     pub local: usize,
-    /// How many of the first key blocks are forced (attention sinks).
+    /// Number of forced first key blocks (attention sinks).
     pub first: usize,
 }
 
@@ -76,7 +76,7 @@ pub fn grid(shape: &LayoutShape, causal: bool) -> ScoreGrid {
     }
 }
 
-/// Which key blocks each row of scores keeps, read back from the device; of those of `within` alone, where there is one.
+/// Returns the key blocks that each row of scores selects, read back from the device; of those of `within` alone, where there is one.
 pub fn choose_rows(
     scores: Tensor<4>,
     shape: LayoutShape,
@@ -102,7 +102,7 @@ pub fn choose_rows(
     Ok(rows.collect())
 }
 
-/// Which blocks a row of a layout has; a layout of one batch entry has the same for all.
+/// Returns the blocks of a row of a layout; a layout of one batch entry has the same for all.
 pub fn allowed_blocks(
     layout: &BlockLayout,
     entry: usize,

@@ -1,4 +1,4 @@
-/// What can be wrong with a call of an op of this crate.
+/// Errors of this crate's operations.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpError {
@@ -7,25 +7,25 @@ pub enum OpError {
     Argument {
         /// The argument's name.
         argument: &'static str,
-        /// What it has to be.
+        /// The expected value.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
-    /// A layout that was asked for cannot be.
+    /// A layout cannot be built.
     #[error(transparent)]
     Layout(#[from] blocksparse::LayoutError),
-    /// Text that is no selection in the notation of `Selection::NOTATION`.
+    /// A text is not a selection in the notation of `Selection::NOTATION`.
     #[error("cannot read '{text}' as a selection: expected {expected}, got {got}")]
     Selection {
         /// The text.
         text: String,
         /// What may stand there.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
-    /// This crate does not serve the device's backend, or not with the features that are on.
+    /// This crate does not serve the device's backend with the features that are on.
     #[error("the device's backend must be one that a feature of burn-blocksparse turns on, got {device}: {}", advice(.feature))]
     Backend {
         /// The device.
@@ -33,7 +33,7 @@ pub enum OpError {
         /// The feature of this crate that is off. None: no feature serves this backend.
         feature: Option<&'static str>,
     },
-    /// The device is not on this machine, or software is not that it needs.
+    /// The device, or software that it needs, is missing on this machine.
     #[error("{device} must be a device that can be used on this machine, got {missing}: {install}")]
     Device {
         /// The device.
@@ -46,7 +46,7 @@ pub enum OpError {
     /// What a function needs of the device could not be read.
     #[error("the device must give back its tensors, got {0}")]
     Read(String),
-    /// Numbers of the host that would be copied inside a recording.
+    /// Values of the host that a CUDA graph would capture.
     #[error(
         "{what} must be on the device before a recording begins, because replays would copy the same bytes again: \
          make the same call once before"
@@ -87,10 +87,10 @@ pub enum OpError {
         /// Why, as it said itself or as others found.
         reason: String,
     },
-    /// Processes that are to work together did not meet.
+    /// Processes did not connect.
     #[error("the processes cannot meet at {address}: {reason}")]
     Join {
-        /// Where they were to meet.
+        /// Their address.
         address: String,
         /// Why not.
         reason: String,

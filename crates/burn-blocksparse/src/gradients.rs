@@ -22,7 +22,7 @@ use crate::merge::Shares;
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::{check, upload};
 
-/// What [`attention_gradients`] returns: the output, and the gradients of `Σ out · grad_out`. All are of their inputs' shapes and dtypes.
+/// Output of [`attention_gradients`]: the output of attention, and the gradients of `Σ out · grad_out`. All are of their inputs' shapes and dtypes.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AttentionGradients {
@@ -34,12 +34,12 @@ pub struct AttentionGradients {
     pub k: Tensor<4>,
     /// `[batch, kv_heads, seq_kv, value_dim]`
     pub v: Tensor<4>,
-    /// By the tensors that there are.
+    /// With respect to the other tensors that are set.
     pub tensors: AttentionTensors,
 }
 
-/// The gradients of `Σ out · grad_out` by q, k, v and further tensors, computed forward: on a device with autodiff they are part of its graph, and a
-/// backward pass through them gives second derivatives of the attention, by `grad_out`, too.
+/// The gradients of `Σ out · grad_out` with respect to q, k, v and further tensors, computed forward: on a device with autodiff they are part of its graph, and a
+/// backward pass through them gives second derivatives of the attention, also with respect to `grad_out`.
 ///
 /// Burn's autodiff differentiates once, so [`sparse_attention`](crate::sparse_attention) has no second derivatives. This function is for losses with a
 /// gradient in them, as gradient penalties (Gulrajani et al., 2017, §4) and sharpness; [`attention_hvp`] has the product of the Hessian and a
@@ -61,7 +61,7 @@ pub struct AttentionGradients {
 /// let ones = Tensor::ones([1, 2, 64, 16], &device);
 /// let (tensors, options) = (AttentionTensors::default(), AttentionOptions::default());
 /// let gradients = attention_gradients(q.clone(), k, v, tensors, ones, &layout, options)?;
-/// // A penalty on the size of the gradient by the queries.
+/// // A penalty on the size of the gradient with respect to the queries.
 /// let penalty = gradients.q.powi_scalar(2).sum();
 /// let grads = penalty.backward();
 /// assert_eq!(q.grad(&grads).unwrap().dims(), [1, 2, 64, 16]);
@@ -177,7 +177,7 @@ pub fn attention_gradients(
     })
 }
 
-/// The Hessian of `Σ out · grad_out` by (q, k, v), times the vector of `tangents`: of each of q, k and v, the derivative of its gradient in the direction
+/// The Hessian of `Σ out · grad_out` with respect to (q, k, v), times the vector of `tangents`: of each of q, k and v, the derivative of its gradient in the direction
 /// of `tangents`. Further tensors are constants.
 ///
 /// One backward pass through [`attention_gradients`], since the Hessian is symmetric; no Hessian is made. The results have no graph.

@@ -26,7 +26,7 @@ pub use crate::rows::{gather_rows, segment_sum};
 pub use blocksparse::font;
 pub use blocksparse::philox;
 
-/// What arguments of a call must be.
+/// Checks of a call's arguments.
 pub mod check {
     pub use crate::check::*;
 }

@@ -28,9 +28,7 @@
 //! | padding, masks of blocks | [`layout`] |
 //! | keys selected by content: top-k, MoBA, Quest, NSA, DSA, your own scores | the crate `burn-sparse-select` |
 //! | decoding from a paged KV cache, sampling | the crate `burn-paged-attention` |
-//! | linear layers, norms, MLP, embedding, loss | `ops` |
-//! | block-sparse linear layers | `sparse_linear` |
-//! | AdamW, gradient clipping | `optim` |
+//! | linear layers, dense or block-sparse, norms, MLP, embedding, loss, AdamW | the crate `burn-fused-ops` |
 //! | one sequence over several devices | [`ShardPlan`], [`SequenceShard`] |
 //! | a process for each device | [`Processes`] |
 //! | CUDA graphs | [`graph`] |
@@ -48,11 +46,11 @@
 //! | `draw` | layouts as PNG and SVG | |
 //!
 //! An application must enable the backend **here** as well as in `burn`: for a device whose feature is off in this crate every function returns
-//! [`OpError::Backend`], which names the feature. [`check_device`] says before any tensor is made whether a device can be used.
+//! [`OpError::Backend`], which names the feature. [`check_device`] checks before any tensor is made whether a device can be used.
 //!
 //! ## What `cuda` changes for the whole application
 //! CubeCL compiles CUDA kernels by LLVM or by CUDA C++ and NVRTC. The tensor-core kernels need the second, so `cuda` turns on the feature `cpp` of
-//! `cubecl-cuda`. Cargo unites features, so then **all** CubeCL kernels of the application, Burn's own too, are compiled by NVRTC: the machine it runs on
+//! `cubecl-cuda`. Cargo unites features, so then **all** CubeCL kernels of the application, also Burn's own, are compiled by NVRTC: the machine it runs on
 //! needs the CUDA toolkit (NVRTC and the headers under `CUDA_PATH`), not just the driver, and caches of compiled kernels begin anew.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]

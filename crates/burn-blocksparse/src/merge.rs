@@ -138,7 +138,7 @@ pub fn merge_parts(
     (Tensor::from_dispatch(out), Tensor::from_dispatch(lse))
 }
 
-/// What two parts have of their union's softmax.
+/// Shares of two parts in their union's softmax.
 pub struct Shares {
     /// `exp(lse_a − lse)`
     pub a: Tensor<3>,

@@ -5,7 +5,7 @@ use burn::tensor::DType;
 
 use crate::error::OpError;
 
-/// How attention is computed. Build it from [`Default`]:
+/// Options of attention. Build them from [`Default`]:
 ///
 /// ```
 /// use burn_blocksparse::{AttentionOptions, WeightsMode};
@@ -23,19 +23,19 @@ pub struct AttentionOptions {
     pub softcap: Option<f64>,
     /// ALiBi slopes, one for each head: scores get `−slope · |i − j|` after the softcap. See [`alibi`](Self::alibi).
     pub alibi: Option<Arc<[f64]>>,
-    /// Dropout of the weights.
+    /// Attention dropout.
     pub dropout: Option<Dropout>,
-    /// What is stored for the backward pass.
+    /// Storage for the backward pass.
     pub weights: WeightsMode,
-    /// How precise the products of f32 tensors are.
+    /// Precision of matmuls of f32 tensors.
     pub precision: ProductPrecision,
-    /// Whether each row's largest score is returned, too, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
+    /// True if each row's largest score is also returned, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
     pub max_scores: bool,
-    /// How queries that choose each for itself attend to what they chose.
+    /// Implementation of attention to keys that each query selected.
     pub dispatch_mode: DispatchMode,
 }
 
-/// How queries attend to blocks that each of them chose (`attention_selected`), `Nsa`).
+/// Implementation of attention to blocks that each query selected (`attention_selected`, `Nsa`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DispatchMode {
@@ -47,7 +47,7 @@ pub enum DispatchMode {
     GroupByBlock,
 }
 
-/// How precise the products of f32 tensors are. Sums, exponentials and outputs are f32 in any case.
+/// Precision of matmuls of f32 tensors. Sums, exponentials and outputs are f32 in any case.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ProductPrecision {
@@ -59,13 +59,13 @@ pub enum ProductPrecision {
     Tf32,
 }
 
-/// What the forward pass keeps for the backward pass. The gradients are the same.
+/// Storage of attention probabilities for the backward pass. The gradients are the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WeightsMode {
-    /// Keep q, k, v, out and lse; compute the weights again in backward. Memory O(n · d).
+    /// Store q, k, v, out and lse; recompute the attention probabilities in the backward pass. Memory O(n · d).
     #[default]
     Recompute,
-    /// Also keep the block-sparse attention weights, `[batch, blocks, block_size, block_size]`.
+    /// Also store the block-sparse attention probabilities, `[batch, blocks, block_size, block_size]`.
     Store,
 }
 
@@ -100,17 +100,17 @@ impl AttentionOptions {
     }
 
     blocksparse::setters! {
-        /// Drops weights out, after the softmax: `out[i] = Σ_j p[i, j] · mask[i, j] / (1 − probability) · v[j]`. The backward pass
+        /// Applies attention dropout, after the softmax: `out[i] = Σ_j p[i, j] · mask[i, j] / (1 − probability) · v[j]`. The backward pass
         /// uses the same mask; lse and returned weights are those before dropout. The mask follows from the seed and the pair alone
         /// ([`Dropout`]), so give every training step, and every layer, a seed of its own.
         dropout: Some(Dropout),
         /// Sets what is stored for the backward pass.
         weights: WeightsMode,
-        /// Sets how precise the products of f32 tensors are.
+        /// Sets the precision of matmuls of f32 tensors.
         precision: ProductPrecision,
-        /// Sets whether each row's largest score is returned, too.
+        /// Sets whether each row's largest score is also returned.
         max_scores: bool,
-        /// Sets how queries that choose each for itself attend to what they chose.
+        /// Sets the implementation of attention to keys that each query selected.
         dispatch_mode: DispatchMode,
     }
 

@@ -38,7 +38,7 @@ pub fn dropout<const D: usize>(
     Ok(Tensor::from_dispatch(kept))
 }
 
-/// What [`dropout`](dropout()) would run for these arguments.
+/// Returns the plan of [`dropout`](dropout()) for these arguments.
 ///
 /// # Errors
 /// As [`dropout`](dropout()).

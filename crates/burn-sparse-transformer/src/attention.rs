@@ -56,9 +56,9 @@ pub struct SparseMultiHeadAttention {
     pub relative_bias: Option<Param<Tensor<2>>>,
     /// Sink logits, `[n_heads]`: see [`AttentionTensors::sinks`].
     pub sinks: Option<Param<Tensor<1>>>,
-    /// Heads that choose by content, behind those of the pattern.
+    /// Heads that choose by content, after those of the pattern.
     pub content: Option<ContentHeads>,
-    /// Of the attention weights. Its masks are not drawn from the backend's generator but depend on a seed, see [`SparseMhaInput::dropout_seed`].
+    /// Attention dropout. Its masks are not drawn from the backend's generator but depend on a seed, see [`SparseMhaInput::dropout_seed`].
     pub dropout: Dropout,
     #[module(skip)]
     pub(crate) seeds: Seeds,
@@ -113,7 +113,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
-    /// `rope`, or there is padding beside heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
+    /// `rope`, or there is padding next to heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
     /// heads also refuse a bias, and queries that are not the keys' tokens.
     pub fn try_forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (seen, call) = self.context(input)?;
@@ -237,7 +237,7 @@ impl SparseMultiHeadAttention {
         Ok((self.attend(heads, &layout, &call)?, call))
     }
 
-    /// Which query attends to which key.
+    /// Returns the pattern.
     pub fn pattern(&self) -> &Pattern {
         self.layouts.pattern()
     }
@@ -252,7 +252,7 @@ impl SparseMultiHeadAttention {
         self.n_kv_heads
     }
 
-    /// Side of the blocks the pattern is cut into.
+    /// Block size of the pattern.
     pub fn block_size(&self) -> usize {
         self.layouts.block_size()
     }
@@ -265,7 +265,7 @@ impl SparseMultiHeadAttention {
         self.layouts.get(&Request::new(seq_q, seq_kv))
     }
 
-    /// Keeps the layouts of so many different requests (lengths, padding, documents), the most recently used ones, for this module and all that share its
+    /// Caches the `most` recently used layouts, by lengths, padding and documents, for this module and all that share its
     /// layouts: its copies and, in a model, the blocks with the same pattern. The default is 8. A server whose
     /// requests have more lengths than that builds layouts again and again. 0 keeps none.
     pub fn keep_layouts(&self, most: usize) {

@@ -26,22 +26,22 @@ use crate::{HeadNorm, Precision, QkNorm, RopeScaling, SparseMultiHeadAttention, 
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct SparseMultiHeadAttentionConfig {
-    /// Width of the input and of the output.
+    /// Hidden size: width of the input and of the output.
     pub d_model: usize,
     /// Number of query heads.
     pub n_heads: usize,
-    /// Which query attends to which key, per head.
+    /// The pattern: which query attends to which key, per head.
     pub pattern: Pattern,
-    /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
+    /// Selection of keys by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
     pub selection: Option<Selection>,
-    /// How heads that are not the pattern's choose keys by content: single ones, where their keys are their queries, or as `nsa`, `dsa` and `msa` do, which are all heads. Default:
+    /// Content-based heads: some (`routing`, `lsh`; their queries are also their keys), or all (`nsa`, `dsa`, `msa`). Default:
     /// all heads are the pattern's.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's, the first ones. Default: half of them.
     pub local_heads: Option<usize>,
     /// Role in sharing a choice with other layers, with a `selection`, `dsa` or `msa`. Default: the layer chooses for itself alone.
     pub choice_sharing: Option<ChoiceSharing>,
-    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
     /// Number of key and value heads, a divisor of `n_heads`; fewer than `n_heads` is grouped-query
@@ -62,29 +62,29 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Rotary position embeddings of queries and keys (Su et al., 2021); its `d_model` is the width of a query head. Rotations are
     /// computed in f32. Default: none.
     pub rope: Option<RotaryEncodingConfig>,
-    /// How `rope` reaches further than a model was trained for. Default: not.
+    /// Scaling of `rope` to contexts longer than a model was trained for. Default: none.
     pub rope_scaling: Option<RopeScaling>,
     /// Normalisation of every query and key head, before the rotation. Default: none.
     pub qk_norm: Option<QkNorm>,
     /// Added to the variance, or to the mean square, in `qk_norm`.
     #[config(default = 1e-6)]
     pub qk_norm_eps: f64,
-    /// Probability that an attention weight is dropped while training, in `[0, 1)`.
+    /// Attention dropout probability in training, in `[0, 1)`.
     #[config(default = 0.0)]
     pub dropout: f64,
-    /// Whether scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
+    /// True if scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
     #[config(default = false)]
     pub alibi: bool,
     /// Learns a bias for each head and each distance up to so many positions, those further away sharing the last one; they begin
     /// at 0. Default: none.
     pub relative_reach: Option<usize>,
-    /// Whether each head learns the score of a further key whose value is 0, from 0 on.
+    /// True if each head learns the score of a further key whose value is 0, from 0 on.
     #[config(default = false)]
     pub sinks: bool,
-    /// Whether the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit stays 0.
+    /// True if the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit stays 0.
     #[config(default = false)]
     pub quiet_softmax: bool,
-    /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
+    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
     pub store_weights: bool,
@@ -96,16 +96,16 @@ pub struct SparseMultiHeadAttentionConfig {
         default = "Initializer::KaimingUniform{gain: 1.0 / f64::sqrt(3.0), fan_out_only: false}"
     )]
     pub initializer: Initializer,
-    /// Whether the query projection has a bias.
+    /// True if the query projection has a bias.
     #[config(default = true)]
     pub query_bias: bool,
-    /// Whether the key projection has a bias.
+    /// True if the key projection has a bias.
     #[config(default = true)]
     pub key_bias: bool,
-    /// Whether the value projection has a bias.
+    /// True if the value projection has a bias.
     #[config(default = true)]
     pub value_bias: bool,
-    /// Whether the output projection has a bias.
+    /// True if the output projection has a bias.
     #[config(default = true)]
     pub output_bias: bool,
 }

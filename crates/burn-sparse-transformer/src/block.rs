@@ -26,30 +26,30 @@ use crate::{
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct SparseTransformerBlockConfig {
-    /// Width of the residual stream.
+    /// Hidden size: width of the residual stream.
     pub d_model: usize,
     /// Number of query heads.
     pub n_heads: usize,
-    /// Which query attends to which key, per head.
+    /// The pattern: which query attends to which key, per head.
     pub pattern: Pattern,
-    /// How keys are chosen by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
+    /// Selection of keys by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
     pub selection: Option<Selection>,
-    /// How heads that are not the pattern's choose keys by content. Default: all heads are the pattern's.
+    /// Content-based heads, in addition to the pattern's or in their place. Default: all heads are the pattern's.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's. With as many as `n_heads` there is no `content`. Default: half of them.
     pub local_heads: Option<usize>,
     /// Role in sharing a choice of keys with other layers. Default: the layer chooses for itself alone.
     pub choice_sharing: Option<ChoiceSharing>,
-    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
     /// Number of key and value heads, a divisor of `n_heads`. Default: `n_heads`.
     pub n_kv_heads: Option<usize>,
     /// Width of the query projection. Default: `d_model`.
     pub d_key: Option<usize>,
-    /// Width of the feed-forward network. Default: `4 · d_model`.
+    /// Inner size of the feed-forward network. Default: `4 · d_model`.
     pub d_ff: Option<usize>,
-    /// Which blocks of the feed-forward network's weights are retained. Default: all, as dense weights.
+    /// Retained blocks of the feed-forward network's weights. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
     /// Activation of the feed-forward network. Default: the paper's, `x · sigmoid(1.702 x)`.
     pub activation: Option<FeedForwardActivation>,
@@ -58,15 +58,15 @@ pub struct SparseTransformerBlockConfig {
     pub dropout: f64,
     /// Bounds the attention scores to ±`softcap`. Default: no bound.
     pub softcap: Option<f64>,
-    /// What the attention has beside the paper's. Default: nothing.
+    /// Options of the attention that the paper does not have. Default: nothing.
     pub attention: Option<BlockAttentionConfig>,
     /// Longest sequence, in positions, which `rope_theta` of `attention` needs to know.
     pub context: Option<usize>,
-    /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
+    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
     pub store_weights: bool,
-    /// Dtype of the matrix products and of the attention; the residual stream has the input's.
+    /// Dtype of the matmuls and of the attention; the residual stream has the input's.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
     /// Number of blocks `N` in the model this block is for. The initial weights of the two layers that
@@ -425,7 +425,7 @@ pub(crate) struct Pass {
     branches: Option<(f64, Seed)>,
     /// Rows of both branches that come before these: of a part of a batch.
     first_row: u32,
-    /// Whether the backward pass computes the feed-forward network's first product again.
+    /// True if the backward pass computes the feed-forward network's first product again.
     mlp: bool,
     /// Of the attention.
     results: Results,

@@ -4,8 +4,8 @@ use burn::nn::RotaryEncodingConfig;
 use crate::error::ensure;
 use crate::{QkNorm, SparseMultiHeadAttentionConfig, TransformerError};
 
-/// What the attention of a [`SparseTransformerBlock`](crate::SparseTransformerBlock), or of all blocks of a
-/// [`SparseTransformer`](crate::SparseTransformer), has that the paper's does not. Everything is off by default.
+/// Options of the attention of a [`SparseTransformerBlock`](crate::SparseTransformerBlock), or of all blocks of a
+/// [`SparseTransformer`](crate::SparseTransformer), that the paper's does not have. Everything is off by default.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -28,17 +28,17 @@ use crate::{QkNorm, SparseMultiHeadAttentionConfig, TransformerError};
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until a block is made with it"]
 pub struct BlockAttentionConfig {
-    /// Probability that an attention weight is dropped while training, in `[0, 1)`.
+    /// Attention dropout probability in training, in `[0, 1)`.
     #[config(default = 0.0)]
     pub dropout: f64,
     /// Factor of the scores. Default: `1 / √d_k`.
     pub scale: Option<f64>,
-    /// Whether scores get ALiBi's biases: see [`SparseMultiHeadAttentionConfig::alibi`].
+    /// True if scores get ALiBi's biases: see [`SparseMultiHeadAttentionConfig::alibi`].
     #[config(default = false)]
     pub alibi: bool,
     /// Reach of a relative position bias: see [`SparseMultiHeadAttentionConfig::relative_reach`]. Default: none.
     pub relative_reach: Option<usize>,
-    /// Whether each head learns a sink logit: see [`SparseMultiHeadAttentionConfig::sinks`].
+    /// True if each head learns a sink logit: see [`SparseMultiHeadAttentionConfig::sinks`].
     #[config(default = false)]
     pub sinks: bool,
     /// Normalisation of every query and key head. Default: none.

@@ -4,7 +4,7 @@ use crate::TransformerError;
 use crate::error::ensure;
 use crate::nsa::BranchCaches;
 
-/// Positions a buffer has room for at first.
+/// Initial capacity of a buffer, in positions.
 const FIRST_CAPACITY: usize = 64;
 
 /// Keys and values of the positions seen so far, for [`crate::SparseMultiHeadAttention::forward_cache`].
@@ -49,12 +49,12 @@ impl SparseMhaCache {
         self.len
     }
 
-    /// Whether the cache holds no position.
+    /// Returns whether the cache holds no position.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Positions the buffers have room for.
+    /// Capacity of the buffers, in positions.
     pub fn capacity(&self) -> usize {
         self.buffers
             .as_ref()
@@ -142,7 +142,7 @@ impl SparseMhaCache {
         }
     }
 
-    /// Writes keys and values `[batch, kv_heads, new, width]` behind the present ones and returns all
+    /// Writes keys and values `[batch, kv_heads, new, width]` after the present ones and returns all
     /// of them, `[batch, kv_heads, len, width]`.
     pub(crate) fn append(&mut self, key: Tensor<4>, value: Tensor<4>) -> (Tensor<4>, Tensor<4>) {
         let [_, _, new, _] = key.dims();
@@ -195,7 +195,7 @@ fn write(buffer: Option<Tensor<4>>, chunk: Tensor<4>, start: usize, capacity: us
     buffer.slice_assign([0..batch, 0..heads, start..start + new, 0..width], chunk)
 }
 
-/// What [`crate::SparseTransformer::forward_cache`] remembers: keys and values of every block, and the
+/// Cache of [`crate::SparseTransformer::forward_cache`]: keys and values of every block, and the
 /// position reached.
 ///
 /// For a batch whose sequences all have the same length. It keeps every key; a `KvPool` of `burn-paged-attention` is for sequences of unequal lengths that come and

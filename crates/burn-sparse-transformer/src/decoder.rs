@@ -9,7 +9,7 @@ use crate::block::Pass;
 use crate::stream::Stream;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
-/// What a [`Decoder`] asks of each layer: the layer's number, its attention and what it reads, `[batch, seq, d_model]`, give what its heads see,
+/// Callback by which a [`Decoder`] runs each layer's attention: the layer's number, its attention and what it reads, `[batch, seq, d_model]`, give what its heads see,
 /// `[batch, heads, seq, d_v]`.
 pub type Attend<'a> = dyn FnMut(usize, &SparseMultiHeadAttention, Tensor<3>) -> Result<Tensor<4>, TransformerError>
     + 'a;
@@ -75,7 +75,7 @@ pub trait Decoder: Module {
     /// The attention of its layers, first to last.
     fn attentions(&self) -> Vec<&SparseMultiHeadAttention>;
 
-    /// What stands behind the last layer, `[batch, seq, d_model]`, of tokens `[batch, seq]` at positions: for models that embed them. Calls `attend` once for each
+    /// What stands after the last layer, `[batch, seq, d_model]`, of tokens `[batch, seq]` at positions: for models that embed them. Calls `attend` once for each
     /// layer, in their order.
     fn hidden(
         &self,
@@ -87,7 +87,7 @@ pub trait Decoder: Module {
     /// Logits `[batch, seq, vocab_size]` of some rows of what [`Self::hidden`] gives.
     fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>, TransformerError>;
 
-    /// Number of different tokens.
+    /// Size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
     /// Positions that there are, if that is not up to the rotations of its layers.

@@ -19,9 +19,9 @@ use crate::{
 pub struct SparseTransformerEncoderConfig {
     /// Everything but the pattern.
     pub encoder: TransformerEncoderConfig,
-    /// Which query attends to which key, per head.
+    /// The pattern: which query attends to which key, per head.
     pub pattern: Pattern,
-    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
 }

@@ -30,7 +30,7 @@ pub struct SparseTransformerEncoderLayer {
     pub norm_2: LayerNorm,
     /// At the end of both residual branches.
     pub dropout: Dropout,
-    /// Whether the norms come before what they are for.
+    /// True if the norms come before what they are for.
     pub norm_first: bool,
     #[module(skip)]
     epsilons: [f64; 2],

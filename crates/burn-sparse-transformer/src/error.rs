@@ -4,7 +4,7 @@ use burn_blocksparse::{LayoutError, OpError};
 
 use crate::Precision;
 
-/// What can be wrong with a configuration, an input or a cache.
+/// Errors of configurations, inputs and caches.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransformerError {
@@ -13,9 +13,9 @@ pub enum TransformerError {
     Argument {
         /// The argument's or the field's name.
         argument: &'static str,
-        /// What it has to be.
+        /// The expected value.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// A sequence is longer than a model, a cache or a table of rotations takes.
@@ -89,7 +89,7 @@ pub fn ensure(
     }
 }
 
-/// What must not be given: `expected` says so.
+/// Checks that an argument is absent: `expected` says so.
 pub fn ensure_none(
     argument: &'static str,
     given: bool,
@@ -125,7 +125,7 @@ pub(crate) fn ensure_scores(
     ensure_above_zero("softcap", softcap.unwrap_or(1.0))
 }
 
-/// What `try_…` gives, or a panic with its error's text: the modules of burn-nn panic, too.
+/// Returns what `try_…` gives, or panics with its error's text: the modules of burn-nn also panic.
 #[track_caller]
 pub fn or_panic<T, E: fmt::Display>(result: Result<T, E>) -> T {
     match result {

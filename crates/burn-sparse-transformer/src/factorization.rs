@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;
 
-/// How a model uses a factorisation of attention into `p` patterns (Child et al., 2019, §4.2).
+/// Use of a factorisation of attention into `p` patterns (Child et al., 2019, §4.2).
 ///
 /// ```
 /// use burn_sparse_transformer::{Factorization, Pattern};

@@ -18,7 +18,7 @@ use crate::linear::{BlockSparseLinear, linear_flops};
 use crate::stream::Projected;
 use crate::{Precision, TransformerError};
 
-/// Which blocks of the weights of feed-forward networks are retained: the same share of both, drawn with different seeds.
+/// Retained blocks of feed-forward networks' weights: the same share of both, drawn with different seeds.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -41,7 +41,7 @@ pub struct FeedForwardSparsity {
     /// Side of a block: 16, 32, 64 or 128. Divides `d_model` and `d_ff`.
     #[config(default = 64)]
     pub block: usize,
-    /// Which blocks are retained.
+    /// Pattern of the retained blocks.
     #[config(default = "WeightPattern::SmallWorld")]
     pub pattern: WeightPattern,
     /// Seed of the patterns that are drawn. Matrix `i` of the model (0 and 1 are the first block's) has this one and `i`.
@@ -190,7 +190,7 @@ impl ModuleDisplayDefault for FeedForwardLinear {
 
 impl ModuleDisplay for FeedForwardLinear {}
 
-/// What the feed-forward networks make of each hidden number.
+/// Activation function of the feed-forward networks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum FeedForwardActivation {

@@ -16,7 +16,7 @@ use crate::layouts::Request;
 use crate::selected::check_selection;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
-/// How each head of a layer chooses its keys by content: the heads take the choices in turn. Written with `/` between them, and `pattern` for heads that
+/// A selection for each head of a layer: the heads take them in turn. Written with `/` between them, and `pattern` for heads that
 /// leave it to the layer's pattern, as patterns by head are:
 ///
 /// ```
@@ -47,12 +47,12 @@ impl HeadSelections {
         Ok(Self(choices))
     }
 
-    /// How a head chooses.
+    /// Returns the selection of a head.
     pub fn of(&self, head: usize) -> Option<&Selection> {
         self.0[head % self.0.len()].as_ref()
     }
 
-    /// How many choices there are, before heads take them again.
+    /// Returns the number of selections; heads take them in turn.
     pub fn len(&self) -> usize {
         self.0.len()
     }
@@ -206,7 +206,7 @@ impl SparseMultiHeadAttention {
         Ok(self)
     }
 
-    /// How each head chooses its keys, if they choose in different ways.
+    /// Returns the selection of each head, if they differ.
     pub fn head_selections(&self) -> Option<&HeadSelections> {
         self.head_selections.as_ref()
     }
@@ -228,7 +228,7 @@ impl SparseMultiHeadAttention {
         Ok(())
     }
 
-    /// How well each head's choice would serve on an input: see [`Selection::quality`]. A head that leaves it to the pattern keeps everything.
+    /// Measures each head's selection on an input: see [`Selection::quality`]. A head with the pattern alone has recall 1.
     ///
     /// # Errors
     /// As [`Self::with_head_selections`] and [`Self::selection_quality`].
@@ -270,7 +270,7 @@ fn of_heads(x: &Tensor<4>, members: &[usize], group: usize) -> Tensor<4> {
 }
 
 impl SparseTransformer {
-    /// How well choices of heads would serve on tokens, an entry for each layer, which changes nothing of what the layers compute: of each layer and head.
+    /// Measures selections of heads on tokens, an entry for each layer, without changing what the layers compute: per layer and head.
     ///
     /// # Errors
     /// If there are not as many entries as layers, and as [`SparseMultiHeadAttention::head_selection_quality`].

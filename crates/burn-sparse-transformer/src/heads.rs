@@ -200,7 +200,7 @@ fn of_documents(lengths: &[usize], table: &Tensor<3>) -> Result<Tensor<1, Int>, 
     Ok(Tensor::from_data(TensorData::new(places, [count]), &device))
 }
 
-/// [`rotate`] in some twenty steps. Steps of autodiff run by their depth: behind so many, the branches of native sparse attention add up their gradients in
+/// [`rotate`] in some twenty steps. Steps of autodiff run by their depth: after so many, the branches of native sparse attention add up their gradients in
 /// one order, whatever is recomputed.
 pub(crate) fn rotate_apart(
     rope: &RotaryEncoding,

@@ -24,7 +24,7 @@ pub struct SparseMhaInput {
     pub(crate) dropout: Option<Dropout>,
     pub(crate) results: Results,
     pub(crate) choice: Option<SharedChoice>,
-    /// Whether the queries are positions of the same sequence as the keys.
+    /// True if the queries are positions of the same sequence as the keys.
     self_attention: bool,
 }
 
@@ -130,7 +130,7 @@ impl SparseMhaInput {
     /// [`Self::lengths`] does not.
     ///
     /// # Shapes
-    /// - `mask`: `[batch, seq_kv]`, `true` = padding; with a cache `seq_kv` counts what is in it, too
+    /// - `mask`: `[batch, seq_kv]`, `true` = padding; with a cache `seq_kv` includes its positions
     pub fn mask_pad(mut self, mask: Tensor<2, Bool>) -> Self {
         self.padding = Some(Padding::Mask(Box::new(mask)));
         self
@@ -142,10 +142,10 @@ impl SparseMhaInput {
         self
     }
 
-    /// Sets a bias of the scores, added after scale and softcap, with gradient. Values must be finite: it is the pattern that masks.
+    /// Sets a bias of the scores, added after scale and softcap, with gradient. Values must be finite: the pattern masks.
     ///
     /// # Shapes
-    /// - `bias`: `[batch or 1, n_heads or 1, seq_q or 1, seq_kv]`; with a cache `seq_kv` counts what is in it, too
+    /// - `bias`: `[batch or 1, n_heads or 1, seq_q or 1, seq_kv]`; with a cache `seq_kv` includes its positions
     pub fn bias(mut self, bias: Tensor<4>) -> Self {
         self.bias = Some(bias);
         self

@@ -34,12 +34,12 @@ pub(crate) trait AttentionKind {
         Ok((mha.attend(heads, &mha.layouts.get(request)?, call)?).into())
     }
 
-    /// Whether keys are chosen by content from projected heads alone.
+    /// Returns whether keys are chosen by content from projected heads alone.
     fn chooses(&self) -> bool {
         false
     }
 
-    /// Whether rows behind a sequence's end change nothing of what the others see, without a layout that leaves them out.
+    /// Returns whether rows after a sequence's end change nothing of what the others see, without a layout that leaves them out.
     fn ignores_later_rows(&self) -> bool {
         false
     }
@@ -103,7 +103,7 @@ pub(crate) fn context_of_heads<K: AttentionKind + ?Sized>(
 
 /// That a pattern can stand in a layer with heads that choose by content.
 pub(crate) fn check_causal(pattern: &Pattern) -> Result<(), TransformerError> {
-    let expected = || "causal beside heads that choose by content".into();
+    let expected = || "causal next to content-based heads".into();
     ensure(pattern.is_causal(), "pattern", expected, pattern)
 }
 

@@ -15,7 +15,7 @@ use crate::{
 };
 
 impl SparseMultiHeadAttention {
-    /// What the heads see of `x`, `[batch, seq, d_model]`, which [`Self::output_projection`] joins: `[batch, n_heads, seq, d_v]`.
+    /// Returns the heads' outputs for `x`, `[batch, seq, d_model]`, which [`Self::output_projection`] joins: `[batch, n_heads, seq, d_v]`.
     ///
     /// # Errors
     /// As [`Self::try_forward`].
@@ -66,7 +66,7 @@ impl SparseMultiHeadAttention {
         [self.d_k(), self.d_v]
     }
 
-    /// What its attention does with scores. Dropout is a call's.
+    /// Returns the options of its attention. Dropout is a call's.
     pub fn attention_options(&self) -> &AttentionOptions {
         &self.options
     }
@@ -91,7 +91,7 @@ impl SparseMultiHeadAttention {
         self.precision.dtype(self.key.weight.val().dtype())
     }
 
-    /// Attention of the projected heads of whole sequences, all of a length or of these. What rows behind a sequence's own see has no meaning.
+    /// Attention of the projected heads of whole sequences, all of a length or of these. What rows after a sequence's own see has no meaning.
     #[doc(hidden)]
     pub fn attend_sequences(
         &self,
@@ -114,7 +114,7 @@ impl SparseMultiHeadAttention {
             .heads)
     }
 
-    /// Whether keys are chosen by content with parameters of no head.
+    /// Returns whether keys are chosen by content with parameters of no head.
     #[doc(hidden)]
     pub fn chooses(&self) -> bool {
         self.kind().chooses()

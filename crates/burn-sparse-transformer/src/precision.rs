@@ -70,7 +70,7 @@ impl Precision {
         }
     }
 
-    /// Whether `device` computes in this precision.
+    /// Returns whether `device` computes in this precision.
     pub fn is_supported(self, device: &Device) -> bool {
         match self {
             Precision::F32 | Precision::Tf32 => true,

@@ -454,7 +454,7 @@ impl SparseTransformer {
 pub struct StepLosses {
     /// The mean cross-entropy of the targets.
     pub loss: Tensor<1>,
-    /// What all layers add to it: the commitments of heads that choose by clusters, or the losses of indexers. None where nothing is added.
+    /// Auxiliary loss of all layers: commitments of clusters, or losses of indexers. `None` without either.
     pub aux_loss: Option<Tensor<1>>,
 }
 
@@ -492,7 +492,7 @@ type SegmentInput = (Tensor<3>, Option<SharedChoice>);
 /// How many blocks come at a time, and who gets their gradients.
 type Parts<'a> = (NonZeroUsize, &'a mut dyn FnMut(GradientsParams));
 
-/// What a step of one device of several is of.
+/// Part of a step that one of several devices computes.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum StepPart<'a> {

@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::TransformerError;
 
-/// What the backward pass of [`SparseTransformer::loss_and_gradients`](crate::SparseTransformer) computes again instead of storing it. The
+/// Activation recomputation in the backward pass of [`SparseTransformer::loss_and_gradients`](crate::SparseTransformer). The
 /// gradients are the same.
 ///
 /// As text: `none`, `mlp`, `block` (segments of one), `segment:N`, and the last two with `+attention` for what keeps the results of attention.
@@ -29,14 +29,14 @@ pub enum Recompute {
     /// Nothing. Of the feed-forward networks' two inner tensors one is kept in any case.
     #[default]
     None,
-    /// The first product of each feed-forward network: `d_ff` numbers of a position and block less are kept. Of no effect on networks of block-sparse
+    /// The first product of each feed-forward network: `d_ff` elements per position and block less are stored. Of no effect on networks of block-sparse
     /// weights.
     Mlp,
-    /// So many blocks at a time: kept is the residual stream before each segment, `d_model` numbers of a position, and
+    /// So many blocks at a time: kept is the residual stream before each segment, `d_model` elements per position, and
     /// while a segment is differentiated what its blocks keep (Child et al., 2019, §5.4).
     Segments(NonZeroUsize),
     /// As [`Segments`](Self::Segments), but for the attention of each block that runs twice, which is computed once:
-    /// kept are also its output and lse ([`AttentionResiduals`](burn_blocksparse::internal::AttentionResiduals)), `d_model` numbers of a
+    /// kept are also its output and lse ([`AttentionResiduals`](burn_blocksparse::internal::AttentionResiduals)), `d_model` elements per
     /// position and block in the dtype of the products, and one f32 of each head. The longer the sequences, the more
     /// of a block's time is its attention, and the more that saves. A block that stores the weights of attention
     /// (`store_weights`) computes them again in any case.
@@ -48,7 +48,7 @@ impl Recompute {
     pub const BLOCK: Self = Self::Segments(NonZeroUsize::MIN);
 }
 
-/// Behind the segments whose attention is kept.
+/// After the segments whose attention is kept.
 const KEEPING: &str = "+attention";
 
 impl From<bool> for Recompute {

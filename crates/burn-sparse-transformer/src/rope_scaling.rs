@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::TransformerError;
 use crate::error::ensure;
 
-/// How the frequencies of rotary embeddings are scaled, as `transformers` does by its `rope_scaling`.
+/// Scaling of the frequencies of rotary embeddings, as `transformers` does by its `rope_scaling`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -61,7 +61,7 @@ fn beta_slow() -> f64 {
 }
 
 impl RopeScaling {
-    /// Whether its numbers are in their ranges, for heads of `width`.
+    /// Checks whether its numbers are in their ranges, for heads of `width`.
     pub(crate) fn check(&self, width: usize) -> Result<(), TransformerError> {
         let factor = match self {
             Self::Linear { factor } | Self::Llama3 { factor, .. } | Self::Yarn { factor, .. } => {

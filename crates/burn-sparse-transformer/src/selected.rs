@@ -67,7 +67,7 @@ impl AttentionKind for Selection {
 
     fn ensure_decodable(&self) -> Result<(), TransformerError> {
         let expected = || {
-            "prefix stable with a cache: later tokens take part in this one's choices; take quest or moba, or let prompts alone choose: `with_choosing_prompts` of a pool"
+            "prefix stable with a cache: later tokens influence this one's choice; take quest or moba, or let prompts alone choose: `with_choosing_prompts` of a pool"
                 .into()
         };
         ensure(self.ignores_later_rows(), "selection", expected, self)
@@ -172,12 +172,12 @@ impl SparseMultiHeadAttention {
         self.finish(context, &call)
     }
 
-    /// How keys are chosen by content, if they are.
+    /// Returns the selection, if there is one.
     pub fn selection(&self) -> Option<&Selection> {
         self.selection.as_ref()
     }
 
-    /// What [`Self::forward`] would choose for this input, or takes of it: to look at, or to measure by [`recall`](burn_sparse_select::recall). `None` without a selection.
+    /// Returns the layout that [`Self::forward`] would choose for this input, or takes of it, to look at or to measure by [`recall`](burn_sparse_select::recall). `None` without a selection.
     ///
     /// # Errors
     /// As [`Self::forward`], and for a selection by which every query chooses for itself: see [`Selection::query_lists`].
@@ -306,7 +306,7 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    /// How well a selection would serve this module on an input, of each head: see [`Selection::quality`]. Biases, softcaps and sinks do not count.
+    /// Measures a selection on an input of this module, for each head: see [`Selection::quality`]. Biases, softcaps and sinks do not count.
     ///
     /// # Errors
     /// As [`Self::forward`], if the input has padding, and if the device gives nothing back.
@@ -355,7 +355,7 @@ fn check_choice(pattern: &Pattern, selection: &Selection) -> Result<(), Transfor
     )
 }
 
-/// Whether a pattern leaves out no key, or none but later ones.
+/// Returns whether a pattern leaves out no key, or none but later ones.
 fn is_whole(pattern: &Pattern) -> bool {
     [Pattern::causal(), Pattern::dense()].contains(pattern)
 }
@@ -430,7 +430,7 @@ impl SparseTransformer {
         Ok(self)
     }
 
-    /// How well selections serve on tokens, of each layer and head: `selection` in all layers, which changes nothing of what the layers compute, or without
+    /// Measures selections on tokens, for each layer and head: `selection` in all layers, without changing what the layers compute, or without
     /// one each layer's own, those of its heads among them; a layer without either, or that takes the choice of an earlier one, has no heads in the result.
     ///
     /// # Errors

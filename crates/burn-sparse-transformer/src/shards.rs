@@ -145,7 +145,7 @@ impl TransformerShard {
 
 impl SparseTransformer {
     /// This device's part of [`Self::try_loss`] of sequences that several devices share: the mean of all parts is that loss, and gradients likewise. All
-    /// devices must call it, each with a model of its own. `losses_and_gradients_of_shard` recomputes blocks, too.
+    /// devices must call it, each with a model of its own. `losses_and_gradients_of_shard` also recomputes blocks.
     ///
     /// # Shapes
     /// - `tokens`, `targets`: `[batch, seq]`, this device's columns: [`TransformerShard::tokens`]

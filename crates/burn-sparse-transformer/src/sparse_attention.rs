@@ -19,19 +19,19 @@ use crate::{Precision, TransformerError};
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct SparseAttentionConfig {
-    /// Which query attends to which key, per head.
+    /// The pattern: which query attends to which key, per head.
     pub pattern: Pattern,
-    /// Side of the blocks the pattern is cut into: 8, 16, 32, 64 or 128.
+    /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
     /// Factor of the scores. Default: `1 / √head_dim`.
     pub scale: Option<f64>,
     /// Bounds the scores to ±`softcap` with a tanh before the softmax. Default: no bound.
     pub softcap: Option<f64>,
-    /// Whether scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
+    /// True if scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
     #[config(default = false)]
     pub alibi: bool,
-    /// Probability that an attention weight is dropped while training, in `[0, 1)`.
+    /// Attention dropout probability in training, in `[0, 1)`.
     #[config(default = 0.0)]
     pub dropout: f64,
     /// Dtype of the attention: with [`Precision::Bf16`] its inputs are rounded to bf16, and the output has the inputs' dtype.
@@ -184,7 +184,7 @@ impl SparseAttention {
         Ok(out.cast(dtype))
     }
 
-    /// The layout that [`Self::forward`] uses for so many query heads, queries and keys.
+    /// The layout that [`Self::forward`] uses for these numbers of query heads, queries and keys.
     ///
     /// # Errors
     /// If the pattern gives no layout for them.
@@ -198,17 +198,17 @@ impl SparseAttention {
             .get(&Request::new(seq_q, seq_kv).with_heads(heads))
     }
 
-    /// Which query attends to which key.
+    /// Returns the pattern.
     pub fn pattern(&self) -> &Pattern {
         self.layouts.pattern()
     }
 
-    /// Side of the blocks the pattern is cut into.
+    /// Block size of the pattern.
     pub fn block_size(&self) -> usize {
         self.layouts.block_size()
     }
 
-    /// Keeps the `most` recently used layouts, in all clones. The default is 8. A server whose requests have more lengths than that builds layouts again
+    /// Caches the `most` recently used layouts, in all clones. The default is 8. A server whose requests have more lengths than that builds layouts again
     /// and again. 0 keeps none.
     pub fn keep_layouts(&self, most: usize) {
         self.layouts.keep(most);

@@ -43,13 +43,13 @@ use crate::{
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct SparseTransformerConfig {
-    /// Width of the residual stream.
+    /// Hidden size: width of the residual stream.
     pub d_model: usize,
     /// Number of query heads of each block.
     pub n_heads: usize,
     /// The attention patterns, and which layers and heads use which. A language model needs causal ones.
     pub factorization: Factorization,
-    /// Number of different tokens. Has to be set: `init` refuses 0.
+    /// Size of the vocabulary. Has to be set: `init` refuses 0.
     #[config(default = 0)]
     pub vocab_size: usize,
     /// Longest sequence, in positions. Has to be set: `init` refuses 0.
@@ -66,15 +66,15 @@ pub struct SparseTransformerConfig {
     /// `embedding_channels`, and a position's embedding is the sum of its row's, its column's and its channel's (§5.3,
     /// `n_emb = 3`). Default: none, `n_emb = 2`.
     pub embedding_channels: Option<usize>,
-    /// How the layers choose their keys by content, in turn, from those of patterns that are causal or dense. Default: their keys are the patterns'.
+    /// Selections of keys by content, which layers use in turn, from those of patterns that are causal or dense. Default: their keys are the patterns'.
     pub selections: Option<Vec<Selection>>,
-    /// How heads that are not the patterns' choose keys by content (Roy et al., 2021; Kitaev et al., 2020; or all heads: Yuan et al., 2025, DeepSeek, 2025). Patterns are causal
+    /// Content-based heads (Roy et al., 2021; Kitaev et al., 2020; or all heads: Yuan et al., 2025, DeepSeek, 2025). Patterns are causal
     /// then, and those of the local heads. Default: all heads are the patterns'.
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads of each layer are the patterns', for all layers one number or one for each; a layer with `n_heads` of them has no
     /// others. Default: half of them.
     pub local_heads: Option<Vec<usize>>,
-    /// How many of the last layers have no selection (MoBA: Lu et al., 2025, §3.2). Default: 0.
+    /// Number of last layers with full attention (MoBA: Lu et al., 2025, §3.2). Default: 0.
     pub full_last_layers: Option<usize>,
     /// Number of layers that share one choice of keys by content: the first of them chooses, and the next ones attend to the same keys (Bai et al., 2026;
     /// GLM-5.2). For one selection, `dsa` or `msa`. Layers that take a choice have no indexer; that of the layer which chose learns by its own layer alone.
@@ -87,7 +87,7 @@ pub struct SparseTransformerConfig {
     pub d_key: Option<usize>,
     /// Width of the feed-forward networks. Default: `4 · d_model`; half-size models use `2 · d_model`.
     pub d_ff: Option<usize>,
-    /// Which blocks of the feed-forward networks' weights are retained. Default: all, as dense weights.
+    /// Retained blocks of the feed-forward networks' weights. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
     /// Activation of the feed-forward networks. Default: the paper's, `x · sigmoid(1.702 x)`.
     pub activation: Option<FeedForwardActivation>,
@@ -98,13 +98,13 @@ pub struct SparseTransformerConfig {
     pub dropout: f64,
     /// Bounds the attention scores to ±`softcap`. Default: no bound.
     pub softcap: Option<f64>,
-    /// What the attention of every block has beside the paper's: rotary embeddings, ALiBi, relative position
-    /// biases, sinks, normalised queries and keys, dropout of the weights. Default: nothing.
+    /// Options of the attention of every block that the paper does not have: rotary embeddings, ALiBi, relative position
+    /// biases, sinks, normalised queries and keys, attention dropout. Default: nothing.
     pub attention: Option<BlockAttentionConfig>,
-    /// Whether learned embeddings of positions are added to those of tokens, as in the paper. Default: yes;
+    /// True if learned embeddings of positions are added to those of tokens, as in the paper. Default: yes;
     /// with `Some(false)` a token's place is known from the pattern and from `attention` only.
     pub position_embedding: Option<bool>,
-    /// Whether the attention weights of the kept blocks are stored for the backward pass rather than
+    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
     /// computed again.
     #[config(default = false)]
     pub store_weights: bool,
@@ -372,7 +372,7 @@ impl SparseTransformer {
         self.head_logits(stream)
     }
 
-    /// The residual stream behind all blocks, each of which drops what `drops` says.
+    /// The residual stream after all blocks, each of which drops what `drops` says.
     pub(crate) fn stream(
         &self,
         tokens: Tensor<2, Int>,

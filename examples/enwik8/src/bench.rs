@@ -45,10 +45,10 @@ pub struct BenchArgs {
     /// Iterations before them that are not timed [default: 2, with --graph 5]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     untimed: Option<u32>,
-    /// Iterations behind them that wait for the device after each part; 0 leaves the parts out
+    /// Iterations after them that wait for the device after each part; 0 leaves the parts out
     #[arg(long, default_value_t = 3, value_name = "N")]
     parts: u32,
-    /// Raw bytes, more than the context of them in the first 90% [default: the embedded start of enwik8]
+    /// File of raw bytes, whose first 90% are longer than the context [default: the embedded start of enwik8]
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     /// Peak rate of the device in the run's precision, in 10¹² operations per second, for the model-flops utilisation
@@ -57,10 +57,10 @@ pub struct BenchArgs {
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
     device: Option<String>,
-    /// Write the results to a file too
+    /// Also write the results to a file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Record an iteration once and replay it where the device can (CUDA)
+    /// Capture an iteration in a CUDA graph and replay it
     #[arg(long)]
     graph: bool,
     /// Measure in this process and print the result as JSON
@@ -296,7 +296,7 @@ fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
     let factorization = model::factorization(&config.model)?;
     let parts = trainer.parts(args.parts)?;
     let peak = Usage::of(&device);
-    // Behind everything else: it may need more memory than an iteration.
+    // After everything else: it may need more memory than an iteration.
     let kept = match peak.is_some() && config.recipe.recompute == Recompute::None {
         true => trainer.kept()?,
         false => None,

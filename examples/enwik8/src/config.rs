@@ -144,7 +144,7 @@ impl RunConfig {
         let content = &self.model.content;
         ensure!(
             content.is_some() || overrides.local_heads.is_empty(),
-            "--local-heads are those beside heads that choose by content; add --attention routing:WINDOW or lsh:BUCKET,ROUNDS"
+            "--local-heads are those next to content-based heads; add --attention routing:WINDOW or lsh:BUCKET,ROUNDS"
         );
         if let Some(content) = content {
             ensure!(
@@ -279,7 +279,7 @@ impl RunConfig {
         search::check_heads(&model.head_selections, model.layers, model.heads)?;
         ensure!(
             model.factorization != FactorizationKind::MultiHead || model.patterns.len() == 1,
-            "--selection-file has a choice for each head, which is made within a pattern that heads share; leave out --factorization multi-head"
+            "--selection-file selects for each head within a pattern that all heads share; leave out --factorization multi-head"
         );
         Ok(())
     }

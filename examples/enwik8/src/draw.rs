@@ -28,10 +28,10 @@ pub struct DrawArgs {
     /// Block size: 8, 16, 32, 64 or 128
     #[arg(long, default_value_t = 32, value_parser = arguments::positive)]
     block: usize,
-    /// Attention heads; they differ in patterns such as fixed:128,32,4
+    /// Attention heads, which may differ, as in fixed:128,32,4
     #[arg(long, default_value_t = 1, value_parser = arguments::positive)]
     heads: usize,
-    /// A picture to write: FILE.png or FILE.svg
+    /// Picture to write: FILE.png or FILE.svg
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
 }

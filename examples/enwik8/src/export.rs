@@ -51,10 +51,10 @@ pub struct ExportArgs {
     /// Folder for the two files
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// What the parameters are written as
+    /// Format of the parameters
     #[arg(long, value_enum, default_value = "burnpack")]
     format: Format,
-    /// Replace the files if they are there
+    /// Replace existing files
     #[arg(long)]
     overwrite: bool,
 }

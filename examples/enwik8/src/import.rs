@@ -16,7 +16,7 @@ use crate::progress::{program, say};
 use crate::run::{self, RunFolder};
 use crate::{device, model};
 
-/// Begin a run with the weights of a safetensors or PyTorch file
+/// Begin a run with weights from a safetensors, PyTorch or Burn file
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 import --weights model.pt --preset tiny --run runs/imported
@@ -28,12 +28,12 @@ use crate::{device, model};
 
 FILE.safetensors, .pt, .pth or .bin (a state dict of PyTorch) has the names that export --format safetensors writes and \
 docs/weights.md lists; FILE.bpk those of Burn. A file that does not fit is refused, and the message names each tensor. With \
---attention dsa or msa the file of a dense model fits, too: its indexers begin anew.")]
+--attention dsa or msa the file of a dense model also fits: its indexers begin anew.")]
 pub struct ImportArgs {
-    /// The file
+    /// File with the weights
     #[arg(long, value_name = "FILE")]
     weights: PathBuf,
-    /// Where in a PyTorch file its state dict is, as `model` in a dictionary of model and optimizer [default: at the top]
+    /// Key of the state dict in a PyTorch file, such as `model` [default: the whole file]
     #[arg(long, value_name = "KEY")]
     key: Option<String>,
     /// Folder of the run

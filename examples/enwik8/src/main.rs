@@ -55,16 +55,16 @@ use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
     version,
     after_help = "Start here:
   enwik8 train         train the preset `tiny` on an embedded sample of Wikipedia: minutes on a CPU
-  enwik8 sample        let it write
+  enwik8 sample        generate text from it
   enwik8 eval          bits per byte on held-out text
   enwik8 report        the run on one page
   enwik8 bench         sparse against dense attention on this machine
-  enwik8 presets       models and recipes, with what they take
-  enwik8 patterns      what --pattern, --attention, --selection and --cache take
+  enwik8 presets       models and recipes, with time and memory
+  enwik8 patterns      texts for --pattern, --attention, --selection and --cache
   enwik8 draw --pattern fixed:128,32 --out pattern.png
-  enwik8 shards --pattern fixed:1024,32 --devices 2   what crosses between devices that share a sequence
-  enwik8 export --out exported   files for a program of your own
-  enwik8 import --weights model.pt --run runs/imported   what another program trained
+  enwik8 shards --pattern fixed:1024,32 --devices 2   keys that devices exchange
+  enwik8 export --out exported   a record for a program of your own
+  enwik8 import --weights model.pt --run runs/imported   weights of another program
 
 From the repository: cargo run -p enwik8 -- train"
 )]

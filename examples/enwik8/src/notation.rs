@@ -27,12 +27,12 @@ const BY_PATTERN: [&str; 2] = [
 /// The policies of `--cache`.
 const POLICIES: [&str; 9] = [
     "all",
-    "reachable  those that later bytes reach",
+    "reachable  those that the pattern lets later bytes attend to",
     "window:W,S with W at least 1  the last W and the first S",
     "h2o:H,R  H that got the most attention so far, and R newest",
     "h2o-mean:H,R  the same by the mean attention",
     "tova:C  C by the newest byte's attention",
-    "snapkv:C[,M,F]  C by the attention of the last M bytes (64), pooled over F neighbours (5)",
+    "snapkv:C[,M,F]  C by the attention of the last M bytes (64), averaged over F adjacent keys (5)",
     "key-norm:C  C with the shortest keys",
     "combined:S,R,H  the first S, R newest, and H that got the most attention so far",
 ];
@@ -40,21 +40,21 @@ const POLICIES: [&str; 9] = [
 pub fn list() -> String {
     let section = |title: &str, forms: &[&str]| format!("{title}\n  {}", forms.join("\n  "));
     [
-        section("--pattern TEXT: the earlier bytes that a byte sees", Pattern::NOTATION),
+        section("--pattern TEXT: the earlier bytes that a byte attends to", Pattern::NOTATION),
         "  They combine with & (pairs that all parts allow), + (pairs that any part allows) and / (heads use\n  \
          the parts in turn); & binds tighter than +, and + tighter than /. Brackets group."
             .to_owned(),
-        section("--attention TEXT: the pattern, or keys by content", &attention_forms()),
+        section("--attention TEXT: a pattern, or content-based heads", &attention_forms()),
         section(
-            "--selection TEXT: blocks of keys by content, of those that the pattern keeps",
+            "--selection TEXT: blocks of keys by content, among those of the pattern",
             Selection::NOTATION,
         ),
         "  KEEP is a number or a rule: k=12, ratio=0.25, p=0.9 (with min=, max=) or above=0.01. share=sum,\n  \
-         mean or max: heads that share keys choose together. first=1, local=2: the first block, and two up\n  \
-         to a byte's own, are kept whatever their scores."
+         mean or max: with GQA, heads that share keys share a selection. first=1, local=2 force the first\n  \
+         block, and two blocks up to a byte's own."
             .to_owned(),
         section(
-            "--cache TEXT: keys that a cache keeps; from h2o on, of each layer and head, and the others are evicted",
+            "--cache TEXT: keys that a cache retains; from h2o on, per layer and KV head, with eviction",
             &POLICIES,
         ),
     ]

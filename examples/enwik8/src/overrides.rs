@@ -26,14 +26,14 @@ pub struct Overrides {
     /// Attention heads
     #[arg(long, value_parser = arguments::positive)]
     pub heads: Option<usize>,
-    /// Heads of keys and values, a divisor of --heads [default: as many]
+    /// KV heads (GQA), a divisor of --heads [default: --heads]
     #[arg(long, value_parser = arguments::positive, value_name = "N")]
     pub kv_heads: Option<usize>,
-    /// Width of the model
+    /// Hidden size
     #[arg(long, value_parser = arguments::positive)]
     pub d_model: Option<usize>,
-    /// sparse, dense (causal, with the same parameters), or heads that choose by content: routing, lsh or dsa single keys, nsa or msa blocks (`enwik8 patterns`
-    /// has their forms)
+    /// sparse, dense (causal, with the same parameters), or content-based heads: routing, lsh and dsa select single keys, nsa and msa blocks
+    /// (`enwik8 patterns` lists the texts)
     #[arg(long, value_name = "TEXT", value_parser = notation::attention, help_heading = ATTENTION)]
     pub attention: Option<AttentionKind>,
     /// With --attention routing or lsh: heads of each layer that are local, or one number for all [default: half]
@@ -42,32 +42,32 @@ pub struct Overrides {
     /// With --attention routing: factor of the commitment loss [default: 0.0001]
     #[arg(long, value_parser = arguments::at_least_zero, value_name = "FACTOR", help_heading = CONTENT)]
     pub commitment: Option<f64>,
-    /// With --attention routing: how much of a mean stays in each step [default: 0.999]
+    /// With --attention routing: decay of the cluster means per step [default: 0.999]
     #[arg(long, value_parser = arguments::ratio, value_name = "DECAY", help_heading = CONTENT)]
     pub means_decay: Option<f64>,
     /// Attention pattern, e.g. fixed:128,32 or local:64+strided:64 (`enwik8 patterns` lists all); repeat for --factorization
     #[arg(long, value_parser = notation::pattern_text, value_name = "PATTERN", help_heading = ATTENTION)]
     pub pattern: Vec<String>,
-    /// Choose blocks of keys by content, e.g. topk:32,8 (`enwik8 patterns` lists all), in all layers, or in turn if repeated; from every earlier byte, or
-    /// from what --pattern keeps, or with --attention sparse the preset's. moba and quest choose from every earlier byte alone
+    /// Select blocks of keys by content, e.g. topk:32,8 (`enwik8 patterns` lists all), in all layers, or in turn if repeated. Candidates are every earlier
+    /// byte, or those of --pattern, or with --attention sparse of the preset's; for moba and quest always every earlier byte
     #[arg(long, value_name = "TEXT", value_parser = notation::selection, help_heading = CONTENT)]
     pub selection: Vec<Selection>,
-    /// The same for each head of each layer, as search-selection writes it
+    /// A selection for each head of each layer, from search-selection
     #[arg(long, value_name = "FILE", value_parser = search::head_choices, conflicts_with = "selection", help_heading = CONTENT)]
     pub selection_file: Option<HeadChoices>,
-    /// Layers at the end that see all that their pattern keeps
+    /// Number of last layers without a selection
     #[arg(long, value_parser = arguments::whole, value_name = "N", requires = "selection", help_heading = CONTENT)]
     pub selection_full_last: Option<usize>,
     /// With --selection, or --attention dsa or msa: number of layers that share the choice of the first of them [default: 1]
     #[arg(long, value_parser = arguments::positive, value_name = "N", help_heading = CONTENT)]
     pub share_every: Option<usize>,
-    /// How several patterns are combined
+    /// Combination of several patterns
     #[arg(long, value_enum, help_heading = ATTENTION)]
     pub factorization: Option<FactorizationKind>,
     /// Block size of the attention layout: 8, 16, 32, 64 or 128
     #[arg(long, value_parser = arguments::positive, help_heading = ATTENTION)]
     pub block: Option<usize>,
-    /// Width of the position matrix [default: the pattern's stride]
+    /// Columns of the position matrix [default: the pattern's stride]
     #[arg(long, value_parser = arguments::positive, value_name = "N")]
     pub position_width: Option<usize>,
     /// Dropout at the end of each residual addition
@@ -76,32 +76,32 @@ pub struct Overrides {
     /// Initial weights have a standard deviation of SCALE / √(width of the input)
     #[arg(long, value_parser = arguments::above_zero, value_name = "SCALE")]
     pub init_scale: Option<f64>,
-    /// f32, or bf16 for mixed precision: activations, matrix products and attention in bf16, weights and
-    /// optimizer in f32; or tf32: f32 with the attention's products on tensor cores
+    /// f32, or bf16 for mixed precision: activations, matmuls and attention in bf16, weights and
+    /// optimizer in f32; or tf32: f32 with the attention's matmuls on tensor cores
     #[arg(long, value_parser = arguments::precision, value_name = "DTYPE")]
     pub precision: Option<Precision>,
-    /// Inner width of the feed-forward networks [default: 4 · d-model]
+    /// Inner size of the feed-forward networks [default: 4 · d-model]
     #[arg(long, value_parser = arguments::positive)]
     pub d_ff: Option<usize>,
-    /// Width of the query and the key projections, all heads together [default: d-model]
+    /// Size of the query and key projections, over all heads [default: d-model]
     #[arg(long, value_parser = arguments::positive)]
     pub d_key: Option<usize>,
-    /// Of pictures: pixels of a row, and rows
+    /// Width and height of the images, in pixels
     #[arg(long, value_parser = arguments::positive, value_name = "N", help_heading = IMAGES)]
     pub picture_size: Option<usize>,
-    /// Of pictures: how many classes there are, from 0 on
+    /// Number of classes, counted from 0
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = IMAGES)]
     pub classes: Option<u16>,
-    /// Of pictures: those of the data are twice as wide and high, and reduced to the means of four pixels
+    /// Halve the width and height of the data's images: means of four pixels
     #[arg(long, help_heading = IMAGES)]
     pub halve: bool,
-    /// Share of the blocks that the feed-forward networks' weights keep [default: dense weights]
+    /// Share of blocks that the feed-forward networks' weights have [default: dense weights]
     #[arg(long, value_parser = arguments::share, value_name = "SHARE", help_heading = SPARSE_MLP)]
     pub ff_density: Option<f64>,
     /// Side of those blocks: 16, 32, 64 or 128 [default: 64]
     #[arg(long, value_parser = arguments::positive, requires = "ff_density", help_heading = SPARSE_MLP)]
     pub ff_block: Option<usize>,
-    /// How those blocks are chosen [default: small-world]
+    /// Layout of those blocks [default: small-world]
     #[arg(long, value_parser = arguments::weight_pattern(), requires = "ff_density", value_name = "LAYOUT", help_heading = SPARSE_MLP)]
     pub ff_layout: Option<WeightPattern>,
     /// Prune those blocks by magnitude, down to this share of all blocks
@@ -150,23 +150,23 @@ pub struct Overrides {
     /// Seed of weights, data order and dropout
     #[arg(long, value_parser = arguments::seed, help_heading = RECIPE)]
     pub seed: Option<u64>,
-    /// What to compute again in the backward pass to save memory: none, block (which --recompute alone is), segment:N (segments of N blocks),
-    /// block+attention or segment:N+attention (all but the attention), or mlp (the feed-forward networks' first products)
+    /// Activation recomputation in the backward pass, to save memory: none, block (the default without a value), segment:N (segments of N blocks),
+    /// block+attention or segment:N+attention (all but the attention), or mlp (the first matmul of the feed-forward networks)
     #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "MODE", value_parser = arguments::recompute, help_heading = RECIPE)]
     pub recompute: Option<Recompute>,
-    /// Steps after which the layers see all that their pattern keeps, in place of --selection
+    /// Switch --selection off after this step
     #[arg(long, value_parser = arguments::positive, value_name = "STEP", help_heading = CONTENT)]
     pub selection_until: Option<usize>,
-    /// With --attention dsa or msa: steps of dense attention after --indexer-from that indexers alone learn by; the model stays as it is [default: 0]
+    /// With --attention dsa or msa: steps of dense attention, after --indexer-from, in which only the indexers learn [default: 0]
     #[arg(long, value_parser = arguments::whole, value_name = "STEPS", help_heading = CONTENT)]
     pub indexer_warmup: Option<usize>,
-    /// With --attention dsa or msa: learning rate of the indexers while they alone learn [default: --lr]
+    /// With --attention dsa or msa: learning rate of the indexers in --indexer-warmup [default: --lr]
     #[arg(long, value_parser = arguments::above_zero, value_name = "RATE", help_heading = CONTENT)]
     pub indexer_lr: Option<f64>,
-    /// With --attention dsa or msa: steps of dense attention before that, by which the model alone learns [default: 0]
+    /// With --attention dsa or msa: steps of dense attention before that, in which only the model learns [default: 0]
     #[arg(long, value_parser = arguments::whole, value_name = "STEP", help_heading = CONTENT)]
     pub indexer_from: Option<usize>,
-    /// Steps between measurements of how much of the attention --selection keeps
+    /// Steps between measurements of the recall of --selection
     #[arg(long, value_parser = arguments::positive, value_name = "STEPS", help_heading = CONTENT)]
     pub recall_every: Option<usize>,
     /// Steps between validations

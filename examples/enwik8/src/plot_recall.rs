@@ -19,13 +19,13 @@ type Of = fn(&LayerRecall) -> f64;
 
 /// The panels, the first on top.
 const PANELS: [(&str, Of); 3] = [
-    ("recall: share of the attention that is kept", |layer| {
+    ("recall: share of the attention on selected keys", |layer| {
         layer.recall
     }),
-    ("recall as a share of the best choice's", |layer| {
+    ("ratio: recall over that of the best choice", |layer| {
         layer.ratio
     }),
-    ("density: share of the blocks that are kept", |layer| {
+    ("density: selected share of the visible blocks", |layer| {
         layer.density
     }),
 ];

@@ -33,11 +33,11 @@ pub enum Preset {
     Long,
     /// The enwik8 model and recipe of the Sparse Transformer paper: 95M parameters, context 12288
     Paper,
-    /// Clusters of similar bytes beside local heads (Roy et al., 2021): 6 layers, context 4096
+    /// Clusters of similar bytes, next to local heads (Roy et al., 2021): 6 layers, context 4096
     Routing,
-    /// Bytes that hash alike beside local heads (Kitaev et al., 2020): 6 layers, context 4096
+    /// Bytes that hash alike, next to local heads (Kitaev et al., 2020): 6 layers, context 4096
     Reformer,
-    /// Pictures, minutes on a CPU: 16 × 16 pixels, the set that the program makes
+    /// Images, minutes on a CPU: 16 × 16 pixels, a synthetic set
     Shapes,
     /// The CIFAR-10 model and recipe of the Sparse Transformer paper: 59M parameters, context 3072
     Cifar,
@@ -411,9 +411,9 @@ pub struct ModelConfig {
 /// What bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Task {
-    /// Text, or anything else without a form
+    /// Text, or any other bytes
     Text,
-    /// Pictures: CIFAR-10's binary format
+    /// Images, in CIFAR-10's binary format
     Images,
 }
 

@@ -17,30 +17,30 @@ use crate::progress::{plain_bar, say};
 use crate::search::{self, HeadChoices};
 use crate::{model, notation};
 
-/// Compare choices of keys by content on a checkpoint
+/// Compare content-based selections on a checkpoint
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 recall --checkpoint runs/dense --selection topk:32,8 --selection topk:32,p=0.9
   enwik8 recall --checkpoint runs/dense --selection topk:32,8 --heads
 
-Choices are made from what the model's pattern lets bytes see: every earlier byte, as --attention dense and --selection train it, or less. Bits per \
-byte are those with the choice switched on in all layers; recall, density and the ratio to the best choice are of one window.")]
+Candidates are the keys of the model's pattern; with --attention dense these are all earlier bytes. Bits per byte are those with the \
+selection in all layers; recall, density and the ratio to the best selection of as many blocks are of one window.")]
 pub struct RecallArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// A choice, e.g. topk:32,8 (`enwik8 patterns` lists all); repeat to compare
+    /// A selection, e.g. topk:32,8 (`enwik8 patterns` lists all); repeat to compare
     #[arg(long, value_name = "TEXT", required_unless_present = "selection_file", value_parser = notation::selection)]
     selection: Vec<Selection>,
-    /// A choice for each head, as search-selection writes it; repeat to compare
+    /// A selection for each head, from search-selection; repeat to compare
     #[arg(long, value_name = "FILE", value_parser = search::head_choices)]
     selection_file: Vec<HeadChoices>,
     /// Windows of the validation split for bits per byte
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = arguments::positive)]
     windows: usize,
-    /// Also each layer and head
+    /// Also print each layer and head
     #[arg(long)]
     heads: bool,
-    /// One JSON object a line, in place of a table, or into FILE beside it (`plot recall` draws it)
+    /// Print JSON lines instead of a table, or also write them to FILE (`plot recall` draws it)
     #[arg(long, value_name = "FILE", num_args = 0..=1)]
     json: Option<Option<PathBuf>>,
 }
@@ -70,7 +70,7 @@ pub fn run(args: &RecallArgs) -> Result<()> {
     let context = config.model.context;
     ensure!(
         config.model.pictures.is_none(),
-        "{} was trained on pictures, and recall measures windows of text",
+        "{} was trained on images, and recall measures windows of text",
         path.display()
     );
     let corpus = Corpus::reopen(&checkpoint.header.data, None, None)?;

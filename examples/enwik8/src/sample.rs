@@ -22,7 +22,7 @@ use crate::kept::{CACHE, KeptArgs};
 use crate::progress::warn;
 use crate::{model, run};
 
-/// Let a checkpoint write bytes
+/// Generate text from a checkpoint
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 sample
@@ -36,13 +36,13 @@ use crate::{model, run};
   enwik8 sample --run runs/dense --cache snapkv:256,32,5 --budget pyramid:20 --slack 64
   enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin
 
-A sample longer than the model's context goes on: when the context is full, its newest half is kept and the model \
-reads it again as the beginning of a new window.")]
+A sample may be longer than the context: when the context is full, its newest half is read again as the start of a \
+new window.")]
 pub struct SampleArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// What the bytes follow; of a prompt longer than the context the newest half context is read. Several, of whatever
-    /// lengths, are continued at once
+    /// Prompt; repeat for several, which are continued at once. A prompt longer than the context is cut to its last
+    /// context/2 bytes
     #[arg(long, value_name = "TEXT", default_value = "The ")]
     prompt: Vec<String>,
     /// Read the prompt from a file
@@ -51,7 +51,7 @@ pub struct SampleArgs {
     /// Write N samples of each prompt at once
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = arguments::at_once)]
     batch: usize,
-    /// Bytes to write after the prompt
+    /// Bytes to generate after the prompt
     #[arg(long, default_value_t = 500, value_parser = arguments::whole)]
     length: usize,
     /// 0 takes the likeliest byte, 1 samples from the model, above 1 is wilder
@@ -60,13 +60,13 @@ pub struct SampleArgs {
     /// Consider only the K likeliest bytes
     #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=256), help_heading = SAMPLING)]
     top_k: Option<u16>,
-    /// Consider the likeliest bytes that make up P
+    /// Consider the likeliest bytes whose probabilities add up to P
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = arguments::share, help_heading = SAMPLING)]
     top_p: f64,
     /// Consider bytes at least P times as likely as the likeliest
     #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = arguments::ratio, help_heading = SAMPLING)]
     min_p: f64,
-    /// Above 1 bytes of the prompt, and those written, are less likely
+    /// Repetition penalty: above 1, bytes of the prompt and generated ones become less likely
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = arguments::above_zero, help_heading = SAMPLING)]
     repetition: f64,
     /// End before this text; may be given several times
@@ -77,22 +77,22 @@ pub struct SampleArgs {
     max_time: Option<f64>,
     #[command(flatten)]
     kept: KeptArgs,
-    /// Keys of a page of the cache: 16, 32, 64 or 128 [default: 32, or the page of --selection]
+    /// Page size of the cache in keys: 16, 32, 64 or 128 [default: 32, or the page of --selection]
     #[arg(long, value_name = "P", value_parser = page_size, help_heading = CACHE)]
     page_size: Option<usize>,
-    /// Record a step once and replay it where the device can (CUDA): the same bytes with less work of the host
+    /// Capture a step in a CUDA graph and replay it: the same bytes with less work of the host
     #[arg(long, help_heading = SPEED)]
     graph: bool,
-    /// Draft up to K bytes from where the last few were before, and check them at once: the same text in fewer steps
+    /// Speculative decoding by prompt lookup, up to K bytes a step: the same text in fewer steps
     #[arg(long, value_name = "K", value_parser = arguments::positive, help_heading = SPEED)]
     speculate: Option<usize>,
     /// Print the speed and the size of the cache to the standard error output
     #[arg(long, help_heading = OUTPUT)]
     stats: bool,
-    /// Write the same to a file
+    /// Write the statistics to a file, as JSON
     #[arg(long, value_name = "FILE", help_heading = OUTPUT)]
     json: Option<PathBuf>,
-    /// Seed of the choice
+    /// Seed of the sampling
     #[arg(long, default_value_t = 1, value_parser = arguments::seed, help_heading = SAMPLING)]
     seed: u64,
     /// Write the raw bytes, prompt included, to a file instead of text to the terminal
@@ -115,7 +115,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     let (device, path, checkpoint) = args.model.open()?;
     ensure!(
         checkpoint.header.config.model.pictures.is_none(),
-        "{} was trained on pictures: enwik8 sample-images lets it draw",
+        "{} was trained on images: use enwik8 sample-images",
         path.display()
     );
     model::check_cached(&checkpoint.header.config.model)?;
@@ -348,7 +348,7 @@ impl Sample {
         Ok(accepted)
     }
 
-    /// What may come behind the last byte.
+    /// What may come after the last byte.
     fn draft(&self, room: usize, length: usize) -> Vec<u8> {
         let draft = self
             .index

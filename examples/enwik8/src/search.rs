@@ -12,25 +12,25 @@ use crate::data::{Corpus, Split};
 use crate::progress::say;
 use crate::{model, notation, recall, run};
 
-/// Find for each head the choice of keys that keeps most of its attention
+/// Find the selection with the largest recall for each head
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 search-selection --checkpoint runs/dense --density 0.3 --out heads.json \\
     --selection topk:64,8 --selection topk:64,1,7,1 --selection minference:64,100,100
   enwik8 recall --checkpoint runs/dense --selection-file heads.json
 
-One window of the training split is looked at. Of the candidates that keep no more than --density of the blocks a head gets the one with the largest \
-recall, or the sparsest if none does; candidates should cost about the same. topk:BLOCK,1,LOCAL,FIRST is a window with sinks, whatever the content.")]
+One window of the training split is measured. Each head gets the candidate with the largest recall among those with at most --density of the \
+visible blocks, or the sparsest if there is none. Candidates should cost about the same. topk:BLOCK,1,LOCAL,FIRST is a window with sinks, whatever the content.")]
 pub struct SearchArgs {
     #[command(flatten)]
     model: ModelArgs,
     /// A candidate, e.g. topk:64,8 (`enwik8 patterns` lists all); repeat for more
     #[arg(long, value_name = "TEXT", required = true, value_parser = notation::selection)]
     selection: Vec<Selection>,
-    /// The largest share of the blocks that a head may keep
+    /// Largest share of visible blocks that a head may select
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = arguments::share)]
     density: f64,
-    /// The file: by layer and head
+    /// File to write: a selection per layer and head
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
 }
@@ -143,7 +143,7 @@ pub fn run(args: &SearchArgs) -> Result<()> {
     run::write_json(&args.out, &file)
 }
 
-/// For each head the candidate of largest recall of those that are sparse enough, of equal ones the earlier; the sparsest if none is.
+/// For each head the candidate of largest recall of those that are sparse enough, ties go to the earlier; the sparsest if none is.
 fn best(found: &[(String, Vec<Vec<SelectionQuality>>)], density: f64) -> SelectionFile {
     let mut file = SelectionFile {
         layers: Vec::new(),

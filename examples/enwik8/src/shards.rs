@@ -7,7 +7,7 @@ use clap::Args;
 use crate::progress::say;
 use crate::{arguments, notation};
 
-/// Show which keys cross if several devices share a sequence
+/// Show which keys devices exchange if they share a sequence
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 shards --pattern fixed:1024,32 --length 1048576 --devices 2
@@ -22,7 +22,7 @@ pub struct ShardsArgs {
     /// Devices that share it
     #[arg(long, default_value_t = 2, value_parser = arguments::positive)]
     devices: usize,
-    /// Pieces of the sequence of each device [default: those that cost the least]
+    /// Pieces of the sequence per device [default: the cheapest number]
     #[arg(long, value_parser = arguments::positive)]
     pieces: Option<usize>,
     /// Block size: 8, 16, 32, 64 or 128
@@ -31,10 +31,10 @@ pub struct ShardsArgs {
     /// Attention heads
     #[arg(long, default_value_t = 8, value_parser = arguments::positive)]
     heads: usize,
-    /// Heads of keys and values [default: as many]
+    /// KV heads [default: --heads]
     #[arg(long, value_parser = arguments::positive)]
     kv_heads: Option<usize>,
-    /// Width of a head
+    /// head_dim
     #[arg(long, default_value_t = 64, value_parser = arguments::positive)]
     head_dim: usize,
 }
@@ -49,7 +49,7 @@ pub fn run(args: &ShardsArgs) -> Result<()> {
     let bytes = |device| plan.bytes(device, args.head_dim, 2);
     let most = (0..devices).map(bytes).max().unwrap_or_default();
     say(format!(
-        "{plan}\n{:.1} MiB of bf16 keys and values received by one device at most in each layer, and as many of gradients back",
+        "{plan}\n{:.1} MiB of bf16 keys and values received by one device at most in each layer, and as many gradients back",
         most as f64 / f64::from(1 << 20),
     ));
     Ok(())

@@ -43,7 +43,7 @@ use crate::tensorboard::EventFile;
 use crate::windows::Window;
 use crate::{indexers, plot_recall, recall, report};
 
-/// Train a model on bytes, of text or of pictures
+/// Train a model on the bytes of text or images
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 train                 minutes on a CPU, on an embedded sample
@@ -54,20 +54,20 @@ use crate::{indexers, plot_recall, recall, report};
   enwik8 train --data enwik8-4mb --preset long --device cuda --precision bf16 --graph
   enwik8 train --data enwik8 --preset paper --devices 0,1,2,3 --precision bf16
   torchrun --nproc-per-node 2 --no-python enwik8 train --processes --data enwik8 --preset paper
-  enwik8 train --task images   pictures of shapes: minutes on a CPU
+  enwik8 train --task images   synthetic images: minutes on a CPU
   enwik8 train --preset cifar --data cifar-10-batches-bin --device cuda --precision bf16
 
 Ctrl-C finishes the step, writes a checkpoint and stops.")]
 pub struct TrainArgs {
-    /// What the bytes are [default: what the preset is for, text]
+    /// Kind of data [default: that of the preset; text]
     #[arg(long, value_enum)]
     task: Option<Task>,
     /// Model and recipe [default: tiny, or shapes with --task images]
     #[arg(long, value_enum)]
     preset: Option<Preset>,
     /// A file of raw bytes; enwik8 itself is recognised by its length [default: the first 1,000,000
-    /// bytes of enwik8, embedded]. Of images: a folder with CIFAR-10's binary files, a file in that format, or 'synthetic',
-    /// which is the default
+    /// bytes of enwik8, embedded]. For images: a folder with CIFAR-10's binary files, a file in that format, or 'synthetic'
+    /// (the default)
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     /// Folder for checkpoints, log and loss curve [default: runs/PRESET]
@@ -85,26 +85,26 @@ pub struct TrainArgs {
     /// Several devices, each with an equal part of every batch: numbers of CUDA devices, or names of one kind
     #[arg(long, value_name = "0,1,..", conflicts_with = "device", group = "several", help_heading = DEVICE)]
     devices: Option<String>,
-    /// This is one of several processes with a device each, as RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say, which torchrun sets, or those of
-    /// OpenMPI
+    /// Run as one of several processes with a device each. Which one: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, set by torchrun, or the
+    /// variables of OpenMPI
     #[arg(long, group = "several", help_heading = DEVICE)]
     processes: bool,
-    /// How several devices add their gradients [default: nccl where it can be used; copies between processes]
+    /// Sum of gradients over several devices [default: nccl where it can be used; copies between processes]
     #[arg(long, value_enum, requires = "several", help_heading = DEVICE)]
     reduce: Option<Reduce>,
-    /// What several devices share
+    /// Split of the work over several devices
     #[arg(long, value_enum, default_value_t, requires = "several", help_heading = DEVICE)]
     shard: Shard,
-    /// How keys cross between devices that share sequences [default: nccl where it can be used]
+    /// Exchange of keys between devices that share sequences [default: nccl where it can be used]
     #[arg(long, value_enum, requires = "devices", help_heading = DEVICE)]
     exchange: Option<Crossing>,
-    /// How many devices share each sequence; others have other windows of a batch [default: all]
+    /// Number of devices that share each sequence; others have other windows of the batch [default: all]
     #[arg(long, value_parser = arguments::positive, requires = "several", help_heading = DEVICE)]
     share: Option<usize>,
-    /// Record a step once and replay it where the device can (CUDA): the same numbers with less work of the host
+    /// Capture a step in a CUDA graph and replay it: the same results with less work of the host
     #[arg(long, help_heading = DEVICE)]
     graph: bool,
-    /// Peak rate of the device, or of all devices together, in the run's precision, in 10¹² operations per second, for the report's utilisation
+    /// Peak rate of the device, or of all devices together, in the run's precision, in 10¹² operations per second, for the report's MFU
     #[arg(long, value_name = "TFLOPS", value_parser = arguments::above_zero, help_heading = LOG)]
     peak_tflops: Option<f64>,
     /// Write event files for TensorBoard into the folder

@@ -16,35 +16,35 @@ use crate::cache::{Cache, CacheArgs};
 use crate::checkpoint::ModelArgs;
 use crate::device::memory;
 
-/// Times prompts and decoding under each attention
+/// Time prompts and decoding with each attention
 #[derive(Args, Debug)]
 pub struct BenchArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Draw the weights: for a checkpoint of which there is only config.json
+    /// Use random weights: only config.json is needed
     #[arg(long)]
     random: bool,
-    /// dense, a pattern or a selection; once for each that is measured
+    /// dense, a pattern or a selection; repeat to compare
     #[arg(long, default_values = ["dense"])]
     attention: Vec<Attention>,
-    /// Tokens of a prompt; several with commas
+    /// Tokens of a prompt; several, separated by commas
     #[arg(long, value_delimiter = ',', default_value = "2048")]
     prompts: Vec<usize>,
-    /// Sequences that write at once
+    /// Sequences at once
     #[arg(long, default_value_t = 1)]
     batch: usize,
-    /// Tokens that each writes, behind a prompt; 0 times prompts alone
+    /// Decoding steps after the prompt; 0 times prompts only
     #[arg(long, default_value_t = 16)]
     steps: usize,
     #[command(flatten)]
     cache: CacheArgs,
-    /// Tokens of a draft that each sequence reads with a step and takes back
+    /// Drafted tokens that each sequence reads in a step and rolls back
     #[arg(long, default_value_t = 0)]
     drafts: usize,
-    /// Record the prompt's pass as a CUDA graph and time its replays
+    /// Capture the prompt's pass in a CUDA graph and time its replays
     #[arg(long)]
     graph: bool,
-    /// Times that a prompt is read, of which the median counts
+    /// Repetitions of a prompt; their median counts
     #[arg(long, default_value_t = 3)]
     repeats: usize,
 }
@@ -126,7 +126,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     }
     if args.steps > 0 {
         println!(
-            "r: steps are replays of a CUDA graph; memory: what the device's pools hold behind the prompt, or the process at most"
+            "r: steps are replays of a CUDA graph; memory: what the device's pools hold after the prompt, or the process at most"
         );
     }
     Ok(())
@@ -141,7 +141,7 @@ fn tokens(vocab: usize, [batch, seq]: [usize; 2], device: &Device) -> Tensor<2, 
     )
 }
 
-/// Milliseconds until the logits behind a prompt are there.
+/// Milliseconds until the logits after a prompt are there.
 fn prompt_ms(model: &Llama, length: usize, args: &BenchArgs, device: &Device) -> Result<f64> {
     let prompt = tokens(model.vocab_size(), [1, length], device);
     let last = || last_logits(model, prompt.clone());
@@ -156,7 +156,7 @@ fn prompt_ms(model: &Llama, length: usize, args: &BenchArgs, device: &Device) ->
     }
 }
 
-/// Logits behind the last token, `[batch, vocab_size]`.
+/// Logits after the last token, `[batch, vocab_size]`.
 fn last_logits(model: &Llama, tokens: Tensor<2, Int>) -> Result<Tensor<2>, TransformerError> {
     let hidden = model.try_forward_hidden(tokens)?;
     let [batch, seq, _] = hidden.dims();

@@ -15,7 +15,7 @@ pub const POLICIES: &str =
 /// How keys and values are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Store {
-    /// As the products
+    /// The dtype of the model
     Model,
     Int8,
     Fp8,
@@ -34,13 +34,13 @@ impl From<Store> for KvDtype {
 /// Caches that are measured.
 #[derive(Args, Debug)]
 pub struct CacheArgs {
-    /// Keys that a cache keeps, behind a prompt that is read at once: all, those that later tokens reach, the first S and the last W, or C (H + R, S + R + H) of each layer and head, by their attention; once for each that is measured
+    /// Keys that a cache retains after a prompt: all, those that later tokens attend to, the last W and the first S, or C (H + R, S + R + H) by attention per layer and KV head; repeat to compare
     #[arg(long, value_name = POLICIES)]
     cache: Vec<Policy>,
-    /// How a cache stores keys and values; once for each that is measured
+    /// Dtype of stored keys and values; repeat to compare
     #[arg(long, value_enum)]
     kv_dtype: Vec<Store>,
-    /// Evict when there are so many keys more than are kept [default: 256]
+    /// Evict when the cache has this many keys more than its policy retains [default: 256]
     #[arg(long)]
     slack: Option<usize>,
 }

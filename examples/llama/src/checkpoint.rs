@@ -30,13 +30,13 @@ pub struct ModelArgs {
     /// flex (CPU), wgpu, cuda or cuda:INDEX [default: the best that was compiled in]
     #[arg(long)]
     pub device: Option<String>,
-    /// Of weights and products
+    /// Dtype of weights and matmuls
     #[arg(long, value_enum, default_value = "f32")]
     pub dtype: Dtype,
-    /// Positions that the model can read [default: the checkpoint's]
+    /// Longest sequence, in tokens [default: the checkpoint's]
     #[arg(long)]
     pub context: Option<usize>,
-    /// Side of the blocks that patterns are cut into
+    /// Block size of patterns
     #[arg(long, default_value_t = 64)]
     pub block_size: usize,
 }

@@ -14,7 +14,7 @@ use crate::cache::{POLICIES, Store};
 use crate::checkpoint::ModelArgs;
 use crate::text::Stream;
 
-/// Answers a question, or goes on with a text
+/// Answer a question, or continue a text
 #[derive(Args, Debug)]
 pub struct GenerateArgs {
     #[command(flatten)]
@@ -22,31 +22,31 @@ pub struct GenerateArgs {
     /// The question
     #[arg(long, default_value = "What is the capital of France?")]
     prompt: String,
-    /// Go on with the prompt as it is, without the chat template
+    /// Continue the prompt as it is, without the chat template
     #[arg(long)]
     raw: bool,
-    /// dense, a pattern as streaming:1024,4, or a selection as quest:16,1024,first=1,local=2; those that later tokens would change read prompts alone
+    /// dense, a pattern such as streaming:1024,4, or a selection such as quest:16,1024,first=1,local=2; selections other than quest and moba apply to the prompt only
     #[arg(long, default_value = "dense")]
     attention: Attention,
-    /// The most tokens that are written
+    /// Most tokens to generate
     #[arg(long, default_value_t = 256)]
     max_new: usize,
     /// 0 takes the likeliest token
     #[arg(long, default_value_t = 0.0)]
     temperature: f64,
-    /// Of the likeliest tokens, those that make up this share
+    /// Consider the likeliest tokens whose probabilities add up to this
     #[arg(long, default_value_t = 1.0)]
     top_p: f64,
-    /// Of the likeliest tokens, so many
+    /// Consider only this many of the likeliest tokens
     #[arg(long)]
     top_k: Option<usize>,
-    /// The same seed writes the same text
+    /// Seed of the sampling
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// How keys and values are stored
+    /// Dtype of stored keys and values
     #[arg(long, value_enum, default_value = "model")]
     kv_dtype: Store,
-    /// Keys that are kept: all, those that later tokens reach, the first S and the last W, or C (H + R, S + R + H) of each layer and head, by their attention
+    /// Keys that the cache retains: all, those that later tokens attend to, the last W and the first S, or C (H + R, S + R + H) by attention per layer and KV head
     #[arg(long, default_value = "reachable", value_name = POLICIES)]
     cache: CachePolicy,
 }

@@ -1,4 +1,4 @@
-//! Llama-style checkpoints with sparse attention: answers, bits a byte, needles and times, dense and sparse beside each other.
+//! Llama-style checkpoints with sparse attention: answers, bits per byte, needles and times, dense next to sparse.
 
 mod attention;
 mod bench;
@@ -24,9 +24,12 @@ use clap::{Parser, Subcommand};
     version,
     after_help = "Start here:
   llama generate MODEL --prompt 'What is the capital of France?'
-  llama perplexity MODEL --text book.txt --attention dense --attention streaming:512,4 --attention topk:32,ratio=0.25
-  llama perplexity MODEL --text book.txt --cache all --cache snapkv:205 --cache window:200,4 --slack 31
-  llama needle MODEL --text book.txt --tokens 4000 --attention dense --attention moba:32,16,first=1,local=2
+  llama perplexity MODEL --text book.txt --attention dense --attention streaming:512,4 \\
+    --attention topk:32,ratio=0.25
+  llama perplexity MODEL --text book.txt --cache all --cache snapkv:205 --cache window:200,4 \\
+    --slack 31
+  llama needle MODEL --text book.txt --tokens 4000 --attention dense \\
+    --attention moba:32,16,first=1,local=2
   llama bench MODEL --prompts 2048,8192 --attention dense --attention streaming:1024,4
 
 MODEL is a folder of Hugging Face or a .gguf file."

@@ -20,7 +20,7 @@ use crate::progress;
 use crate::rows::{JsonArgs, Setting, settings};
 use crate::text::Text;
 
-/// Hides five digits in a text and asks for them, under each attention
+/// Hide five digits in a text and ask for them, with each attention
 #[derive(Args, Debug)]
 pub struct NeedleArgs {
     #[command(flatten)]
@@ -28,16 +28,16 @@ pub struct NeedleArgs {
     /// A text in UTF-8 to hide them in
     #[arg(long)]
     text: PathBuf,
-    /// dense, a pattern or a selection: prompts are read by it, answers see all keys that it leaves; once for each that is measured
+    /// dense, a pattern or a selection: a selection reads the prompt only, a pattern also the answer; repeat to compare
     #[arg(long, default_values = ["dense"])]
     attention: Vec<Attention>,
     /// Tokens of a prompt, at most
     #[arg(long, default_value_t = 2000)]
     tokens: usize,
-    /// Depths, evenly from the beginning to the end
+    /// Number of depths, evenly from the beginning to the end
     #[arg(long, default_value_t = 10)]
     depths: usize,
-    /// Of the numbers that are hidden
+    /// Seed of the hidden digits
     #[arg(long, default_value_t = 1)]
     seed: u64,
     #[command(flatten)]

@@ -19,7 +19,7 @@ use crate::progress;
 use crate::rows::{JsonArgs, settings};
 use crate::windows::{Bits, Windows};
 
-/// Measures bits a byte of a text under each attention
+/// Measure bits per byte of a text with each attention
 #[derive(Args, Debug)]
 pub struct PerplexityArgs {
     #[command(flatten)]
@@ -27,27 +27,27 @@ pub struct PerplexityArgs {
     /// A text in UTF-8
     #[arg(long)]
     text: PathBuf,
-    /// dense, a pattern as streaming:1024,4, or a selection as topk:32,ratio=0.25; once for each that is measured
+    /// dense, a pattern such as streaming:1024,4, or a selection such as topk:32,ratio=0.25; repeat to compare
     #[arg(long, default_values = ["dense"])]
     attention: Vec<Attention>,
     /// Tokens of a window
     #[arg(long, default_value_t = 2048)]
     window: usize,
-    /// Windows, one behind the other
+    /// Number of windows, one after the other
     #[arg(long, default_value_t = 4)]
     windows: usize,
-    /// Tokens at the beginning of the text that are left out
+    /// Tokens to skip at the beginning of the text
     #[arg(long, default_value_t = 0)]
     skip: usize,
     #[command(flatten)]
     cache: CacheArgs,
-    /// With a cache: tokens of a window that are read at once and do not count [default: half of it]
+    /// With a cache: tokens of a window that are read in one call and not scored [default: half of it]
     #[arg(long)]
     prompt: Option<usize>,
-    /// With a cache: tokens of a call behind the prompt
+    /// With a cache: tokens per call after the prompt
     #[arg(long, default_value_t = 16)]
     chunk: usize,
-    /// With a cache: windows that are read at once
+    /// With a cache: windows per batch
     #[arg(long, default_value_t = 8)]
     batch: usize,
     #[command(flatten)]
@@ -63,7 +63,7 @@ pub fn run(args: &PerplexityArgs) -> Result<()> {
         .encode_with_ends(&read_text(&args.text)?, needed)?;
     ensure!(
         tokens.len() >= needed,
-        "--text has {} tokens, and {} windows of {} behind {} need {needed}",
+        "--text has {} tokens, and {} windows of {} after {} need {needed}",
         tokens.len(),
         args.windows,
         args.window,

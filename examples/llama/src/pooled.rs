@@ -32,7 +32,7 @@ impl Ends {
         Ok(())
     }
 
-    /// Bits of what stands behind the prompts, with the share of earlier keys that the cache lets a call see.
+    /// Bits of what stands after the prompts, with the share of earlier keys that the cache lets a call see.
     pub fn bits(
         &self,
         model: &Llama,

@@ -47,7 +47,7 @@ pub fn settings<'a>(attentions: &'a [Attention], caches: &'a [Cache]) -> Vec<Set
 /// Where rows are written to, besides the table.
 #[derive(Args, Debug)]
 pub struct JsonArgs {
-    /// Write each row as a line of JSON to this file, too
+    /// Also write each row as a line of JSON to this file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
 }

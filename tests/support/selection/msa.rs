@@ -143,7 +143,7 @@ pub fn msa_in_half_precision(devices: &[Device]) {
 
 /// Losses over chosen keys and over all, and their gradients, twice with the same bits.
 pub fn msa_losses_equal_f64(devices: &[Device]) {
-    for (seed, case) in (0..).zip(cases()) {
+    for (seed, case) in some_of((0..).zip(cases()), 2) {
         let index = Index::clear(case, 44_000 + 10 * seed, DType::F32, 2e-5);
         let problem = index.problem(44_500 + seed, DType::F32);
         let scale = 1.0 / (case.dims[0] as f64).sqrt();
@@ -304,7 +304,7 @@ pub fn msa_errors(devices: &[Device]) {
         let short = Tensor::<3>::zeros([1, 4, 31], (device, DType::F32));
         refused! {
             other.attention(x(), kv(), kv(), lists.clone(), options.clone()) => "…lists' block…";
-            all.attention(x(), kv(), kv(), lists.clone(), options.clone()) => "lists must be none where no more blocks than are kept are to choose from, got some";
+            all.attention(x(), kv(), kv(), lists.clone(), options.clone()) => "lists must be none where there are at most keep blocks, got some";
             msa.attention(x(), zeros([1, 4, 32, 8]), zeros([1, 4, 32, 8]), lists.clone(), options.clone().alibi(vec![0.5; 4])) => "…alibi…";
             msa.attention(zeros([1, 4, 40, 8]), kv(), kv(), None, options.clone()) => "seq_q must be between 1 and seq_kv, which is 32, got 40";
             msa.loss(&index, [&zeros([1, 4, 31, 8]), &kv()], None, MsaTarget::All) => "…q's seq_q…";

@@ -10,8 +10,8 @@ const MOST_PLACES: usize = 64;
 /// Speculative decoding with drafts from the text itself: where its last few tokens were before, what followed them then is checked
 /// (Saxena, "Prompt Lookup Decoding", 2023). No second model is needed, and texts that repeat themselves, as code, tables and dialogues do, gain most.
 ///
-/// The model reads the drafted tokens in one call behind the last one. A draft is accepted if it is what would have been drawn
-/// there anyway; the first that is not, and those behind it, are taken back. So texts are those that are written without drafts, whatever the temperature, as
+/// The model reads the drafted tokens in one call after the last one. A draft is accepted if it is what would have been drawn
+/// there anyway; the first that is not, and those after it, are taken back. So texts are those that are written without drafts, whatever the temperature, as
 /// far as calls of several tokens and of one give the same logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
@@ -71,7 +71,7 @@ impl PromptLookup {
 pub struct PromptLookupIndex {
     drafts: PromptLookup,
     tokens: Vec<u32>,
-    /// Of each [`PromptLookup::shortest`] tokens the places behind them.
+    /// Of each [`PromptLookup::shortest`] tokens the places after them.
     places: HashMap<Box<[u32]>, Vec<usize>>,
 }
 
@@ -97,7 +97,7 @@ impl PromptLookupIndex {
         }
     }
 
-    /// What may come next, [`PromptLookup::tokens`] tokens: none if the last few were not there before. Where the text ends before the draft does, the draft
+    /// Proposes [`PromptLookup::tokens`] next tokens: none if the last few were not there before. Where the text ends before the draft does, the draft
     /// repeats itself, as a copy that overlaps does.
     pub fn draft(&self) -> Vec<u32> {
         let end = self.tokens.len();

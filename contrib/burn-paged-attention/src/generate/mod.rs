@@ -19,30 +19,30 @@ use crate::pool::{
 };
 use crate::sampling::sample_tokens;
 
-/// What [`generate`] writes, and where it ends. Build it from [`Default`].
+/// Options of [`generate`]. Build them from [`Default`].
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
 pub struct GenerateOptions {
-    /// How tokens are chosen.
+    /// Sampling of tokens.
     pub sampling: Sampling,
-    /// The most tokens that a prompt is followed by. Default: 256.
+    /// Most tokens to generate per prompt. Default: 256.
     pub max_new: usize,
     /// Tokens that end a text and do not belong to it.
     pub stop_tokens: Vec<u32>,
     /// Sequences of tokens that end a text and do not belong to it.
     pub stop: Vec<Vec<u32>>,
-    /// Which keys are retained. Default: those that later tokens reach.
+    /// Keys that are retained. Default: those that later tokens reach.
     pub residency: KvRetention,
-    /// Which keys are evicted, in place of [`Self::residency`]. Default: none.
+    /// Eviction of keys, in place of [`Self::residency`]. Default: none.
     pub eviction: Option<EvictionConfig>,
-    /// How the keys and values that are retained are stored. Default: in the dtype of the model's products.
+    /// Dtype of stored keys and values. Default: that of the model's matmuls.
     pub kv_dtype: Option<KvDtype>,
     /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32, or what the layers' selections choose.
     pub page_size: Option<usize>,
-    /// Drafts that are checked several tokens at once. Default: none.
+    /// Speculative decoding by prompt lookup. Default: none.
     pub drafts: Option<PromptLookup>,
-    /// Whether the layers' selections read prompts alone ([`KvPoolConfig::with_choosing_prompts`]). Default: no.
+    /// True if the layers' selections apply to prompts only ([`KvPoolConfig::with_choosing_prompts`]). Default: no.
     pub choosing_prompts: bool,
 }
 
@@ -65,7 +65,7 @@ impl Default for GenerateOptions {
 
 impl GenerateOptions {
     blocksparse::setters! {
-        /// Sets how tokens are chosen.
+        /// Sets the sampling of tokens.
         sampling: Sampling,
         /// Sets the most tokens that a prompt is followed by.
         max_new: usize,
@@ -84,9 +84,9 @@ impl GenerateOptions {
     }
 
     blocksparse::setters! {
-        /// Sets which keys are retained.
+        /// Sets the keys that are retained.
         residency: KvRetention,
-        /// Keeps so many keys of each layer and head by what attention says of them ([`KvPoolConfig::with_eviction`]): **other texts**.
+        /// Evicts keys by attention scores, per layer and KV head ([`KvPoolConfig::with_eviction`]): **changes the output**.
         eviction: Some(EvictionConfig),
     }
 
@@ -98,32 +98,32 @@ impl GenerateOptions {
         }
     }
 
-    /// Sets how the keys and values that are retained are stored.
+    /// Sets the dtype of stored keys and values.
     pub fn kv_dtype(mut self, dtype: impl Into<KvDtype>) -> Self {
         self.kv_dtype = Some(dtype.into());
         self
     }
 
     blocksparse::setters! {
-        /// Sets the slots of a page.
+        /// Sets the page size, in slots.
         page_size: Some(usize),
-        /// Sets drafts that are checked several tokens at once.
+        /// Sets speculative decoding by prompt lookup.
         drafts: Some(PromptLookup),
     }
 
-    /// Lets the layers' selections read prompts alone; tokens that follow see all keys that are retained ([`KvPoolConfig::with_choosing_prompts`]).
+    /// Applies the layers' selections to prompts only; later tokens see all retained keys ([`KvPoolConfig::with_choosing_prompts`]).
     pub fn choosing_prompts(mut self) -> Self {
         self.choosing_prompts = true;
         self
     }
 
-    /// Room for prompts and what follows them.
+    /// Capacity for prompts and what follows them.
     fn pool(&self, prompts: &[Vec<u32>], context: usize) -> KvPoolConfig {
         let lengths = prompts.iter().map(|prompt| {
             let length = prompt.len().saturating_add(self.max_new);
             length.min(context)
         });
-        // A window hides keys from a prompt's queries, too, and keys are evicted behind a prompt: they are all stored until then.
+        // A window hides keys from a prompt's queries, too, and keys are evicted after a prompt: they are all stored until then.
         let chunk = match self.residency {
             _ if self.eviction.is_some() => prompts.iter().map(Vec::len).max().unwrap_or(1),
             KvRetention::Window { .. } | KvRetention::Evict => {
@@ -155,13 +155,13 @@ impl GenerateOptions {
     }
 }
 
-/// A token as it is written.
+/// A generated token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GenerateStep {
-    /// Which prompt it follows.
+    /// Index of its prompt.
     pub prompt: usize,
-    /// Tokens that were written before it.
+    /// Number of tokens generated before it.
     pub index: usize,
     /// The token.
     pub token: u32,
@@ -173,9 +173,9 @@ pub struct GenerateStep {
 pub enum FinishReason {
     /// A stop token or sequence was drawn.
     Stop,
-    /// [`GenerateOptions::max_new`] tokens were written.
+    /// [`GenerateOptions::max_new`] tokens were generated.
     Length,
-    /// The caller broke off.
+    /// The callback returned `Break`.
     Caller,
     /// The model's context is full.
     Context,
@@ -183,13 +183,13 @@ pub enum FinishReason {
     NotFinite,
 }
 
-/// What follows a prompt.
+/// A generated text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GenerateOutput {
     /// The tokens, without the prompt and without what stopped them.
     pub tokens: Vec<u32>,
-    /// Why there are no more.
+    /// Why the text ended.
     pub reason: FinishReason,
     /// Tokens of drafts that were read, 0 without [`GenerateOptions::drafts`].
     pub drafted: usize,
@@ -262,7 +262,7 @@ impl Text {
         Ok(())
     }
 
-    /// What the model may read behind the last token and check at once.
+    /// What the model may read after the last token and check at once.
     fn draft(&self, options: &GenerateOptions, len: usize, context: usize) -> Vec<u32> {
         let mut draft = self
             .index
@@ -275,7 +275,7 @@ impl Text {
         draft
     }
 
-    /// Takes the drawn tokens as long as they are the drafted ones, and one behind; what was read in vain is taken back.
+    /// Takes the drawn tokens as long as they are the drafted ones, and one after; what was read in vain is taken back.
     fn check(
         &mut self,
         draft: &[u32],
@@ -328,7 +328,7 @@ impl Text {
     }
 }
 
-/// A text, and the tokens that are drafted behind its last one before a row.
+/// A text, and the tokens that are drafted after its last one before a row.
 type Row<'a> = (&'a Text, &'a [u32]);
 
 /// How many of the last tokens may be the beginning of a stop sequence.
@@ -460,7 +460,7 @@ fn read_prompts<M: Decoder>(
     Ok(())
 }
 
-/// Continues texts behind their first tokens, until all have ended.
+/// Continues texts after their first tokens, until all have ended.
 fn continue_texts<M: Decoder>(
     model: &M,
     texts: &mut [Text],
@@ -504,7 +504,7 @@ fn continue_texts<M: Decoder>(
             }
         };
         let texts = going_on.iter().zip(&read);
-        // Behind a token everything up to it is known; rows behind a text's own draw what nobody looks at.
+        // After a token everything up to it is known; rows behind a text's own draw what nobody looks at.
         let rows = texts.flat_map(|(text, read)| {
             let text: &Text = text;
             (0..seq).map(move |row| (text, &read[1..read.len().min(row + 1)]))

@@ -8,7 +8,7 @@ use crate::sampling::SampleOptions;
 /// The last word of the generator's counter, which dropout does not use.
 const STREAM: u32 = u32::MAX - 1;
 
-/// How the next token is chosen. Build it from [`Default`], which samples from the model as it is.
+/// Sampling of the next token. Build it from [`Default`], which samples from the model as it is.
 ///
 /// In this order: logits of tokens that were seen are lowered (`repetition`), all are divided by `temperature`, and of their softmax
 /// the `top_k` likeliest are kept, of these those that make up `top_p`, and of these those that are at least `min_p` times as likely as the
@@ -26,13 +26,13 @@ const STREAM: u32 = u32::MAX - 1;
 #[must_use]
 #[non_exhaustive]
 pub struct Sampling {
-    /// What logits are divided by; 0 takes the likeliest. Default: 1.
+    /// Divisor of the logits; 0 takes the likeliest token. Default: 1.
     pub temperature: f64,
-    /// How many of the likeliest tokens are retained. Default: all.
+    /// Number of likeliest tokens that are retained. Default: all.
     pub top_k: Option<usize>,
     /// A token is retained if those that are likelier make up less than this (Holtzman et al., 2020). Default: 1.
     pub top_p: f64,
-    /// A token is retained if it is at least so many times as likely as the likeliest (Nguyen et al., 2024). Default: 0.
+    /// A token is retained if its probability is at least this factor times the largest (Nguyen et al., 2024). Default: 0.
     pub min_p: f64,
     /// Logits of tokens that were seen are divided by this if they are positive, and else multiplied by it (Keskar et al., 2019). Default: 1.
     pub repetition: f64,
@@ -57,11 +57,11 @@ impl Sampling {
     blocksparse::setters! {
         /// Sets what logits are divided by.
         temperature: f64,
-        /// Sets how many of the likeliest tokens are retained.
+        /// Sets the number of likeliest tokens that are retained.
         top_k: Option<usize>,
         /// Sets what the candidates make up.
         top_p: f64,
-        /// Sets how likely a token has to be beside the likeliest.
+        /// Sets the least probability of a token, relative to the likeliest.
         min_p: f64,
         /// Sets how much less likely tokens are that were seen.
         repetition: f64,
@@ -69,7 +69,7 @@ impl Sampling {
         seed: u64,
     }
 
-    /// Which tokens may be drawn, without the seed.
+    /// The same options for [`sample_tokens`](crate::sampling::sample_tokens), which takes its draws separately.
     pub fn options(&self) -> SampleOptions {
         SampleOptions::default()
             .temperature(self.temperature)

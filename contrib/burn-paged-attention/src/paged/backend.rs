@@ -29,7 +29,7 @@ mod kernels {
     };
     use burn_blocksparse::internal::dtype::accumulate_in;
 
-    /// How a call is launched.
+    /// Returns a text of how a call is launched.
     pub fn text(
         device: &CubeDevice,
         q: &Tensor<4>,

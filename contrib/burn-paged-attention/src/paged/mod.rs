@@ -24,7 +24,7 @@ pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
 pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};
 use values::{AppendInputs, OptInt, PagedCall, PagedInputs, SumsInputs};
 
-/// What [`paged_attention`] returns.
+/// Output of [`paged_attention`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PagedOutput {
@@ -119,7 +119,7 @@ pub fn paged_attention(
 }
 
 impl PagedOptions {
-    /// What [`paged_attention`] will run.
+    /// Returns the plan of [`paged_attention`]. It prints.
     ///
     /// # Errors
     /// As [`paged_attention`].

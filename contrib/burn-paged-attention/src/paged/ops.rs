@@ -36,7 +36,7 @@ pub trait PagedOps: Backend {
     }
 
     /// The slots of region one of page lists over a table `[page_lists, entries]` with spans `[page_lists, 4]`, i32 `[page_lists, entries · page]`: `x · page + slot` of entry `x`,
-    /// and below 0 behind the last.
+    /// and below 0 after the last.
     #[fusion(dtype = DType::I32, shape = [table[0], table[1] * page].into())]
     fn page_list_slots(
         table: IntTensor<Self>,
@@ -47,7 +47,7 @@ pub trait PagedOps: Backend {
     }
 
     /// The slots of each of so many heads of keys at places `[page_lists, most]` of page lists, i32 `[page_lists, heads, most]`: below 0 where a place is. Of an entry `x` the
-    /// heads have pages `x · heads` and those behind it.
+    /// heads have pages `x · heads` and those after it.
     #[fusion(dtype = DType::I32, shape = [places[0], *heads, places[1]].into())]
     fn picked_slots(
         places: IntTensor<Self>,
@@ -72,7 +72,7 @@ pub trait PagedOps: Backend {
     /// place where the call alone holds the sums, otherwise in a copy. Of row `i` of a sequence's `tokens` queries the last `tokens − 1 − i` keys are not seen. Keys of
     /// these tokens begin at 0.
     ///
-    /// With a ring the row of position `p` goes to place `1 + p mod ring` behind the sum; before, what is there is added to it, once the ring is full of rows
+    /// With a ring the row of position `p` goes to place `1 + p mod ring` after the sum; before, what is there is added to it, once the ring is full of rows
     /// that count: `loose` did before the call.
     #[fusion(dtype = inputs.sums.dtype, shape = inputs.sums.shape.clone())]
     fn attention_sums(

@@ -30,7 +30,7 @@ pub struct PagedKeysValues {
     pub table: Tensor<3, Int>,
     /// `[batch, T, 4]`, i32: `permanent_slots`, `timed_first_entry`, `timed_start`, `timed_slots`.
     pub spans: Tensor<3, Int>,
-    /// Which queries see which slots. None: all see all, as a single new query does.
+    /// Slots that each query sees. None: all see all, as a single new query does.
     pub visibility: Option<PagedVisibility>,
     /// `[batch, kv_heads, n]`, i32: the entries of the table whose slots count, in any order and each once; below 0: none. None: all.
     pub selected: Option<Tensor<3, Int>>,
@@ -39,7 +39,7 @@ pub struct PagedKeysValues {
     pub counters: Option<Tensor<1, Int>>,
 }
 
-/// Which queries see which slots: the query at position `p` sees a slot if `positions ≤ p ≤ last`.
+/// Slots that each query sees: the query at position `p` sees a slot if `positions ≤ p ≤ last`.
 #[derive(Clone, Debug)]
 pub struct PagedVisibility {
     /// `[entries, P]`, i32: each slot's position. `entries` are the indices that a table may have: `pages`, or `pages / kv_heads` with `T = 1`.
@@ -81,7 +81,7 @@ impl PagedKeysValues {
     }
 
     /// Single slots of pages, as `Dsa::choose_in_pages` lists them: i32 `[page_lists, kv_heads, most]`, of each head of keys
-    /// `page · P + slot`, below 0 behind the last. `spans` are those of the page lists that they were chosen from, over region one alone: a page list with fewer slots
+    /// `page · P + slot`, below 0 after the last. `spans` are those of the page lists that they were chosen from, over region one alone: a page list with fewer slots
     /// than are listed has as many.
     pub fn of_slots(store: PagedStore, slots: Tensor<3, Int>, spans: &Tensor<3, Int>) -> Self {
         let [page_lists, kv_heads, most] = slots.dims();
@@ -103,7 +103,7 @@ impl PagedKeysValues {
     }
 }
 
-/// How [`paged_attention`](crate::paged::paged_attention) is computed. Build it from [`Default`].
+/// Options of [`paged_attention`](crate::paged::paged_attention). Build them from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]

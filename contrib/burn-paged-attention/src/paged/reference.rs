@@ -387,7 +387,7 @@ pub fn dequantize<B: Backend>(
     B::float_mul(numbers, B::float_expand(scales, shape))
 }
 
-/// Which of the new rows go where: rows in the order of batch, head and position, and rows of all pages.
+/// Pairs of new rows and page rows: rows in the order of batch, head and position, and rows of all pages.
 pub fn written(
     slots: &HostInts,
     [batch, kv_heads, rows]: [usize; 3],

@@ -31,7 +31,7 @@ pub enum PagedStore {
 /// bytes a slot. Widths are multiples of 4; kernels are fast from multiples of 16 on.
 #[derive(Clone, Debug)]
 pub struct QuantizedPages {
-    /// What the elements are.
+    /// Type of the elements.
     pub quantization: Quantization,
     /// `[pages, P, d_k / 4]`, i32: four elements each, the first in the lowest bits.
     pub keys: Tensor<3, Int>,
@@ -174,7 +174,7 @@ impl PagedStore {
         }
     }
 
-    /// How elements are stored in eight bits, if they are.
+    /// Quantization of the elements, if they are stored in eight bits.
     pub fn quantization(&self) -> Option<Quantization> {
         match self {
             Self::Plain { .. } => None,

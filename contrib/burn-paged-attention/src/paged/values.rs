@@ -72,7 +72,7 @@ impl PagedCall {
     }
 }
 
-/// What attention over pages returns.
+/// Output of attention over pages.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -99,7 +99,7 @@ pub struct Pages<B: Backend> {
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct PackedPages<B: Backend> {
-    /// What the elements are.
+    /// Type of the elements.
     pub quantization: Quantization,
     /// `[pages, P, d_k / 4]`
     pub keys: IntTensor<B>,

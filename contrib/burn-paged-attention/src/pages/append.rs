@@ -22,7 +22,7 @@ pub struct Step {
 
 impl Step {
     /// New tokens whose queries read all keys from the pages, their own included. What no query from the first new one on attends to, nor one that may
-    /// come after a rollback, is let go before they are written; so after an error [`PagePool::truncate`] takes the whole step back.
+    /// come after a rollback, is evicted before they are written; so after an error [`PagePool::truncate`] takes the whole step back.
     pub fn decode(id: SequenceId, tokens: usize) -> Self {
         Self {
             id,
@@ -32,8 +32,8 @@ impl Step {
         }
     }
 
-    /// New tokens whose queries have been computed already, from their own keys and from the pages as they were: what only they
-    /// attend to is not written, and let go. So the step comes after attention, and tokens can be taken back no further than by the rollback.
+    /// New tokens whose queries have been computed already, from their own keys and from the pages as they were: keys that only
+    /// they attend to are not written, or freed. So the step comes after attention, and tokens can be taken back no further than by the rollback.
     pub fn prefill(id: SequenceId, tokens: usize) -> Self {
         Self {
             is_prefill: true,
@@ -52,7 +52,7 @@ impl Step {
 struct Planned {
     id: SequenceId,
     tokens: usize,
-    /// The first query that may come: keys whose last query is before it are let go.
+    /// The first query that may come: keys whose last query is before it are evicted.
     floor: usize,
     rows: Vec<PlannedRow>,
 }
@@ -60,7 +60,7 @@ struct Planned {
 struct PlannedRow {
     /// The last query of each new key.
     last: Vec<i32>,
-    /// Timed keys that are let go.
+    /// Timed keys that are evicted.
     dropped: usize,
     permanent: usize,
     timed: usize,
@@ -87,10 +87,10 @@ impl Forecast<'_> {
 }
 
 impl PagePool {
-    /// Makes room for the next `tokens` of a sequence, [`Step::decode`], and says where their keys go.
+    /// Reserves slots for the next `tokens` of a sequence, [`Step::decode`], and returns where their keys go.
     ///
     /// # Errors
-    /// [`CacheError::Unknown`]; [`CacheError::OutOfPages`]; [`CacheError::Boundary`] if the pattern does not allow to stop behind them;
+    /// [`CacheError::Unknown`]; [`CacheError::OutOfPages`]; [`CacheError::Boundary`] if the pattern does not allow to stop after them;
     /// [`CacheError::Argument`] if the sequence would have 2³¹ tokens.
     pub fn append(&mut self, id: SequenceId, tokens: usize) -> Result<Writes, CacheError> {
         self.step(Step::decode(id, tokens))
@@ -105,7 +105,7 @@ impl PagePool {
         Ok(writes.pop().expect("one for each step"))
     }
 
-    /// Steps of different sequences, all of which are done or none. What all of them let go is free before the first one takes a page. The copies of all of
+    /// Steps of different sequences, all of which are done or none. The pages that they free are available before the first one takes a page. The copies of all of
     /// them come before the writes of any.
     ///
     /// # Errors
@@ -124,7 +124,7 @@ impl PagePool {
             .collect())
     }
 
-    /// Whether the next token of a sequence may have a page copied, because it goes into one that another sequence names, too.
+    /// Returns whether the next token of a sequence may have a page copied, because it goes into one that another sequence also names.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]

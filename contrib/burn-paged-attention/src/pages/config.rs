@@ -8,7 +8,7 @@ use blocksparse::Pattern;
 /// The page sizes that pools have; smaller ones are for tests, [`PoolConfig::with_small_pages`].
 pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 
-/// Which keys of a sequence are retained.
+/// Keys of a sequence that are retained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KvRetention {
@@ -20,9 +20,9 @@ pub enum KvRetention {
     /// Of those, the first `sinks` and of the others those of the last `window` positions, a query's own included: what
     /// [`Pattern::streaming`] sees (Xiao et al., 2024). Changes results where the pattern reaches further.
     Window {
-        /// Positions behind a query that it sees, its own included.
+        /// Last positions that a query sees, its own included.
         window: usize,
-        /// First positions that are kept for ever.
+        /// First positions that are always retained.
         sinks: usize,
     },
     /// All of them until the caller says which ones are to stay ([`PagePool::retain`](super::PagePool::retain)), for heads that are causal and nothing else.
@@ -47,7 +47,7 @@ impl KvRetention {
 /// Tokens of a sequence: positions are numbers of 32 bits on devices, the largest of which means "always".
 pub(super) const MOST_POSITIONS: usize = i32::MAX as usize - 1;
 
-/// How many pages a pool has, of which size, and which keys the layers that share it attend to.
+/// Number and size of a pool's pages, and the patterns of the layers that share it.
 ///
 /// Layers whose patterns are equal keep the same keys and share one pool's books, each with tensors of its own.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -96,7 +96,7 @@ impl PoolConfig {
         self
     }
 
-    /// What `heads` query heads attend to, of which `heads / kv_heads` share a KV head.
+    /// Adds a pattern of `heads` query heads, of which `heads / kv_heads` share a KV head.
     pub fn with_pattern(mut self, pattern: Pattern, heads: usize, kv_heads: usize) -> Self {
         self.pattern = pattern;
         self.heads = heads;
@@ -108,8 +108,8 @@ impl PoolConfig {
         /// Rows of a sequence in the page table: 1, where all KV heads keep the keys that any of them reaches, or one for each KV head. Without this
         /// it is 1 where the KV heads reach the same keys, and one for each otherwise.
         with_table_rows => table_rows: Some(usize),
-        /// Tokens that can be taken back, as a draft's that were not accepted (0 without this): what they may have
-        /// let go is kept for so long. Sequences that keep all keys can go back to any length.
+        /// Tokens that can be rolled back, such as the rejected ones of a draft. Default: 0. Keys that they evict are
+        /// stored that long. Sequences that keep all keys can go back to any length.
         with_rollback => rollback: usize,
         /// Keeps the contents of full pages known by their tokens, so that a sequence that begins with the same tokens finds them:
         /// [`PagePool::join_with_prefix`](super::PagePool::join_with_prefix). The fingerprint stands for the model and whatever else keys depend on.

@@ -1,6 +1,6 @@
 use super::SequenceId;
 
-/// What can be wrong with a call to a pool of pages. Whatever it is, the pool is as it was before the call.
+/// Errors of a pool of pages. After an error the pool is as it was before the call.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CacheError {
@@ -9,9 +9,9 @@ pub enum CacheError {
     Argument {
         /// The argument's name.
         argument: &'static str,
-        /// What it has to be.
+        /// The expected value.
         expected: String,
-        /// What came.
+        /// The actual value.
         got: String,
     },
     /// There is no such sequence, or not any more.
@@ -44,7 +44,7 @@ pub enum CacheError {
         /// The fewest tokens that can be gone back to.
         oldest: usize,
     },
-    /// A sequence cannot stop where it would: queries before see keys behind.
+    /// A sequence cannot stop where it would: queries before see keys after.
     #[error("{}", boundary(*position, *last, *next))]
     Boundary {
         /// Where it would stop.

@@ -17,7 +17,7 @@ pub(super) struct Known {
     /// Pages before it.
     pub depth: usize,
     pub children: Vec<u64>,
-    /// When one of its pages was last let go.
+    /// When one of its pages was last freed.
     pub used: u64,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct KnownPages {
 }
 
 impl KnownPages {
-    /// A point in time: what is let go at once is used last at once.
+    /// A point in time: what is evicted at once is used last at once.
     pub fn tick(&mut self) {
         self.clock += 1;
     }
@@ -56,12 +56,12 @@ impl KnownPages {
         true
     }
 
-    /// Whether a page is known by its contents.
+    /// Returns whether a page is known by its contents.
     pub fn names(&self, page: u32) -> bool {
         self.of_page.contains_key(&page)
     }
 
-    /// What is to be forgotten if a page is needed.
+    /// Returns the content to forget first if a page is needed.
     pub fn least_useful(&self) -> Option<u64> {
         self.idle.first().map(|&(.., number)| number)
     }

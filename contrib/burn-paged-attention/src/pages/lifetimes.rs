@@ -14,9 +14,9 @@ pub(super) struct Lifetimes {
     heads: Vec<Vec<usize>>,
     /// Query heads of a table row.
     heads_of_row: usize,
-    /// No key is ever let go.
+    /// No key is ever evicted.
     keeps_all: bool,
-    /// Whether a row of the pattern is what is live before it, in all heads, and the heads of a table row are alike.
+    /// True if a row of the pattern is what is live before it, in all heads, and the heads of a table row are alike.
     row_is_live: bool,
 }
 
@@ -62,7 +62,7 @@ impl Lifetimes {
         self.heads_of_row
     }
 
-    /// Whether every head sees all keys up to its query's own.
+    /// Returns whether every head sees all keys up to its query's own.
     pub(super) fn is_causal(&self) -> bool {
         self.keeps_all && self.row_is_live && self.pattern.is_causal()
     }
@@ -71,7 +71,7 @@ impl Lifetimes {
         self.row_is_live
     }
 
-    /// Whether each key is let go when it dies, and not later: none waits for others before it.
+    /// Returns whether each key is evicted when it dies, and not later: none waits for others before it.
     pub(super) fn dies_in_order(&self, residency: KvRetention) -> bool {
         match residency {
             KvRetention::Window { .. } => self.keeps_all,

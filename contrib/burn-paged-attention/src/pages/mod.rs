@@ -7,7 +7,7 @@
 //!
 //! # Regions
 //! When a key is written its last query is known. A key that always has a later query goes into the *permanent* region of its table row, any
-//! other one into the *timed* region, a list of pages that is filled at one end and let go at the other: for every pattern but random blocks keys die in
+//! other one into the *timed* region, a list of pages that is filled at one end and freed at the other: for every pattern but random blocks keys die in
 //! the order in which they come, so pages die whole and nothing is moved. (Among random blocks a key waits until those before it are dead.)
 //! Keys that no query attends to are not stored. So the slots of a table row are at most its live keys, the tokens of a call and of the rollback, and a part
 //! of a page at both ends of the timed region and at the end of the permanent one.

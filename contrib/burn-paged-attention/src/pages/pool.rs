@@ -22,7 +22,7 @@ impl fmt::Display for SequenceId {
     }
 }
 
-/// Which page and slot each key of each sequence lives in. See the [module](super).
+/// A pool of pages, which gives each key of each sequence a page and a slot. See the [module](super).
 ///
 /// Every method that returns an error leaves the pool as it was. Free pages are taken lowest first.
 #[derive(Clone, Debug)]
@@ -59,7 +59,7 @@ impl PagePool {
         })
     }
 
-    /// What the pool was made from.
+    /// The pool's configuration.
     pub fn config(&self) -> &PoolConfig {
         &self.config
     }
@@ -141,7 +141,7 @@ impl PagePool {
         Ok(self.sequence(id)?.oldest)
     }
 
-    /// Takes a sequence's last tokens back, so that it has `len`: as if they had never been.
+    /// Rolls a sequence back to `len` tokens.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]; [`CacheError::Argument`] if it has fewer tokens; [`CacheError::Gone`] if keys that would live again are gone;

@@ -84,7 +84,7 @@ impl PagePool {
 
     /// A new sequence that has the beginning of a prompt, as [`known_prefix`](Self::known_prefix) says but no more than `at_most` tokens,
     /// and how many those are. It shares their pages. Where several pools serve the layers of a model, all of them have to join with as many tokens: ask each what it knows of the prompt, cut the
-    /// prompt behind the token after the least of these, and ask again until they agree.
+    /// prompt after the token after the least of these, and ask again until they agree.
     ///
     /// # Errors
     /// As [`Self::join`] and [`Self::known_prefix`].

@@ -1,4 +1,4 @@
-//! A list of pages whose slots are filled in order and let go in order.
+//! A list of pages whose slots are filled in order and freed in order.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -6,21 +6,21 @@ use std::ops::Range;
 use blocksparse::internal::Repeat;
 
 /// Keys in a list of pages, oldest first: slots `start..start + slots` of the pages are in use. Pages die whole: the first one is given back when
-/// its last slot is let go, and all of them when no key is left, so that a page never waits for a key that is not there.
+/// its last slot is freed, and all of them when no key is left, so that a page never waits for a key that is not there.
 ///
-/// Beside its pages it holds the positions of its keys as stretches of neighbours.
+/// Beside its pages it holds the positions of its keys as runs of adjacent ones.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Region {
     pub pages: VecDeque<u32>,
     /// The slot of the first page that the oldest key is in.
     pub start: usize,
-    /// Keys that were let go, and those and the ones in use: the numbers of the oldest key and of the one after the youngest.
+    /// Keys that were evicted, and those and the ones in use: the numbers of the oldest key and of the one after the youngest.
     first: usize,
     end: usize,
     stretches: VecDeque<Stretch>,
 }
 
-/// Keys of neighbouring positions, up to the next stretch.
+/// Keys of adjacent positions, up to the next stretch.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Stretch {
     position: usize,
@@ -64,12 +64,12 @@ impl Region {
         slots.take(self.slots()).map(|slot| slot as i32)
     }
 
-    /// Slots up to the youngest key, those let go in the first page included.
+    /// Slots up to the youngest key, freed ones of the first page included.
     pub fn filled(&self) -> usize {
         self.start + self.slots()
     }
 
-    /// How far the pages are filled once the `count` oldest keys are let go.
+    /// Returns how far the pages are filled once the `count` oldest keys are evicted.
     pub fn filling(&self, count: usize, page_size: usize) -> Filling {
         match count == self.slots() {
             true => Filling::default(),
@@ -81,7 +81,7 @@ impl Region {
         }
     }
 
-    /// The pages that are freed if the `count` oldest keys are let go.
+    /// The pages that are freed if the `count` oldest keys are evicted.
     pub fn pages_of_oldest(&self, count: usize, page_size: usize) -> usize {
         match count == self.slots() {
             true => self.pages.len(),
@@ -89,7 +89,7 @@ impl Region {
         }
     }
 
-    /// Keys of the positions from 0 on that are in the region without a gap, none of which was let go: those of position `p` are in slot `p`.
+    /// Keys of the positions from 0 on that are in the region without a gap, none of which was evicted: those of position `p` are in slot `p`.
     pub fn whole_from_start(&self) -> usize {
         let first = self.runs().next().filter(|run| run.start == 0);
         match self.first {
@@ -114,7 +114,7 @@ impl Region {
         })
     }
 
-    /// Adds a key behind all others, in a slot of a page that is there: page and slot.
+    /// Adds a key after all others, in a slot of a page that is there: page and slot.
     pub fn push(&mut self, position: usize, page_size: usize) -> (u32, usize) {
         let at = self.filled();
         let is_next = self

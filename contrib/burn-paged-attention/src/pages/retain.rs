@@ -1,4 +1,4 @@
-//! Keys that are chosen, whatever the pattern says: the others are let go.
+//! Keys that are chosen, whatever the pattern says: the others are evicted.
 
 use super::pool::{PagePool, SequenceId};
 use super::region::Region;
@@ -39,7 +39,7 @@ impl PagePool {
         }
         let next = sequence.next;
         let oldest = (next.saturating_sub(self.config.rollback)).max(sequence.oldest);
-        // What is let go, and shared pages that are written elsewhere.
+        // What is evicted, and shared pages that are written elsewhere.
         let (mut released, mut asked) = (0, 0);
         for (row, &count) in sequence.rows.iter().zip(counts) {
             let stored = row.permanent.slots();

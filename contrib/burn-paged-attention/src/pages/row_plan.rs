@@ -66,7 +66,7 @@ impl RowPlan {
         numbers.map(|number| number as i32).collect()
     }
 
-    /// Adds runs behind others; a run that continues what repeats is one time more.
+    /// Adds runs after others; a run that continues what repeats is one time more.
     fn push(&mut self, slots: Repeat) {
         let first = slots.keys.start;
         if slots.times == 1 {
@@ -105,7 +105,7 @@ impl RowPlan {
 impl PagePool {
     /// The slots that the query at a position of a sequence reads in `head`, from the pattern and without a layout: in O(1) where keys repeat in a
     /// region without gaps, otherwise in O(runs), for callbacks in O(keys).
-    /// Keys behind the sequence's last token are not there yet; those that were let go are none of the runs, so only queries from
+    /// Keys after the sequence's last token are not there yet; those that were evicted are none of the runs, so only queries from
     /// [`oldest`](Self::oldest) on read all that the pattern says.
     ///
     /// # Errors

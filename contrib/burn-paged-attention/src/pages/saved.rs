@@ -12,7 +12,7 @@ use super::{CacheError, KvRetention};
 
 const VERSION: u32 = 1;
 
-/// What the books know of a sequence, without its pages: which keys it stores, in which order. Its keys and values go beside it in that order, which is
+/// A sequence of the block tables, without its pages: which keys it stores, in which order. Its keys and values go beside it in that order, which is
 /// the one of [`PagePool::slot_keys`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSequence {
@@ -27,7 +27,7 @@ pub struct SavedSequence {
     rows: Vec<SavedRow>,
 }
 
-/// Positions of a table row's keys as first position and count of neighbours.
+/// Positions of a table row's keys as first position and length of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct SavedRow {
     permanent: Vec<(usize, usize)>,
@@ -42,7 +42,7 @@ impl SavedSequence {
 }
 
 impl PagePool {
-    /// What the books know of a sequence.
+    /// Returns a sequence's block table as a value.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]

@@ -14,7 +14,7 @@ pub(super) struct Sequence {
     /// The fewest tokens that can be gone back to: every key whose last query is there or later is stored.
     pub oldest: usize,
     pub rows: Vec<Row>,
-    /// What its first full pages are known as.
+    /// Names of its first full pages.
     pub chain: Vec<u64>,
 }
 

@@ -122,7 +122,7 @@ impl PagePool {
         Ok(keys.collect())
     }
 
-    /// What the queries of a pool see, as two tensors `[pages, page_size]`: each slot's position, and the last query that attends to it. Slots without a key have
+    /// Slots that queries of a pool see, as two tensors `[pages, page_size]`: each slot's position, and the last query that attends to it. Slots without a key have
     /// [`ALWAYS`](super::ALWAYS) and [`NEVER`](super::NEVER), so that no query sees them. Made anew from all sequences: a step changes what
     /// [`Writes`](super::Writes) says.
     pub fn visibility(&self) -> [Vec<i32>; 2] {
@@ -141,13 +141,13 @@ impl PagePool {
         [positions, last]
     }
 
-    /// Whether a query sees a stored key just if it is at the key's position or later and no later than its last query, in every head:
+    /// Returns whether a query sees a stored key just if it is at the key's position or later and no later than its last query, in every head:
     /// then kernels need nothing but [`Writes::last`](super::Writes). Otherwise each query has a [`RowPlan`](super::RowPlan).
     pub fn row_is_live(&self) -> bool {
         self.lifetimes.row_is_live()
     }
 
-    /// Whether the query of a single new token ([`Step::decode`]) sees every slot that its sequence has then: kernels need no positions for it. Otherwise slots
+    /// Returns whether the query of a single new token ([`Step::decode`]) sees every slot that its sequence has then: kernels need no positions for it. Otherwise slots
     /// are also kept for queries that may come again, or the pattern is not [`row_is_live`](Self::row_is_live).
     pub fn single_sees_all(&self, residency: KvRetention) -> bool {
         let lets_go_at_once = self.config.rollback == 0

@@ -5,7 +5,7 @@ use std::ops::AddAssign;
 use super::pool::{PagePool, SequenceId};
 use super::{CacheError, KvRetention};
 
-/// What a sequence holds, over all its table rows.
+/// Pages and keys of a sequence, over all its table rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Keys that some query from the next one on attends to.
@@ -40,7 +40,7 @@ impl AddAssign for Usage {
     }
 }
 
-/// What a pool holds.
+/// Pages and keys of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolUsage {
     /// Pages of the pool.
@@ -67,7 +67,7 @@ impl PagePool {
             .sum())
     }
 
-    /// What a sequence holds. Looks at each of its timed keys, and where all keys are retained at each key.
+    /// Returns the pages and keys of a sequence. Looks at each of its timed keys, and where all keys are retained at each key.
     ///
     /// # Errors
     /// [`CacheError::Unknown`]
@@ -98,7 +98,7 @@ impl PagePool {
         Ok(usage)
     }
 
-    /// What the pool holds.
+    /// Returns the pages and keys of the pool.
     pub fn pool_usage(&self) -> PoolUsage {
         let mut of_sequences = Usage::default();
         for &id in self.sequences.keys() {

@@ -14,7 +14,7 @@ impl PagePool {
     /// - A slot is in a region's filled range or nobody's; pages without a slot in use are free.
     /// - The references of a page are the table rows that name it, and it is free without any. A row names no page twice, and rows share a page only if they
     ///   are the same row of different sequences.
-    /// - Positions ascend within a region, permanent keys are in the permanent region and timed ones in the other, and no position is behind the last token.
+    /// - Positions ascend within a region, permanent keys are in the permanent region and timed ones in the other, and no position is after the last token.
     /// - Entries of the page table do not overlap.
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! The beginning of a call: room in the books, and what the layers are told.
+//! The beginning of a call: space in the block tables, and what the layers are told.
 
 use burn::tensor::Device;
 use burn_sparse_transformer::TransformerError;
@@ -58,7 +58,7 @@ pub(super) struct Advance {
     pub starts: Vec<usize>,
     /// Of each group, of each sequence.
     pub writes: Vec<Vec<Writes>>,
-    /// Whether nothing is in the cache, so that attention is over the layers' own layout.
+    /// True if nothing is in the cache, so that attention is over the layers' own layout.
     pub is_dense: bool,
     pub undo: Undo,
 }

@@ -138,7 +138,7 @@ impl PageLists {
         let mut of_rows = Vec::with_capacity(seq * spans.len());
         for (writes, spans) in writes.iter().zip(spans.chunks(4 * table_rows)) {
             for row in 0..seq {
-                // Rows behind a sequence's own are none, and see what its last one does.
+                // Rows after a sequence's own are none, and see what its last one does.
                 let behind = writes.tokens.saturating_sub(row + 1) as i32;
                 for span in spans.chunks(4) {
                     of_rows.extend([span[0] - behind, span[1], span[2], span[3]]);
@@ -251,7 +251,7 @@ pub(super) fn of_rows(
         .reshape([batch * count, 1, numbers])
 }
 
-/// Parts one behind the other.
+/// Parts one after the other.
 pub(super) fn joined(mut parts: Vec<Tensor<4>>, dim: usize) -> Tensor<4> {
     match parts.len() {
         1 => parts.remove(0),

@@ -1,4 +1,4 @@
-//! How much room a pool has, and what it keeps.
+//! Capacity of a pool, and what it retains.
 
 use burn::tensor::FloatDType;
 use burn_blocksparse::Pattern;
@@ -9,7 +9,7 @@ use super::store::Stored;
 use crate::pages::{CacheError, EvictionBudget, EvictionConfig, KvRetention, PagePool, PoolConfig};
 use crate::{PoolError, Quantization};
 
-/// How a pool stores keys and values.
+/// Dtype in which a pool stores keys and values.
 ///
 /// ```
 /// use burn_paged_attention::pool::{KvDtype, KvPoolConfig};
@@ -20,12 +20,12 @@ use crate::{PoolError, Quantization};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KvDtype {
-    /// The dtype of the layers' products.
+    /// The dtype of the layers' matmuls.
     #[default]
     Model,
     /// A dtype of floats.
     Float(FloatDType),
-    /// [`Quantization::Int8`]: a byte a number and two scales in f32. Heads are a multiple of 4 wide.
+    /// [`Quantization::Int8`]: a byte per element and two f32 scales per slot. `head_dim` is a multiple of 4.
     Int8,
     /// [`Quantization::Fp8E4m3`], likewise.
     Fp8E4m3,
@@ -49,19 +49,19 @@ impl KvDtype {
     }
 }
 
-/// Which positions rotations are of, where [`KvRetention::Window`] leaves out keys between the first ones and the last.
+/// Positions of rotary embeddings where [`KvRetention::Window`] leaves out keys between the first ones and the last.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KvPositions {
     /// Those of the tokens.
     #[default]
     Original,
-    /// Those of what is kept: to a query the window is as if it came right behind the sinks (Xiao et al., 2024, "StreamingLLM"), so distances stay those that
+    /// Those of what is kept: to a query the window is as if it came right after the sinks (Xiao et al., 2024, "StreamingLLM"), so distances stay those that
     /// the model was trained with, however long the sequence is. Keys keep their rotation; queries are rotated twice.
     InCache,
 }
 
-/// What a [`KvPool`](super::KvPool) is made from.
+/// Configuration of a [`KvPool`](super::KvPool).
 ///
 /// ```
 /// use burn_paged_attention::pool::{KvPoolConfig, KvRetention};
@@ -89,7 +89,7 @@ pub struct KvPoolConfig {
 }
 
 impl KvPoolConfig {
-    /// Room for so many sequences of so many tokens each, which grow by one token a call. The keys that later queries
+    /// Capacity for `sequences` sequences of `tokens` tokens each, which grow by one token a call. The keys that later queries
     /// reach are kept.
     pub fn new(sequences: usize, tokens: usize) -> Self {
         Self::for_lengths(std::iter::repeat_n(tokens, sequences))
@@ -116,56 +116,56 @@ impl KvPoolConfig {
     }
 
     blocksparse::setters! {
-        /// Tokens of a call for a sequence that has some already, at most: their keys take room before those of earlier tokens are let go. More than that
-        /// may still find room.
+        /// Tokens of a call for a sequence that has some already, at most: their keys are stored before those of earlier tokens are evicted. More may
+        /// still fit.
         with_chunk => chunk: usize,
-        /// Slots of a page: 16, 32, 64 or 128. Without this 32, or what the layers' selections choose: `quest:16,256` has pages of 16.
+        /// Slots of a page: 16, 32, 64 or 128. Default: 32, or as the layers' selections need: `quest:16,256` has pages of 16.
         with_page_size => page_size: Some(usize),
-        /// Tokens that can be taken back ([`KvPool::truncate`](super::KvPool::truncate)), 0 without this. With [`KvRetention::All`] any number can.
+        /// Tokens that can be rolled back ([`KvPool::truncate`](super::KvPool::truncate)). Default: 0. With [`KvRetention::All`] any number can.
         with_rollback => rollback: usize,
         /// The pages of each pattern of the layers, in place of what the sequences need at most: fewer, where not all get as long or where they share
         /// their beginnings.
         with_pages => pages: Some(usize),
-        /// Which positions rotations are of, in a pool with [`KvRetention::Window`].
+        /// Positions of rotary embeddings, in a pool with [`KvRetention::Window`].
         with_positions => positions: KvPositions,
-        /// From so many keys on that all sequences of a batch share, because they are forks of one, these are read once for all of them: their queries are rows of one
+        /// Number of keys, shared by all sequences of a batch as forks of one, from which on they are read once for all: their queries are rows of one
         /// call, whose results are merged with those over what each has of its own (FlashInfer's cascade, Ye et al., 2024). 1,024 without this.
         with_cascade => cascade: usize,
     }
 
-    /// Which keys are retained.
+    /// Sets the keys that are retained.
     pub fn with_residency(mut self, residency: KvRetention) -> Self {
         self.residency = residency;
         self.eviction = None;
         self
     }
 
-    /// Keeps of each layer and KV head so many keys and lets the others go, by what attention says of them: **other results** than with all keys. For layers
+    /// Retains a number of keys per layer and KV head and evicts the others, by attention scores: **changes the output**. For layers
     /// whose heads are causal and nothing else, without ALiBi and biases of distances.
     ///
     /// A sequence's keys are evicted at the end of the call after which there are more than the capacity and the slack, on average over layers and heads. All keys
-    /// of a call are stored until then, so room is needed for the capacity, the slack and the tokens of a call, [`Self::with_chunk`]: say there how long a
-    /// prompt is that is read at once.
+    /// of a call are stored until then, so there must be slots for the capacity, the slack and the tokens of a call: set [`Self::with_chunk`] to the length of a
+    /// prompt that is read at once.
     pub fn with_eviction(mut self, eviction: EvictionConfig) -> Self {
         self.residency = KvRetention::Evict;
         self.eviction = Some(eviction);
         self
     }
 
-    /// How keys and values are stored: a [`FloatDType`], or a [`KvDtype`]. Default: [`KvDtype::Model`].
+    /// Sets the dtype of stored keys and values: a [`FloatDType`], or a [`KvDtype`]. Default: [`KvDtype::Model`].
     pub fn with_dtype(mut self, dtype: impl Into<KvDtype>) -> Self {
         self.dtype = dtype.into();
         self
     }
 
-    /// Keeps the contents of full pages known by their tokens, also when no sequence names them any more, until they are needed:
+    /// Prefix cache: full pages stay known by their tokens after their sequences have left, until their space is needed:
     /// [`KvPool::join_with_prefix`](super::KvPool::join_with_prefix).
     pub fn with_prefix_reuse(mut self) -> Self {
         self.prefix_reuse = true;
         self
     }
 
-    /// Lets the layers' choices of keys by content read prompts alone, whatever they are, those of single heads among them: a prompt is what a sequence
+    /// Applies the layers' selections to prompts only, any selection, also one per head: a prompt is what a sequence
     /// without tokens gets in one call, and all that follows sees all keys that the layers' patterns allow. Prompts are calls of their own then. Without
     /// this, later tokens choose pages as prompts do, and choices that later tokens take part in are refused.
     ///
@@ -204,11 +204,11 @@ impl KvPoolConfig {
             self.positions == KvPositions::Original || is_window => "positions", "Original, because the residency is no Window", "InCache";
         }
         let known = self.prefix_reuse && self.prompts_choose;
-        let expected = "none where prompts choose: what is known of a beginning may depend on what followed it";
+        let expected = "none where prompts choose: cached keys may depend on later tokens";
         ensure_none("prefix_reuse", known, expected)?;
         let is_said = self.residency != KvRetention::Evict || self.eviction.is_some();
         blocksparse::ensure! { PoolError; is_said => "residency", "another; `with_eviction` says which keys stay", "Evict"; }
-        let expected = "none: pages of a sequence whose keys were evicted are not known again";
+        let expected = "none: pages with evicted keys are not cached";
         let known = self.prefix_reuse && self.eviction.is_some();
         Ok(ensure_none("eviction", known, expected)?)
     }

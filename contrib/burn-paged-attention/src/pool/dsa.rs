@@ -1,7 +1,7 @@
 //! Layers of DeepSeek sparse attention, and of MiniMax sparse attention: what a pool holds of their indexers.
 //!
-//! An indexer's keys lie in pages of the same table as the keys and values, so what the books say holds for them, too: copies behind a fork, steps back, what is
-//! known of a beginning. Behind a prompt a step reads all of an indexer's keys, and of the others those that are chosen.
+//! An indexer's keys lie in pages of the same table as the keys and values, so the block tables also hold for them: copies after a fork, steps back, what is
+//! known of a beginning. After a prompt a step reads all of an indexer's keys, and of the others those that are chosen.
 
 use burn::tensor::Device;
 use burn_sparse_transformer::internal::ensure_none;

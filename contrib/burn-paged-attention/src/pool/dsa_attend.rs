@@ -30,7 +30,7 @@ impl Layer<'_> {
         let pair = [key.clone(), value.clone()];
         let (road, stores) = self.write_indexed(pool, step, layer, (pair, index.k.clone()))?;
         match road {
-            // Rows behind a prompt are chosen by none.
+            // Rows after a prompt are chosen by none.
             Road::Dense(_) => {
                 let heads = [query, key, value];
                 let parts = DsaParts { heads, index };

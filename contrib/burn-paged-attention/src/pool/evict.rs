@@ -1,4 +1,4 @@
-//! Keys that are let go by their scores.
+//! Keys that are evicted by their scores.
 
 use burn::tensor::{FloatDType, Tensor};
 use burn_sparse_transformer::SparseMultiHeadAttention;
@@ -37,7 +37,7 @@ struct Moves {
 }
 
 impl KvPool {
-    /// Whether keys of a step's sequences are evicted after it.
+    /// Returns whether keys of a step's sequences are evicted after it.
     pub(super) fn due(&self, steps: &[KvStep]) -> Result<Vec<bool>, PoolError> {
         let Some(config) = self.evictor.as_ref().map(|evictor| evictor.config) else {
             return Ok(vec![false; steps.len()]);
@@ -255,7 +255,7 @@ impl KvPool {
         Ok(())
     }
 
-    /// What each key of a layer and sequence got of the attention so far, `[kv_heads, slots]`, if that is what keys are chosen by.
+    /// Returns the sum of attention of each key of a layer and sequence so far, `[kv_heads, slots]`, if eviction uses it.
     #[doc(hidden)]
     pub fn attention_sums(&self, id: SequenceId, layer: usize) -> Option<Tensor<2>> {
         let books = &self.groups[self.layers.get(layer)?.0].books;

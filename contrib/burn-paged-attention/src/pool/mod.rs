@@ -62,13 +62,13 @@ pub struct KvStep {
 }
 
 impl KvStep {
-    /// So many new tokens of a sequence.
+    /// `tokens` new tokens of a sequence.
     pub fn new(id: SequenceId, tokens: usize) -> Self {
         Self { id, tokens }
     }
 }
 
-/// What a sequence takes, over all layers.
+/// Memory of a sequence, over all layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvUsage {
@@ -82,9 +82,9 @@ pub struct KvUsage {
     pub live_bytes: usize,
     /// Bytes that all tokens' keys and values would take.
     pub all_bytes: usize,
-    /// Bytes of what evicted keys are chosen by.
+    /// Bytes of the scores by which keys are evicted.
     pub score_bytes: usize,
-    /// Bytes of what queries choose pages by: of `nsa` room for compressed keys and their values, of `dsa` and `msa` for an indexer's keys.
+    /// Bytes of the summaries by which queries choose pages: of `nsa` the capacity for compressed keys and their values, of `dsa` and `msa` for an indexer's keys.
     pub summary_bytes: usize,
     /// Bytes of the keys and values that a query at the end attends to: in layers whose queries choose pages those of the chosen, in others all that are live. Of `nsa` all branches count, and of `dsa` and `msa` the
     /// indexer's keys that choose, so that it may be more than is live where an indexer is as wide as a head.
@@ -94,9 +94,9 @@ pub struct KvUsage {
 /// Keys and values of many sequences in pages on the device, for all layers of a model.
 ///
 /// Sequences of unequal lengths [`join`](Self::join) and [`leave`](Self::leave) at any time, share pages when one is [`fork`](Self::fork)ed from another, and
-/// can be [`truncate`](Self::truncate)d. Keys that no later query attends to are let go, by each layer's pattern: with local attention a sequence takes
+/// can be [`truncate`](Self::truncate)d. Keys that no later query attends to are evicted, by each layer's pattern: with local attention a sequence takes
 /// as many slots as its window, however long it is. Layers with equal patterns share one page table. The pool's size is fixed when it is made, and a step
-/// for which it has no room is refused before anything is written.
+/// that does not fit is an error, before anything is written.
 ///
 /// [`PagedDecoder::new_pool`] makes one for a model, and [`forward_pool`](PagedDecoder::forward_pool) continues sequences; [`Self::for_attention`] and
 /// [`Self::forward_attention`] are the same for one layer. [`SparseTransformerCache`](burn_sparse_transformer::SparseTransformerCache) is the simpler cache
@@ -106,7 +106,7 @@ pub struct KvPool {
     groups: Vec<Group>,
     /// Of each layer its group and its tensors.
     layers: Vec<(usize, Store)>,
-    /// Of each layer what native sparse attention keeps beside them.
+    /// Per layer, what native sparse attention stores in addition.
     branches: Vec<Option<Branches>>,
     /// Of each layer the keys of its indexer, of DeepSeek sparse attention.
     indexes: Vec<Option<Store>>,
@@ -117,7 +117,7 @@ pub struct KvPool {
     cascade: usize,
     positions: KvPositions,
     evictor: Option<Evictor>,
-    /// Whether choices by content are of prompts alone.
+    /// True if choices by content are of prompts alone.
     prompts_choose: bool,
     device: Device,
 }
@@ -304,7 +304,7 @@ impl KvPool {
         Ok(fork)
     }
 
-    /// Takes a sequence's last tokens back, so that it has `len`: as if they had never been.
+    /// Rolls a sequence back to `len` tokens.
     ///
     /// # Errors
     /// [`PoolError::Cache`] if there is no such sequence, it has fewer tokens, or keys that would live again are gone in some layer;
@@ -347,7 +347,7 @@ impl KvPool {
         self.groups[0].books.sequences()
     }
 
-    /// What a sequence takes.
+    /// Returns the memory of a sequence.
     ///
     /// # Errors
     /// [`PoolError::Cache`] if there is no such sequence.
@@ -400,7 +400,7 @@ impl KvPool {
         stores.chain(branches).chain(indexes).sum()
     }
 
-    /// The books of each pattern of the layers: which page and slot each key lives in.
+    /// The block tables of each pattern of the layers: the page and slot of each key.
     pub fn page_pools(&self) -> impl Iterator<Item = &PagePool> {
         self.groups.iter().map(|group| &group.books)
     }
@@ -457,7 +457,7 @@ impl KvPool {
     ///
     /// # Shapes
     /// - `x`: `[batch, seq, d_model]`; of entry `b` the first `steps[b].tokens` rows count
-    /// - result: `[batch, seq, d_model]`, with numbers of no meaning in the other rows
+    /// - result: `[batch, seq, d_model]`, with arbitrary values in the other rows
     ///
     /// # Panics
     /// With the text of [`Self::try_forward_attention`]'s error.

@@ -50,7 +50,7 @@ pub trait PagedDecoder: Decoder {
     ///
     /// # Shapes
     /// - `tokens`: `[batch, seq]`; of entry `b` the first `steps[b].tokens` count, and all are tokens of the vocabulary
-    /// - output: `[batch, seq, vocab_size]`, with numbers of no meaning in the other rows
+    /// - output: `[batch, seq, vocab_size]`, with arbitrary values in the other rows
     ///
     /// # Panics
     /// With the text of [`Self::try_forward_pool`]'s error.
@@ -104,7 +104,7 @@ pub trait PagedDecoder: Decoder {
         Ok(self.logits(pooled(self, tokens, steps, pool, true)?)?)
     }
 
-    /// [`Self::forward_pool`], of which only the logits behind each sequence's last token are computed.
+    /// [`Self::forward_pool`], of which only the logits after each sequence's last token are computed.
     ///
     /// # Shapes
     /// - output: `[batch, vocab_size]`
@@ -137,7 +137,7 @@ pub trait PagedDecoder: Decoder {
 
 impl<M: Decoder> PagedDecoder for M {}
 
-/// What stands behind the last layer in a step's rows.
+/// What stands after the last layer in a step's rows.
 fn pooled<M: Decoder>(
     model: &M,
     tokens: Tensor<2, Int>,

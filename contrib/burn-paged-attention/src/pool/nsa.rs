@@ -7,7 +7,7 @@
 //! tokens       the last ones of a block, from which the next pair is made, in pages of another
 //! ```
 //!
-//! So what the books say of pages holds for all branches: copies behind a fork, steps back, what is known of a beginning.
+//! So the block tables hold for all branches: copies after a fork, steps back, what is known of a beginning.
 
 use burn::tensor::{Device, FloatDType};
 use burn_blocksparse::Pattern;
@@ -28,10 +28,10 @@ use crate::pages::SequenceId;
 pub(super) struct Branches {
     /// Compressed pairs.
     pub entries: Store,
-    /// What is compressed.
+    /// Inputs of the next compression.
     pub tokens: Store,
     pub window: Option<Store>,
-    /// Whether keys and values of the branches are others than those that are chosen.
+    /// True if keys and values of the branches are others than those that are chosen.
     own: bool,
 }
 
@@ -114,7 +114,7 @@ impl Branches {
         })
     }
 
-    /// Whether steps can be recorded: numbers of eight bits are unpacked with constants of the host.
+    /// Returns whether steps can be recorded: 8-bit elements are unpacked with constants of the host.
     pub(super) fn is_recordable(&self) -> bool {
         !self.entries.is_quantized()
     }

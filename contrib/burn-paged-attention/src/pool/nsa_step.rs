@@ -18,7 +18,7 @@ pub(super) struct BranchGroups {
     pub window: Option<usize>,
 }
 
-/// Whether a compressed block ends at a position.
+/// Returns whether a compressed block ends at a position.
 fn ends(nsa: &NsaHeadsConfig, position: usize) -> bool {
     (position + 1).is_multiple_of(nsa.stride) && position + 1 >= nsa.block
 }
@@ -100,7 +100,7 @@ impl Ended {
         let slots = writes.iter().flat_map(|writes| {
             (0..count).map(|entry| {
                 let last = entry * nsa.stride + nsa.block - 1;
-                // Of places behind a prompt none.
+                // Of places after a prompt none.
                 let slot = (last < writes.tokens).then(|| writes.slots[last]);
                 slot.map_or(-1, |slot| slot.div_euclid(nsa.stride as i32))
             })

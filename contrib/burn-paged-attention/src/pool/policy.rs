@@ -7,7 +7,7 @@ use super::{CacheError, EvictionConfig, EvictionScore, KvPoolConfig, KvRetention
 /// The largest number of [`CachePolicy::NOTATION`].
 const MOST: usize = 1 << 30;
 
-/// Which keys a cache keeps: by their positions, or by what attention says of them.
+/// Keys that a cache retains: by their positions, or by what attention says of them.
 ///
 /// ```
 /// use burn_paged_attention::pool::{CachePolicy, EvictionConfig, KvPoolConfig};
@@ -33,7 +33,7 @@ impl Default for CachePolicy {
 }
 
 impl CachePolicy {
-    /// The texts that are read. H: keys of the highest scores, R: newest keys, S: first keys, C: keys in all, M: newest queries, F: neighbours that scores are
+    /// The texts that are read. H: keys of the highest scores, R: newest keys, S: first keys, C: keys in all, M: newest queries, F: adjacent keys that scores are
     /// pooled over.
     pub const NOTATION: &str = "all, reachable, window:W,S with W at least 1, h2o:H,R, h2o-mean:H,R, tova:C, snapkv:C,M,F, key-norm:C or combined:S,R,H, \
                                 with whole numbers up to 1073741824";

@@ -137,7 +137,7 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         &self.model
     }
 
-    /// Whether steps of the last batch are replays of a recording.
+    /// Returns whether steps of the last batch are replays of a recording.
     pub fn is_recorded(&self) -> bool {
         (self.recording.as_ref()).is_some_and(|recording| recording.replayed.is_recorded())
     }
@@ -167,13 +167,13 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
             return Ok(logits.reshape([batch, vocab]));
         }
         self.recording = None;
-        self.reason = Some("logits behind the last of several tokens alone");
+        self.reason = Some("only the logits after the last of several tokens");
         let tokens = self.tensor(tokens, steps.len());
         self.model
             .next_logits(tokens, steps, &mut self.pool.borrow_mut())
     }
 
-    /// [`PagedDecoder::forward_pool`] of tokens `[batch, seq]`, row by row, of which sequences may have fewer: the logits behind each. The next step may write
+    /// [`PagedDecoder::forward_pool`] of tokens `[batch, seq]`, row by row, of which sequences may have fewer: the logits after each. The next step may write
     /// where they are. So drafts are checked; those that are refused are taken back by [`KvPool::truncate`].
     ///
     /// # Shapes
@@ -341,7 +341,7 @@ fn numbers(tokens: &[u32]) -> Vec<i32> {
 }
 
 impl Recording {
-    /// Whether a step can be a replay.
+    /// Returns whether a step can be a replay.
     fn fits(
         &self,
         batch: &[SequenceId],
@@ -502,14 +502,14 @@ impl GroupInputs {
 }
 
 impl Group {
-    /// Whether queries of a step see all slots, or choose those that they see.
+    /// Returns whether queries of a step see all slots, or choose those that they see.
     pub(super) fn sees_all(&self, is_single: bool, residency: KvRetention) -> bool {
         is_single && self.books.single_sees_all(residency)
             || self.choice.is_some()
             || self.key.dsa.is_some()
     }
 
-    /// Whether no pages are read once for all sequences: what is chosen is chosen by each.
+    /// Returns whether no pages are read once for all sequences: what is chosen is chosen by each.
     pub(super) fn is_apart(&self) -> bool {
         self.choice.is_some() || self.key.dsa.is_some()
     }
@@ -560,7 +560,7 @@ impl KvPool {
         for group in &self.groups {
             for step in steps {
                 if group.books.copies_next(step.id)? {
-                    return Ok(Some("pages are copied behind a fork"));
+                    return Ok(Some("pages are copied after a fork"));
                 }
             }
         }

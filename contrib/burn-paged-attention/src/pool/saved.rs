@@ -63,7 +63,7 @@ impl KvSnapshot {
 }
 
 impl KvPool {
-    /// What a pool keeps of a sequence, which stays in it.
+    /// Returns a sequence with its keys and values; it also stays in the pool.
     ///
     /// # Errors
     /// [`PoolError::Cache`] if there is no such sequence; [`TransformerError::Argument`] if the pool evicts keys: what they are chosen by is not
@@ -263,7 +263,7 @@ impl KvPool {
     }
 
     fn check_saved(&self) -> Result<(), PoolError> {
-        let expected = "none: what keys are chosen by is not saved";
+        let expected = "none: the scores of its keys are not saved";
         Ok(ensure_none("eviction", self.evictor.is_some(), expected)?)
     }
 }

@@ -8,7 +8,7 @@ use crate::paged::write_integers;
 use crate::pages::{PagePool, Writes};
 
 /// The position of each slot of a pool and the last query that sees it. Made of all sequences once; then a step writes its own slots where they are, however
-/// large the pool is. Slots that were let go keep what they had: no page list comes by them before they are written again.
+/// large the pool is. Slots that were evicted keep what they had: no page list comes by them before they are written again.
 #[derive(Debug)]
 pub(super) struct Sight {
     /// `[pages · P]`

@@ -21,7 +21,7 @@ use crate::{PagedKeysValues, PagedStore, PagedVisibility, PoolError};
 /// Added to the scores of pairs that do not count.
 pub(super) const HIDDEN: f32 = -1e30;
 
-/// Where the rows of a call are: of each sequence from its start on, none past the context, so that rows behind a sequence's own have any.
+/// Where the rows of a call are: of each sequence from its start on, none past the context, so that rows after a sequence's own have any.
 pub(super) fn positions_of(
     starts: &[usize],
     seq: usize,
@@ -49,7 +49,7 @@ pub(super) struct GroupStep {
     /// `[batch, T, s]`
     pub slots: Tensor<3, Int>,
     pub road: Road,
-    /// Pages whose keys were let go.
+    /// Pages whose keys were evicted.
     pub freed: Vec<usize>,
     /// Of native sparse attention.
     pub nsa: Option<NsaStep>,
@@ -78,7 +78,7 @@ pub(super) struct PageLists {
     pub prefix: Option<Prefix>,
     /// Keys of the table that queries see from elsewhere, and the spans do not name.
     pub sinks: Option<Sinks>,
-    /// How queries choose pages, if they do: then every row of the call has a list of its own.
+    /// Choice of pages, if queries choose: then every row of the call has a list of its own.
     pub choice: Option<PageChoice>,
 }
 
@@ -104,7 +104,7 @@ impl Sinks {
     ) -> Result<Option<Self>, PoolError> {
         let last = sinks + window - 1;
         let queries = writes.iter().flat_map(|writes| {
-            // Rows behind a sequence's own are none.
+            // Rows after a sequence's own are none.
             let own = writes.tokens;
             (0..seq).map(move |row| writes.first + row.min(own.saturating_sub(1)))
         });
@@ -205,7 +205,7 @@ pub(super) struct GroupKey {
     pub alibi: Option<Vec<f64>>,
     /// `[heads or 1, 2 · reach + 1]`
     pub relative: Option<[usize; 2]>,
-    /// How keys are chosen by content.
+    /// Selection of keys.
     pub selection: Option<Selection>,
     /// In three branches.
     pub nsa: Option<NsaHeadsConfig>,
@@ -230,7 +230,7 @@ impl GroupKey {
         }
     }
 
-    /// Whether it is an attention's, which [`Self::of`] would make anew.
+    /// Returns whether it is an attention's, which [`Self::of`] would make anew.
     pub(super) fn is_of(&self, mha: &SparseMultiHeadAttention) -> bool {
         let relative = mha.relative_bias.as_ref().map(|table| table.dims());
         self.pattern == *mha.pattern()
@@ -243,7 +243,7 @@ impl GroupKey {
             && self.msa.as_ref() == mha.choosing_msa().map(|msa| msa.config())
     }
 
-    /// Whether attention over pages knows all that the layers add to scores.
+    /// Returns whether attention over pages knows all that the layers add to scores.
     pub(super) fn is_plain(&self) -> bool {
         self.alibi.is_none() && self.relative.is_none()
     }
@@ -357,7 +357,7 @@ pub(super) fn slots_of(
     ints(slots, [writes.len(), table_rows, seq], device)
 }
 
-/// Numbers of the rows of a step, −1 behind a sequence's own.
+/// Indices of the rows of a step, −1 after a sequence's own.
 pub(super) fn slots_in_rows(
     writes: &[Writes],
     table_rows: usize,

@@ -23,7 +23,7 @@ pub(super) enum Stored {
 pub(super) struct Store {
     pages: Option<PagedStore>,
     kv_heads: usize,
-    /// By what queries choose pages, if they do. They are written in place, too.
+    /// By what queries choose pages, if they do. They are also written in place.
     summaries: Option<PageSummaries>,
     summary: Option<PageSummary>,
 }
@@ -146,7 +146,7 @@ impl Store {
         })
     }
 
-    /// Whether numbers have eight bits.
+    /// Returns whether numbers have eight bits.
     pub(super) fn is_quantized(&self) -> bool {
         matches!(self.pages, Some(PagedStore::Quantized(_)))
     }
@@ -335,7 +335,7 @@ impl Store {
         }))
     }
 
-    /// The dtype in which numbers of the pages come back.
+    /// The dtype in which elements of the pages are returned.
     pub(super) fn dtype(&self) -> FloatDType {
         match &self.pages {
             Some(PagedStore::Plain { keys, .. }) => keys.dtype().into(),

@@ -1,4 +1,4 @@
-//! What is known of keys, for those to be let go that are worth least.
+//! What is known of keys, so that those worth least are evicted.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -22,9 +22,9 @@ pub(super) struct Evictor {
     layers: Vec<Option<Noted>>,
     /// How many sequences have a seat.
     seats: usize,
-    /// How often there were too few seats, or slots of a seat, and tensors were made anew.
+    /// Number of times that there were too few seats, or slots of a seat, and tensors were made anew.
     pub moves: usize,
-    /// How often keys were evicted.
+    /// Number of evictions.
     pub evictions: usize,
 }
 
@@ -179,7 +179,7 @@ impl Evictor {
         Ok(evictor)
     }
 
-    /// Whether attention that keys got is summed up.
+    /// Returns whether attention that keys got is summed up.
     pub(super) fn sums(&self) -> bool {
         matches!(self.config.score, EvictionScore::Sum | EvictionScore::Mean)
     }

@@ -78,7 +78,7 @@ pub fn sample_tokens(
 }
 
 impl SampleOptions {
-    /// What [`sample_tokens`] runs.
+    /// Returns the plan of [`sample_tokens`].
     ///
     /// # Errors
     /// As [`sample_tokens`].

@@ -2,7 +2,7 @@
 
 use burn_blocksparse::OpError;
 
-/// Which tokens may be drawn of a row of logits. Build it from [`Default`], which leaves the softmax as it is.
+/// Options of [`sample_tokens`](super::sample_tokens). Build them from [`Default`], which leaves the softmax as it is.
 ///
 /// In this order: logits of tokens that were seen are lowered (`repetition`), all are divided by `temperature`, and of their softmax
 /// the `top_k` likeliest are kept, of these those that make up `top_p`, and of these those that are at least `min_p` times as likely as the
@@ -11,13 +11,13 @@ use burn_blocksparse::OpError;
 #[must_use]
 #[non_exhaustive]
 pub struct SampleOptions {
-    /// What logits are divided by; 0 takes the likeliest. Default: 1.
+    /// Divisor of the logits; 0 takes the likeliest token. Default: 1.
     pub temperature: f64,
-    /// How many of the likeliest tokens are retained. Default: all.
+    /// Number of likeliest tokens that are retained. Default: all.
     pub top_k: Option<usize>,
     /// A token is retained if those that are likelier make up less than this (Holtzman et al., 2020). Default: 1.
     pub top_p: f64,
-    /// A token is retained if it is at least so many times as likely as the likeliest (Nguyen et al., 2024). Default: 0.
+    /// A token is retained if its probability is at least this factor times the largest (Nguyen et al., 2024). Default: 0.
     pub min_p: f64,
     /// Logits of tokens that were seen are divided by this if they are positive, and else multiplied by it (Keskar et al., 2019). Default: 1.
     pub repetition: f64,
@@ -39,11 +39,11 @@ impl SampleOptions {
     blocksparse::setters! {
         /// Sets what logits are divided by.
         temperature: f64,
-        /// Sets how many of the likeliest tokens are retained.
+        /// Sets the number of likeliest tokens that are retained.
         top_k: Option<usize>,
         /// Sets what the candidates make up.
         top_p: f64,
-        /// Sets how likely a token has to be beside the likeliest.
+        /// Sets the least probability of a token, relative to the likeliest.
         min_p: f64,
         /// Sets how much less likely tokens are that were seen.
         repetition: f64,

@@ -20,11 +20,11 @@ use crate::summaries::values::{PackedKeys, PageScoreInputs, StoredKeys, Summariz
 
 pub use burn_sparse_select::pages::{PageChoice, topk_pages};
 
-/// What is known of each page of keys besides the keys: `[pages, 2, d_k]`, the largest number of each channel and behind it the smallest, or
+/// Summaries of pages of keys: `[pages, 2, d_k]`, the largest value of each channel and then the smallest, or
 /// `[pages, 1, d_k]`, the means.
 #[derive(Clone, Debug)]
 pub struct PageSummaries {
-    /// What it is.
+    /// Kind of the summary.
     pub summary: PageSummary,
     /// The elements. Bounds are exact in the keys' dtype.
     pub values: Tensor<3>,
@@ -55,7 +55,7 @@ impl PageSummaries {
 }
 
 /// Summaries of the pages that new keys were written to, in their own buffer where the call alone holds it (hand it over, and keep no clone): of what such a
-/// page has up to the last of its new keys. Call it behind [`append_rows`](crate::append_rows), with the same slots; those of a page stand one behind the other,
+/// page has up to the last of its new keys. Call it after [`append_rows`](crate::append_rows), with the same slots; those of a page stand one after the other,
 /// ascending. So summaries are right whatever a page held before: what was taken back, a copy, another sequence.
 ///
 /// ```
@@ -119,7 +119,7 @@ pub fn summarize_pages(
 /// ```
 ///
 /// # Errors
-/// As [`summarize_pages`]; if summaries of numbers of eight bits are not f32.
+/// As [`summarize_pages`]; if summaries of 8-bit pages are not f32.
 pub fn summarize_stored(
     summaries: PageSummaries,
     store: &PagedStore,
@@ -191,7 +191,7 @@ fn check_summarize(
 }
 
 /// Scores of the pages of region one of each query, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, which no product of the query and a key
-/// of the page exceeds, or `q · mean`, as the mean or sum over the heads that share keys. What is behind a page list's pages has no meaning.
+/// of the page exceeds, or `q · mean`, as the mean or sum over the heads that share keys. What is after a page list's pages has no meaning.
 ///
 /// # Shapes
 /// - `q`: `[batch, heads, d_k]`, a query of each head for each page list
@@ -222,7 +222,7 @@ pub fn page_scores(
 
 /// The pages that queries choose by their scores, as [`PagedKeysValues::selected`](crate::PagedKeysValues::selected) has them: of each query and head of keys the
 /// blocks of pages that are [forced](PageChoice::forced), that in which region one ends among them, and of the others so many with the highest [`page_scores`]
-/// that `keep` are kept (of equal ones the earlier; NaN is the lowest), ascending, and −1 where there are fewer. Lengths and tables stay on the device, nothing
+/// that `keep` are kept (ties go to the earlier; NaN sorts last), ascending, and −1 where there are fewer. Lengths and tables stay on the device, nothing
 /// is read back, and launches depend on shapes alone.
 ///
 /// ```

@@ -11,7 +11,7 @@ use burn::backend::{Backend, ExtensionType, TensorMetadata};
 pub struct SummarizeInputs<B: Backend> {
     /// `[pages, 2 or 1, d_k]`
     pub summaries: FloatTensor<B>,
-    /// What pages hold.
+    /// Keys of the pages.
     #[extension_type]
     pub keys: StoredKeys<B>,
     /// `[batch, T, s]`: where rows went, or a negative number.
@@ -33,7 +33,7 @@ pub enum StoredKeys<B: Backend> {
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct PackedKeys<B: Backend> {
-    /// What the elements are.
+    /// Type of the elements.
     pub quantization: Quantization,
     /// `[pages, P, d_k / 4]`
     pub words: IntTensor<B>,

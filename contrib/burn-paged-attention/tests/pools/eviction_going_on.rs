@@ -30,7 +30,7 @@ fn forks() {
         )
     };
     for config in policies() {
-        // Behind an eviction and between two.
+        // After an eviction and between two.
         for from in [20, 23] {
             let [a, b] = [&text, &other].map(|tokens| continuation(tokens, from));
             let alone = [&a, &b].map(|tokens| {
@@ -116,7 +116,7 @@ fn going_back() {
                 .new_pool(&pool_config(1, config).with_rollback(3))
                 .unwrap();
             let id = pool.join().unwrap();
-            // Evicted behind the prompt: of 16 tokens, then not before six more.
+            // Evicted after the prompt: of 16 tokens, then not before six more.
             go_on(&model, &text, &mut pool, id, &[20, 1]);
             if drafts {
                 go_on(&model, &other, &mut pool, id, &[2]);

@@ -226,7 +226,7 @@ fn texts_end_with_the_context_and_the_caller() {
     });
     let texts = texts.unwrap();
     let ends = |text: &GenerateOutput| (text.tokens.len(), text.reason);
-    // The token behind the last position is still predicted.
+    // The token after the last position is still predicted.
     assert_eq!(ends(&texts[0]), (6, FinishReason::Context));
     assert_eq!(ends(&texts[1]), (1, FinishReason::Context));
     assert_eq!(ends(&texts[2]), (2, FinishReason::Caller));

@@ -23,19 +23,19 @@ use burn_blocksparse::internal::cube::{
     empty, integers, launched, readable, typed, uses_reference,
 };
 
-/// Whether kernels take pairs of such sizes and of elements of a type on a device.
+/// Returns whether kernels take pairs of such sizes and of elements of a type on a device.
 pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) -> bool {
     let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
     let element = || dtype_to_elem_type(dtype);
     is_float && !uses_reference() && check(&device.client(), element(), sizes).is_ok()
 }
 
-/// Whether a kernel of their own selects the keys of scores.
+/// Returns whether a kernel of their own selects the keys of scores.
 pub(crate) fn has_top_k(device: &CubeDevice) -> bool {
     RadixTile::new(&device.client(), usize::MAX >> 1).is_ok()
 }
 
-/// Whether a kernel rounds rows of such a width.
+/// Returns whether a kernel rounds rows of such a width.
 pub(crate) fn rounds(device: &CubeDevice, dtype: DType, width: usize) -> bool {
     let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
     let element = || dtype_to_elem_type(dtype);
@@ -52,7 +52,7 @@ fn run_maxima([batch, heads, _, width]: [usize; 4], call: &BlockMaxima) -> RunMa
     }
 }
 
-/// Whether a kernel makes the highest products of blocks, of such queries of a type.
+/// Returns whether a kernel makes the highest products of blocks, of such queries of a type.
 pub(crate) fn has_maxima(
     device: &CubeDevice,
     dtype: DType,

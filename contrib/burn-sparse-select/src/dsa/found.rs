@@ -6,7 +6,7 @@ use crate::dsa::scores::DsaIndex;
 use crate::selection::key_lists::TokenIndices;
 use burn_blocksparse::internal::sums::sum_all;
 
-/// Which keys an indexer's scores are compared over.
+/// Keys over which an indexer's loss compares scores.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum DsaTarget<'a> {
@@ -16,7 +16,7 @@ pub enum DsaTarget<'a> {
     Chosen(&'a TokenIndices),
 }
 
-/// A loss, and its gradients by the parts of an index, in the dtype of scores and without autodiff.
+/// A loss, and its gradients with respect to the parts of an index, in the dtype of scores and without autodiff.
 pub(crate) struct Found {
     pub loss: Tensor<1>,
     pub q: Tensor<4>,

@@ -50,7 +50,7 @@ impl DsaIndex {
         })
     }
 
-    /// Whether its queries and keys are in fp8.
+    /// Returns whether its queries and keys are in fp8.
     pub fn is_in_fp8(&self) -> bool {
         self.in_fp8
     }

@@ -8,7 +8,7 @@ use crate::dsa::scores::DsaLists;
 
 impl Dsa {
     /// The places of the keys that queries attend to in their lists, as [`choose`](Self::choose) has them of keys side by side: i32 `[queries, most]`, ascending,
-    /// below 0 behind the last. Nothing is read back where kernels run, and launches depend on shapes alone. Shapes are the caller's to check.
+    /// below 0 after the last. Nothing is read back where kernels run, and launches depend on shapes alone. Shapes are the caller's to check.
     ///
     /// # Errors
     /// [`OpError`] if queries and keys make no index.

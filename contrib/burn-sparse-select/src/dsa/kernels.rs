@@ -50,7 +50,7 @@ impl Index {
         }
     }
 
-    /// Queries whose scores are made together, so many numbers of them.
+    /// Queries whose scores are made together, this many elements.
     fn together(&self, numbers: usize) -> usize {
         together(self.q.dims(), self.k.dims()[2], numbers)
     }
@@ -64,13 +64,13 @@ impl Index {
     }
 }
 
-/// Whether kernels take such queries and keys, so many queries of them at a time.
+/// Returns whether kernels take such queries and keys, so many queries of them at a time.
 fn is_served([q, k]: [&Tensor<4>; 2], rows: [usize; 2], listed: Option<usize>) -> bool {
     let sizes = PairSizes::new(q.dims(), k.dims(), rows, listed);
     cube::of(&q.device()).is_some_and(|device| available(&device, q.dtype(), &sizes))
 }
 
-/// Whether kernels make the scores of an index, so many numbers at a time.
+/// Returns whether kernels make the scores of an index, so many numbers at a time.
 pub(crate) fn has_scores(index: &DsaIndex, numbers: usize) -> bool {
     let index = Index::new(index);
     let rows = [0, index.together(numbers)];
@@ -87,7 +87,7 @@ pub(crate) fn rounded(x: &Tensor<4>, of: HadamardFp8) -> Option<Tensor<4>> {
     })
 }
 
-/// Scores of some queries, `[batch, rows, seq_kv]`, the highest for `near` keys up to a query's own; those of keys behind it only if `all` are wanted.
+/// Scores of some queries, `[batch, rows, seq_kv]`, the highest for `near` keys up to a query's own; those of keys after it only if `all` are wanted.
 pub(crate) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool) -> Tensor<3> {
     let call = IndexerScores {
         rows,
@@ -99,7 +99,7 @@ pub(crate) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool)
     Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_scores(inputs, call))
 }
 
-/// The keys of the `most` highest scores of all queries, `[batch, seq_q, most]`, ascending, −1 behind the last, `near` keys up to the last that a query sees
+/// The keys of the `most` highest scores of all queries, `[batch, seq_q, most]`, ascending, −1 after the last, `near` keys up to the last that a query sees
 /// among them. Queries see so many keys as `seen`, `[batch or 1, seq_q]`, says: up to their own positions, if it says nothing. `None` also where there is no
 /// kernel that selects them.
 pub(crate) fn top_k(
@@ -127,7 +127,7 @@ pub(crate) fn top_k(
     Some(Tensor::from_dispatch(lists))
 }
 
-/// The places of the `most` highest scores of queries, `[queries, most]`, ascending, −1 behind the last, `near` of the last among them: of the keys in
+/// The places of the `most` highest scores of queries, `[queries, most]`, ascending, −1 after the last, `near` of the last among them: of the keys in
 /// the slots that they list, `[queries, listed]`, so many as `seen` says. `None` also where queries and keys are of different dtypes.
 pub(crate) fn top_k_in_lists(
     index: &DsaLists,

@@ -41,8 +41,8 @@ pub(crate) use slabs::Slabs;
 /// x[i, j] = (index_heads · index_dim)^−½ · Σ_u w[i, u] · relu(q[i, u] · k[j])
 /// ```
 ///
-/// with a few narrow heads of queries of its own, one key a token, and weights; all heads of the attention have one list. Of equal scores the earlier key is
-/// chosen, and NaN is the lowest; where there are no more keys than `keep` all are. A choice follows from earlier tokens alone.
+/// with a few narrow heads of queries of its own, one key a token, and weights; all heads of the attention have one list. Ties go to the earlier key,
+/// and NaN sorts last; where there are no more keys than `keep` all are chosen. A choice follows from earlier tokens alone.
 ///
 /// The choice has no gradient. The indexer learns by [`loss`](Self::loss): the paper trains it alone for 1,000 steps against dense attention
 /// ([`DsaTarget::All`]), and then beside the model, whose own loss does not reach it, over the chosen keys ([`DsaTarget::Chosen`]); its
@@ -74,14 +74,14 @@ pub struct Dsa {
     numbers: usize,
 }
 
-/// What neighbouring queries choose in common, of indexers that have learned something: .80 to .95 in the four layers of a small model (docs/dev/selection-measurements.md).
+/// What adjacent queries choose in common, of indexers that have learned something: .80 to .95 in the four layers of a small model (docs/dev/selection-measurements.md).
 const OVERLAP: f64 = 0.85;
 
 /// Scores in memory at a time.
 const NUMBERS: usize = 1 << 24;
 
 impl Dsa {
-    /// Of so many keys.
+    /// Selects `keep` keys per query.
     ///
     /// # Errors
     /// [`OpError`] if it is 0.
@@ -94,7 +94,7 @@ impl Dsa {
         })
     }
 
-    /// The same with so many keys up to a query's own always among the chosen: an indexer that has not learned anything yet chooses at random, and a model
+    /// Forces the last `near` keys up to a query's own: an indexer that has not learned anything yet chooses at random, and a model
     /// that begins without the nearest keys learns slowly. 0, as in the paper, is none.
     ///
     /// # Errors
@@ -104,7 +104,7 @@ impl Dsa {
         Ok(Self { near, ..self })
     }
 
-    /// The same with so many scores in memory at a time, of whole queries, one at least: 2²⁴ unless it is set. Fewer take longer.
+    /// Sets the number of scores in memory at a time, rounded to whole queries. Default: 2²⁴. Fewer take longer.
     ///
     /// # Errors
     /// [`OpError`] if it is 0.
@@ -113,7 +113,7 @@ impl Dsa {
         Ok(Self { numbers, ..self })
     }
 
-    /// Keys that a query attends to, at most.
+    /// Most keys that a query attends to.
     pub fn keep(&self) -> usize {
         self.keep
     }
@@ -124,7 +124,7 @@ impl Dsa {
     }
 
     /// The keys that each query attends to, one list for all heads. The last query sits at the last key, so that the queries of new tokens choose among all
-    /// keys that a cache has. Scores are in memory for some queries at a time, 2²⁴ numbers of them. Nothing is read back where kernels run.
+    /// keys that a cache has. Scores are in memory for some queries at a time, 2²⁴ elements. Nothing is read back where kernels run.
     ///
     /// # Errors
     /// [`OpError`] if there are more queries than keys.
@@ -137,7 +137,7 @@ impl Dsa {
         TokenIndices::of_unique(keys, seq_kv, true).with_group_reuse(OVERLAP)
     }
 
-    /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 behind the last; `seen` is `[batch or 1, seq_q]`:
+    /// The keys of the highest scores among those that queries see, `[batch, seq_q, most]`, ascending, −1 after the last; `seen` is `[batch or 1, seq_q]`:
     /// those up to their own positions, unless it is given.
     fn listed(
         &self,
@@ -232,7 +232,7 @@ impl Dsa {
 /// Which keys are on no query's list of lists `[batch, rows, most]`: `[batch, rows, seq_kv]`.
 fn unlisted(keys: Tensor<3, Int>, seq_kv: usize) -> Tensor<3, Bool> {
     let [batch, rows, most] = keys.dims();
-    // No key is that of a column behind all others.
+    // No key is that of a column after all others.
     let none = keys.clone().lower_elem(0);
     let keys = keys.mask_fill(none, seq_kv as i32);
     let inner = keys.device().without_autodiff();

@@ -7,7 +7,7 @@ use burn::tensor::DType;
 
 use blocksparse::HadamardFp8;
 
-/// Which scores of an indexer are wanted.
+/// Request for scores of an indexer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct IndexerScores {
@@ -15,13 +15,13 @@ pub struct IndexerScores {
     pub rows: [usize; 2],
     /// Keys up to a query's own that get the highest score.
     pub near: usize,
-    /// Whether the scores of keys behind a query's position are wanted: others say nothing.
+    /// True if the scores of keys after a query's position are wanted: others say nothing.
     pub all: bool,
-    /// Whether queries and keys are rows that were [rounded](IndexerOps::indexer_rows) to fp8: they may be multiplied in fp8.
+    /// True if queries and keys are rows that were [rounded](IndexerOps::indexer_rows) to fp8: they may be multiplied in fp8.
     pub in_fp8: bool,
 }
 
-/// Which keys an indexer is to choose.
+/// Request for an indexer's choice of keys.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct IndexerChoice {
@@ -35,7 +35,7 @@ pub struct IndexerChoice {
     pub in_fp8: bool,
 }
 
-/// Which of the highest products of blocks are wanted.
+/// Request for the highest dot products of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlockMaxima {
@@ -47,7 +47,7 @@ pub struct BlockMaxima {
     pub blocks: usize,
 }
 
-/// How an indexer's loss is computed, besides its tensors.
+/// Parameters of an indexer's loss, besides its tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct IndexerLoss {
@@ -55,7 +55,7 @@ pub struct IndexerLoss {
     pub scale: f64,
     /// Queries that are computed at once: their scores are in memory at a time.
     pub rows: usize,
-    /// Whether no query is compared over a key behind its own position.
+    /// True if no query is compared over a key after its own position.
     pub causal: bool,
 }
 
@@ -95,11 +95,11 @@ pub struct TargetInputs<B: Backend> {
 pub enum ComparedKeys<B: Backend> {
     /// All that a query sees.
     All,
-    /// i32 `[batch, 1, seq_q, most]`, ascending, each once, −1 behind the last.
+    /// i32 `[batch, 1, seq_q, most]`, ascending, each once, −1 after the last.
     Indices(IntTensor<B>),
 }
 
-/// How many keys queries see, from the first on.
+/// Number of keys that queries see, from the first on.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -139,7 +139,7 @@ pub trait IndexerOps: Backend {
         call: IndexerScores,
     ) -> FloatTensor<Self>;
 
-    /// The keys of the highest scores of all queries, i32 `[batch, seq_q, most]`, ascending, −1 behind the last: of equal ones the earlier, and NaN is the lowest.
+    /// The keys of the highest scores of all queries, i32 `[batch, seq_q, most]`, ascending, −1 after the last: ties go to the earlier, NaN sorts last.
     #[fusion(
         dtype = DType::I32,
         shape = [index.q.shape[0], index.q.shape[2], call.most].into()
@@ -150,7 +150,7 @@ pub trait IndexerOps: Backend {
         call: IndexerChoice,
     ) -> IntTensor<Self>;
 
-    /// The same among keys that each query of one batch entry lists, `[seq_q, listed]`, below 0 behind the last, of which it sees so many as `seen`, `[seq_q]`,
+    /// The same among keys that each query of one batch entry lists, `[seq_q, listed]`, below 0 after the last, of which it sees so many as `seen`, `[seq_q]`,
     /// says: their places in its list, i32 `[seq_q, most]`. Lists may be in any order.
     #[fusion(dtype = DType::I32, shape = [lists[0], call.most].into())]
     fn indexer_list_choice(

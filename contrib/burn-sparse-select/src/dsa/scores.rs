@@ -10,7 +10,7 @@ use burn_blocksparse::internal::device::served;
 /// Queries whose scores are made together, before heads are: so many rows a product has at least, if there is room.
 const FEWEST_ROWS: usize = 64;
 
-/// What an indexer makes of the tokens: queries of several heads, a key and weights of the heads.
+/// Projections of an indexer: queries of several heads, a key and weights of the heads.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct DsaIndex {
@@ -89,7 +89,7 @@ pub struct DsaLists {
     pub weights: Tensor<2>,
     /// `[rows, index_dim]`
     pub keys: Tensor<2>,
-    /// i32 `[queries, listed]`: rows of keys, below 0 behind the last.
+    /// i32 `[queries, listed]`: rows of keys, below 0 after the last.
     pub slots: Tensor<2, Int>,
     /// i32 `[queries]`: so many of them each query sees.
     pub seen: Tensor<1, Int>,
@@ -100,7 +100,7 @@ impl DsaLists {
     pub(super) fn gathered(&self) -> Result<DsaIndex, OpError> {
         let [_, width] = self.keys.dims();
         let [queries, listed] = self.slots.dims();
-        // Those behind the last are not seen, whatever they are.
+        // Those after the last are not seen, whatever they are.
         let ids = self.slots.clone().clamp_min(0).reshape([queries * listed]);
         let keys = self.keys.clone().select(0, ids);
         DsaIndex::new(
@@ -206,7 +206,7 @@ impl Scores {
     }
 }
 
-/// Queries whose scores are made together by kernels, so many numbers of them at a time.
+/// Queries whose scores are made together by kernels, this many elements at a time.
 pub(crate) fn together([batch, _, seq_q, _]: [usize; 4], seq_kv: usize, numbers: usize) -> usize {
     (numbers / (batch * seq_kv)).clamp(1, seq_q)
 }

@@ -30,7 +30,7 @@ impl<'a> Slabs<'a> {
         }
     }
 
-    /// Whether kernels make them.
+    /// Returns whether kernels make them.
     pub fn by_kernels(&self) -> bool {
         self.operations.is_none()
     }
@@ -49,7 +49,7 @@ impl<'a> Slabs<'a> {
         }
     }
 
-    /// Scores of some queries and all keys, `[batch, rows, seq_kv]`. If `all` are not wanted, those of keys behind a query's position may say nothing, and
+    /// Scores of some queries and all keys, `[batch, rows, seq_kv]`. If `all` are not wanted, those of keys after a query's position may say nothing, and
     /// kernels give the highest to so many keys up to it: operations do not.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn scores(&self, rows: Range<usize>, near: usize, all: bool) -> Tensor<3> {

@@ -5,10 +5,10 @@ use burn::backend::{Backend, ExtensionType};
 
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
-/// How many branches there may be, as many as [`ThreeFloats`] has.
+/// Most branches, as many as [`ThreeFloats`] has.
 pub const MOST_BRANCHES: usize = 3;
 
-/// What is added.
+/// Branches and gates of a gated sum.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -38,7 +38,7 @@ impl<B: Backend> GatedInputs<B> {
     }
 }
 
-/// What the backward pass gets.
+/// Tensors saved for the backward pass.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -63,12 +63,12 @@ pub struct GatedGrads<B: Backend> {
     pub gates: OptFloat<B>,
 }
 
-/// What the backward pass has to compute.
+/// Gradients that the backward pass computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GatedTask {
     /// The branches whose gradients are wanted.
     pub branches: [bool; MOST_BRANCHES],
-    /// Whether the gates' is.
+    /// True if the gates' is.
     pub gates: bool,
 }

@@ -13,7 +13,7 @@ use burn_blocksparse::OpError;
 /// Keys of lists in memory at a time: 1 GiB.
 const LISTED: usize = 1 << 28;
 
-/// Which keys scores are compared over, and with which attention.
+/// Keys over which the loss compares scores, and the attention that it compares with.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum MsaTarget<'a> {

@@ -30,7 +30,7 @@ pub use loss::MsaTarget;
 /// x[g, i, J] = max over keys j of block J of q[g, i] · k[j] / √index_dim
 /// ```
 ///
-/// Of equal scores the earlier block is chosen, and NaN is the lowest. A choice follows from earlier tokens alone: blocks before a query's own are whole. The
+/// Ties go to the earlier block, and NaN sorts last. A choice follows from earlier tokens alone: blocks before a query's own are whole. The
 /// paper has blocks of 128, 16 of them, and `index_dim` 128.
 ///
 /// The choice has no gradient. The index branch learns by [`loss`](Self::loss), against the attention of the heads that share its choice.
@@ -65,10 +65,10 @@ pub struct Msa {
     layouts: LayoutCache,
 }
 
-/// What neighbouring queries choose in common: that of [`Nsa`](crate::nsa::Nsa), whose choice is of the same kind. Kernels are chosen by it.
+/// What adjacent queries choose in common: that of [`Nsa`](crate::nsa::Nsa), whose choice is of the same kind. Kernels are chosen by it.
 const OVERLAP: f64 = 0.85;
 
-/// Numbers of queries, or of outputs, that are attended to at a time: kernels count to 2³², and parts of outputs take many times as many.
+/// Elements of queries, or of outputs, that are processed at a time: kernels count to 2³², and parts of outputs take many times as many.
 const TOGETHER: usize = 1 << 30;
 
 /// Scores of single keys in memory at a time: 256 MiB, so that launches are few.
@@ -123,13 +123,13 @@ impl Msa {
         before.min(self.keep - 1) * self.block + (keys - before * self.block)
     }
 
-    /// Whether queries of so many keys see all of them.
+    /// Returns whether queries of so many keys see all of them.
     fn sees_all(&self, seq_kv: usize) -> bool {
         seq_kv.div_ceil(self.block) <= self.keep
     }
 
-    /// The blocks that each query chooses beside its own, in lists of the heads of keys. None if there is nothing to choose: no more blocks than are kept, or
-    /// the own one alone. Scores of blocks are in memory for some queries at a time, and where no kernel makes those alone also of single keys, 2²⁶ numbers of
+    /// The blocks that each query chooses in addition to its own, in lists of the heads of keys. None if there is nothing to choose: no more blocks than are kept, or
+    /// the own one alone. Scores of blocks are in memory for some queries at a time, and where no kernel makes those alone also of single keys, 2²⁶ elements of
     /// them. Nothing is read back where kernels run.
     ///
     /// # Errors
@@ -188,7 +188,7 @@ impl Msa {
             Some(lists) => {
                 OpError::expect_same("lists' block", self.block, "that of msa", lists.block)?;
                 if self.sees_all(k.dims()[2]) {
-                    let expected = "none where no more blocks than are kept are to choose from";
+                    let expected = "none where there are at most keep blocks";
                     return Err(OpError::argument("lists", expected, "some"));
                 }
                 let [batch, heads, seq_q, head_dim] = q.dims();
@@ -229,7 +229,7 @@ impl Msa {
         Ok((Tensor::cat(outs, 2), Tensor::cat(logs, 2)))
     }
 
-    /// What queries `[batch, heads, seq_q, head_dim]` see of so many keys beside their [lists](Self::choose): their own blocks, or all keys up to their positions
+    /// Layout of what queries `[batch, heads, seq_q, head_dim]` see of so many keys besides their [lists](Self::choose): their own blocks, or all keys up to their positions
     /// where there is nothing to choose from.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use crate::selection::parts::padded;
 use burn_blocksparse::OpError;
 
 impl Msa {
-    /// How queries choose among pages of so many tokens: [`keep`](Self::keep) blocks of them.
+    /// Returns the same choice over pages of `page` tokens: [`keep`](Self::keep) blocks.
     ///
     /// # Errors
     /// [`OpError`] if pages are no whole parts of blocks, or no power of two.
@@ -26,7 +26,7 @@ impl Msa {
     /// The pages of the blocks that queries at any positions choose, and of their own: [`choose`](Self::choose) for keys that lie in pages.
     ///
     /// # Shapes
-    /// - `index`: `rows` queries of each batch entry, and the keys of all its pages in order. What stands behind a query's position has no part in the result
+    /// - `index`: `rows` queries of each batch entry, and the keys of all its pages in order. What stands after a query's position has no part in the result
     /// - `spans`: i32 `[batch · rows, 1, 4]`, as [`topk_pages`] has them: a page list of each query, which ends at its own key
     /// - result: i32 `[batch · rows, kv_heads, choice.selected_pages()]`
     ///

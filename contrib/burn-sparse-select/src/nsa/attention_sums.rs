@@ -11,7 +11,7 @@ use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::op_plan::OpPlan;
 
-/// What neighbouring queries choose in common, of models that have learned something: .85 to .91 in the four layers of a small one (docs/dev/selection-measurements.md).
+/// What adjacent queries choose in common, of models that have learned something: .85 to .91 in the four layers of a small one (docs/dev/selection-measurements.md).
 const OVERLAP: f64 = 0.85;
 
 /// `Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)` of every block J, without autodiff.
@@ -78,7 +78,7 @@ impl<'a> AttentionSums<'a> {
         Ok(joined(slabs, 2))
     }
 
-    /// How they are made.
+    /// The plan of the scores.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn op_plan(&self) -> OpPlan {
         burn_blocksparse::op_plan!(&self.q.device(), |device| {
@@ -86,7 +86,7 @@ impl<'a> AttentionSums<'a> {
         })
     }
 
-    /// The blocks that queries choose by them beside the forced ones, and the queries of each block.
+    /// The blocks that queries choose by them in addition to the forced ones, and the queries of each block.
     pub fn lists(&self, sizes: &ListSizes) -> Result<SelectedBlocks, OpError> {
         #[cfg(feature = "cube")]
         if let Some(blocks) = self.choice(sizes) {

@@ -72,7 +72,7 @@ impl AttentionSums<'_> {
         ))
     }
 
-    /// The blocks that queries choose beside the forced ones, if the kernel chooses so many: `[batch, kv_heads, seq_q, most]`.
+    /// The blocks that queries choose in addition to the forced ones, if the kernel chooses so many: `[batch, kv_heads, seq_q, most]`.
     pub(crate) fn choice(&self, sizes: &ListSizes) -> Option<Tensor<4, Int>> {
         self.plan()?.chooses(sizes.most()).then_some(())?;
         let (k, lse) = self.compressed.clone()?;

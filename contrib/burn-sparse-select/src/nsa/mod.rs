@@ -69,7 +69,7 @@ pub use strides::NsaStrides;
 pub struct Nsa {
     options: NsaOptions,
     layouts: LayoutCache,
-    /// Whether the kernel of attention sums is left out.
+    /// True if the kernel of attention sums is left out.
     #[cfg_attr(not(feature = "cube"), allow(dead_code))]
     is_general: bool,
 }
@@ -109,7 +109,7 @@ impl NsaKeysValues {
     }
 }
 
-/// What the branches of [`Nsa`] see, each `[batch, heads, seq_q, value_dim]`.
+/// Outputs of the branches of [`Nsa`], each `[batch, heads, seq_q, value_dim]`.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct NsaBranches {
@@ -122,7 +122,7 @@ pub struct NsaBranches {
 }
 
 impl NsaBranches {
-    /// How many there are.
+    /// Number of branches.
     pub const COUNT: usize = 3;
 
     /// Of the compressed branch, the selected one and the window.
@@ -155,7 +155,7 @@ impl NsaBranches {
         ))
     }
 
-    /// What [`Self::gated`] and its backward pass run. It prints.
+    /// Returns the plan of [`Self::gated`] and its backward pass. It prints.
     ///
     /// # Errors
     /// As [`Self::gated`].
@@ -202,7 +202,7 @@ impl Nsa {
         }
     }
 
-    /// How a call makes the importance scores that queries choose by, and why not by the kernel that chooses at once. It prints.
+    /// Returns the plan of a call's importance scores, and why not the kernel that also selects. It prints.
     ///
     /// # Errors
     /// As [`Self::attention`].
@@ -359,7 +359,7 @@ impl Nsa {
         Ok(AttentionSums::new(self, &q, k, compressed))
     }
 
-    /// The blocks that every query chooses beside the forced ones, and the queries of each block; lists are those of heads of keys. None if there is nothing to
+    /// The blocks that every query chooses in addition to the forced ones, and the queries of each block; lists are those of heads of keys. None if there is nothing to
     /// choose.
     ///
     /// # Errors

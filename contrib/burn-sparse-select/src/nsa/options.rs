@@ -1,4 +1,4 @@
-//! The numbers of native sparse attention.
+//! Parameters of native sparse attention.
 
 use blocksparse::{Always, BLOCK_SIZES};
 
@@ -16,17 +16,17 @@ pub struct NsaOptions {
     pub stride: usize,
     /// Keys of a block that is chosen: 8, 16, 32, 64, 128, or a larger multiple of 128, and a multiple of `stride`. Default: 64.
     pub selected_block: usize,
-    /// Blocks that a query sees, the forced ones among them: at least those. Default: 16.
+    /// Number of blocks that a query sees, forced ones included. Default: 16.
     pub keep: usize,
-    /// Blocks that it sees whatever their importance scores, its own among them. Default: the first one, its own and the one before.
+    /// Forced blocks, its own among them. Default: the first one, its own and the one before.
     pub forced: Always,
     /// Keys of the window, with the query's own; 0 turns that branch off. Default: 512.
     pub window: usize,
     /// Factor of the scores of all branches. Default: 1/√head_dim.
     pub scale: Option<f64>,
-    /// Of products of f32 tensors.
+    /// Precision of matmuls of f32 tensors.
     pub precision: ProductPrecision,
-    /// How queries attend to the blocks that they chose.
+    /// Implementation of attention to selected blocks.
     pub dispatch_mode: DispatchMode,
 }
 
@@ -52,19 +52,19 @@ impl NsaOptions {
         block: usize,
         /// Sets the distance of compressed blocks.
         stride: usize,
-        /// Sets the keys of a block that is chosen.
+        /// Sets the keys of a selected block.
         selected_block: usize,
-        /// Sets how many blocks a query sees.
+        /// Sets the number of blocks that a query sees.
         keep: usize,
-        /// Sets which blocks are seen whatever their importance scores.
+        /// Sets the forced blocks.
         forced: Always,
         /// Sets the keys of the window.
         window: usize,
         /// Sets the factor of the scores.
         scale: Some(f64),
-        /// Sets the precision of products of f32 tensors.
+        /// Sets the precision of matmuls of f32 tensors.
         precision: ProductPrecision,
-        /// Sets how queries attend to the blocks that they chose.
+        /// Sets the implementation of attention to selected blocks.
         dispatch_mode: DispatchMode,
     }
 

@@ -1,7 +1,7 @@
 //! Queries of sequences of unequal lengths, whose compressed keys stand by the strides that they end with: what pools of pages decode with.
 //!
 //! A compressed block `[i · stride, i · stride + block)` ends with stride `s = i + block / stride − 1`, so that a page of tokens holds the compressed keys
-//! of the strides in it, whatever comes before or behind:
+//! of the strides in it, whatever comes before or after:
 //!
 //! ```text
 //! tokens       0 1 2 3 | 4 5 6 7 | 8 9 …      stride 4, block 8
@@ -20,7 +20,7 @@ use burn_blocksparse::OpError;
 /// Above every attention sum: that of blocks which are seen in any case.
 const FORCED: f32 = 1e30;
 
-/// What queries see of compressed keys, and the importance scores by which they choose: see [`Nsa::of_strides`].
+/// Attention to compressed keys, and the importance scores of blocks: see [`Nsa::of_strides`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct NsaStrides {
@@ -32,7 +32,7 @@ pub struct NsaStrides {
 }
 
 impl Nsa {
-    /// How queries choose among pages of so many tokens: [`keep`](crate::nsa::NsaOptions::keep) blocks of them.
+    /// Returns the same choice over pages of `page` tokens: [`keep`](crate::nsa::NsaOptions::keep) blocks.
     ///
     /// # Errors
     /// [`OpError`] if pages are no whole parts of the blocks that are chosen, or hold no whole strides.
@@ -179,7 +179,7 @@ impl Nsa {
     }
 }
 
-/// The slots of a page list, and zeros behind them.
+/// The slots of a page list, and zeros after them.
 fn padded_ints(slots: Tensor<3, Int>) -> Tensor<3, Int> {
     let [page_lists, ..] = slots.dims();
     let zeros = Tensor::zeros([page_lists, 1, 3], (&slots.device(), DType::I32));

@@ -18,7 +18,7 @@ use crate::pages::page_choice::PageChoiceCall;
 
 /// The pages that queries choose by scores, f32 `[batch, kv_heads, max_pages]`, i32 `[batch, kv_heads, choice.selected_pages()]`: of each query and head of keys
 /// the blocks of pages that are [forced](PageChoice::forced), that in which its page list (the first number of `spans`, `[batch, 1 or kv_heads, 4]`) ends among
-/// them, and of the others so many with the highest scores that `keep` are kept (of equal ones the earlier; NaN is the lowest), ascending, and −1 where there
+/// them, and of the others so many with the highest scores that `keep` are kept (ties go to the earlier; NaN sorts last), ascending, and −1 where there
 /// are fewer. Nothing is read back where kernels run, and launches depend on shapes alone.
 ///
 /// # Errors

@@ -7,11 +7,11 @@ use burn_blocksparse::OpError;
 
 use crate::selection::{GqaReduction, PageSummary, Selection};
 
-/// How pages are chosen: what a cache in pages does of a [`Selection`].
+/// Choice of pages: a [`Selection`] over a paged cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PageChoice {
-    /// What of each page scores follow from.
+    /// Summary of a page that scores are computed from.
     pub summary: PageSummary,
     /// Slots of a page.
     pub page: usize,
@@ -21,7 +21,7 @@ pub struct PageChoice {
     pub keep: usize,
     /// Such blocks that are always selected: the first of a page list, and up to its last, which is always one of them.
     pub forced: Always,
-    /// Whether scores are the mean over the heads that share keys; otherwise their sum.
+    /// True if scores are the mean over the heads that share keys; otherwise their sum.
     pub mean: bool,
 }
 
@@ -53,7 +53,7 @@ impl PageChoice {
         self.keep.saturating_sub(self.forced_blocks())
     }
 
-    /// Of a page list of blocks up to `last` those that are chosen from: those before and behind are forced.
+    /// Of a page list of blocks up to `last` those that are chosen from: those before and after are forced.
     pub(crate) fn between(&self, last: usize) -> Range<usize> {
         let Always { first, local } = self.forced;
         let end = (last + 1).saturating_sub(local);
@@ -98,7 +98,7 @@ impl PageChoice {
 }
 
 impl Selection {
-    /// How the selection chooses among pages of so many slots, of keys that `group` heads of queries share.
+    /// Returns the selection's choice over pages of `page` slots, of keys that `group` query heads share.
     ///
     /// # Errors
     /// [`OpError`] if its method scores no pages, pages are not whole parts of its blocks, or heads that share keys choose each for itself: a page is
@@ -135,7 +135,7 @@ impl Selection {
             GqaReduction::Sum => false,
             _ if group == 1 => false,
             other => {
-                let expected = "mean or sum over a pool of pages, which heads that share keys read together: add share=mean";
+                let expected = "mean or sum over a pool of pages, where heads that share keys read the same pages: add share=mean to the text of the selection";
                 return Err(OpError::argument("share", expected, other));
             }
         };
@@ -156,7 +156,7 @@ impl Selection {
 pub struct PageChoiceCall {
     /// Heads of keys.
     pub kv_heads: usize,
-    /// How pages are chosen.
+    /// The choice of pages.
     pub choice: PageChoice,
 }
 
@@ -169,7 +169,7 @@ impl PageChoiceCall {
         }
     }
 
-    /// What sums over so many heads that share keys are multiplied by.
+    /// Returns the factor of sums over `group` heads that share keys.
     pub fn factor(&self, group: usize) -> f64 {
         match self.choice.mean {
             true => 1.0 / group as f64,

@@ -60,7 +60,7 @@ impl XAttention {
         EstimateGrid::square(self.stride)
     }
 
-    /// What a group of queries gives each group of keys, in plain f64 loops: a row of `softmax A`.
+    /// Attention of a group of queries to each group of keys, in plain f64 loops: a row of `softmax A`.
     pub fn probabilities_reference(
         &self,
         call: &ReferenceInputs,

@@ -17,7 +17,7 @@ use crate::selection::estimate_ops::{CompressedCall, EstimateOps, LikeBlocks, Me
 use burn_blocksparse::internal::cube::readable as rows_readable;
 use burn_blocksparse::internal::cube::{empty, launched, uses_reference, view};
 
-/// Whether kernels make scores on a device.
+/// Returns whether kernels make scores on a device.
 pub(crate) fn available(device: &CubeDevice) -> bool {
     !uses_reference() && check(&device.client()).is_ok()
 }

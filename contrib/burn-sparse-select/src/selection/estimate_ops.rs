@@ -11,7 +11,7 @@ use burn::backend::{Backend, backend_extension};
 #[cfg(feature = "fusion")]
 use burn::tensor::{DType, Shape};
 
-/// Which products of means are wanted.
+/// Request for dot products of means.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct MeanScores {
@@ -19,29 +19,29 @@ pub struct MeanScores {
     pub block: usize,
     /// The rows of blocks that are wanted.
     pub rows: Range<usize>,
-    /// What products are multiplied by.
+    /// Factor of the dot products.
     pub factor: f64,
-    /// Whether queries see no later keys: other scores may be 0.
+    /// True if queries see no later keys: other scores may be 0.
     pub causal: bool,
 }
 
-/// Which blocks are alike in themselves, and so stood for by their means.
+/// Request for blocks that are self-similar, so that their means stand for them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LikeBlocks {
     /// The least mean of the cosines of all pairs of their rows.
     pub similarity: f64,
-    /// Whether keys are taken less their mean over the sequence.
+    /// True if keys are taken less their mean over the sequence.
     pub smooth: bool,
 }
 
-/// Which importance scores of compressed blocks are wanted, or which blocks chosen by them.
+/// Request for importance scores of compressed blocks, or for blocks chosen by them.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CompressedCall {
     /// Sizes of the call.
     pub shape: CompressedShape,
-    /// What products are multiplied by.
+    /// Factor of the dot products.
     pub scale: f64,
     /// Queries whose importance scores are wanted; all of them choose.
     pub rows: Range<usize>,
@@ -120,7 +120,7 @@ pub trait EstimateOps: Backend {
         like: LikeBlocks,
     ) -> FloatTensor<Self>;
 
-    /// The blocks before each query's own whose means have the highest products with it, by falling product; of equal ones the earlier:
+    /// The blocks before each query's own whose means have the highest products with it, by falling product; ties go to the earlier:
     /// `[batch, heads, seq_q, most]`, i32, −1 where there are fewer.
     #[fusion(dtype = DType::I32, shape = [q[0], q[1], q[2], call.most].into())]
     fn query_picks(q: FloatTensor<Self>, k: FloatTensor<Self>, call: GateSizes) -> IntTensor<Self>;
@@ -135,7 +135,7 @@ pub trait EstimateOps: Backend {
         call: CompressedCall,
     ) -> FloatTensor<Self>;
 
-    /// The blocks of the highest ones beside those that are forced, by falling attention sum; of equal ones the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
+    /// The blocks of the highest ones in addition to the forced ones, by falling attention sum; ties go to the earlier: `[batch, kv_heads, seq_q, most]`, i32, −1 where there
     /// are fewer. Only with a plan that chooses so many.
     #[fusion(dtype = DType::I32, shape = call.choice_shape())]
     fn compressed_choice(

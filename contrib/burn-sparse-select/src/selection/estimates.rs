@@ -13,7 +13,7 @@ use crate::selection::estimate_ops::{EstimateOps, LikeBlocks, MeanScores};
 use crate::selection::estimator::EstimateInputs;
 use burn_blocksparse::internal::device::cube;
 
-/// Whether kernels make scores for a call, none of whose buffers has more numbers than these.
+/// Returns whether kernels make scores for a call, none of whose buffers has more numbers than these.
 fn is_served(call: &EstimateInputs, numbers: &[usize]) -> bool {
     let is_float = |dtype| matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
     // A product of lengths that do not fit 64 bits is no call's.

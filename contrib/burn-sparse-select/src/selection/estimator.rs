@@ -20,7 +20,7 @@ pub struct EstimateGrid {
 }
 
 impl EstimateGrid {
-    /// Of blocks of as many queries as keys.
+    /// Blocks of `block` queries and `block` keys.
     pub fn square(block: usize) -> Self {
         Self {
             query_rows: block,
@@ -28,7 +28,7 @@ impl EstimateGrid {
         }
     }
 
-    /// Of single queries.
+    /// Single queries, blocks of `block` keys.
     pub fn by_query(block: usize) -> Self {
         Self {
             query_rows: 1,
@@ -48,22 +48,22 @@ impl EstimateGrid {
     }
 }
 
-/// What an estimator is.
+/// Properties of an estimator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EstimatorTraits {
-    /// What its scores are.
+    /// Kind of its scores.
     pub kind: EstimateKind,
-    /// Whether what a query chooses follows from what comes before it alone. Where it does not, later tokens leak into the choice: such a choice serves
+    /// True if a query's choice depends on earlier positions only. Where it does not, later tokens leak into the choice: such a choice serves
     /// for reading a prompt, not for generating token by token, and a language model that is trained with it sees a little of the future.
     pub prefix_stable: bool,
-    /// Whether it is defined only where queries see no later keys.
+    /// True if it is defined only where queries see no later keys.
     pub causal_only: bool,
 }
 
-/// What a pool of pages has to know of each page for an estimator's scores, besides its keys.
+/// Summary of each page that a paged pool stores for an estimator's scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PageSummary {
-    /// The largest and the smallest number of each channel: scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
+    /// The largest and the smallest element of each channel: scores are `Σ_c max(q_c · max_c, q_c · min_c)`.
     Bounds,
     /// The mean of the keys: scores are `q · mean`.
     Mean,
@@ -87,9 +87,9 @@ pub struct EstimateInputs {
     pub q: Tensor<4>,
     /// `[batch, kv_heads, seq_kv, head_dim]`; `kv_heads` divides `heads`.
     pub k: Tensor<4>,
-    /// What products are multiplied by before a softmax.
+    /// Factor of dot products before the softmax.
     pub scale: f64,
-    /// Whether queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query sits at the last key.
     pub causal: bool,
 }
 
@@ -140,9 +140,9 @@ pub struct ReferenceInputs<'a> {
     pub seq_kv: usize,
     /// Elements of a query.
     pub head_dim: usize,
-    /// What products are multiplied by before a softmax.
+    /// Factor of dot products before the softmax.
     pub scale: f64,
-    /// Whether queries see no later keys.
+    /// True if queries see no later keys.
     pub causal: bool,
 }
 
@@ -201,12 +201,12 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// So many of a model's last layers attend to all keys in the method's place, for the layers of a model to read.
+    /// Number of last layers of a model with full attention.
     fn full_last_layers(&self) -> usize {
         0
     }
 
-    /// So many of a model's first layers attend to all keys in the method's place, for the layers of a model to read.
+    /// Number of first layers of a model with full attention.
     fn full_first_layers(&self) -> usize {
         0
     }
@@ -233,7 +233,7 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
     fn reference(&self, call: &ReferenceInputs) -> Vec<f64>;
 
     /// Where every query chooses for itself, the blocks of the `most` highest scores before its own, if there is a shorter way to them than by
-    /// [`scores`](Self::scores): `[batch, heads, queries, most]` by falling score, of equal ones the earlier, −1 where there are fewer. The call's keys are
+    /// [`scores`](Self::scores): `[batch, heads, queries, most]` by falling score, ties go to the earlier, −1 where there are fewer. The call's keys are
     /// those between a selection's forced blocks, so a score must follow from its block alone.
     fn picks(&self, _call: &EstimateInputs, _most: usize) -> Option<Tensor<4, Int>> {
         None

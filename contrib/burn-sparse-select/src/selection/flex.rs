@@ -52,13 +52,13 @@ pub struct FlexPrefill {
     pub block: usize,
     /// The share that is retained, in (0, 1].
     pub gamma: f64,
-    /// How far an estimate may be from what it estimates: 0.1.
+    /// Largest distance (Jensen-Shannon) of an estimate: 0.1.
     pub threshold: f64,
-    /// So many keys are retained at least, in whole blocks, and as many distances. 0: none but what is forced.
+    /// Least number of selected keys, in whole blocks, and of distances. 0: only what is forced.
     pub min_budget: usize,
 }
 
-/// What a head chose, on the host.
+/// Choice of a head, on the host.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct FlexHead {
@@ -68,9 +68,9 @@ pub struct FlexHead {
     pub attention: Vec<f64>,
     /// The distance between these, √JS.
     pub divergence: f64,
-    /// Which keys, and which distances, are retained if that is too far.
+    /// Keys and distances that are selected if that is too far.
     pub lines: [Vec<bool>; 2],
-    /// Which pairs of blocks are retained, `[rows][blocks]`, before any are forced.
+    /// Pairs of blocks that are selected, `[rows][blocks]`, before any are forced.
     pub pairs: Vec<bool>,
 }
 
@@ -102,7 +102,7 @@ impl FlexPrefill {
         self.min_budget.div_ceil(self.block)
     }
 
-    /// What a head chooses, in plain f64 loops.
+    /// Returns the choice of a head, in plain f64 loops.
     pub fn head_reference(&self, call: &ReferenceInputs, head: usize) -> FlexHead {
         let grid = call.grid(self.grid());
         let (b, blocks) = (self.block, grid.blocks());
@@ -283,7 +283,7 @@ impl BlockEstimator for FlexPrefill {
 }
 
 impl FlexPrefill {
-    /// The softmax of the products of means: of every row, and behind them of the last block of queries, `[batch, heads, rows + 1, blocks]`.
+    /// The softmax of the products of means: of every row, and after them of the last block of queries, `[batch, heads, rows + 1, blocks]`.
     fn estimates(&self, call: &EstimateInputs) -> Tensor<4> {
         let [_, _, seq_q, dim] = call.q.dims();
         let seq_kv = call.k.dims()[2];

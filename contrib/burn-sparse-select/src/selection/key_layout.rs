@@ -9,7 +9,7 @@ impl TokenIndices {
     /// The layout of these lists: the blocks of `places`, which is on the host, and of their pairs those in the lists, single keys, as each query chose them. Every option of attention
     /// works with it, such as biases, softcaps and dropout.
     ///
-    /// Tiles of neighbouring queries see all blocks of `places`, whatever is listed: that is fast where queries list a good part of what they see, and takes a bit
+    /// Tiles of adjacent queries see all blocks of `places`, whatever is listed: that is fast where queries list a good part of what they see, and takes a bit
     /// for each pair of its blocks, in the tiles of a launch. [`token_sparse_attention`](crate::selection::token_sparse_attention) goes either this way or by the lists
     /// alone, without options. Take one layout of places for all calls.
     ///

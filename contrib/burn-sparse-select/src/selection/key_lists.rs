@@ -22,7 +22,7 @@ use burn_blocksparse::{AttentionOptions, OpError};
 /// are not read back.
 #[derive(Clone, Debug)]
 pub struct TokenIndices {
-    /// Ascending, each once, −1 behind the last: `[batch, lists, queries, most]`.
+    /// Ascending, each once, −1 after the last: `[batch, lists, queries, most]`.
     keys: Tensor<4, Int>,
     seq_kv: usize,
     causal: bool,
@@ -41,7 +41,7 @@ impl SelectedBlocks {
 
 impl TokenIndices {
     /// Lists, in any order. A key that a query lists twice counts once; indices below 0 and from `seq_kv` on are no keys. With `causal`
-    /// a query does not see the keys behind its own position, and the last query sits at the last key.
+    /// a query does not see the keys after its own position, and the last query sits at the last key.
     ///
     /// # Shapes
     /// - `keys`: i32 `[batch, lists, queries, most]`, where `lists` are the heads of keys, or 1 for all of them
@@ -78,7 +78,7 @@ impl TokenIndices {
 
     /// The same with the share that the lists of adjacent queries are expected to have in common, from 0 for nothing to 1 for all: as
     /// [`measure_group_reuse`](Self::measure_group_reuse) finds it. It is 0 unless it is set, and .85 of what [`Dsa`](crate::dsa::Dsa) chooses. Kernels are chosen by it,
-    /// results do not depend on it: with much in common neighbours of few heads attend to the union of their lists.
+    /// results do not depend on it: with a large overlap, adjacent queries of few heads attend to the union of their lists.
     ///
     /// # Errors
     /// [`OpError`] if it is no share.
@@ -117,7 +117,7 @@ impl TokenIndices {
         overlap::measure(&self.keys, |query, listed| listed < seen(query))
     }
 
-    /// The keys that each query sees, ascending, each once, and −1 behind the last: i32 `[batch, lists, queries, most]`.
+    /// The keys that each query sees, ascending, each once, and −1 after the last: i32 `[batch, lists, queries, most]`.
     pub fn keys(&self) -> &Tensor<4, Int> {
         &self.keys
     }
@@ -127,7 +127,7 @@ impl TokenIndices {
         self.seq_kv
     }
 
-    /// Whether queries see no keys behind their own position.
+    /// Returns whether queries see no keys after their own position.
     pub fn is_causal(&self) -> bool {
         self.causal
     }
@@ -157,7 +157,7 @@ impl TokenIndices {
 }
 
 /// Attention of each query to the keys that it lists, and to no others: out and lse. Differentiable in q, k and v; the lists have no gradient. What a query
-/// sees beside its list is a call of its own, merged by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
+/// sees besides its list is a call of its own, merged by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
 ///
 /// On GPUs that have kernels for it a query attends to its own list, with the heads that share it as rows of a matrix, unless
 /// [`DispatchMode::GroupByBlock`](burn_blocksparse::internal::DispatchMode::GroupByBlock) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed
@@ -209,7 +209,7 @@ pub fn token_sparse_attention(
 }
 
 impl TokenIndices {
-    /// What [`token_sparse_attention`] runs for these arguments. It prints.
+    /// Returns the plan of [`token_sparse_attention`] for these arguments. It prints.
     ///
     /// # Errors
     /// As [`token_sparse_attention`].

@@ -175,7 +175,7 @@ fn parts_of(distances: Tensor<2>, grid: &ScoreGrid) -> Tensor<3> {
     distances.reshape([lines, parts, grid.block])
 }
 
-/// How far the first position of a row lies behind that of the last block that begins no later.
+/// How far the first position of a row lies after that of the last block that begins no later.
 fn first_distance(grid: &ScoreGrid) -> usize {
     let offset = grid.seq_kv as i64 - grid.seq_q as i64;
     offset.rem_euclid(grid.block as i64) as usize

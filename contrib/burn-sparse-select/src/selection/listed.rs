@@ -17,7 +17,7 @@ use burn_blocksparse::{AttentionOptions, AttentionPlan, OpError, WeightsMode};
 
 /// What a call that kernels take runs.
 pub(crate) struct ListedKernels {
-    /// For what queries see beside their lists.
+    /// For what queries see besides their lists.
     near: AttentionPlan,
     /// As plans print it.
     text: String,
@@ -76,7 +76,7 @@ fn call(shape: ListsShape, scale: f64) -> TokenSparseCall {
     }
 }
 
-/// Whether queries that are packed by block are estimated to be faster than mainloops over lists that `rows` heads share.
+/// Returns whether queries that are packed by block are estimated to be faster than mainloops over lists that `rows` heads share.
 ///
 /// A mainloop over a list reads a key of width w for each list that names it, 2 · w bytes from the L2 cache. Packed, it costs 2 · w · `rows` operations, and each
 /// listed block some passes over `rows` queries and as many outputs, which are copied, written in parts and merged. All rates are of one H100, of

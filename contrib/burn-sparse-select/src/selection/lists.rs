@@ -13,7 +13,7 @@ use burn_blocksparse::internal::{check, gather_rows, merge_parts};
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::{AttentionOptions, DeviceLayout, OpError, SparseAttentionCall, WeightsMode};
 
-/// Numbers of packed queries and of their outputs that are in memory at a time, unless one head has more.
+/// Elements of packed queries and their outputs in memory at a time, unless one head has more.
 const PACKED: usize = 1 << 31;
 
 /// Attention over a layout and, beside it, over the blocks that each query lists, which it sees whole: out and lse over all of them. The pairs of the layout
@@ -59,7 +59,7 @@ pub fn selected_blocks_attention(
 }
 
 impl SelectedBlocks {
-    /// What [`selected_blocks_attention`] runs for these arguments, and what [`attention_selected`](crate::selection::attention_selected()) and [`Nsa`](crate::nsa::Nsa) run for lists
+    /// Returns the plan of [`selected_blocks_attention`] for these arguments, and of what [`attention_selected`](crate::selection::attention_selected()) and [`Nsa`](crate::nsa::Nsa) run for lists
     /// of these sizes.
     ///
     /// # Errors

@@ -44,7 +44,7 @@ use burn_blocksparse::OpError;
 pub struct Moba {
     /// Width of a block of keys: 8, 16, 32, 64, 128, or a larger multiple of 128.
     pub block: usize,
-    /// So many of a model's last layers attend to all keys: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_last_layers`]).
+    /// Number of last layers with full attention: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_last_layers`]).
     pub full_last_layers: usize,
 }
 

@@ -14,7 +14,7 @@
 // key_lists    attention over lists of single keys
 // token_sparse the backend operation of both kinds of lists
 // token_order  what clusters and hashes of tokens are found by
-// overlap      what the lists of neighbouring queries have in common
+// overlap      what the lists of adjacent queries have in common
 // listed       blocks' lists by kernels that take single queries
 // layouts      layouts of what is forced, which are kept
 // by_query     the same choice on the host
@@ -109,7 +109,7 @@ pub use vertical_slash::VerticalSlash;
 pub use within::Candidates;
 use within::WholeLayouts;
 
-/// How blocks of keys are chosen by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
+/// Selection of blocks of keys by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
 /// [`sparse_attention`](burn_blocksparse::sparse_attention) runs over.
 ///
 /// ```
@@ -139,7 +139,7 @@ pub struct Selection {
     whole: WholeLayouts,
 }
 
-/// What a [`Selection`] chose.
+/// The layout that a [`Selection`] chose.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SelectedLayout {
@@ -148,7 +148,7 @@ pub struct SelectedLayout {
 }
 
 impl SelectedLayout {
-    /// How many blocks each row of queries attends to: i32 `[batch, heads, rows]`, on the device. Nothing is read back where kernels run. Heads that share a
+    /// Returns the number of blocks per row of queries: i32 `[batch, heads, rows]`, on the device. Nothing is read back where kernels run. Heads that share a
     /// choice have one row for all of them ([`DeviceLayout::counts`]).
     ///
     /// # Errors
@@ -157,7 +157,7 @@ impl SelectedLayout {
         self.layout.counts()
     }
 
-    /// Chosen blocks as a share of those that could be, `[1]` in f32, on the device.
+    /// Selected share of the visible blocks, `[1]` in f32, on the device.
     ///
     /// # Errors
     /// As [`DeviceLayout::counts`].
@@ -167,11 +167,11 @@ impl SelectedLayout {
 }
 
 impl Selection {
-    /// How selections are written: `KEEP` is a number, or a rule with its name, `k=12`, `ratio=0.25`, `p=0.9` or `above=0.01`. `share=sum`, `mean` or `max`
+    /// Texts of selections: `KEEP` is a number, or a rule with its name, `k=12`, `ratio=0.25`, `p=0.9` or `above=0.01`. `share=sum`, `mean` or `max`
     /// lets heads that share keys choose together. `first=1` and `local=2` set the forced blocks of any method ([`Always`]).
     pub const NOTATION: &[&str] = methods::NOTATION;
 
-    /// By an estimator and a rule, with no block forced, each head for itself.
+    /// A selection by an estimator and a budget, without forced blocks, each head separately.
     pub fn new(estimator: impl BlockEstimator + 'static, keep: Budget) -> Self {
         Self {
             estimator: Arc::new(estimator),
@@ -184,20 +184,20 @@ impl Selection {
     }
 
     blocksparse::setters! {
-        /// Sets which blocks are selected by their scores.
+        /// Sets the budget: which blocks are selected by score.
         with_budget => keep: Budget,
-        /// Sets which blocks are always selected.
+        /// Sets the forced blocks.
         with_always => forced: Always,
-        /// Sets whether heads that share keys share one choice.
+        /// Sets whether and how heads that share keys share a selection.
         with_gqa_reduction => sharing: GqaReduction,
     }
 
-    /// What scores the blocks.
+    /// The method that scores blocks.
     pub fn estimator(&self) -> &dyn BlockEstimator {
         &*self.estimator
     }
 
-    /// The same for one layer of a model that chooses ([`BlockEstimator::for_layer`]).
+    /// The same for one layer of a model that selects ([`BlockEstimator::for_layer`]).
     #[must_use]
     pub fn for_layer(mut self) -> Self {
         if let Some(estimator) = self.estimator.for_layer() {
@@ -206,7 +206,7 @@ impl Selection {
         self
     }
 
-    /// What keeps them.
+    /// The rule that selects by score.
     pub fn rule(&self) -> Rule {
         Rule {
             kind: self.estimator.traits().kind,
@@ -215,7 +215,7 @@ impl Selection {
         }
     }
 
-    /// Whether heads that share keys share one choice.
+    /// Returns whether heads that share keys share one choice.
     pub fn gqa_reduction(&self) -> GqaReduction {
         self.sharing
     }
@@ -248,7 +248,7 @@ impl Selection {
         self.choose_among(call, Candidates::default())
     }
 
-    /// What [`choose`](Self::choose) chooses, of one batch entry, in plain f64 loops on the host.
+    /// [`choose`](Self::choose) for one batch entry, in plain f64 loops on the host.
     ///
     /// # Errors
     /// [`OpError`] if a number is out of range.
@@ -284,7 +284,7 @@ impl Selection {
         let grid = self.estimator.grid();
         blocksparse::ensure! {
             OpError;
-            grid.query_rows == grid.block => "query_rows", "as many queries as keys of a block (attention_selected takes 1, too)", grid.query_rows;
+            grid.query_rows == grid.block => "query_rows", "as many queries as keys of a block (attention_selected also takes 1)", grid.query_rows;
         }
         sizes(q, seq_kv, grid.block)
     }

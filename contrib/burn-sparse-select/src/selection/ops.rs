@@ -19,7 +19,7 @@ use burn_blocksparse::reference_backends;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait SelectionOps: Backend {
-    /// The means of blocks of neighbouring rows of `[batch, heads, rows, width]`, with at least one row: `[batch, heads, blocks, width]`, f32.
+    /// The means of blocks of adjacent rows of `[batch, heads, rows, width]`, with at least one row: `[batch, heads, blocks, width]`, f32.
     #[fusion(dtype = DType::F32, shape = [x[0], x[1], x[2].div_ceil(*block), x[3]].into())]
     fn block_means(x: FloatTensor<Self>, block: usize) -> FloatTensor<Self> {
         reference::block_means::<Self>(x, block)
@@ -36,25 +36,25 @@ pub trait SelectionOps: Backend {
     }
 
     /// The blocks of the highest of `scores` `[batch, lists, rows, blocks]`, f32, before the block that a row's own position lies in, by falling score;
-    /// of equal ones the earlier, and NaN is the lowest: `[batch, lists, rows, most]`, i32, −1 where there are fewer.
+    /// ties go to the earlier, NaN sorts last: `[batch, lists, rows, most]`, i32, −1 where there are fewer.
     #[fusion(dtype = DType::I32, shape = [scores[0], scores[1], scores[2], call.most].into())]
     fn highest_blocks(scores: FloatTensor<Self>, call: TopKBlocks) -> IntTensor<Self> {
         reference::highest_blocks::<Self>(scores, &call)
     }
 
-    /// The lists of such blocks: the queries that chose a block have neighbouring places, in order, from the first place of a tile on.
+    /// The lists of such blocks: the queries that chose a block have adjacent places, in order, from the first place of a tile on.
     #[fusion(meta = meta::lists)]
     fn list_queries(picks: IntTensor<Self>, call: QueryTiles) -> QueriesOfBlocks<Self> {
         reference::list_queries::<Self>(picks, &call)
     }
 
-    /// The `most` highest of each row of `[groups, rows, columns]`: of equal ones the earlier, and NaN is the lowest.
+    /// The `most` highest of each row of `[groups, rows, columns]`: ties go to the earlier, NaN sorts last.
     #[fusion(meta = meta::highest)]
     fn topk_rows(numbers: FloatTensor<Self>, most: usize) -> TopKLists<Self> {
         reference::topk_rows::<Self>(numbers, most)
     }
 
-    /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 behind the last. i32.
+    /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 after the last. i32.
     #[fusion(dtype = DType::I32, shape = keys)]
     fn unique_keys(keys: IntTensor<Self>, call: UniqueKeys) -> IntTensor<Self> {
         unique_keys::<Self>(keys, &call)

@@ -1,10 +1,10 @@
-//! What the lists of neighbouring queries have in common.
+//! What the lists of adjacent queries have in common.
 
 use burn::tensor::{Int, Tensor};
 
 use burn_blocksparse::OpError;
 
-/// Neighbouring queries that are compared.
+/// Adjacent queries that are compared.
 const NEIGHBOURS: usize = 8;
 
 /// What is expected to be in common, if it is a share.
@@ -13,7 +13,7 @@ pub(crate) fn checked_overlap(overlap: f64) -> Result<f64, OpError> {
     Ok(overlap)
 }
 
-/// `(8 − u) / 7`, where `u` is how much the union of the lists of eight neighbouring queries has for one of a list; 1 without any lists. `[batch, lists,
+/// `(8 − u) / 7`, where `u` is how much the union of the lists of eight adjacent queries has for one of a list; 1 without any lists. `[batch, lists,
 /// queries, most]`, where negative numbers are on no list. Groups of eight count whose queries all choose, which `chooses` says of a query and the length of
 /// its list.
 ///

@@ -52,7 +52,7 @@ pub(crate) fn joined<const D: usize>(mut parts: Vec<Tensor<D>>, dim: usize) -> T
     }
 }
 
-/// With zeros before and behind, along a dimension.
+/// With zeros before and after, along a dimension.
 pub(crate) fn padded<const D: usize>(
     x: Tensor<D>,
     dim: usize,

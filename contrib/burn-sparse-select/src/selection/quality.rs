@@ -12,7 +12,7 @@ use crate::selection::{Selection, check_call};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::allowed_blocks;
 
-/// What a choice keeps of a head's attention: means over rows of queries, over all batch entries.
+/// Quality of a selection for a head: means over rows of queries, over all batch entries.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SelectionQuality {
@@ -41,11 +41,11 @@ impl SelectionQuality {
     }
 }
 
-/// Numbers of a slab of probabilities.
+/// Elements of a slab of probabilities.
 const SLAB: usize = 1 << 23;
 
 impl Selection {
-    /// How well the choice serves, of each head. The attention is computed in full, a slab at a time, and read back: for reports.
+    /// Measures the selection for each head. The attention is computed in full, a slab at a time, and read back: for reports.
     ///
     /// # Errors
     /// As [`choose`](Self::choose), and if the device gives nothing back.
@@ -256,7 +256,7 @@ impl Rows {
     }
 }
 
-/// Zeros behind a dimension, up to a length.
+/// Zeros after a dimension, up to a length.
 fn pad(x: Tensor<4>, dim: usize, to: usize) -> Tensor<4> {
     let mut dims = x.dims();
     let missing = to - dims[dim];

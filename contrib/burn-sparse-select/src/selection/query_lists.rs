@@ -18,8 +18,8 @@ const SLAB_SCORES: usize = 1 << 24;
 /// Queries whose scores are in memory at a time, at least.
 const FEWEST_ROWS: usize = 64;
 
-/// Which blocks each query chose beside the forced ones, and the same by blocks: for each head a sequence of places, `tile` to a tile, where the queries that
-/// chose a block have neighbouring places, in order, and the last tile of a block is filled up with places of no query. All are i32 tensors on the
+/// Blocks that each query selected in addition to the forced ones, and the same by blocks: for each head a sequence of places, `tile` to a tile, where the queries that
+/// chose a block have adjacent places, in order, and the last tile of a block is filled up with places of no query. All are i32 tensors on the
 /// device, without autodiff; −1 stands for none. `lists` are the heads of the queries, or those of the keys if heads share a choice.
 ///
 /// How many places there are follows from the sizes alone: of `n` queries that chose `c` blocks in all, from among `m` blocks, at most
@@ -41,7 +41,7 @@ pub struct SelectedBlocks {
     pub queries: Tensor<3, Int>,
     /// The block of each tile: `[batch, lists, tiles]`.
     pub tile_blocks: Tensor<3, Int>,
-    /// What neighbouring queries' lists are expected to have in common.
+    /// What adjacent queries' lists are expected to have in common.
     overlap: f64,
 }
 
@@ -111,8 +111,8 @@ impl ListSizes {
         self.most
     }
 
-    /// The keys of blocks that some query chooses from, with some behind them: to a query of the call with these keys alone, its forced blocks are not there,
-    /// but for one behind all that it chooses from. Blocks are numbered from the first that is not forced.
+    /// The keys of blocks that some query chooses from, with some after them: to a query of the call with these keys alone, its forced blocks are not there,
+    /// but for one after all that it chooses from. Blocks are numbered from the first that is not forced.
     pub(crate) fn between_forced(&self) -> Range<usize> {
         let Always { first, local } = self.forced;
         let block = self.grid.block;
@@ -151,7 +151,7 @@ pub(crate) struct ListsShape {
 impl SelectedBlocks {
     /// The same with the share that the lists of adjacent queries are expected to have in common, from 0 for nothing to 1 for all: `(8 − u) / 7`, where `u` is how many
     /// blocks eight of them list for one of a query, as [`measure_group_reuse`](Self::measure_group_reuse) finds it. It is 0 unless it is set, and .85 of what
-    /// [`Nsa`](crate::nsa::Nsa) chooses. Kernels are chosen by it, results do not depend on it: with much in common neighbours of few heads attend to the union of their
+    /// [`Nsa`](crate::nsa::Nsa) chooses. Kernels are chosen by it, results do not depend on it: with a large overlap, adjacent queries of few heads attend to the union of their
     /// lists, which name each block once.
     ///
     /// # Errors
@@ -233,8 +233,8 @@ impl SelectedBlocks {
         Ok(Self::of_choices(blocks, &sizes))
     }
 
-    /// The blocks of highest scores beside the forced ones, and their lists. `scores` gives those of rows of queries, f32 `[batch, lists, rows, blocks]`
-    /// without autodiff, of so many at a time; blocks behind the last that a row chooses from may be missing.
+    /// The blocks of highest scores in addition to the forced ones, and their lists. `scores` gives those of rows of queries, f32 `[batch, lists, rows, blocks]`
+    /// without autodiff, of so many at a time; blocks after the last that a row chooses from may be missing.
     pub(crate) fn new(
         scores: impl Fn(Range<usize>) -> Result<Tensor<4>, OpError>,
         rows_at_a_time: usize,

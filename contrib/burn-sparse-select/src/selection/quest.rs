@@ -20,7 +20,7 @@ use burn_blocksparse::OpError;
 /// `Σ_c max(q_c · max_c, q_c · min_c)` of a query and the largest and the smallest elements of a page of keys, keys as they are attended to: no product of the
 /// query and a key of the page is above it. Every query chooses for itself, its own page always, which counts as one of those that it keeps. Defined for
 /// causal attention, and made for decoding: a [pool of pages](crate::pages) keeps the bounds of its pages. The first pages and some before the own one
-/// are kept, too, if the selection forces them ([`Always`](blocksparse::Always)), and count as the own one does: `quest:16,2048,first=1,local=2` on models with
+/// are also selected, if the selection forces them ([`Always`](blocksparse::Always)), and count as the own one does: `quest:16,2048,first=1,local=2` on models with
 /// attention sinks.
 ///
 /// Heads that share keys choose together, by the mean of their bounds, unless the selection says otherwise. The paper has pages of 16 and budgets of 256 to
@@ -38,7 +38,7 @@ use burn_blocksparse::OpError;
 pub struct Quest {
     /// Keys of a page: 8, 16, 32, 64 or 128.
     pub page: usize,
-    /// So many of a model's first layers attend to all keys: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_first_layers`]).
+    /// Number of first layers with full attention: the model reads it, and a layer alone refuses it ([`BlockEstimator::full_first_layers`]).
     pub full_first_layers: usize,
 }
 
@@ -160,7 +160,7 @@ impl BlockEstimator for Quest {
     }
 }
 
-/// The largest numbers of each page of keys and behind them the smallest, `[batch, heads, pages, 2 · dim]`.
+/// The largest elements of each page of keys, then the smallest, `[batch, heads, pages, 2 · dim]`.
 fn bounds(k: Tensor<4>, page: usize) -> Tensor<4> {
     let [batch, heads, rows, dim] = k.dims();
     let whole = rows / page;

@@ -11,14 +11,14 @@ use crate::selection::sharing::GqaReduction;
 use burn_blocksparse::internal::check;
 use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
 
-/// How [`attention_selected`] chooses and attends. [`AttentionOptions`] alone are causal ones.
+/// Options of [`attention_selected`]. [`AttentionOptions`] alone are causal ones.
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
 pub struct SelectedOptions {
-    /// Whether queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query sits at the last key.
     pub causal: bool,
-    /// How attention is computed over what is chosen; its scale is that of the scores that choose, too.
+    /// Options of the attention over the selection; its scale is also that of the estimate.
     pub attention: AttentionOptions,
 }
 
@@ -41,7 +41,7 @@ impl SelectedOptions {
     blocksparse::setters! {
         /// Sets whether queries see no later keys.
         causal: bool,
-        /// Sets how attention is computed.
+        /// Sets the options of the attention.
         attention: AttentionOptions,
     }
 }
@@ -120,12 +120,12 @@ pub fn attention_selected_with_lse(
 }
 
 impl Selection {
-    /// Whether every query chooses for itself.
+    /// Returns whether every query chooses for itself.
     pub(crate) fn is_by_query(&self) -> bool {
         self.estimator.grid().query_rows == 1 && self.estimator.grid().block > 1
     }
 
-    /// Which blocks every query of a call chooses beside the forced ones, and the queries of each block, for a selection whose queries choose each for itself.
+    /// Returns the blocks that each query selects in addition to the forced ones, and the queries of each block, for a selection whose queries select separately.
     /// `None` if no query has a block to choose, or only forced ones are kept. Nothing is read back.
     ///
     /// ```

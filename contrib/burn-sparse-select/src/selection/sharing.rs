@@ -4,7 +4,7 @@ use std::fmt;
 
 use burn::tensor::Tensor;
 
-/// Whether query heads that share a head of keys share a choice, and what becomes of their scores.
+/// Reduction of scores over the query heads that share a KV head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum GqaReduction {

@@ -41,7 +41,7 @@ pub struct SpargeAttn {
     pub block: usize,
     /// The least self-similarity of a block whose mean stands for it, from −1 to 1.
     pub similarity: f64,
-    /// Whether keys are taken less their mean over the sequence, which no softmax over all of them notices, but similarities do.
+    /// True if keys are taken less their mean over the sequence, which no softmax over all of them notices, but similarities do.
     pub smooth: bool,
 }
 

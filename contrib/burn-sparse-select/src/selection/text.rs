@@ -10,11 +10,11 @@ use burn_blocksparse::OpError;
 
 /// A method of selection: how it is written, and read.
 pub(crate) struct Method {
-    /// What its text begins with.
+    /// Beginning of its text.
     pub name: &'static str,
     /// Its notation.
     pub notation: &'static str,
-    /// Reads the arguments behind the name.
+    /// Reads the arguments after the name.
     pub read: fn(&mut Arguments) -> Result<Selection, OpError>,
 }
 
@@ -35,7 +35,7 @@ pub(crate) const SINKS_AND_NEAR: Always = Always { first: 1, local: 2 };
 const RULES: [&str; 4] = ["k", "ratio", "p", "above"];
 
 impl<'a> Arguments<'a> {
-    /// What stands behind a method's name in a text.
+    /// Arguments after a method's name in a text.
     pub fn new(text: &'a str, behind: &'a str, notation: &'static str) -> Self {
         let parts = behind.split(',').map(str::trim);
         let parts = parts.filter(|part| !part.is_empty());
@@ -178,7 +178,7 @@ impl<'a> Arguments<'a> {
         Ok(rule)
     }
 
-    /// Whether heads share, if it says so.
+    /// Returns whether heads share, if it says so.
     pub fn gqa_reduction(&mut self) -> Result<Option<GqaReduction>, OpError> {
         let Some(text) = self.take("share") else {
             return Ok(None);

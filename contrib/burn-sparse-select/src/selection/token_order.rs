@@ -38,7 +38,7 @@ pub fn row_products(a: Tensor<4>, b: Tensor<4>) -> Tensor<4> {
     products(a.cast(DType::F32), b.cast(DType::F32), group)
 }
 
-/// Tokens in the order of their buckets, those of a bucket by number: the token at each place, −1 behind the last, and the place of each token. By the lists of
+/// Tokens in the order of their buckets, those of a bucket by number: the token at each place, −1 after the last, and the place of each token. By the lists of
 /// queries that choose one block each, in tiles of one place.
 ///
 /// # Shapes
@@ -82,7 +82,7 @@ pub struct TopKRows {
     pub places: Tensor<3, Int>,
 }
 
-/// The `most` highest elements of each row: of equal ones the earlier, NaN is the lowest. Kernels compare in f32, and read nothing back.
+/// The `most` highest elements of each row: ties go to the earlier, NaN sorts last. Kernels compare in f32, and read nothing back.
 ///
 /// # Shapes
 /// - `numbers`: `[groups, rows, columns]`

@@ -64,7 +64,7 @@ pub fn top_k_blocks(
 /// # Training
 /// Gradients of attention reach q, k and v through the pairs of the chosen blocks, as with any layout; the choice, and the scores behind
 /// it, get none. That is straight-through training in its plain form: what is chosen learns, by how well it serves. Where blocks that were
-/// not chosen should learn, too, add a term whose value is 0 and whose gradient is that of a coarse attention, to the means of
+/// not chosen should also learn, add a term whose value is 0 and whose gradient is that of a coarse attention, to the means of
 /// blocks, which is what chooses:
 ///
 /// ```

@@ -3,7 +3,7 @@
 use burn::backend::tensor::IntTensor;
 use burn::backend::{Backend, ExtensionType};
 
-/// Which blocks queries take, of the scores of some of them.
+/// Request for the highest-scoring blocks of queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TopKBlocks {
@@ -15,13 +15,13 @@ pub struct TopKBlocks {
     pub most: usize,
 }
 
-/// Which of the keys that queries list they see.
+/// Request for the listed keys that queries see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UniqueKeys {
     /// Keys that there are.
     pub seq_kv: usize,
-    /// Whether a query sees none behind its own position; the last query sits at the last key.
+    /// True if a query sees none after its own position; the last query sits at the last key.
     pub causal: bool,
 }
 

@@ -43,11 +43,11 @@ pub struct VerticalSlash {
     pub columns: usize,
     /// Distances that are retained, the shortest ones among them.
     pub slashes: usize,
-    /// How many of the last queries choose: 64.
+    /// Number of last queries that select: 64.
     pub queries: usize,
-    /// How many of the first keys are always retained: 30.
+    /// Number of first keys that are always selected: 30.
     pub sinks: usize,
-    /// How many of the shortest distances are always retained, 0 being one of them: 100.
+    /// Number of shortest distances, from 0 on, that are always selected: 100.
     pub window: usize,
 }
 
@@ -84,7 +84,7 @@ impl VerticalSlash {
     /// The rule that keeps the blocks whose score is 1.
     pub const DEFAULT_BUDGET: Budget = ONES;
 
-    /// So many keys and distances by the last 64 queries, the first 30 and the shortest 100 among them.
+    /// `columns` keys and `slashes` distances by the last 64 queries, the first 30 and the shortest 100 among them.
     pub fn new(block: usize, columns: usize, slashes: usize) -> Self {
         Self {
             block,
@@ -105,7 +105,7 @@ impl VerticalSlash {
         window: usize,
     }
 
-    /// Which keys, and which distances, a head keeps, in plain f64 loops.
+    /// Returns the keys and distances that a head selects, in plain f64 loops.
     pub fn lines_reference(&self, call: &ReferenceInputs, head: usize) -> [Vec<bool>; 2] {
         let [columns, distances] = line_sums_reference(call, head, self.queries);
         [

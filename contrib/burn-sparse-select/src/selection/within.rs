@@ -12,7 +12,7 @@ use crate::selection::{SelectedLayout, Selection};
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::{DeviceLayout, OpError};
 
-/// What a choice is made from, if that is less than all keys or all earlier ones: for [`Selection::choose_among`].
+/// Candidates of a selection, if fewer than all keys or all earlier ones: for [`Selection::choose_among`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[must_use]
 #[non_exhaustive]
@@ -28,7 +28,7 @@ impl<'a> Candidates<'a> {
         /// Sets the layout from whose blocks are chosen, forced ones included; a chosen block has the pairs that it has there. So it says which keys queries see;
         /// [`EstimateInputs::causal`] only says how blocks are scored.
         layout: Some(&'a BlockLayout),
-        /// Sets how many positions of each batch entry are real. Each entry chooses what it would choose alone, without its padding, which has no part in any score;
+        /// Sets the real length of each batch entry. Padding never influences the selection;
         /// queries that are padding see nothing.
         lengths: Some(&'a [usize]),
     }
@@ -228,7 +228,7 @@ impl Selection {
         Ok(joined(parts, 0))
     }
 
-    /// What [`choose_among`](Self::choose_among) chooses for batch entry `entry` of the cut, in plain f64 loops on the host.
+    /// [`choose_among`](Self::choose_among) for batch entry `entry` of the cut, in plain f64 loops on the host.
     ///
     /// # Errors
     /// As [`choose_among`](Self::choose_among).
@@ -308,7 +308,7 @@ impl Selection {
     }
 }
 
-/// Neighbouring entries of one length.
+/// Adjacent entries of one length.
 fn stretches(lengths: &[usize]) -> Vec<(Range<usize>, usize)> {
     let mut stretches: Vec<(Range<usize>, usize)> = Vec::new();
     for (entry, &length) in lengths.iter().enumerate() {

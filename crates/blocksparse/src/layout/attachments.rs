@@ -31,7 +31,7 @@ struct Waiting {
     maker: ThreadId,
 }
 
-/// Whether a thread waits for another, directly or for one that does.
+/// Returns whether a thread waits for another, directly or for one that does.
 fn waits_for(waiting: &[Waiting], thread: ThreadId, other: ThreadId) -> bool {
     let next = |at: &ThreadId| waiting.iter().find(|waiting| waiting.thread == *at);
     let mut chain = std::iter::successors(Some(thread), |at| next(at).map(|next| next.maker));
@@ -115,7 +115,7 @@ impl<T> Slot<T> {
     }
 }
 
-/// Says that a thread makes a value until it is dropped, after a panic, too.
+/// Marks that a thread makes a value until it is dropped, also after a panic.
 struct Making<'a, T> {
     slot: &'a Slot<T>,
     thread: ThreadId,

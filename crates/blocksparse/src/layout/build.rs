@@ -207,7 +207,7 @@ impl BlockLayout {
     /// tensor, on its device, once `kernels::choose_blocks` has been given it.
     ///
     /// # Errors
-    /// [`LayoutError`] if a size is out of range, or the heads do not divide into as many neighbours as there are patterns.
+    /// [`LayoutError`] if a size is out of range, or the heads do not divide into as many adjacent groups as there are patterns.
     pub fn on_device(
         name: impl Into<String>,
         shape: LayoutShape,

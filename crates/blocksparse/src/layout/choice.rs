@@ -3,18 +3,18 @@
 use super::shape::LayoutShape;
 use crate::rule::Rule;
 
-/// How the blocks of a layout are chosen on a device.
+/// Rule by which blocks of a layout are chosen on a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceChoice {
     /// Batch entries and heads that have blocks of their own: `[batch or 1, a divisor of the heads]`. Adjacent heads share.
     pub patterns: [usize; 2],
-    /// Whether queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query sits at the last key.
     pub causal: bool,
     /// The tensor that chooses.
     pub by: BlockSource,
 }
 
-/// What the tensor that chooses blocks says, for each row of query blocks.
+/// Contents of the tensor that chooses blocks, for each row of query blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum BlockSource {
     /// Of each key block, whether it is chosen.
@@ -31,7 +31,7 @@ pub enum BlockSource {
     Positions(PositionMask),
     /// The same where each key is at its query's position, which is there once.
     OwnPositions(PositionMask),
-    /// Nothing of blocks, likewise; of every query the keys that it sees, ascending, each once, and negative numbers behind the last.
+    /// Nothing of blocks, likewise; of every query the keys that it sees, ascending, each once, and negative numbers after the last.
     Keys {
         /// Elements of a query.
         most: usize,
@@ -39,7 +39,7 @@ pub enum BlockSource {
 }
 
 impl BlockSource {
-    /// Whether the blocks are all those of the layout that the choice is made within, of which the tensor says what pairs they have.
+    /// Returns whether the blocks are all those of the layout that the choice is made within, of which the tensor says what pairs they have.
     pub fn has_all_blocks(&self) -> bool {
         match self {
             Self::Positions(_) | Self::OwnPositions(_) | Self::Keys { .. } => true,
@@ -48,7 +48,7 @@ impl BlockSource {
     }
 }
 
-/// Which keys a query sees by the positions of both. A negative position is none: its query sees nothing, and nobody its key.
+/// Keys that a query sees, by the positions of both. A negative position is none: its query sees nothing, and nobody its key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PositionMask {
     /// Those of earlier positions.
@@ -60,7 +60,7 @@ pub enum PositionMask {
 }
 
 impl PositionMask {
-    /// Whether a query at one position sees a key at another.
+    /// Returns whether a query at one position sees a key at another.
     pub fn sees(self, query: i32, key: i32) -> bool {
         query >= 0
             && key >= 0
@@ -76,7 +76,7 @@ impl PositionMask {
 pub const TALLEST: usize = 8;
 
 impl DeviceChoice {
-    /// The positions of a batch entry and head, if a rule chooses by them: how many elements, and which is the first key's, behind those of queries or with them.
+    /// The positions of a batch entry and head, if a rule chooses by them: how many elements, and which is the first key's, after those of queries or with them.
     pub fn positions(&self, shape: &LayoutShape) -> Option<[usize; 2]> {
         match self.by {
             BlockSource::Positions(_) => Some([shape.seq_q + shape.seq_kv, shape.seq_q]),

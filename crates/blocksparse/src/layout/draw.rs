@@ -180,7 +180,7 @@ impl Title {
             };
         }
         let end = name.char_indices().nth(SMALL).map_or(name.len(), |c| c.0);
-        // Behind the last comma of the first line, if there is one.
+        // After the last comma of the first line, if there is one.
         let end = match name[..end].rfind(", ") {
             _ if end == name.len() => end,
             Some(comma) => comma + 2,

@@ -49,12 +49,12 @@ impl Grid {
         self.shape.seq_kv.div_ceil(self.shape.block_size)
     }
 
-    /// How many queries block row `q_block` really has.
+    /// Returns the number of queries of block row `q_block`; the last may be shorter.
     pub fn rows_in(&self, q_block: usize) -> usize {
         (self.shape.seq_q - q_block * self.shape.block_size).min(self.shape.block_size)
     }
 
-    /// How many keys block column `kv_block` really has.
+    /// Returns the number of keys of block column `kv_block`; the last may be shorter.
     pub fn columns_in(&self, kv_block: usize) -> usize {
         (self.shape.seq_kv - kv_block * self.shape.block_size).min(self.shape.block_size)
     }

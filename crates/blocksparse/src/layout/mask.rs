@@ -72,7 +72,7 @@ impl BlockMask {
         self.block_size
     }
 
-    /// Whether the pair (`row`, `column`) of the block is computed.
+    /// Returns whether the pair (`row`, `column`) of the block is computed.
     ///
     /// # Panics
     /// If the pair is not one of the block's.
@@ -91,12 +91,12 @@ impl BlockMask {
         self.words.iter().map(|w| u64::from(w.count_ones())).sum()
     }
 
-    /// Whether no pair is computed.
+    /// Returns whether no pair is computed.
     pub fn is_empty(&self) -> bool {
         self.words.iter().all(|&w| w == 0)
     }
 
-    /// Whether every pair is computed.
+    /// Returns whether every pair is computed.
     pub fn is_full(&self) -> bool {
         self.count() == (self.block_size * self.block_size) as u64
     }

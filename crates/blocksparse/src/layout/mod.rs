@@ -82,7 +82,7 @@ pub(crate) struct Inner {
     parts: Option<Vec<Part>>,
     /// Blocks are chosen on a device, and this layout lists none.
     pub choice: Option<DeviceChoice>,
-    /// What those blocks are chosen from.
+    /// Layout from which those blocks are chosen.
     pub within: Option<BlockLayout>,
     attachments: Attachments,
 }
@@ -154,15 +154,15 @@ impl Residue {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Part {
-    /// Which blocks.
+    /// The blocks.
     pub layout: BlockLayout,
-    /// How positions are ordered; `None`: as they come.
+    /// Order of positions; `None`: as they come.
     pub residue: Option<Residue>,
 }
 
 impl BlockLayout {
     /// Disjoint parts that make up the layout at less cost, if its pattern has strided heads: see
-    /// [`Part`]. Layouts made of such ones have them, too: padded, stacked for a batch, written and read again. Layouts of callbacks, or
+    /// [`Part`]. Layouts made of such ones also have them: padded, stacked for a batch, written and read again. Layouts of callbacks, or
     /// of blocks that are listed, have none.
     pub fn parts(&self) -> Option<&[Part]> {
         self.inner.parts.as_deref()
@@ -213,7 +213,7 @@ impl BlockLayout {
         &self.inner
     }
 
-    /// How the layout's blocks are chosen, if a tensor on a device chooses them.
+    /// Returns the rule of the layout's blocks, if a tensor on a device chooses them.
     pub fn device_choice(&self) -> Option<&DeviceChoice> {
         self.inner().choice.as_ref()
     }
@@ -280,7 +280,7 @@ impl BlockLayout {
         self.inner.patterns.len()
     }
 
-    /// Which of the distinct patterns `head` of batch entry `batch` uses.
+    /// Returns the index of the distinct pattern that `head` of batch entry `batch` uses.
     ///
     /// # Panics
     /// If `batch` or `head` is not one of the layout's.

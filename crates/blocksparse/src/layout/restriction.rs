@@ -1,6 +1,6 @@
 //! Which queries and keys take part.
 
-/// Which queries and keys of one batch entry take part: `true` = yes, `false` = padding. What is not said takes part.
+/// Queries and keys of one batch entry that take part: `true` = yes, `false` = padding. By default all take part.
 ///
 /// ```
 /// use blocksparse::{Pattern, PaddingMask};

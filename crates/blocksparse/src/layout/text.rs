@@ -61,7 +61,7 @@ impl BlockLayout {
         }
     }
 
-    /// Which heads use a pattern: "heads 0, 2, 4", for a stacked layout "entry 0: head 1; entry 1: head 1".
+    /// Returns the heads that use a pattern: "heads 0, 2, 4", for a stacked layout "entry 0: head 1; entry 1: head 1".
     #[doc(hidden)]
     pub fn users(&self, pattern: usize) -> String {
         let in_entry = |entry: usize| {

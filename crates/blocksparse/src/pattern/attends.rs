@@ -6,7 +6,7 @@ use super::Pattern;
 pub(super) const MAX_DRAWN: usize = 1 << 12;
 
 impl Pattern {
-    /// Whether, in `head`, the query at position `i` attends to the key at position `j`.
+    /// Returns whether, in `head`, the query at position `i` attends to the key at position `j`.
     ///
     /// With `seq_q ≠ seq_kv` query row `r` of a layout sits at position `r + seq_kv − seq_q`
     /// (aligned bottom-right, as Burn's own attention does). With parameters that [`Pattern::validate`] refuses the answer means nothing.
@@ -83,7 +83,7 @@ impl Pattern {
         }
     }
 
-    /// Whether no query can see a later key: what a model that predicts the next position needs. Of a callback nothing is
+    /// Returns whether no query can see a later key: what a model that predicts the next position needs. Of a callback nothing is
     /// known, so the answer is no.
     pub fn is_causal(&self) -> bool {
         match self {
@@ -226,7 +226,7 @@ pub(super) fn is_in(ranges: &[(usize, usize)], position: i64) -> bool {
     })
 }
 
-/// Whether a position is of the head's group, of `num_verts` that are counted from the end of its window.
+/// Returns whether a position is of the head's group, of `num_verts` that are counted from the end of its window.
 pub(super) fn is_in_group(
     position: i64,
     stride: usize,

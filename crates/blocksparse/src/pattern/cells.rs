@@ -161,7 +161,7 @@ impl BlockRow {
 }
 
 impl Cells {
-    /// Whether every block is known to be empty or full.
+    /// Returns whether every block is known to be empty or full.
     pub(super) fn are_decided(&self) -> bool {
         match self {
             Self::Same(cell) => *cell != Cell::Mixed,

@@ -23,7 +23,7 @@ pub use row_keys::Repeat;
 
 type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
 
-/// Which (query, key) pairs of each head are computed.
+/// A static sparsity pattern: the (query, key) pairs that each head computes.
 ///
 /// [`Pattern::attends`] is the definition; everything else (layouts, kernels, pictures) follows it.
 /// Patterns are plain values: they print, compare, serialize and combine.
@@ -58,7 +58,7 @@ pub enum Pattern {
     Fixed {
         /// ℓ, the width of the windows.
         stride: usize,
-        /// c, how many columns of each earlier window are kept.
+        /// c, the number of last columns of each earlier window.
         columns: usize,
         /// How many different column groups the heads use in turn.
         num_verts: usize,
@@ -82,7 +82,7 @@ pub enum Pattern {
         /// Distance between two keys.
         dilation: usize,
     },
-    /// `⌊i/size⌋ − before ≤ ⌊j/size⌋ ≤ ⌊i/size⌋ + after`: the query's chunk and its neighbours; block-diagonal without any.
+    /// `⌊i/size⌋ − before ≤ ⌊j/size⌋ ≤ ⌊i/size⌋ + after`: the query's chunk and the adjacent ones; block-diagonal without any.
     Chunked {
         /// Positions of a chunk.
         size: usize,
@@ -147,7 +147,7 @@ pub enum Pattern {
         blocks: usize,
         /// Blocks drawn for a row, if there are as many.
         count: usize,
-        /// The same seed draws the same blocks.
+        /// Seed of the random blocks.
         seed: u64,
     },
     /// Pairs allowed by any part.
@@ -166,7 +166,7 @@ pub enum Pattern {
 pub struct PatternFn {
     name: String,
     predicate: Arc<Predicate>,
-    /// Whether heads may differ.
+    /// True if heads may differ.
     by_head: bool,
 }
 
@@ -176,7 +176,7 @@ impl PatternFn {
         &self.name
     }
 
-    /// Whether its heads may differ.
+    /// Returns whether its heads may differ.
     pub fn is_by_head(&self) -> bool {
         self.by_head
     }
@@ -392,7 +392,7 @@ impl Pattern {
         }
     }
 
-    /// [`Pattern::documents`] from the document of each position. A document is a stretch of equal ids: one that comes again later is
+    /// [`Pattern::documents`] from the document of each position. A document is a run of equal ids: one that comes again later is
     /// another document.
     ///
     /// ```

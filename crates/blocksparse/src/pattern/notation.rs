@@ -18,7 +18,7 @@ const MAX_DEPTH: usize = 32;
 const MANY: usize = 1 << 20;
 
 impl Pattern {
-    /// What `"…".parse::<Pattern>()` reads: values in capitals are integers, `[…]` may be left out, `,…` stands for more of the same.
+    /// Notation that `"…".parse::<Pattern>()` reads: values in capitals are integers, `[…]` may be left out, `,…` stands for more of the same.
     ///
     /// These combine with `&` (pairs that all parts allow), `+` (that any part allows; `&` binds tighter) and `/` (heads use the
     /// parts in turn; binds least), and with brackets. Spaces around parts and numbers are skipped. A pattern's [`Display`](std::fmt::Display)

@@ -34,7 +34,7 @@ impl Pattern {
         }
     }
 
-    /// Whether heads may see different pairs.
+    /// Returns whether heads may see different pairs.
     pub fn is_by_head(&self) -> bool {
         self.head_period() != Some(1)
     }

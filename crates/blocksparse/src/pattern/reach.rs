@@ -23,7 +23,7 @@ impl LastUse {
         }
     }
 
-    /// Whether it is before a position.
+    /// Returns whether it is before a position.
     fn is_before(self, position: i64) -> bool {
         self < Self::At(position)
     }
@@ -211,7 +211,7 @@ impl Pattern {
         }
     }
 
-    /// Whether a cache of the first `t` positions may be stopped at: no query before `t` attends to a key from `t` on, in any of `heads` heads, so
+    /// Returns whether a cache of the first `t` positions may be stopped at: no query before `t` attends to a key from `t` on, in any of `heads` heads, so
     /// rows that were given out are those of the whole sequence. May say no where only intersections allow it, and says no of a callback
     /// unless it is in an intersection with a causal pattern.
     ///
@@ -356,7 +356,7 @@ impl Pattern {
     }
 }
 
-/// Whether so many rows of random blocks are too many to be drawn: each block is compared with those before it.
+/// Returns whether so many rows of random blocks are too many to be drawn: each block is compared with those before it.
 fn is_costly(rows: usize, count: usize) -> bool {
     let draws = rows.saturating_mul(count).saturating_mul(count);
     draws > MOST_DRAWS

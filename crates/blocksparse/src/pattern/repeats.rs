@@ -3,7 +3,7 @@
 use super::cells::{BlockRow, Cell, Cells, Zone, merge};
 use crate::arith::gcd;
 
-/// Whether blocks that repeat after `stride` positions do so within the keys. Where they do not, a cycle would list every block of the
+/// Returns whether blocks that repeat after `stride` positions do so within the keys. Where they do not, a cycle would list every block of the
 /// row: then the pattern marks the few blocks that it has.
 pub(super) fn comes_round(row: &BlockRow, stride: i64) -> bool {
     stride == 1 || stride / gcd(stride, row.block_size) < row.kv_blocks

@@ -6,7 +6,7 @@ use super::Pattern;
 use super::cells::{BlockRow, Cell, Cells};
 
 impl Pattern {
-    /// Whether every query of `head` attends to just those keys up to its own position that are live before it
+    /// Returns whether every query of `head` attends to just those keys up to its own position that are live before it
     /// ([`Pattern::last_query`] is at the query or later): then nothing but a key's position and its last query says who sees it. May say no where
     /// it is so only of some parameters.
     ///
@@ -32,7 +32,7 @@ impl Pattern {
         }
     }
 
-    /// Whether of the keys up to a query's own position it attends to those whose last query is not before it.
+    /// Returns whether of the keys up to a query's own position it attends to those whose last query is not before it.
     fn earlier_is_live(&self, head: usize) -> bool {
         match self {
             Self::Dense
@@ -61,7 +61,7 @@ impl Pattern {
         }
     }
 
-    /// Whether each key has a query that always comes later, in any head.
+    /// Returns whether each key has a query that always comes later, in any head.
     #[doc(hidden)]
     pub fn keeps_all(&self) -> bool {
         match self {
@@ -77,7 +77,7 @@ impl Pattern {
         }
     }
 
-    /// Whether keys that have a last query, and are not seen for ever, get it in the order in which they come. May say no where it is so.
+    /// Returns whether keys that have a last query, and are not seen for ever, get it in the order in which they come. May say no where it is so.
     #[doc(hidden)]
     pub fn dies_in_order(&self) -> bool {
         match self {
@@ -101,7 +101,7 @@ impl Pattern {
         }
     }
 
-    /// Whether no key's last query is before that of an earlier key, with those that are seen for ever behind all others.
+    /// Returns whether no key's last query is before that of an earlier key, with those that are seen for ever after all others.
     fn lives_ascend(&self) -> bool {
         match self {
             Self::Local { .. }
@@ -179,14 +179,14 @@ impl Pattern {
     }
 }
 
-/// A range of positions, and others of the same length behind it at equal distances.
+/// A range of positions, and others of the same length after it at equal distances.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Repeat {
     /// The first one.
     pub keys: Range<usize>,
     /// From the start of one to that of the next.
     pub period: usize,
-    /// How many there are.
+    /// Number of ranges.
     pub times: usize,
 }
 
@@ -210,7 +210,7 @@ impl Repeat {
         self.keys.start + shift..self.keys.end + shift
     }
 
-    /// What of it is in a range of positions: whole ranges, and what is left of the first and the last one.
+    /// Returns its part in a range of positions: whole ranges, and what is left of the first and the last one.
     pub fn within(&self, bounds: Range<usize>) -> Vec<Self> {
         let cut = |range: Range<usize>| range.start.max(bounds.start)..range.end.min(bounds.end);
         // Ranges that begin in the bounds, and of the others the first that ends in them.
@@ -248,7 +248,7 @@ impl Repeat {
     }
 }
 
-/// Ascending ranges, of which neighbours are one.
+/// Ascending ranges, of which adjacent ones are merged.
 struct Found(Vec<Repeat>);
 
 impl Found {

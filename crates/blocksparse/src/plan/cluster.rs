@@ -1,6 +1,6 @@
 //! Tiles of like blocks.
 //!
-//! A tile of several block rows sees the union of their blocks. Where neighbours are unlike, the union is much larger than any of
+//! A tile of several block rows sees the union of their blocks. Where adjacent rows differ, the union is much larger than any of
 //! them, and grouping the rows by what they see makes it small again:
 //!
 //! ```text

@@ -20,7 +20,7 @@ use std::ops::Range;
 use crate::layout::MaskInterner;
 use crate::{BlockLayout, BlockMask, FULL};
 
-/// What is summed over.
+/// Lines to sum over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Line {
     /// The queries of a key.
@@ -29,10 +29,10 @@ pub enum Line {
     Diagonals,
 }
 
-/// How a layout is cut into lines.
+/// Cut of a layout into lines.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Lines {
-    /// Which lines.
+    /// Kind of the lines.
     pub line: Line,
     /// Positions of a tile's side; divides the block size.
     pub side: usize,

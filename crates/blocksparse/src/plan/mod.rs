@@ -17,9 +17,9 @@
 //! Positions beyond a ragged end are 0 in the masks, so a kernel checks bounds only where it loads
 //! and stores.
 //!
-//! A tile's own block rows are neighbours, or, in a *clustered* plan, rows with like blocks from anywhere.
+//! A tile's own block rows are adjacent, or, in a *clustered* plan, rows with like blocks from anywhere.
 //!
-//! A *coarse* plan does not gather. Its entries are whole steps of neighbouring positions, and a bit says of each block in them whether the
+//! A *coarse* plan does not gather. Its entries are whole steps of adjacent positions, and a bit says of each block in them whether the
 //! block row keeps it; masks of such an entry are about the pairs of blocks that are kept. Where a tile's blocks are nearly everything, that
 //! leaves out little, and a step is loaded and masked as one.
 //!
@@ -59,7 +59,7 @@ use crate::BlockLayout;
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct TilePlan {
-    /// How the layout was cut.
+    /// Tiling of the layout.
     pub tiling: Tiling,
     /// Positions an entry names.
     pub group: usize,
@@ -160,7 +160,7 @@ impl TilePlan {
     }
 }
 
-/// Whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share. Tiles have
+/// Returns whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share. Tiles have
 /// `least` steps on average, or more.
 pub fn has_long_tiles(layout: &BlockLayout, tiling: Tiling, least: f64) -> bool {
     let others = match tiling.mainloop {
@@ -284,7 +284,7 @@ impl Heads {
     }
 }
 
-/// `order` with each tile's record behind it, so that a cube reads both at once.
+/// `order` with each tile's record after it, so that a cube reads both at once.
 fn ranked_records(order: &[u32], records: &[u32], tiles: usize) -> Vec<u32> {
     let mut ranked = Vec::with_capacity(order.len() * 4);
     for (index, &tile) in order.iter().enumerate() {

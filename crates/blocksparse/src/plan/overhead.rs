@@ -133,7 +133,7 @@ impl<'a> Tiles<'a> {
         }
     }
 
-    /// What a tile's block rows keep, row by row. Without clusters they are neighbours from `first` on.
+    /// What a tile's block rows keep, row by row. Without clusters they are adjacent from `first` on.
     fn entries(&self, tile: usize, first: usize) -> impl Iterator<Item = Entry> {
         let lines = match self.clusters.get(tile) {
             Some(lines) => lines.clone(),
@@ -172,7 +172,7 @@ pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
     (0..layout.num_patterns()).map(of_pattern).collect()
 }
 
-/// Whether a plan of blocks that a device chooses can be cut so.
+/// Returns whether a plan of blocks that a device chooses can be cut so.
 fn may_be_chosen(tiling: Tiling, b: usize) -> bool {
     (tiling.rows / b).max(1) <= TALLEST && !tiling.clustered
 }
@@ -207,17 +207,17 @@ fn scattered(count: usize) -> impl Iterator<Item = usize> {
     (0..count).map(move |index| index * step % count)
 }
 
-/// How block rows are best put into tiles.
+/// Best grouping of block rows into tiles.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Grouping {
     /// See [`tiling_overhead`].
     pub overhead: f64,
-    /// Whether tiles are clustered.
+    /// True if tiles are clustered.
     pub clustered: bool,
 }
 
 impl Grouping {
-    /// Clusters like rows where neighbours are unlike and that is allowed.
+    /// Clusters like rows where adjacent ones differ and that is allowed.
     pub fn best(
         layout: &BlockLayout,
         mainloop: Mainloop,
@@ -256,19 +256,19 @@ impl Grouping {
     }
 }
 
-/// What steps cost where blocks are narrow, relative to steps of neighbours without masks.
+/// Costs of steps where blocks are narrow, relative to steps of adjacent positions without masks.
 #[derive(Clone, Copy, Debug)]
 pub struct NarrowCosts {
     /// Of steps gathered from narrow blocks.
     pub gathered: f64,
-    /// What is added where all of them have masks, in blocks of 16 and of 32.
+    /// Extra cost where all of them have masks, in blocks of 16 and of 32.
     pub masked: [f64; 2],
     /// Of coarse steps, with their bits.
     pub coarse: f64,
 }
 
 impl NarrowCosts {
-    /// Whether mainloops over a layout may have coarse steps: their blocks are narrow and known on the host.
+    /// Returns whether mainloops over a layout may have coarse steps: their blocks are narrow and known on the host.
     pub fn concern(layout: &BlockLayout) -> bool {
         matches!(layout.block_size(), 16 | 32) && layout.device_choice().is_none()
     }

@@ -149,7 +149,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The entries of a tile of neighbours.
+    /// The entries of a tile of adjacent block rows.
     pub fn tile(&self, tile: usize, group: usize, masks: &mut TileMasks) -> TileEntries {
         let b = self.layout.block_size();
         let rows = self.tiling.rows;
@@ -178,7 +178,7 @@ impl<'a> Source<'a> {
         found
     }
 
-    /// The coarse entries of the tile whose first block row is `first`: those steps of neighbouring positions of which a row keeps a block.
+    /// The coarse entries of the tile whose first block row is `first`: those steps of adjacent positions of which a row keeps a block.
     fn coarse(&self, first: usize, masks: &mut TileMasks) -> TileEntries {
         let b = self.layout.block_size();
         let (height, per_entry) = (self.tiling.rows / b, self.tiling.cols / b);

@@ -282,7 +282,7 @@ fn long_tiles_count_visits_apart(#[case] pattern: &str, #[case] seq: usize, #[ca
     }
 }
 
-/// How far tiles that share queries are from each other in launch order, and that short ones behind long ones are noticed.
+/// How far tiles that share queries are from each other in launch order, and that short ones after long ones are noticed.
 #[rstest::rstest]
 #[case("causal", 1)]
 #[case("local:1024", 1)]

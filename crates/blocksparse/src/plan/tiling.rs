@@ -1,6 +1,6 @@
 //! How a launch cuts a layout, and where the parts of a plan lie.
 
-/// Which side of the layout the tiles' rows are.
+/// Side of the layout that the tiles' rows are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mainloop {
     /// Tiles of queries against the keys they attend to: forward and dQ.
@@ -9,26 +9,26 @@ pub enum Mainloop {
     Columns,
 }
 
-/// How a plan cuts a layout.
+/// Parameters by which a plan cuts a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tiling {
-    /// Which side the rows are.
+    /// Side of the rows.
     pub mainloop: Mainloop,
     /// Positions of a tile.
     pub rows: usize,
     /// Positions of a step.
     pub cols: usize,
-    /// Whether entries say where their block's stored weights are. Then a tile lies within one block row.
+    /// True if entries say where their block's stored weights are. Then a tile lies within one block row.
     pub places: bool,
-    /// Whether a tile's block rows are chosen to be alike. Otherwise they are neighbours.
+    /// True if a tile's block rows are chosen to be alike. Otherwise they are adjacent.
     pub clustered: bool,
-    /// Whether entries say how many tiles before theirs have the same entry: the order in which tiles add to what they
+    /// True if entries say how many tiles before theirs have the same entry: the order in which tiles add to what they
     /// share. Then all patterns share one order of tiles, and entries are in the order in which a tile should go through them.
     pub visits: bool,
     /// With visits: whether tiles that are much longer than the others count them for themselves, since they add to sums of
     /// their own.
     pub apart: bool,
-    /// Whether an entry is a whole step, of neighbouring positions, and has a bit for each block of the tile in it. Otherwise entries are
+    /// True if an entry is a whole step, of adjacent positions, and has a bit for each block of the tile in it. Otherwise entries are
     /// blocks, or parts of one, from anywhere.
     pub coarse: bool,
 }
@@ -66,7 +66,7 @@ impl Tiling {
         }
     }
 
-    /// Whether entries can be coarse, in blocks of `b`: tiles and steps have whole blocks, and not more than there are bits.
+    /// Returns whether entries can be coarse, in blocks of `b`: tiles and steps have whole blocks, and not more than there are bits.
     pub fn may_be_coarse(&self, b: usize) -> bool {
         let whole = self.rows.is_multiple_of(b) && self.cols.is_multiple_of(b);
         whole && self.rows / b * (self.cols / b) <= 32 * BIT_WORDS

@@ -12,7 +12,7 @@ pub(super) struct PlanSizes {
     pub entry_words: usize,
     /// Groups of columns there are.
     pub others: usize,
-    /// Whether long tiles count visits for themselves.
+    /// True if long tiles count visits for themselves.
     pub apart: bool,
 }
 
@@ -35,7 +35,7 @@ pub(super) fn long_tiles(ranked: impl ExactSizeIterator<Item = usize>, patterns:
     }
 }
 
-/// Whether there may be [`long_tiles`], of tiles that have `least` steps on average or more, and `most` at most.
+/// Returns whether there may be [`long_tiles`], of tiles that have `least` steps on average or more, and `most` at most.
 pub(super) fn may_be_short(least: f64, most: usize) -> bool {
     least <= (SHORT + most.div_ceil(16)) as f64
 }
@@ -45,7 +45,7 @@ pub(super) fn may_be_short(least: f64, most: usize) -> bool {
 pub(super) struct Visits {
     /// One order of tiles for all patterns, those with most steps first.
     pub order: Vec<u32>,
-    /// How many of them count visits for themselves.
+    /// Number of them that count visits for themselves.
     pub apart: usize,
     /// See [`TilePlan::between`](super::TilePlan::between).
     pub between: usize,
@@ -126,12 +126,12 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
     }
 }
 
-/// Whether steps are much fewer than others that are waited for.
+/// Returns whether steps are much fewer than others that are waited for.
 fn are_much_fewer(steps: usize, others: usize) -> bool {
     4 * steps + 8 < others
 }
 
-/// Whether no tile has much fewer steps than the one before it, given the steps of all in all `patterns`, most steps first: a short tile waits for the long
+/// Returns whether no tile has much fewer steps than the one before it, given the steps of all in all `patterns`, most steps first: a short tile waits for the long
 /// ones before it, if these have not long been under way.
 fn are_even(ranked: impl Iterator<Item = usize> + Clone, patterns: usize) -> bool {
     let behind = ranked.clone().skip(1);
@@ -140,7 +140,7 @@ fn are_even(ranked: impl Iterator<Item = usize> + Clone, patterns: usize) -> boo
 
 /// How far tiles of a pattern that share groups of columns are from each other, in launch order.
 struct Sharing {
-    /// Of each group, the rank behind that of the last tile that had it, or 0.
+    /// Of each group, the rank after that of the last tile that had it, or 0.
     last: Vec<usize>,
     /// Steps of the tiles so far, by rank.
     steps: Vec<usize>,

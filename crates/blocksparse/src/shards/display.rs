@@ -13,7 +13,7 @@ impl fmt::Display for ShardPlan {
         let (layout, devices) = (&self.layout, self.devices());
         writeln!(
             f,
-            "{}: {} positions in blocks of {} over {devices} devices, {} heads, {} of keys",
+            "{}: {} positions in blocks of {} over {devices} devices, {} heads, {} KV heads",
             layout.name(),
             layout.seq_q(),
             layout.block_size(),
@@ -21,9 +21,9 @@ impl fmt::Display for ShardPlan {
             self.kv_heads,
         )?;
         let kind = match self.pieces() {
-            1 => "1 piece a device (contiguous)".to_owned(),
-            2 => "2 pieces a device (zigzag)".to_owned(),
-            pieces => format!("{pieces} pieces a device (striped)"),
+            1 => "1 piece per device (contiguous)".to_owned(),
+            2 => "2 pieces per device (zigzag)".to_owned(),
+            pieces => format!("{pieces} pieces per device (striped)"),
         };
         write!(f, "{kind}")?;
         let least = self.candidates.iter().map(|candidate| candidate.cost);
@@ -60,7 +60,7 @@ impl fmt::Display for ShardPlan {
         let most = |numbers: &mut dyn Iterator<Item = usize>| numbers.max().unwrap_or_default();
         write!(
             f,
-            "of one device at most: {:.3} × the mean's pairs, {} keys received ({:.2}% of all others'), {} sent",
+            "most per device: {:.3} × the mean's pairs, {} keys received ({:.2}% of all others'), {} sent",
             self.pairs.iter().copied().max().unwrap_or_default() as f64 / mean.max(1.0),
             most(&mut (0..devices).map(|device| self.keys_received(device))),
             self.reach() * 100.0,

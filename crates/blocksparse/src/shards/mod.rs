@@ -65,7 +65,7 @@ impl ShardPlan {
     /// Every device has as many blocks but for one, in 1, 2, 4, … 64 pieces: as many as cost the least. The cost is that of the busiest device: its
     /// pairs, and 512 pairs for each key that crosses, as on GPUs with NVLink.
     ///
-    /// A layout that reaches everything has a plan, too, which says so: [`Self::reach`].
+    /// A layout that reaches everything also has a plan, which says so: [`Self::reach`].
     ///
     /// # Errors
     /// [`LayoutError`] if the layout has not as many queries as keys, in whole blocks, for any batch; if a device chooses its
@@ -150,17 +150,17 @@ impl ShardPlan {
         &self.layout
     }
 
-    /// How many devices share the sequence.
+    /// Returns the number of devices that share the sequence.
     pub fn devices(&self) -> usize {
         self.dealt.devices
     }
 
-    /// How many heads keys have.
+    /// Returns the number of KV heads.
     pub fn kv_heads(&self) -> usize {
         self.kv_heads
     }
 
-    /// How many pieces of the sequence each device has.
+    /// Returns the number of pieces of the sequence per device.
     pub fn pieces(&self) -> usize {
         self.dealt.pieces
     }
@@ -175,7 +175,7 @@ impl ShardPlan {
         own.map(|blocks| blocks.start * b..blocks.end * b).collect()
     }
 
-    /// The blocks of a key head that go from one device to another, ascending, as numbers of the whole sequence.
+    /// The blocks of a key head that go from one device to another, ascending, as indices in the whole sequence.
     ///
     /// # Panics
     /// If there is no such device or head.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::BlockLayout;
 
-/// Whether each key block is one that the rows of one of the patterns attend to. Runs are not expanded before those that continue each other are joined.
+/// Returns whether each key block is one that the rows of one of the patterns attend to. Runs are not expanded before those that continue each other are joined.
 pub(super) fn reached(
     layout: &BlockLayout,
     patterns: &[usize],

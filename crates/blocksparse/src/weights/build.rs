@@ -41,13 +41,13 @@ impl Grid {
         self.ins * self.outs
     }
 
-    /// How many blocks are retained: the nearest number to a density, and one at least.
+    /// Returns the number of retained blocks: the nearest to a density, at least one.
     pub fn count(&self, density: f64) -> Result<usize, LayoutError> {
         crate::ensure! { LayoutError; density > 0.0 && density <= 1.0 => "density", "above 0 and at most 1", density; }
         Ok(((density * self.blocks() as f64).round() as usize).max(1))
     }
 
-    /// How many of `count` blocks each output block keeps, if they differ by one at most.
+    /// Returns the number of blocks of each output block, of `count` in all, if they differ by one at most.
     pub fn shares(&self, count: usize) -> Vec<usize> {
         let before = |output: usize| count * output / self.outs;
         (0..self.outs)
@@ -152,7 +152,7 @@ impl WeightLayout {
     }
 
     /// The blocks with the largest norms, as pruning keeps them (Narang, Undersander, Diamos, "Block-Sparse Recurrent Neural Networks", 2017);
-    /// of equal ones the first of `norms`, which are those of the blocks `[in_blocks, out_blocks]`, row by row.
+    /// ties go to the first of `norms`, which are those of the blocks `[in_blocks, out_blocks]`, row by row.
     ///
     /// # Errors
     /// As [`dense`](Self::dense); and if `norms` does not have as many entries as the weight has blocks or one of them is NaN, or `density` is

@@ -132,7 +132,7 @@ impl WeightLayout {
         }
     }
 
-    /// How it was made: a [`WeightPattern`]'s name, `mask` or `magnitude`.
+    /// Returns the layout's origin: a [`WeightPattern`]'s name, `mask` or `magnitude`.
     pub fn name(&self) -> &str {
         &self.inner.name
     }
@@ -167,12 +167,12 @@ impl WeightLayout {
         self.out_blocks() * self.block()
     }
 
-    /// How many blocks are retained.
+    /// Returns the number of retained blocks.
     pub fn len(&self) -> usize {
         self.inner.kept.input_blocks.len()
     }
 
-    /// Whether no block is retained.
+    /// Returns whether no block is retained.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -244,7 +244,7 @@ impl WeightLayout {
         place.ok().map(|place| blocks.start + place)
     }
 
-    /// Whether a block is retained.
+    /// Returns whether a block is retained.
     pub fn contains(&self, input_block: usize, output_block: usize) -> bool {
         self.index_of(input_block, output_block).is_some()
     }

@@ -43,7 +43,7 @@ impl Draws {
         }
     }
 
-    /// Whether something of this probability happens.
+    /// Returns whether something of this probability happens.
     pub fn happens(&mut self, probability: f64) -> bool {
         f64::from(self.word()) < probability * 2f64.powi(32)
     }

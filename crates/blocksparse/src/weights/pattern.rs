@@ -11,7 +11,7 @@ use crate::LayoutError;
 /// How many of a small world's blocks are moved: few enough that most neighbours stay, many enough that any two blocks are a few steps apart.
 const REWIRING: f64 = 0.1;
 
-/// How the kept blocks of a weight are chosen, as command lines and configurations name it; the density stands beside it.
+/// Pattern of a weight's retained blocks, as flags and configurations name it; the density is separate.
 ///
 /// ```
 /// use blocksparse::WeightPattern;

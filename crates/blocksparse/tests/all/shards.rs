@@ -165,7 +165,7 @@ fn a_million_positions() {
     assert_eq!(local.allowed_pairs(), a);
     assert!(local.host_bytes() < 8 << 20, "{}", local.host_bytes());
     let text = plan.to_string();
-    assert!(text.contains("2 pieces a device (zigzag)"), "{text}");
+    assert!(text.contains("2 pieces per device (zigzag)"), "{text}");
     assert!(!text.contains("reaches everything"), "{text}");
 
     // A residue pattern's natural layout is made of strided runs, which are not expanded.

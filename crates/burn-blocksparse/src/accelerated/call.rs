@@ -57,7 +57,7 @@ impl CubeAttention {
 
     /// Burn's result, over the pairs of `pattern` alone if there is one. None if no kernel takes the call.
     ///
-    /// The mask becomes numbers of its own size, so that nothing is read from the device.
+    /// The mask becomes a bias of its own size, so that nothing is read from the device.
     pub fn run(self, pattern: Option<Pattern>) -> Option<CubeTensor> {
         let [_, heads, seq_q, seq_kv] = self.pairs()?;
         if uses_reference() {

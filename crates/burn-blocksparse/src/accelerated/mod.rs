@@ -44,7 +44,7 @@ static CHOOSE: OnceLock<Box<Choose>> = OnceLock::new();
 /// [`attention`](crate::module::attention) is a fused forward and backward pass for both. Nor do burn-nn's layers reach it, which call no `attention`.
 ///
 /// # Memory
-/// A mask becomes numbers of the mask's own size, a mask and a bias together of what both are broadcast to; nothing else is `seq_q × seq_kv`.
+/// A mask becomes a bias of its own size, a mask and a bias together of what both are broadcast to; nothing else is `seq_q × seq_kv`.
 ///
 /// # Errors
 /// [`OpError::Registry`] after the first tensor operation, or the second time; [`OpError::Kernel`] if an environment variable of the kernels has a wrong value.
@@ -53,7 +53,7 @@ pub fn accelerate_attention() -> Result<(), OpError> {
     take::<Attention>()
 }
 
-/// As [`accelerate_attention`], and calls for which `choose` returns a pattern see the pairs of that alone; those of causality and the mask, too.
+/// As [`accelerate_attention`]; calls for which `choose` returns a pattern are restricted to its pairs, in addition to causality and the mask.
 ///
 /// ```no_run
 /// use burn_blocksparse::Pattern;
@@ -89,15 +89,15 @@ pub struct AttentionCall {
     pub seq_q: usize,
     /// Keys.
     pub seq_kv: usize,
-    /// Whether queries see no later keys.
+    /// True if queries see no later keys.
     pub is_causal: bool,
-    /// Whether there is a mask of bools.
+    /// True if there is a mask of bools.
     pub has_mask: bool,
-    /// Whether there is a bias.
+    /// True if there is a bias.
     pub has_bias: bool,
 }
 
-/// What became of the calls of Burn's `attention`: launches are lazy, so of those that something has been read from.
+/// Counts of Burn's `attention` calls by what ran. Launches are lazy: a call counts once its result is needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AcceleratedAttention {
@@ -117,7 +117,7 @@ impl fmt::Display for AcceleratedAttention {
     }
 }
 
-/// How many calls of this program [`accelerate_attention`] has seen so far.
+/// Returns the counts of this program's calls after [`accelerate_attention`].
 pub fn accelerated_attention() -> AcceleratedAttention {
     AcceleratedAttention {
         taken: TAKEN.load(Ordering::Relaxed),

@@ -34,7 +34,7 @@ pub(crate) fn plan(
     AttentionPlan::new(&device.client(), layout, request)
 }
 
-/// Whether `device` can sum the weights of a call.
+/// Checks whether `device` can sum the weights of a call.
 pub(crate) fn check_attention_sums(
     device: &CubeDevice,
     layout: &BlockLayout,

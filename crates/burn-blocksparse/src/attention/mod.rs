@@ -104,7 +104,7 @@ pub struct SparseAttentionCall<'a> {
     weights: bool,
 }
 
-/// What a [`SparseAttentionCall`] returns: the output, and what else it was asked for.
+/// Results of a [`SparseAttentionCall`]: the output, and what else was asked for.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SparseAttentionOutput {
@@ -143,9 +143,9 @@ impl<'a> SparseAttentionCall<'a> {
         scale => options.scale: Some(f64),
         /// Sets the softcap `c`: scores become `c · tanh(score / c)` after scaling (Gemma 2).
         softcap => options.softcap: Some(f64),
-        /// Drops weights out after the softmax: [`AttentionOptions::dropout`].
+        /// Applies attention dropout after the softmax: [`AttentionOptions::dropout`].
         dropout => options.dropout: Some(Dropout),
-        /// Sets how precise the products of f32 tensors are.
+        /// Sets the precision of matmuls of f32 tensors.
         precision => options.precision: ProductPrecision,
         /// Sets what is stored for the backward pass. [`weights`](Self::weights), which returns them, implies [`WeightsMode::Store`].
         weights_mode => options.weights: WeightsMode,
@@ -166,7 +166,7 @@ impl<'a> SparseAttentionCall<'a> {
         self
     }
 
-    /// Returns `lse[i] = ln Σ_j exp(score[i, j])` over the allowed keys and the sink, too; −∞ for a row with neither.
+    /// Also returns `lse[i] = ln Σ_j exp(score[i, j])` over the allowed keys and the sink; −∞ for a row with neither.
     ///
     /// With two disjoint layouts over the same queries it merges two outputs into the attention over their union:
     /// [`merge_attention`](crate::merge_attention). It is differentiable, as the output is, and both take one backward pass.
@@ -175,7 +175,7 @@ impl<'a> SparseAttentionCall<'a> {
         self
     }
 
-    /// Returns each row's largest score, too: over the keys it attends to, after scale, softcap and biases and before sinks; −∞ for a row with no
+    /// Also returns each row's largest score: over the keys it attends to, after scale, softcap and biases and before sinks; −∞ for a row with no
     /// allowed key. No gradient flows through it.
     ///
     /// Attention logits that grow from step to step are an early sign of training that will diverge: log the largest of each head, or act on it.
@@ -204,14 +204,14 @@ impl<'a> SparseAttentionCall<'a> {
         self
     }
 
-    /// Returns the weights `p` of the keys in block-sparse form, too, after biases and before dropout; with sinks a row sums to less than 1. No
+    /// Also returns the attention probabilities `p` in block-sparse form, after biases and before dropout; with sinks a row sums to less than 1. No
     /// gradient flows through them. Implies [`WeightsMode::Store`], and a layout that is built on the host.
     pub fn weights(mut self) -> Self {
         self.weights = true;
         self
     }
 
-    /// Says what [`run`](Self::run) would run on this device, and why not on a faster tier. Computes nothing.
+    /// Returns the plan of [`run`](Self::run) on this device: the tier of each pass, and why not a faster one. Computes nothing.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};

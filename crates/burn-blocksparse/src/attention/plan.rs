@@ -19,7 +19,7 @@ use crate::options::AttentionOptions;
 #[cfg(feature = "cube")]
 use crate::pack;
 
-/// What a call of [`sparse_attention`](crate::sparse_attention) runs on its device, from [`SparseAttentionCall::explain`](crate::SparseAttentionCall::explain).
+/// Plan of a [`sparse_attention`](crate::sparse_attention) call on its device, from [`SparseAttentionCall::explain`](crate::SparseAttentionCall::explain).
 /// It prints:
 ///
 /// ```text
@@ -41,7 +41,7 @@ pub enum AttentionPlan {
 }
 
 impl AttentionPlan {
-    /// Whether fused kernels run, and not the reference.
+    /// Returns whether fused kernels run, and not the reference.
     pub fn is_kernels(&self) -> bool {
         !matches!(self, Self::Reference { .. })
     }
@@ -95,7 +95,7 @@ impl AttentionPlan {
     }
 }
 
-/// What a call runs, and over which layout.
+/// Plan of a call, with its layout.
 #[doc(hidden)]
 pub struct Chosen {
     pub plan: AttentionPlan,
@@ -113,14 +113,14 @@ impl Chosen {
     }
 }
 
-/// Whether autodiff follows a tensor that is added to the scores.
+/// Returns whether autodiff follows a tensor that is added to the scores.
 #[cfg(feature = "cube")]
 fn is_autodiff(scores: &ScoreTensors<Dispatch>) -> bool {
     let mut tensors = scores.list().into_iter().flatten();
     tensors.any(|tensor| Device::new(tensor.device()).is_autodiff())
 }
 
-/// Whether kernels sum the weights of a call, and not the reference.
+/// Returns whether kernels sum the weights of a call, and not the reference.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub fn sums_in_kernels(
     q: &Tensor<4>,

@@ -9,7 +9,7 @@ use crate::base::values::ScoreTensors;
 use crate::check::same_device;
 use crate::error::OpError;
 
-/// Tensors of a [`SparseAttentionCall`](crate::SparseAttentionCall) besides queries, keys and values. Build it from [`Default`].
+/// Tensors of a [`SparseAttentionCall`](crate::SparseAttentionCall) besides queries, keys and values. Build them from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]
@@ -18,7 +18,7 @@ pub struct AttentionTensors {
     pub sinks: Option<Tensor<1>>,
     /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q, k and v: added to the scores.
     pub bias: Option<Tensor<4>>,
-    /// `[heads or 1, 2 · reach + 1]`, any float dtype: a bias of each distance.
+    /// `[heads or 1, 2 · reach + 1]`, any float dtype: a bias per distance.
     pub relative_bias: Option<Tensor<2>>,
 }
 
@@ -71,7 +71,7 @@ impl AttentionTensors {
         relative_bias: Some(Tensor<2>),
     }
 
-    /// What is added to scores, as backends take it.
+    /// Returns what is added to scores, as backends take it.
     #[doc(hidden)]
     pub fn scores(self, q: &Tensor<4>) -> ScoreTensors<Dispatch> {
         let sums = accumulate_in(q.dtype().into());

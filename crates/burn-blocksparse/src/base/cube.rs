@@ -17,7 +17,7 @@ use cubecl::prelude::InputScalar;
 
 use crate::base::values::{DynamicBlocks, OptFloat};
 
-/// Whether the reference runs instead of the kernels (`BLOCKSPARSE_REFERENCE=1`), to compare the two.
+/// Returns whether the reference runs instead of the kernels (`BLOCKSPARSE_REFERENCE=1`), to compare the two.
 pub fn uses_reference() -> bool {
     Tuning::or_default().reference
 }

@@ -1,6 +1,6 @@
 //! The one step of Burn's autodiff that every op is made of: a forward pass on tensors without history, which returns its backward pass.
 //!
-//! An op is its list of float inputs, some of which may be missing, and its list of outputs, likewise. A step of Burn's has one output; behind several
+//! An op is its list of float inputs, some of which may be missing, and its list of outputs, likewise. A step of Burn's has one output; after several
 //! stands a hidden node (`OutputGradients`).
 
 use std::fmt;
@@ -19,7 +19,7 @@ use crate::base::values::OptFloat;
 /// A float tensor with its history.
 pub type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
 
-/// Float tensors of a call, or gradients by them, as far as there are.
+/// Float tensors of a call, or gradients with respect to them, as far as there are.
 pub type Floats<B, const N: usize> = [Option<FloatTensor<B>>; N];
 
 /// For `reads` of an op whose backward pass reads no input.
@@ -35,7 +35,7 @@ pub fn everything<const N: usize>(_wanted: [bool; N]) -> [bool; N] {
 /// An op of one output with a gradient of its own.
 ///
 /// - `forward` gets the inputs and which of their gradients are wanted, and returns the output and the backward pass.
-/// - The backward pass gets the inputs that it `reads` and the gradient by the output, and returns those by the inputs. Gradients that are not wanted are
+/// - The backward pass gets the inputs that it `reads` and the gradient with respect to the output, and returns those of the inputs. Gradients that are not wanted are
 ///   dropped.
 /// - What it `reads` stays with the checkpointer, which may compute it again; what else it needs it captures.
 pub fn custom_gradient<B, C, const IN: usize, F>(
@@ -56,7 +56,7 @@ where
     there(output)
 }
 
-/// As [`custom_gradient`], of several outputs: the backward pass gets the gradients by those that were differentiated by, one of them at least.
+/// As [`custom_gradient`], of several outputs: the backward pass gets the gradients of those that a loss depends on, at least one.
 pub fn custom_gradients<B, C, const IN: usize, const OUT: usize, F>(
     inputs: [Option<Tracked<B, C>>; IN],
     reads: impl FnOnce([bool; IN]) -> [bool; IN],

@@ -7,7 +7,7 @@ use burn::tensor::Device;
 
 use crate::error::OpError;
 
-/// Whether this crate can compute on `device`: its backend is one that a feature of this crate turns on, the device is on this machine, and
+/// Checks whether this crate can compute on `device`: its backend is one that a feature of this crate turns on, the device is on this machine, and
 /// software that its kernels need can be loaded. Burn creates a device without looking for it and panics at its first use, so a program that
 /// lets its users choose a device asks here before.
 ///
@@ -35,7 +35,7 @@ pub fn check_device(device: &Device) -> Result<(), OpError> {
     Ok(())
 }
 
-/// Whether the device's backend can add tensors of several devices by itself, as `burn::tensor::distributed::all_reduce` does: NCCL, on CUDA devices. On others
+/// Checks whether the device's backend can add tensors of several devices by itself, as `burn::tensor::distributed::all_reduce` does: NCCL, on CUDA devices. On others
 /// that function panics, and Burn has no way to ask.
 ///
 /// ```
@@ -57,7 +57,7 @@ pub fn check_collectives(device: &Device) -> Result<(), OpError> {
     Err(OpError::argument("device", "a CUDA device", device))
 }
 
-/// Whether a feature of this crate serves the device's backend (Burn's dispatch would panic), and, where that has kernels, the environment says nothing wrong of
+/// Checks whether a feature of this crate serves the device's backend (Burn's dispatch would panic), and, where that has kernels, the environment says nothing wrong of
 /// them: every op asks here before anything is chosen.
 pub fn served(device: &Device) -> Result<(), OpError> {
     if device.is_autodiff() && !cfg!(feature = "autodiff") {
@@ -126,7 +126,7 @@ pub mod cube {
         }
     }
 
-    /// Whether the device is on this machine.
+    /// Checks whether the device is on this machine.
     pub fn present(device: &CubeDevice) -> Result<(), OpError> {
         // A device that the application registered is in no list.
         let is_registered = format!("{device:?}").contains("Existing");
@@ -157,13 +157,13 @@ pub mod cube {
         })
     }
 
-    /// Whether what compiles a device's kernels is installed. Looked for once.
+    /// Checks whether what compiles a device's kernels is installed. Looked for once.
     #[cfg(not(feature = "cuda"))]
     pub fn toolkit(_device: &CubeDevice) -> Result<(), OpError> {
         Ok(())
     }
 
-    /// Whether what compiles a device's kernels is installed. Looked for once: CubeCL panics without it, at the first kernel.
+    /// Checks whether what compiles a device's kernels is installed. Looked for once: CubeCL panics without it, at the first kernel.
     #[cfg(feature = "cuda")]
     pub fn toolkit(device: &CubeDevice) -> Result<(), OpError> {
         use std::sync::LazyLock;
@@ -183,7 +183,7 @@ pub mod cube {
         }
     }
 
-    /// Whether NCCL can be loaded. CubeCL looks for it by the same names when it makes the device's server, and without it panics at the first sum.
+    /// Checks whether NCCL can be loaded. CubeCL looks for it by the same names when it makes the device's server, and without it panics at the first sum.
     #[cfg(feature = "cuda")]
     pub fn nccl(device: &CubeDevice) -> Result<(), OpError> {
         use std::sync::LazyLock;

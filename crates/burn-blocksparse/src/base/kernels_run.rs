@@ -2,7 +2,7 @@
 
 use burn::tensor::Device;
 
-/// Whether kernels of this crate run on a device, and not the reference: on GPUs that a feature of the crate serves, unless the environment asks for the
+/// Returns whether kernels of this crate run on a device, and not the reference: on GPUs that a feature of the crate serves, unless the environment asks for the
 /// reference.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub fn runs_kernels(device: &Device) -> bool {

@@ -4,7 +4,7 @@ use std::fmt;
 
 use burn::tensor::Device;
 
-/// What a call will run, and why not something faster. It prints.
+/// Plan of a call: what runs, and why not something faster. It prints.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OpPlan {
@@ -20,7 +20,7 @@ pub enum OpPlan {
 }
 
 impl OpPlan {
-    /// Whether our kernels run.
+    /// Returns whether our kernels run.
     pub fn is_kernels(&self) -> bool {
         matches!(self, Self::Kernels(_))
     }

@@ -1,6 +1,6 @@
 //! Autodiff steps with several outputs.
 //!
-//! A step of Burn's autodiff has one output. So the node of a step with several is hidden, and each of its outputs is a step behind it
+//! A step of Burn's autodiff has one output. So the node of a step with several is hidden, and each of its outputs is a step after it
 //! ([`OutputStep`]), which runs before it in the backward pass and leaves its gradient in a cell. The hidden node's own gradient only says that one
 //! of them did: the step consumes it, and takes the gradients from the cell.
 
@@ -13,7 +13,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 
-/// The gradients by `N` outputs, as far as their steps have run.
+/// The gradients with respect to `N` outputs, as far as their steps have run.
 #[derive(Clone, Debug)]
 pub struct OutputGradients<B: Backend, const N: usize>(Arc<Mutex<[Option<FloatTensor<B>>; N]>>);
 
@@ -30,7 +30,7 @@ impl<B: Backend, const N: usize> OutputGradients<B, N> {
         std::mem::replace(&mut *cell, [const { None }; N])
     }
 
-    /// Leaves the gradient by one output; whether it is the first.
+    /// Leaves the gradient with respect to one output; whether it is the first.
     fn put(&self, index: usize, grad: FloatTensor<B>) -> bool {
         let mut cell = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let first = cell.iter().all(Option::is_none);

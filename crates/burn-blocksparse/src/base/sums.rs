@@ -5,10 +5,10 @@ use burn::tensor::{DType, Tensor};
 use crate::base::dtype::accumulate_in;
 use crate::base::kernels_run::runs_kernels;
 
-/// Numbers of a sum, at most: as many sums as a GPU has work for.
+/// Most elements of a sum: as many sums as a GPU has work for.
 const NUMBERS: usize = 128;
 
-/// Numbers of which Burn's sum is as fast as another stage.
+/// Number of elements up to which Burn's sum is as fast as another stage.
 const FEW: usize = 1 << 16;
 
 /// The sum of all elements of a tensor, added up in f32 (f64 for f64) and rounded once. On a GPU Burn's own `sum` ends in one cube that reads most of the

@@ -27,7 +27,7 @@ pub trait Taken: Clone + Send + Sync + 'static {
     /// The operation, if it is of this kind and the device has kernels for it.
     fn call(operation: &OperationIr, device: &CubeDevice) -> Option<Self::Call>;
 
-    /// The result and its name, if kernels take the call. Nothing is consumed: Burn frees what is not used any more behind the operation.
+    /// The result and its name, if kernels take the call. Nothing is consumed: Burn frees what is not used any more after the operation.
     fn run(call: &Self::Call, context: &TakenContext) -> Option<(TensorIr, CubeTensor)>;
 }
 

@@ -12,7 +12,7 @@ use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
 
 use crate::float_list;
 
-/// Up to three float tensors: parts of a row, branches, weights, or gradients by them.
+/// Up to three float tensors: parts of a row, branches, weights, or gradients with respect to them.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -155,7 +155,7 @@ impl ThreeFloatsMetadata {
     }
 }
 
-/// How many tensors [`ScoreTensors`] may have.
+/// Most tensors of [`ScoreTensors`].
 #[cfg(any(feature = "autodiff", feature = "cube"))]
 pub const SCORE_TENSORS: usize = 2;
 
@@ -195,7 +195,7 @@ impl<B: Backend> ScoreTensors<B> {
         [self.bias.as_ref(), self.relative_bias.as_ref()]
     }
 
-    /// Which of them there are.
+    /// Returns which of them there are.
     #[cfg(feature = "cube")]
     pub fn kinds(&self) -> [bool; SCORE_TENSORS] {
         self.list().map(|tensor| tensor.is_some())
@@ -212,7 +212,7 @@ pub struct AttentionInputs<B: Backend> {
     pub k: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, value_dim]`
     pub v: FloatTensor<B>,
-    /// What is added to the scores.
+    /// Tensors added to the scores.
     #[extension_type]
     pub scores: ScoreTensors<B>,
 }
@@ -258,7 +258,7 @@ pub enum DynamicBlocks<B: Backend> {
     Scores(FloatTensor<B>),
     /// `[batch or 1, heads, seq_q + seq_kv]`, i32: where queries and keys are.
     Positions(IntTensor<B>),
-    /// `[batch, heads or fewer, seq_q, most]`, i32: the keys that each query sees, ascending, each once, −1 behind the last.
+    /// `[batch, heads or fewer, seq_q, most]`, i32: the keys that each query sees, ascending, each once, −1 after the last.
     Keys(IntTensor<B>),
 }
 
@@ -271,16 +271,16 @@ pub struct LayoutTensors<B: Backend> {
     /// `[masks, block_size · block_size]`, row-major, Burn's sense (`true` = masked). A single element where
     /// kernels run: they have their own form of it.
     pub blocked: BoolTensor<B>,
-    /// What chooses the blocks of a layout that is made on the device.
+    /// Tensor that chooses the blocks of a layout that is made on the device.
     #[extension_type]
     pub choice: DynamicBlocks<B>,
     /// The layout itself; its sizes only if it is made on the device, where kernels run.
     pub host: BlockLayout,
-    /// What kernels run for both passes of the call.
+    /// Kernels of both passes of the call.
     pub plan: KernelPlan,
 }
 
-/// What kernels run for a call of attention, found once and before it. Empty where the reference runs, and for what is no attention; a backend with
+/// Kernels of an attention call, chosen once and before it. Empty where the reference runs, and for what is no attention; a backend with
 /// kernels then finds a plan itself.
 ///
 /// It holds no layout but parts that were cut from one, so a layout does not keep itself alive by what is attached to it.
@@ -291,7 +291,7 @@ pub struct KernelPlan {
     pub plan: Option<Arc<blocksparse_cubecl::AttentionPlan>>,
 }
 
-/// What the forward pass returns.
+/// Output of the forward pass.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct AttentionOutput<B: Backend> {
@@ -309,7 +309,7 @@ pub struct AttentionOutput<B: Backend> {
     pub max_scores: OptFloat<B>,
 }
 
-/// What the forward pass of a call returned before, for the same call again.
+/// Earlier output of the forward pass of the same call.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -331,7 +331,7 @@ impl<B: Backend> From<KnownOutput<B>> for AttentionOutput<B> {
     }
 }
 
-/// What the backward pass gets from the forward pass.
+/// Tensors saved for the backward pass.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct SavedTensors<B: Backend> {
@@ -343,7 +343,7 @@ pub struct SavedTensors<B: Backend> {
     pub output: AttentionOutput<B>,
 }
 
-/// Gradients of a loss by what the forward pass returned.
+/// Gradients of a loss with respect to the outputs of the forward pass.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct OutputGrads<B: Backend> {
@@ -357,7 +357,7 @@ pub struct OutputGrads<B: Backend> {
 /// Gradients, each of its input's shape and dtype; by what is added to the scores those that are wanted.
 pub type AttentionGrads<B> = AttentionInputs<B>;
 
-/// Which gradients are wanted besides those of q, k and v.
+/// Gradients that are wanted besides those of q, k and v.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NeedsGrad {
@@ -378,7 +378,7 @@ pub struct AccumulatedInputs<B: Backend> {
     pub k: FloatTensor<B>,
     /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
     pub lse: FloatTensor<B>,
-    /// What is added to the scores.
+    /// Tensors added to the scores.
     #[extension_type]
     pub scores: ScoreTensors<B>,
 }

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Everything is gathered, nothing is scattered: rows and columns of blocks are listed on the host, so each output has
-//! one writer and the backward passes (each is two of these products) are gathers, too. Gathered operands are in
+//! one writer and the backward passes (each is two of these products) are also gathers. Gathered operands are in
 //! memory a chunk at a time. Sums run in a fixed order.
 
 use std::ops::Range;

@@ -98,7 +98,7 @@ impl BlockSparseTensor {
     }
 
     /// The product of the transpose with a dense tensor: `out[j] = Σ_i w[i, j] · a[i]`, head by head. (With grouped heads
-    /// the gradient of [`Self::nt`] by `b` is the sum over each group.)
+    /// the gradient of [`Self::nt`] with respect to `b` is the sum over each group.)
     ///
     /// # Shapes
     /// - `a`: `[batch, heads, seq_q, dim]`

@@ -72,7 +72,7 @@ pub trait BlockSparseTensorOps: Backend {
         compute::softmax::<Self>(w, &layout, scale)
     }
 
-    /// The gradient by `w`, of the softmax `p` and the gradient by it.
+    /// The gradient with respect to `w`, of the softmax `p` and the gradient with respect to it.
     #[fusion(dtype = p, shape = p)]
     fn block_sparse_softmax_backward(
         p: FloatTensor<Self>,

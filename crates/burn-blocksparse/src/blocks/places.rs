@@ -49,7 +49,7 @@ pub(super) struct Chunk {
     pub length: usize,
     /// `L` blocks for each tile. A tile with fewer repeats its last.
     pub blocks: Vec<i32>,
-    /// Which of the blocks are such repetitions. Empty: none.
+    /// True for blocks that are such repetitions. Empty: none.
     pub repeated: Vec<bool>,
 }
 
@@ -99,7 +99,7 @@ impl Places {
         self.masks.len()
     }
 
-    /// Whether some of these blocks have masked pairs.
+    /// Returns whether some of these blocks have masked pairs.
     pub fn is_partial(&self, blocks: Range<usize>) -> bool {
         self.masks[blocks].iter().any(|&mask| mask != FULL as i32)
     }

@@ -10,8 +10,8 @@ use crate::error::OpError;
 use crate::upload::layout_tensors;
 
 impl DeviceLayout {
-    /// How many blocks each row of blocks has: i32 `[batch or 1, patterns, q_blocks]`, on the device, without autodiff. `patterns` are the heads that have
-    /// blocks of their own, a divisor of all, of which as many neighbours share one. Nothing is read back where kernels run. By positions or lists of keys
+    /// Returns the number of blocks of each row of blocks: i32 `[batch or 1, patterns, q_blocks]`, on the device, without autodiff. `patterns` are the heads that have
+    /// blocks of their own, a divisor of all, of which as many adjacent ones share one. Nothing is read back where kernels run. By positions or lists of keys
     /// the blocks are all those of the places.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use super::{Chooser, DeviceLayout, expect, repeated};
 use crate::error::OpError;
 
 impl DeviceLayout {
-    /// The blocks of `places`, and of their pairs those that `keys` `[batch, lists, queries, most]` lists: of `seq_kv` keys, ascending, each once, and −1 behind the last.
+    /// The blocks of `places`, and of their pairs those that `keys` `[batch, lists, queries, most]` lists: of `seq_kv` keys, ascending, each once, and −1 after the last.
     #[doc(hidden)]
     pub fn of_keys(
         places: &BlockLayout,

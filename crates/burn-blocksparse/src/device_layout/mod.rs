@@ -18,14 +18,14 @@ use crate::base::values::DynamicBlocks;
 use crate::choice::{TopKOptions, checked};
 use crate::error::OpError;
 
-/// What a [`DeviceLayout`] is, besides the tensor that chooses its blocks. Build it from [`new`](Self::new).
+/// Options of a [`DeviceLayout`], besides the tensor that chooses its blocks. Build them from [`new`](Self::new).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
 pub struct DeviceLayoutOptions {
     /// The layout's sizes.
     pub shape: LayoutShape,
-    /// Whether queries see no later keys, also in the blocks that are chosen. The last query sits at the last key, as in
+    /// True if queries see no later keys, also in the blocks that are chosen. The last query sits at the last key, as in
     /// [`Pattern::causal`](crate::Pattern::causal).
     pub causal: bool,
 }
@@ -54,7 +54,7 @@ impl DeviceLayoutOptions {
 /// makes a [`BlockLayout`] of the tensor.
 ///
 /// A row of blocks may be empty; its queries give zeros. What the tensor holds cannot be checked, but all of it is safe: see the
-/// functions that make a layout. Launch plans have room for the most blocks that there can be: for each pattern about 8 bytes for
+/// functions that make a layout. Launch plans have space for the largest possible number of blocks: for each pattern about 8 bytes for
 /// each pair of blocks of a mask, and for each index.
 ///
 /// ```
@@ -96,14 +96,14 @@ pub(crate) enum Chooser {
     Mask(Tensor<4, Bool>),
     Indices(Tensor<4, Int>),
     Scores(Tensor<4>, Rule),
-    /// Of queries and, behind them, of keys: `[batch, heads, seq_q + seq_kv]`; or of both, once.
+    /// Of queries and, after them, of keys: `[batch, heads, seq_q + seq_kv]`; or of both, once.
     Positions(Tensor<3, Int>, PositionMask),
     /// That each query sees: `[batch, lists, queries, most]`.
     Keys(Tensor<4, Int>),
 }
 
 impl Chooser {
-    /// The same for so many batch entries and heads, as many neighbours of which had shared one.
+    /// The same for so many batch entries and heads, as many adjacent ones of which shared one.
     fn expanded(&self, [batch, heads]: [usize; 2]) -> Self {
         match self.clone() {
             Self::Mask(mask) => {
@@ -146,7 +146,7 @@ impl DeviceLayout {
     /// The blocks at which `mask` is true.
     ///
     /// # Shapes
-    /// - `mask`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many neighbouring heads share one
+    /// - `mask`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many adjacent heads share one
     ///
     /// # Errors
     /// [`OpError`] if the options' sizes are out of range, or the mask does not fit them.
@@ -213,13 +213,13 @@ impl DeviceLayout {
         Self::new("indices", shape, choice, Chooser::Indices(indices))
     }
 
-    /// The blocks that score highest in each row of blocks, as `options` say (their block size is the shape's); of equal ones the earlier, and NaN
+    /// The blocks that score highest in each row of blocks, as `options` say (their block size is the shape's); ties go to the earlier, and NaN
     /// is the lowest. Scores are compared in f32. `top_k_blocks_on_device` has scores of queries and keys.
     ///
     /// The choice is not differentiable, and no gradient reaches the scores.
     ///
     /// # Shapes
-    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many neighbouring heads share one
+    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many adjacent heads share one
     ///
     /// # Errors
     /// [`OpError`] if a size or an option is out of range, or the scores do not fit the shape.
@@ -243,7 +243,7 @@ impl DeviceLayout {
     /// The choice is not differentiable, and no gradient reaches the scores.
     ///
     /// # Shapes
-    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many neighbouring heads share one
+    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many adjacent heads share one
     ///
     /// # Errors
     /// [`OpError`] if a size or a number of the rule is out of range, or the scores do not fit the shape.
@@ -365,7 +365,7 @@ impl DeviceLayout {
         self.frame.batch()
     }
 
-    /// Whether queries see no later keys, as the options said; [`within`](Self::masked_by) another layout, which keys they see is that layout's to say.
+    /// Returns whether queries see no later keys, as the options said; [`within`](Self::masked_by) another layout, which keys they see is that layout's to say.
     pub fn is_causal(&self) -> bool {
         self.causal
     }

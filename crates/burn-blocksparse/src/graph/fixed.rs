@@ -128,7 +128,7 @@ impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
         self.shape
     }
 
-    /// Overwrites the elements, behind all that this thread has enqueued.
+    /// Overwrites the elements, after all that this thread has enqueued.
     ///
     /// # Errors
     /// [`OpError`] if the numbers have another shape or dtype, or if this thread records: a replay would write the same numbers again.

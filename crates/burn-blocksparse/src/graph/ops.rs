@@ -6,7 +6,7 @@ use burn::tensor::TensorData;
 
 use crate::reference_backends;
 
-/// Numbers of the host written where a tensor lies, as backend operations. Arguments are checked by [`StaticInput`](crate::graph::StaticInput): data of the tensor's length and
+/// Writes values of the host into a tensor's memory, as backend operations. Arguments are checked by [`StaticInput`](crate::graph::StaticInput): data of the tensor's length and
 /// dtype, and a tensor of one dimension.
 #[backend_extension(
     Flex: cfg(feature = "flex"),

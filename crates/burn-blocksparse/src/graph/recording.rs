@@ -30,7 +30,7 @@ impl Recording {
         }
     }
 
-    /// What went wrong where it could not be returned.
+    /// Returns an error that could not be returned where it happened.
     pub fn failure(&self) -> Option<OpError> {
         #[cfg(feature = "cube")]
         if let Some(failure) = (self.launches.as_ref()).and_then(|launches| launches.failure()) {
@@ -50,7 +50,7 @@ impl Drop for Recording {
     }
 }
 
-/// Whether this thread records.
+/// Returns whether this thread records.
 pub fn is_recording() -> bool {
     RECORDING.get()
 }

@@ -141,12 +141,12 @@ where
         Ok(())
     }
 
-    /// Whether runs are replays of a recording.
+    /// Returns whether runs are replays of a recording.
     pub fn is_recorded(&self) -> bool {
         matches!(self.state, State::Recorded(_))
     }
 
-    /// Whether the next run is a replay, or records what is replayed.
+    /// Returns whether the next run is a replay, or records what is replayed.
     pub fn replays_next(&self) -> bool {
         match self.state {
             State::WarmingUp => self.runs >= WARM_UPS,

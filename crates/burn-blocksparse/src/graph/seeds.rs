@@ -84,7 +84,7 @@ impl DeviceSeed {
         self.0.table.seed()
     }
 
-    /// Sets the number, behind all that this thread has enqueued.
+    /// Sets the number, after all that this thread has enqueued.
     ///
     /// # Errors
     /// [`OpError`] if this thread records, or if what was enqueued before failed.

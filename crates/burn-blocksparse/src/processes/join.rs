@@ -20,7 +20,7 @@ pub(super) struct Place {
     pub rank: usize,
     pub count: usize,
     pub local_rank: usize,
-    /// How many are on its host, if that is known.
+    /// Number of processes on its host, if known.
     pub local_count: Option<usize>,
     /// Where rank 0 listens.
     pub address: String,

@@ -118,7 +118,7 @@ impl Processes {
     /// `MASTER_ADDR` (`127.0.0.1`) and `MASTER_PORT` (29500), where rank 0 listens. Where `torchrun` listens at that port itself, it is the next one.
     ///
     /// # Errors
-    /// [`OpError::Argument`] names a variable that is missing or wrong, [`OpError::Join`] says why processes did not meet within two minutes.
+    /// [`OpError::Argument`] names a variable that is missing or wrong, [`OpError::Join`] says why processes did not connect within two minutes.
     pub fn from_env() -> Result<Self, OpError> {
         let place = Place::of_environment(|name| std::env::var(name).ok())?;
         Self::at(&place, PATIENCE)
@@ -180,22 +180,22 @@ impl Processes {
         })
     }
 
-    /// Which of the processes this is.
+    /// Returns the rank of this process.
     pub fn rank(&self) -> usize {
         self.shared.rank
     }
 
-    /// How many there are.
+    /// Returns the number of processes.
     pub fn count(&self) -> usize {
         self.shared.count
     }
 
-    /// Which of those of its host it is.
+    /// Returns its rank among the processes of its host.
     pub fn local_rank(&self) -> usize {
         self.place.local_rank
     }
 
-    /// Whether all are on one host, as `LOCAL_WORLD_SIZE` says.
+    /// Returns whether all are on one host, as `LOCAL_WORLD_SIZE` says.
     pub fn are_of_one_host(&self) -> bool {
         self.place.local_count == Some(self.count())
     }

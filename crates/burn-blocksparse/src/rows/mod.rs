@@ -99,7 +99,7 @@ pub fn segment_sum(
     Ok(Tensor::from_dispatch(sums))
 }
 
-/// Numbers of rows and places, of so many rows and of the batch, heads and device of `x`. They have no gradient, and no place in the graph.
+/// Indices of rows and places, of so many rows and of the batch, heads and device of `x`. They have no gradient, and no place in the graph.
 fn checked(
     x: &Tensor<4>,
     rows: usize,

@@ -10,7 +10,7 @@ use crate::reference_backends;
 use crate::rows::reference;
 use crate::rows::values::{MergedGrads, MergedOutput, MergedParts};
 
-/// Rows by an index and the gradient by them as backend operations. Arguments are checked by the public function.
+/// Rows by an index and the gradient with respect to them as backend operations. Arguments are checked by the public function.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -31,7 +31,7 @@ pub trait RowOps: Backend {
         reference::gather_rows::<Self>(x, index)
     }
 
-    /// The gradient by the rows: the sum of `grad` over the places `[batch, heads, rows, most]` that use a row.
+    /// The gradient with respect to the rows: the sum of `grad` over the places `[batch, heads, rows, most]` that use a row.
     #[fusion(dtype = grad, shape = at_users(users, grad))]
     fn rows_at_backward(grad: FloatTensor<Self>, users: IntTensor<Self>) -> FloatTensor<Self> {
         reference::rows_at_backward::<Self>(grad, users)
@@ -54,7 +54,7 @@ pub trait RowOps: Backend {
         reference::merged_parts::<Self>(inputs)
     }
 
-    /// The gradients of [`merged_parts`](Self::merged_parts), of its inputs and the gradients by its outputs.
+    /// The gradients of [`merged_parts`](Self::merged_parts), of its inputs and the gradients with respect to its outputs.
     #[fusion(meta = meta::merged_gradients)]
     fn merged_parts_backward(
         #[extension_type] inputs: MergedParts<Self>,

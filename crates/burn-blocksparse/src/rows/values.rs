@@ -24,7 +24,7 @@ pub struct MergedParts<B: Backend> {
     pub choices: IntTensor<B>,
 }
 
-/// What the parts become.
+/// Output of merged parts.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -35,7 +35,7 @@ pub struct MergedOutput<B: Backend> {
     pub lse: FloatTensor<B>,
 }
 
-/// Gradients by the floats of [`MergedParts`].
+/// Gradients with respect to the floats of [`MergedParts`].
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

@@ -45,7 +45,7 @@ impl<B: ShardOps, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
     }
 }
 
-/// Gradients by own keys and values, of which there are `seq`: this device's, then the other devices' in their order.
+/// Gradients with respect to own keys and values, of which there are `seq`: this device's, then the other devices' in their order.
 fn returned<B: ShardOps>(
     grads: [FloatTensor<B>; 2],
     seq: usize,

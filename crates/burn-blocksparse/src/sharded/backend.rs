@@ -63,7 +63,7 @@ impl ShardOps for CubeBackend {
     }
 }
 
-/// The bytes of a contiguous tensor `[n]` as numbers of another dtype.
+/// The bytes of a contiguous tensor `[n]` as elements of another dtype.
 fn as_words(x: CubeTensor, dtype: DType) -> CubeTensor {
     let words = x.meta.shape().num_elements() * x.dtype.size() / dtype.size();
     CubeTensor::new_contiguous(x.client, x.device, Shape::new([words]), x.handle, dtype)

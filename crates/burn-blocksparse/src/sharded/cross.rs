@@ -27,7 +27,7 @@ pub enum Way {
     },
 }
 
-/// What two devices must have alike before they wait for each other where nothing ends the wait.
+/// Values that two devices compare before they wait for each other without a time limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ready {
     batch: usize,

@@ -5,16 +5,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::error::OpError;
 
-/// What a message belongs to.
+/// Call and direction that a message belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stage {
-    /// Which call of a device, counted from 0.
+    /// Index of the call, from 0.
     pub call: u64,
-    /// Whether it is of gradients.
+    /// True if it is of gradients.
     pub gradients: bool,
 }
 
-/// What carries messages between the devices of a group.
+/// Carrier of messages between the devices of a group.
 pub trait Carrier<T>: Send + Sync {
     /// Sends to another device, and waits for nobody.
     fn send(&self, to: usize, stage: Stage, content: T) -> Result<(), OpError>;

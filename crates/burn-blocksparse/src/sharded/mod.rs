@@ -69,7 +69,7 @@ pub struct SequenceShard {
     calls: AtomicU64,
 }
 
-/// What steps of a graph keep of a shard.
+/// End of a shard that steps of a graph hold.
 #[doc(hidden)]
 pub struct ShardEnd {
     rank: usize,
@@ -137,12 +137,12 @@ impl SequenceShard {
             .collect()
     }
 
-    /// Which device of the plan it is.
+    /// Returns its rank: the index of its device in the plan.
     pub fn rank(&self) -> usize {
         self.end.rank
     }
 
-    /// What all devices do.
+    /// Returns the plan of all devices.
     pub fn plan(&self) -> &ShardPlan {
         &self.end.plan
     }

@@ -31,7 +31,7 @@ float_list!(KeysAndValues, 2: k v;);
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait ShardOps: Backend {
-    /// `all`, which begins with `own` and ends with what call `call` received: constants, until gradients by them go to `own` and to other devices.
+    /// `all`, which begins with `own` and ends with what call `call` received: constants, until gradients with respect to them go to `own` and to other devices.
     #[fusion(default)]
     fn with_received(
         #[extension_type] own: KeysAndValues<Self>,

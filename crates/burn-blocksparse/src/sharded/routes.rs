@@ -9,9 +9,9 @@ pub struct Routes {
     pub send: Vec<Vec<i32>>,
     /// Those that are another device's.
     pub receive: Vec<Vec<i32>>,
-    /// For each place of a received block, its number among what arrives, device by device; that behind the last if there is none.
+    /// For each place of a received block, its number among what arrives, device by device; that after the last if there is none.
     pub places: Vec<i32>,
-    /// Whether some places have none.
+    /// True if some places have none.
     pub has_gaps: bool,
     /// Received blocks of a head, at most.
     pub most: usize,
@@ -65,7 +65,7 @@ impl Routes {
         }
     }
 
-    /// Whether anything is sent or received.
+    /// Returns whether anything is sent or received.
     pub fn cross(&self) -> bool {
         let lists = || self.send.iter().chain(&self.receive);
         lists().any(|numbers| !numbers.is_empty())

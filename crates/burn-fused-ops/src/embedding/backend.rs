@@ -19,7 +19,7 @@ mod kernels {
     use crate::embedding::reference;
     use burn_blocksparse::internal::cube::{empty, uses_reference};
 
-    /// How a call is launched, of the dtypes of gradients by rows, by the table, and of ids.
+    /// How a call is launched, of the dtypes of gradients with respect to rows and to the table, and of ids.
     pub(crate) fn text(
         device: &CubeDevice,
         table: [usize; 2],

@@ -1,4 +1,4 @@
-//! Rows of a table, and the gradient by it.
+//! Rows of a table, and the gradient with respect to it.
 pub(crate) mod backend;
 #[doc(hidden)]
 pub mod ops;
@@ -14,7 +14,7 @@ use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 
-/// The rows of a table that `ids` name, with a gradient by the table that has the same bits every time: `dE[v] = Σ dy[t]` over the positions `t` with
+/// The rows of a table that `ids` name, with a gradient with respect to the table that has the same bits every time: `dE[v] = Σ dy[t]` over the positions `t` with
 /// `ids[t] = v`, in a fixed order.
 ///
 /// It is one step of the autodiff graph, which keeps the ids. Ids are not read back from the device, so they are not checked: one that is not below
@@ -53,7 +53,7 @@ pub fn embedding(table: Tensor<2>, ids: Tensor<2, Int>) -> Result<Tensor<3>, OpE
     Ok(Tensor::<2>::from_dispatch(rows).reshape([batch, seq, width]))
 }
 
-/// The gradient by the table of [`embedding`] alone, for those who keep no graph; in the dtype of `grad`'s sums. Ids that are not below `vocab` count for
+/// The gradient with respect to the table of [`embedding`] alone, for those who keep no graph; in the dtype of `grad`'s sums. Ids that are not below `vocab` count for
 /// nothing on devices with kernels, and are an error of the backend's on others.
 ///
 /// # Shapes
@@ -76,7 +76,7 @@ pub fn embedding_backward(
     Ok(Tensor::from_dispatch(table))
 }
 
-/// What the backward pass of [`embedding`] runs.
+/// Returns the plan of the backward pass of [`embedding`].
 ///
 /// # Errors
 /// As [`embedding`].

@@ -7,7 +7,7 @@ use burn::tensor::FloatDType;
 use crate::embedding::reference;
 use burn_blocksparse::reference_backends;
 
-/// Rows of a table and the gradient by it as backend operations. Arguments are checked by the public functions.
+/// Rows of a table and the gradient with respect to it as backend operations. Arguments are checked by the public functions.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -22,7 +22,7 @@ pub trait EmbeddingOps: Backend {
         Self::float_select(table, 0, ids)
     }
 
-    /// The gradient by the table, `[vocab, width]` in `dtype`.
+    /// The gradient with respect to the table, `[vocab, width]` in `dtype`.
     #[fusion(dtype = (*dtype).into(), shape = [*vocab, grad[1]].into())]
     fn table_gradient(
         ids: IntTensor<Self>,

@@ -18,7 +18,7 @@ use burn_blocksparse::internal::cube::{empty, typed};
 pub(crate) struct Kernels;
 
 impl Products<CubeBackend> for Kernels {
-    /// Sums are f32 in any case, so products of half-precision numbers may be written as f32, too: by the same kernels, without a copy of the
+    /// Sums are f32 in any case, so half-precision matmuls may also be written as f32: by the same kernels, without a copy of the
     /// factors.
     fn product(lhs: CubeTensor, rhs: CubeTensor, dtype: FloatDType) -> CubeTensor {
         let rows = lhs.meta.shape()[lhs.rank() - 2];

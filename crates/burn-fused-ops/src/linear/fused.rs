@@ -1,4 +1,4 @@
-//! Products in one kernel with what is done before or behind them, on tensor cores.
+//! Products in one kernel with what is done before or after them, on tensor cores.
 
 use blocksparse_cubecl::rows::column_sums;
 use burn::backend::ops::FloatTensorOps;
@@ -81,7 +81,7 @@ pub(crate) fn forward(
     .of(call)
 }
 
-/// The gradients by the factors of a product of half-precision numbers and x by heads.
+/// The gradients with respect to the factors of a product of half-precision numbers and x by heads.
 pub(crate) fn backward_of_heads(
     saved: LinearSaved<CubeBackend>,
     heads: (usize, usize),

@@ -26,7 +26,7 @@ static TAKEN: AtomicU64 = AtomicU64::new(0);
 /// ```
 ///
 /// It works through Burn's fusion, which an application has by default, and only for devices with it (`Device::cuda`). Burn fuses a product with
-/// what is computed element by element behind it; with this, that becomes a launch of its own (fused with its neighbours as before).
+/// what is computed element by element after it; with this, that becomes a launch of its own (fused with adjacent operations as before).
 ///
 /// # Errors
 /// [`OpError::Registry`] after the first tensor operation, or the second time; [`OpError::Kernel`] if an environment variable of the kernels has a wrong value.
@@ -35,7 +35,7 @@ pub fn accelerate_matmul() -> Result<(), OpError> {
     take::<Product>()
 }
 
-/// How many products of this program have run in our kernel because of [`accelerate_matmul`]: launches are lazy, so those that something has been read from.
+/// Returns the number of this program's matmuls that ran in our kernel because of [`accelerate_matmul`]. Launches are lazy: a matmul counts once its result is needed.
 pub fn accelerated_products() -> u64 {
     TAKEN.load(Ordering::Relaxed)
 }

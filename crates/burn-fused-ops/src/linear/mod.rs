@@ -42,7 +42,7 @@ use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::ThreeFloats;
 use values::{LinearCall, LinearForm, LinearInputs, WEIGHTS};
 
-/// How [`linear`] computes. Build it from [`Default`].
+/// Options of [`linear`]. Build them from [`Default`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
@@ -60,7 +60,7 @@ impl LinearOptions {
 
 /// `x · W`, with both rounded to the product's dtype first: a layer's weights stay f32, its product is in bf16.
 ///
-/// It is one step of the autodiff graph, which keeps x (rounded, if it was rounded), the rounded weight and nothing else. The gradient by the
+/// It is one step of the autodiff graph, which keeps x (rounded, if it was rounded), the rounded weight and nothing else. The gradient with respect to the
 /// weight is summed in f32 and is of the weight's own dtype; that of a frozen weight is not computed, nor is that of an x without gradient. Deterministic.
 ///
 /// ```
@@ -170,7 +170,7 @@ pub fn gated_linear<const D: usize>(
 }
 
 impl LinearOptions {
-    /// What [`fused_linear`] would run.
+    /// Returns the plan of [`fused_linear`].
     ///
     /// # Errors
     /// As that call.

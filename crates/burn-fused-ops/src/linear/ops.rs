@@ -89,7 +89,7 @@ pub trait LinearOps: Backend {
         composed_mlp::<Self>(inputs, call, false, false).out
     }
 
-    /// Gradients by what comes into the activation of a feed-forward network and by the bias, and the activation again.
+    /// Gradients with respect to the input of a feed-forward activation and to the bias, and the activation again.
     #[fusion(meta = meta::mlp_outer)]
     fn mlp_outer_backward(
         #[extension_type] saved: MlpOuterSaved<Self>,
@@ -182,7 +182,7 @@ pub(crate) fn composed_forward<B: LinearOps, P: Products<B>>(
     }
 }
 
-/// The gradients by the factors of a product.
+/// The gradients with respect to the factors of a product.
 pub(crate) fn composed_backward<B: LinearOps, P: Products<B>>(
     saved: LinearSaved<B>,
     task: LinearTask,
@@ -207,7 +207,7 @@ pub(crate) fn composed_backward<B: LinearOps, P: Products<B>>(
     }
 }
 
-/// The gradient by the activation, and what it becomes before it.
+/// The gradient with respect to the activation, and what it becomes before it.
 pub(crate) fn composed_outer_backward<B: LinearOps>(
     saved: MlpOuterSaved<B>,
     task: MlpOuterTask,

@@ -85,7 +85,7 @@ pub(crate) fn rounded<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> 
     }
 }
 
-/// In how many groups a gradient by weights takes `rows`.
+/// In how many groups a gradient with respect to weights takes `rows`.
 pub(crate) fn groups(rows: usize) -> usize {
     match rows >= LEAST_ROWS && rows.is_multiple_of(WEIGHT_ROWS) {
         true => rows / WEIGHT_ROWS,

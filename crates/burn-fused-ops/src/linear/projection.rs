@@ -100,7 +100,7 @@ pub fn out_proj(
 }
 
 impl LinearOptions {
-    /// What [`qkv_proj`] would run.
+    /// Returns the plan of [`qkv_proj`].
     ///
     /// # Errors
     /// As that call.
@@ -123,7 +123,7 @@ impl LinearOptions {
 }
 
 impl LinearOptions {
-    /// What [`out_proj`] would run.
+    /// Returns the plan of [`out_proj`].
     ///
     /// # Errors
     /// As that call.

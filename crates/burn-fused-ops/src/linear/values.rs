@@ -10,16 +10,16 @@ use crate::linear::activation::kind::Activation;
 use burn_blocksparse::float_list;
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
-/// How many weights a call may have.
+/// Most weights of a call.
 pub const WEIGHTS: usize = 3;
 
-/// How many tensors a row may be split into.
+/// Most tensors that a row is split into.
 pub const MOST_PARTS: usize = 3;
 
 /// The heads of each part, and their width. None: there is no such part.
 pub type HeadParts = [Option<(usize, usize)>; MOST_PARTS];
 
-/// What a product reads, and what is made of its result.
+/// Form of a matmul: its inputs, and what becomes of its result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LinearForm {
@@ -29,7 +29,7 @@ pub enum LinearForm {
     Activated {
         /// What is made of each number.
         activation: Activation,
-        /// Whether the product is returned, too.
+        /// True if the product is also returned.
         keep: bool,
     },
     /// `f(x · W₁) ∘ (x · W₂)`, `[.., out]`: a gated unit. No bias.
@@ -40,15 +40,15 @@ pub enum LinearForm {
     FromHeads,
 }
 
-/// How a product is computed.
+/// Parameters of a matmul.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinearCall {
     /// Of the factors, which are rounded to it, and of the results.
     pub dtype: FloatDType,
-    /// What it reads and makes.
+    /// Its form.
     pub form: LinearForm,
-    /// Whether a backward pass follows, which reads the factors as they were multiplied.
+    /// True if a backward pass follows, which reads the factors as they were multiplied.
     pub for_backward: bool,
 }
 
@@ -68,7 +68,7 @@ impl LinearCall {
     }
 }
 
-/// What a product is made of.
+/// Inputs of a matmul.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -122,7 +122,7 @@ impl<B: Backend> LinearInputs<B> {
     }
 }
 
-/// What a product returns.
+/// Output of a matmul.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -161,7 +161,7 @@ impl<B: Backend> LinearOutput<B> {
     }
 }
 
-/// What the backward pass of a product gets, as far as a gradient that is wanted needs it.
+/// Tensors saved for the backward pass of a matmul, as far as a wanted gradient needs them.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -197,7 +197,7 @@ impl<B: Backend> LinearGrads<B> {
     }
 }
 
-/// What the backward pass of a product has to compute.
+/// Gradients that the backward pass of a matmul computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinearTask {
@@ -263,7 +263,7 @@ impl LinearTask {
         }
     }
 
-    /// Whether a weight's gradient is wanted.
+    /// Returns whether a weight's gradient is wanted.
     #[cfg(any(feature = "autodiff", feature = "cube"))]
     pub(crate) fn by_weights(&self) -> bool {
         let mut weights = self.weights.iter().flatten();
@@ -298,7 +298,7 @@ pub struct BiasedRows<B: Backend> {
 
 float_list!(BiasedRows, 2: x; bias);
 
-/// What the backward pass of an activation gets.
+/// Tensors saved for the backward pass of an activation.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -329,19 +329,19 @@ pub struct ActivationGrads<B: Backend> {
     pub y: OptFloat<B>,
 }
 
-/// What the backward pass of an activation has to compute.
+/// Gradients that the backward pass of an activation computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ActivationTask {
-    /// Whether x's gradient is wanted.
+    /// True if x's gradient is wanted.
     pub x: bool,
     /// The bias's dtype, if its gradient is wanted.
     pub bias: Option<FloatDType>,
-    /// Whether the activation is wanted again. Then x's gradient is wanted, too, and there is an activation.
+    /// True if the activation is wanted again. Then x's gradient is also wanted, and there is an activation.
     pub y: bool,
 }
 
-/// What is joined, as far as the tensors do not say it: any of them may be missing, and is 0 then.
+/// Parameters of joined heads, besides the tensors: any of them may be missing, and is 0 then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct JoinCall {
@@ -377,7 +377,7 @@ pub struct Joined<B: Backend> {
 
 float_list!(Joined, 2: x; bias);
 
-/// What a feed-forward network is made of.
+/// Inputs of a feed-forward network.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -395,7 +395,7 @@ pub struct MlpInputs<B: Backend> {
 
 float_list!(MlpInputs, 4: x inner outer; bias);
 
-/// How a feed-forward network computes.
+/// Parameters of a feed-forward network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MlpCall {
@@ -403,11 +403,11 @@ pub struct MlpCall {
     pub activation: Activation,
     /// Of the products.
     pub dtype: FloatDType,
-    /// Whether the backward pass computes the first product again.
+    /// True if the backward pass computes the first product again.
     pub recompute: bool,
 }
 
-/// What the half of a backward pass before the activation gets.
+/// Tensors saved for the half of a backward pass before the activation.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -423,7 +423,7 @@ pub struct MlpOuterSaved<B: Backend> {
     pub grad: FloatTensor<B>,
 }
 
-/// What that half computes.
+/// Results that this half computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MlpOuterTask {
@@ -433,6 +433,6 @@ pub struct MlpOuterTask {
     pub dtype: FloatDType,
     /// The bias's dtype, if its gradient is wanted.
     pub bias: Option<FloatDType>,
-    /// Whether the activation is wanted again.
+    /// True if the activation is wanted again.
     pub active: bool,
 }

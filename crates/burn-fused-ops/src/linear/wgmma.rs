@@ -14,7 +14,7 @@ use burn_cubecl::tensor::CubeTensor;
 use crate::linear::values::{HeadParts, MOST_PARTS};
 use burn_blocksparse::internal::cube::empty;
 
-/// Whether a dtype of factors is bf16, and not f16.
+/// Returns whether a dtype of factors is bf16, and not f16.
 pub(crate) fn is_bf16(dtype: DType) -> Result<bool, String> {
     match dtype {
         DType::BF16 => Ok(true),
@@ -46,7 +46,7 @@ pub(crate) fn swapped(mut tensor: CubeTensor) -> CubeTensor {
 /// Rows and columns that a product of Burn's has at least, to be run here.
 const SMALLEST: usize = 32;
 
-/// Whether the device has the kernel at all.
+/// Returns whether the device has the kernel at all.
 pub(crate) fn available(device: &CubeDevice) -> bool {
     is_available(&device.client()).is_ok()
 }
@@ -131,7 +131,7 @@ pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Optio
     };
     let mut a = batched(lhs, &of(0)).ok()?;
     let b = batched(rhs, &of(1)).ok()?;
-    // Rows of all matrices are rows of one, if the right factor is one and they lie behind each other: fewer ragged tiles.
+    // Rows of all matrices are rows of one, if the right factor is one and they lie after each other: fewer ragged tiles.
     let [matrices, rows, _] = a.shape;
     if b.shape[0] == 1
         && a.outer[0] == 1
@@ -171,7 +171,7 @@ fn run(plan: &ProductPlan, factors: [&MatrixView; 2], out: &CubeTensor) -> Optio
     launch(&out.client, plan, factors, &out.handle, &beside).ok()
 }
 
-/// The product of factors like `like`, if the kernel takes them: `[rows, columns]`, one matrix behind the other.
+/// The product of factors like `like`, if the kernel takes them: `[rows, columns]`, one matrix after the other.
 fn plain(like: &CubeTensor, [a, b]: [&MatrixView; 2]) -> Option<CubeTensor> {
     let plan = plan(like, [a, b], [false; 2], Epilogue::Plain).ok()?;
     let rows = a.shape[0].max(b.shape[0]) * a.shape[1];
@@ -256,7 +256,7 @@ pub(crate) fn by_heads(
     }))
 }
 
-/// Whether a dtype of factors is one that the kernel multiplies.
+/// Returns whether a dtype of factors is one that the kernel multiplies.
 pub(crate) fn is_half(dtype: FloatDType) -> bool {
     is_bf16(dtype.into()).is_ok()
 }
@@ -292,7 +292,7 @@ pub(crate) struct Through {
     pub grad: CubeTensor,
     /// The activation again, `[rows, hidden]`.
     pub active: Option<CubeTensor>,
-    /// What sums over rows add up from: `[parts, hidden]`, f32.
+    /// Parts of the sums over rows: `[parts, hidden]`, f32.
     pub totals: Option<CubeTensor>,
 }
 

@@ -19,7 +19,7 @@ pub(crate) trait Losses<B: Backend>: Sized {
     /// What products are made of.
     type Products: Products<B>;
 
-    /// Those of `targets`, for logits of a vocabulary in the dtype of sums; their gradient by the logits is in `gradient`, if it is wanted.
+    /// Those of `targets`, for logits of a vocabulary in the dtype of sums; their gradient with respect to the logits is in `gradient`, if it is wanted.
     fn new(
         x: &FloatTensor<B>,
         targets: IntTensor<B>,
@@ -206,7 +206,7 @@ pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
     }
 }
 
-/// The gradients of the sum times what the sum was multiplied by and the gradient by the loss.
+/// The gradients of the sum times what the sum was multiplied by and the gradient with respect to the loss.
 pub(crate) fn backward<B: Backend>(saved: LossSaved<B>, dtypes: LossDtypes) -> LossGrads<B> {
     let LossSaved {
         factor,

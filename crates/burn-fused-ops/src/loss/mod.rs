@@ -22,18 +22,18 @@ use values::{LossInputs, LossTask};
 /// Logits that there are at a time: 64 MiB of f32.
 const CHUNK_ELEMENTS: usize = 1 << 24;
 
-/// How [`linear_cross_entropy`] computes. Build it from [`Default`].
+/// Options of [`linear_cross_entropy`]. Build them from [`Default`].
 #[derive(Clone, Debug, PartialEq)]
 #[must_use]
 #[non_exhaustive]
 pub struct CrossEntropyOptions {
-    /// What becomes of the losses of positions; default their mean.
+    /// Reduction of the losses of positions; default their mean.
     pub reduction: Reduction,
     /// A target that does not count, neither in the sum nor in the number that a mean is divided by: padding; default none.
     pub ignore_index: Option<i64>,
-    /// How much of the target's probability is spread over the whole vocabulary (Szegedy et al., 2016, section 7); default 0.
+    /// Share of the target's probability that is spread over the whole vocabulary (Szegedy et al., 2016, section 7); default 0.
     pub label_smoothing: f64,
-    /// Whether targets are read from the device before, to see that they are in range; default `true`. It waits for the device. Without, a
+    /// True if targets are read from the device before, to see that they are in range; default `true`. It waits for the device. Without, a
     /// target out of range makes the loss NaN.
     pub check_targets: bool,
     /// Logits that there are at a time, at most, though at least one row.
@@ -75,12 +75,12 @@ impl CrossEntropyOptions {
 /// The cross entropy of `x · weight` with targets in nats, `−log softmax(x · W)[target]`, without the logits: positions are taken in chunks,
 /// each with its logits, their softmax and what they add to the gradients, so that memory for them is 64 MiB (or one row) whatever the vocabulary.
 ///
-/// The gradients by x and weight are made in the forward pass and kept; the backward pass multiplies them by the gradient of the loss (as Liger-Kernel does: Hsu et
+/// The gradients with respect to x and weight are made in the forward pass and kept; the backward pass multiplies them by the gradient of the loss (as Liger-Kernel does: Hsu et
 /// al., 2024, section 3.2). So call it without autodiff where only the loss is wanted. Until then they are those of the sum, in x's dtype and in f32: the mean's
 /// would be too small for f16. Logits and sums are f32, f64 for f64; the weight is rounded to x's dtype. Deterministic.
 ///
 /// Of the losses of positions ([`Reduction::None`]) every one gets a gradient of its own, which is not known in the forward pass: the backward pass makes the
-/// logits again, in chunks, too, and both gradients of them.
+/// logits again, also in chunks, and both gradients of them.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -129,7 +129,7 @@ pub fn linear_cross_entropy<const D: usize, const T: usize>(
 }
 
 impl CrossEntropyOptions {
-    /// What [`linear_cross_entropy`] would run. Targets are not read.
+    /// Returns the plan of [`linear_cross_entropy`]. Targets are not read.
     ///
     /// # Errors
     /// As that call, but for targets out of range.

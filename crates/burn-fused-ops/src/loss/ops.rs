@@ -26,7 +26,7 @@ pub trait LossOps: Backend {
         compute::forward::<Self, PrimitiveLosses<Self>>(inputs, task)
     }
 
-    /// The gradients of the forward pass times the gradient by the loss.
+    /// The gradients of the forward pass times the gradient with respect to the loss.
     #[fusion(meta = meta::backward)]
     fn linear_cross_entropy_backward(
         #[extension_type] saved: LossSaved<Self>,

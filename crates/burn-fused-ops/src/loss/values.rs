@@ -7,7 +7,7 @@ use burn::tensor::FloatDType;
 use burn_blocksparse::float_list;
 use burn_blocksparse::internal::values::OptFloat;
 
-/// What becomes of the losses of positions.
+/// Reduction of the losses of positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Reduction {
     /// Their mean over the positions that count; 0 without any.
@@ -50,7 +50,7 @@ pub struct LossOutput<B: Backend> {
     pub weight: OptFloat<B>,
 }
 
-/// What the backward pass gets.
+/// Tensors saved for the backward pass.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -82,25 +82,25 @@ pub struct LossGrads<B: Backend> {
 
 float_list!(LossGrads, 2: ; x weight);
 
-/// What the forward pass has to compute.
+/// Results that the forward pass computes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LossTask {
-    /// What becomes of the losses.
+    /// Reduction of the losses.
     pub reduction: Reduction,
     /// The target that does not count.
     pub ignore_index: Option<i64>,
-    /// How much of a target's probability is spread over all.
+    /// Share of a target's probability that is spread over all.
     pub smoothing: f64,
     /// Logits that there are at a time, at most.
     pub chunk_elements: usize,
-    /// Whether the gradient by x is wanted.
+    /// True if the gradient with respect to x is wanted.
     pub by_x: bool,
-    /// Whether the gradient by the weight is wanted.
+    /// True if the gradient with respect to the weight is wanted.
     pub by_weight: bool,
 }
 
-/// What the backward pass has to return.
+/// Dtypes of the results of the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LossDtypes {

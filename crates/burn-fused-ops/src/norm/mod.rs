@@ -20,7 +20,7 @@ use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::OptFloat;
 use values::{NormCall, NormInputs, NormOutput};
 
-/// What a row is divided by.
+/// Divisor of a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum NormKind {
     /// The standard deviation, after its mean is taken off: layer normalization (Ba et al., 2016, section 3).
@@ -30,7 +30,7 @@ pub enum NormKind {
     Rms,
 }
 
-/// How [`add_norm`] computes. Build it from [`Default`]:
+/// Options of [`add_norm`]. Build them from [`Default`]:
 ///
 /// ```
 /// use burn_fused_ops::{NormKind, AddNormOptions};
@@ -42,9 +42,9 @@ pub enum NormKind {
 #[must_use]
 #[non_exhaustive]
 pub struct AddNormOptions {
-    /// Which norm; default layer normalization.
+    /// The norm; default layer normalization.
     pub norm: NormKind,
-    /// What is added to the variance; default 1e-5.
+    /// Term added to the variance; default 1e-5.
     pub epsilon: f64,
     /// Dropout of what is added to the stream.
     pub dropout: Option<ElementDropout>,
@@ -72,7 +72,7 @@ impl AddNormOptions {
         /// Drops elements of what is added to the stream, the branch with its bias. Give every training step a seed of its own, and every place in a
         /// model a site.
         dropout: Some(ElementDropout),
-        /// Sets the dtype of the normed stream. What is stored for the backward pass is of it, too.
+        /// Sets the dtype of the normed stream. What is stored for the backward pass also has it.
         dtype: Some(FloatDType),
     }
 }
@@ -99,7 +99,7 @@ impl NormParams {
     }
 }
 
-/// What is added to a residual stream.
+/// A branch that is added to a residual stream.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Residual<const D: usize> {
@@ -152,7 +152,7 @@ impl<const D: usize> Residual<D> {
 ///
 /// # Errors
 /// [`OpError`] if shapes or devices do not fit the stream's, its rows are empty, the dropout's probability is not in `[0, 1)`, epsilon is negative or not
-/// finite, or the device has no numbers of the dtype that h is to have.
+/// finite, or the device does not have the dtype of h.
 pub fn add_norm<const D: usize>(
     stream: Tensor<D>,
     branch: Option<Residual<D>>,
@@ -219,7 +219,7 @@ pub fn residual_add<const D: usize>(
 }
 
 impl AddNormOptions {
-    /// What [`add_norm`] would run for these arguments.
+    /// Returns the plan of [`add_norm`] for these arguments.
     ///
     /// # Errors
     /// As [`add_norm`].

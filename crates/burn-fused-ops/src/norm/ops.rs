@@ -35,7 +35,7 @@ pub trait NormOps: Backend {
         reference::backward::<Self>(saved, grads, &call)
     }
 
-    /// Dropout alone: `m ∘ x` of a probability above 0. The gradient by `x` is the same of that by the output.
+    /// Dropout alone: `m ∘ x` of a probability above 0. The gradient with respect to `x` is the same operation on that of the output.
     #[fusion(dtype = x, shape = x)]
     fn stream_dropout(x: FloatTensor<Self>, dropout: ElementDropout) -> FloatTensor<Self> {
         reference::dropout::<Self>(x, dropout)

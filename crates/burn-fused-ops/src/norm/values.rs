@@ -9,14 +9,14 @@ use crate::norm::NormKind;
 use burn_blocksparse::float_list;
 use burn_blocksparse::internal::values::OptFloat;
 
-/// What a residual norm is computed of.
+/// Inputs of a residual norm.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct NormInputs<B: Backend> {
     /// `[.., width]`.
     pub stream: FloatTensor<B>,
-    /// What is added to it, of its shape.
+    /// Branch that is added to it, of its shape.
     #[extension_type]
     pub branch: OptFloat<B>,
     /// `[width]`: what is added to the branch.
@@ -32,7 +32,7 @@ pub struct NormInputs<B: Backend> {
 
 float_list!(NormInputs, 5: stream; branch bias gamma beta);
 
-/// What a residual norm returns.
+/// Output of a residual norm.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -51,7 +51,7 @@ pub struct NormOutput<B: Backend> {
     pub rstd: OptFloat<B>,
 }
 
-/// What the backward pass gets from the forward pass: all of it if there is a norm.
+/// Tensors saved for the backward pass: all of it if there is a norm.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -67,7 +67,7 @@ pub struct NormSaved<B: Backend> {
     pub gamma: OptFloat<B>,
 }
 
-/// Gradients of a loss by what was returned: one of them at least.
+/// Gradients of a loss with respect to the outputs, at least one.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -80,26 +80,26 @@ pub struct NormOutputGrads<B: Backend> {
     pub normed: OptFloat<B>,
 }
 
-/// Gradients by the inputs, each of its input's shape and dtype; but the stream's only those that are wanted.
+/// Gradients with respect to the inputs, each of its input's shape and dtype; but the stream's only those that are wanted.
 pub type NormGrads<B> = NormInputs<B>;
 
-/// What is computed.
+/// Parameters of a residual norm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct NormCall {
-    /// Which norm. None: the stream with the branch alone.
+    /// The norm. None: the stream with the branch alone.
     pub norm: Option<NormKind>,
-    /// What is added to the variance.
+    /// Term added to the variance.
     pub epsilon: f64,
     /// Dropout of the branch, of a probability above 0.
     pub dropout: Option<ElementDropout>,
     /// The normed stream's dtype.
     pub dtype: FloatDType,
-    /// Whether a backward pass will come, for which xhat and rstd are returned.
+    /// True if a backward pass will come, for which xhat and rstd are returned.
     pub keep: bool,
 }
 
-/// What a backward pass computes.
+/// Parameters of a backward pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct NormBackwardCall {

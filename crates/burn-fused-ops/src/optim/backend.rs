@@ -141,7 +141,7 @@ pub(crate) mod kernels {
         }
     }
 
-    /// Whether the kernels take tensors of these sizes, and the reference does not run instead.
+    /// Returns whether the kernels take tensors of these sizes, and the reference does not run instead.
     fn kernels_take<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> bool {
         let largest = tensors.into_iter().max_by_key(|tensor| elements(tensor));
         let takes = |tensor: &CubeTensor| optim::check(&tensor.client, elements(tensor)).is_ok();

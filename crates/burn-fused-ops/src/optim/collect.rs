@@ -72,12 +72,12 @@ impl<'a> Survey<'a> {
         self.largest
     }
 
-    /// How many steps the parameters have behind them, with the dtype of their sums, each pair once.
+    /// Numbers of steps that the parameters have taken, with the dtype of their sums, each pair once.
     pub fn steps(&self) -> &[(usize, DType)] {
         &self.steps
     }
 
-    /// Which parameters were looked at.
+    /// Returns the parameters that were visited.
     pub fn into_seen(self) -> HashSet<ParamId> {
         self.seen
     }
@@ -369,7 +369,7 @@ impl Replace {
         }
     }
 
-    /// What the next visit puts back.
+    /// Sets the tensors that the next visit puts back.
     pub fn give_back(&mut self, tensors: Vec<DispatchTensor>) {
         self.back = Some(tensors.into());
     }

@@ -1,4 +1,4 @@
-//! The numbers of a step that lie on the device.
+//! State of an optimizer step on the device.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::optim::{CONTROL, FusedAdamWConfig};
 use burn_blocksparse::OpError;
 use burn_blocksparse::graph::{StaticInput, recording};
 
-/// What steps of [`FusedAdamW`](crate::optim::FusedAdamW) read from the device, so that they can be recorded: learning rate, bias corrections and the limit of the norm.
+/// State of a [`FusedAdamW`](crate::optim::FusedAdamW) step on the device, so that a CUDA graph can capture it: learning rate, bias corrections and the limit of the norm.
 /// From [`FusedAdamW::control`](crate::optim::FusedAdamW::control).
 ///
 /// It stays on its thread, like [`StaticInput`].

@@ -125,7 +125,7 @@ impl FusedAdamW {
         Ok(self.stepped(model, gradients, &device, numbers))
     }
 
-    /// What steps of `model` read from the device when they are recorded.
+    /// Returns the state that captured steps of `model` read from the device.
     ///
     /// # Errors
     /// [`OpError`] if the configuration is out of range, if this thread records, or as [`step`](Self::step) of the parameters.
@@ -290,7 +290,7 @@ impl FusedAdamW {
         held
     }
 
-    /// What a step of `model` will run.
+    /// Returns the plan of a step of `model`.
     ///
     /// # Errors
     /// As [`step`](Self::step), but for what gradients bring.
@@ -353,7 +353,7 @@ pub fn gradient_norm<M: Module>(
 }
 
 /// Scales the gradients of `model`'s parameters by `min(1, max_norm / norm)`, of their joint norm, for an optimizer that does not clip. Burn's
-/// `GradientClippingConfig::Norm` bounds the norm of each parameter's gradient by itself, which changes the gradient's direction.
+/// `GradientClippingConfig::Norm` bounds the norm of each parameter's gradient alone, which changes the gradient's direction.
 ///
 /// Returns the gradients, and their norm before: `[1]`, still on the device.
 ///

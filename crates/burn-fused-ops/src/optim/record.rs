@@ -20,7 +20,7 @@ const RANK: &str = "__rank";
 pub(crate) struct ParameterState {
     /// Steps that are behind it.
     pub time: usize,
-    /// How many were before a control began to count them, if one does.
+    /// Steps before a control began to count them, if one does.
     pub counted: Option<usize>,
     /// Its place in the module, if it is known.
     pub path: Option<String>,

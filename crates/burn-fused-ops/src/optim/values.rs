@@ -5,7 +5,7 @@ use burn::backend::{Backend, ExtensionType};
 
 use burn_blocksparse::internal::values::OptFloat;
 
-/// How many tensors a call has, at most.
+/// Most tensors of a call.
 pub const MOST_TENSORS: usize = 32;
 
 /// A struct of `OptFloat` fields, because the derive maps no `Vec`.
@@ -72,7 +72,7 @@ pub const CONTROL: usize = 8;
 /// The limit's element of a control tensor.
 pub const LIMIT: usize = 3;
 
-/// What AdamW's step reads and writes: as many tensors in each list.
+/// Inputs of an AdamW step: as many tensors in each list.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -94,7 +94,7 @@ pub struct AdamWInputs<B: Backend> {
     pub factor: OptFloat<B>,
 }
 
-/// What AdamW's step returns, each of the shape and dtype that it came in.
+/// Output of an AdamW step, each of the shape and dtype that it came in.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

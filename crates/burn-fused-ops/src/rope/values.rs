@@ -6,7 +6,7 @@ use burn::tensor::FloatDType;
 
 use burn_blocksparse::internal::values::OptInt;
 
-/// What is turned by what.
+/// Rows and the table that rotates them.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -20,13 +20,13 @@ pub struct RopeInputs<B: Backend> {
     pub places: OptInt<B>,
 }
 
-/// How it is turned.
+/// Parameters of a rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RopeCall {
     /// Position of the first row, where there are no places.
     pub first: usize,
-    /// Whether the other way round.
+    /// True if the other way round.
     pub back: bool,
     /// Of the result.
     pub dtype: FloatDType,

@@ -23,14 +23,14 @@ use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use values::{SparseLinearCall, SparseLinearInputs};
 
-/// How [`block_sparse_linear`] computes, and what beside the weight. Build it from [`Default`].
+/// Options of [`block_sparse_linear`], with its optional tensors. Build them from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]
 pub struct BlockSparseLinearOptions {
-    /// What is added to the product: `[outputs]`, of any float dtype.
+    /// Bias `[outputs]`, of any float dtype.
     pub bias: Option<Tensor<1>>,
-    /// What each kept block of the weight is multiplied by: `[blocks]`, of the weight's dtype.
+    /// Factor of each block of the weight: `[blocks]`, of the weight's dtype.
     pub gates: Option<Tensor<1>>,
     /// The dtype of the factors and of the product; default x's. Sums are f32, f64 for f64.
     pub dtype: Option<FloatDType>,
@@ -51,7 +51,7 @@ impl BlockSparseLinearOptions {
 /// 2017): `W` is zero elsewhere. Work and memory of the weight follow the kept blocks, forward and backward.
 ///
 /// As with [`linear`](crate::linear()), x and the weight are rounded to the product's dtype first, the product is one step of the autodiff graph
-/// that keeps its two factors, and the gradient by the weight is summed in f32 and is of the weight's own dtype. Gates are multiplied with the
+/// that keeps its two factors, and the gradient with respect to the weight is summed in f32 and is of the weight's own dtype. Gates are multiplied with the
 /// weight's blocks in its own dtype before; their gradients are those of such a product. Deterministic.
 ///
 /// ```
@@ -108,7 +108,7 @@ pub fn block_sparse_linear<const D: usize>(
 }
 
 impl BlockSparseLinearOptions {
-    /// What [`block_sparse_linear`] would run for the products of both passes.
+    /// Returns the plan of [`block_sparse_linear`] for the matmuls of both passes.
     ///
     /// # Errors
     /// As that call.

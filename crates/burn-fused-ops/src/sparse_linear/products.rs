@@ -1,5 +1,5 @@
 //! Products with block-sparse weights and their gradients, in pieces that every backend has. Work follows the kept blocks: targets (output blocks in the
-//! forward pass, input blocks for the gradient by x) that have equally many kept blocks are one batch of products, whose left factors are the
+//! forward pass, input blocks for the gradient with respect to x) that have equally many kept blocks are one batch of products, whose left factors are the
 //! blocks they meet, gathered side by side, and whose right factors are their kept blocks, one below the other.
 
 use std::collections::BTreeMap;

@@ -7,7 +7,7 @@ use burn::tensor::FloatDType;
 
 use burn_blocksparse::internal::values::OptFloat;
 
-/// Which blocks of the weight are retained, and in what the product is.
+/// Retained blocks of the weight, and the dtype of the result.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SparseLinearCall {
@@ -28,7 +28,7 @@ pub struct SparseLinearInputs<B: Backend> {
     pub weight: FloatTensor<B>,
 }
 
-/// What the forward pass returns.
+/// Output of the forward pass.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -43,12 +43,12 @@ pub struct SparseLinearOutput<B: Backend> {
     pub weight: OptFloat<B>,
 }
 
-/// What a gradient is computed from.
+/// Tensors from which a gradient is computed.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub struct SparseLinearSaved<B: Backend> {
-    /// The other factor as it was multiplied: the weight `[blocks, block, block]` for the gradient by x, x `[.., inputs]` for that by the weight.
+    /// The other factor as it was multiplied: the weight `[blocks, block, block]` for the gradient with respect to x, x `[.., inputs]` for that of the weight.
     pub factor: FloatTensor<B>,
     /// By the output, `[.., outputs]`.
     pub grad: FloatTensor<B>,

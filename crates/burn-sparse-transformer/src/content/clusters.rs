@@ -7,7 +7,7 @@ use burn_sparse_select::internal::topk_rows;
 use super::{in_dtype, keyed, ones, widened};
 use crate::TransformerError;
 
-/// Numbers of a gathered tensor at a time, at most, unless one cluster has more.
+/// Most elements of a gathered tensor at a time, unless one cluster has more.
 const NUMBERS: usize = 1 << 25;
 
 /// Which tokens are in which cluster. All are i32 tensors on the device, without autodiff.
@@ -83,7 +83,7 @@ impl Clusters {
         tokens.reshape([batch, heads, clusters * width])
     }
 
-    /// The rows of queries at all places, keys that are these made as long as 1, and the rows of values, of one dtype.
+    /// The rows of queries at all places, keys that are these normalised to unit length, and the rows of values, of one dtype.
     pub fn keyed(
         &self,
         query: Tensor<4>,

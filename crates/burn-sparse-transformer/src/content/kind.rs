@@ -11,7 +11,7 @@ use crate::dsa::DsaHeadsConfig;
 use crate::msa::MsaHeadsConfig;
 use crate::nsa::NsaHeadsConfig;
 
-/// How the heads of an attention that are not its pattern's choose their keys: each token for itself, by content.
+/// Content-based heads of a layer: each token selects its own keys.
 ///
 /// As text: see [`Self::NOTATION`].
 ///
@@ -49,7 +49,7 @@ impl ContentAttention {
         "msa[:BLOCK,KEEP[,WIDTH]]  KEEP blocks of BLOCK tokens, the own one among them, by an index branch of a width, in all heads (MiniMax, 2026)",
     ];
 
-    /// Whether tokens that come later change nothing of what a token sees, as with `nsa`, `dsa` and `msa` alone: the others decode from no cache, and language models that are
+    /// Returns whether tokens that come later change nothing of what a token sees, as with `nsa`, `dsa` and `msa` alone: the others decode from no cache, and language models that are
     /// trained with them are scored a little too well.
     pub fn is_prefix_stable(&self) -> bool {
         match self {
@@ -58,7 +58,7 @@ impl ContentAttention {
         }
     }
 
-    /// Whether it is all heads of a layer, and not some beside those of a pattern.
+    /// Returns whether it is all heads of a layer, and not some beside those of a pattern.
     pub fn is_whole_layer(&self) -> bool {
         matches!(self, Self::Nsa(_) | Self::Dsa(_) | Self::Msa(_))
     }

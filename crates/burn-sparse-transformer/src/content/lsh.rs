@@ -26,18 +26,18 @@ const NOTHING: f64 = -1e30;
 /// lse of a token that sees itself alone, so that any other round outweighs it (lucidrains' `TOKEN_SELF_ATTN_VALUE`).
 const SELF_ALONE: f64 = -5e4;
 
-/// How [`lsh_attention`] hashes and attends.
+/// Options of [`lsh_attention`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[must_use]
 #[non_exhaustive]
 pub struct LshOptions {
     /// Tokens of a chunk, and of a bucket on average.
     pub bucket: NonZeroUsize,
-    /// Whether tokens see earlier ones only.
+    /// True if tokens see earlier ones only.
     pub causal: bool,
-    /// Whether a pair that several rounds find counts once. Otherwise it counts as often as it is found, as published.
+    /// True if a pair that several rounds find counts once. Otherwise it counts as often as it is found, as published.
     pub dedup: bool,
-    /// Whether tokens see those of their own bucket alone. Otherwise chunks may cross buckets, as published.
+    /// True if tokens see those of their own bucket alone. Otherwise chunks may cross buckets, as published.
     pub own_bucket: bool,
 }
 
@@ -94,7 +94,7 @@ impl LshOptions {
 /// Nothing is read back. Gradients do not flow through the hashes.
 ///
 /// # Shapes
-/// - `qk`: `[batch, heads, seq, head_dim]`, queries and, made as long as 1, keys
+/// - `qk`: `[batch, heads, seq, head_dim]`, queries and, normalised to unit length, keys
 /// - `value`: `[batch, heads, seq, value_dim]`
 /// - `rotations`: `[rounds, head_dim, n_buckets / 2]`, without autodiff
 /// - returns out `[batch, heads, seq, value_dim]` in the dtype of `value`, and lse `[batch, heads, seq]` over all that rounds find
@@ -152,7 +152,7 @@ pub fn lsh_attention(
     Ok((out.cast(dtype), lse.reshape([batch, heads, seq])))
 }
 
-/// Numbers of products of rows with rotations at a time, at most, unless one row has more.
+/// Most products of rows with rotations at a time, unless one row has more.
 const NUMBERS: usize = 1 << 25;
 
 /// The bucket of each row of `[batch, heads, seq, head_dim]` under each of the rotations `[rounds, head_dim, half]`, the first of the largest of `[x R; −x R]`:
@@ -198,7 +198,7 @@ fn merged(outs: Vec<Tensor<4>>, lses: Vec<Tensor<4>>) -> (Tensor<4>, Tensor<4>) 
 
 /// What a round finds: the tokens at places, and of each token.
 struct Round {
-    /// The token at each place, those that fill up behind all others: `[batch, heads, places]`.
+    /// The token at each place, those that fill up after all others: `[batch, heads, places]`.
     positions: Tensor<3, Int>,
     /// The same, −1 for those that fill up.
     tokens: Tensor<3, Int>,
@@ -230,7 +230,7 @@ impl Round {
         let chunks = options.chunks(seq);
         let bucket = options.bucket.get();
         let [tokens, places] = sort_by_bucket(buckets.clone(), count, chunks * bucket)?;
-        // Behind all tokens a place is its own number.
+        // After all tokens a place is its own number.
         let all = arange(chunks * bucket, &tokens.device()).reshape([1, 1, chunks * bucket]);
         let is_none = tokens.clone().lower_elem(0);
         let positions = tokens
@@ -370,7 +370,7 @@ fn before(x: Tensor<4, Int>) -> Tensor<4, Int> {
     Tensor::cat(vec![last, x.slice_dim(2, 0..chunks - 1)], 2)
 }
 
-/// Each chunk behind the one before it: `[batch, heads, chunks, 2 · bucket, dim]`.
+/// Each chunk after the one before it: `[batch, heads, chunks, 2 · bucket, dim]`.
 fn with_before(x: Tensor<5>) -> Tensor<5> {
     let [_, _, chunks, ..] = x.dims();
     let last = x.clone().slice_dim(2, chunks - 1..chunks);
@@ -385,18 +385,18 @@ pub struct LshHeadsConfig {
     /// Tokens of a chunk, and of a bucket on average.
     #[config(default = 64)]
     pub bucket: usize,
-    /// How many hashes there are.
+    /// Number of hashes.
     #[config(default = 8)]
     pub rounds: usize,
     /// Buckets of a hash, an even number. Default: one for each `bucket` tokens of a sequence, with what it is filled up with.
     pub n_buckets: Option<usize>,
-    /// Whether tokens see earlier ones only.
+    /// True if tokens see earlier ones only.
     #[config(default = true)]
     pub causal: bool,
-    /// Whether a pair that several rounds find counts once.
+    /// True if a pair that several rounds find counts once.
     #[config(default = false)]
     pub dedup: bool,
-    /// Whether tokens see those of their own bucket alone.
+    /// True if tokens see those of their own bucket alone.
     #[config(default = false)]
     pub own_bucket: bool,
     /// Seed of the rotations of passes that are not of training, and of those that are, if nothing else says theirs.
@@ -456,7 +456,7 @@ pub struct LshHeads {
 
 impl LshHeads {
     or_panics! {
-        /// Attention of queries that are keys, too, with rotations of `seed`, or of the configuration's. All heads have the same rotations.
+        /// Attention of queries that are also keys, with rotations of `seed`, or of the configuration's. All heads have the same rotations.
         ///
         /// # Shapes
         /// As [`lsh_attention`].

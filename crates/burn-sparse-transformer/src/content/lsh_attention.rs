@@ -19,11 +19,11 @@ const AXES: [&str; 3] = ["batch", "seq", "d_model"];
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct LshAttentionConfig {
-    /// Width of the input and of the output.
+    /// Hidden size: width of the input and of the output.
     pub d_model: usize,
     /// Number of heads, a divisor of `d_model`.
     pub n_heads: usize,
-    /// How the heads hash.
+    /// Configuration of the hashing heads.
     #[config(default = "LshHeadsConfig::new()")]
     pub heads: LshHeadsConfig,
     /// Dtype of the projections and of the products of attention. Hashes are computed in f32.

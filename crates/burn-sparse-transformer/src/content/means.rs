@@ -31,7 +31,7 @@ pub(super) fn nearest(similarities: &Tensor<4>) -> Tensor<3, Int> {
     nearest + first.reshape([1, heads, 1]).expand([batch, heads, length])
 }
 
-/// The sums of the tokens nearest to each mean, over the batch, made as long as 1: `[heads, clusters, dim]`. A mean without tokens has zeros.
+/// The sums of the tokens nearest to each mean, over the batch, normalised to unit length: `[heads, clusters, dim]`. A mean without tokens has zeros.
 fn centres(
     x: Tensor<4>,
     nearest: Tensor<3, Int>,
@@ -59,7 +59,7 @@ pub(super) fn followed(
     Ok(moved.mask_where(none.expand(dims), means))
 }
 
-/// The mean square of the distances of `x` from their nearest means, with a gradient by `x` alone: `[1]`.
+/// The mean square of the distances of `x` from their nearest means, with a gradient with respect to `x` alone: `[1]`.
 pub(super) fn commitment(x: Tensor<4>, means: Tensor<3>, nearest: Tensor<3, Int>) -> Tensor<1> {
     let [batch, heads, length, dim] = x.dims();
     let [_, clusters, _] = means.dims();

@@ -26,7 +26,7 @@ use crate::{
 /// Of a call's dropout seed, for the rotations of hashes.
 const ROTATIONS: u64 = 0x6c73_6800;
 
-/// The heads of a [`SparseMultiHeadAttention`] that choose by content, behind those of its pattern. Their keys are their queries, made as long as 1.
+/// The heads of a [`SparseMultiHeadAttention`] that choose by content, after those of its pattern. Their keys are their queries, normalised to unit length.
 #[derive(Module, Debug)]
 pub struct ContentHeads {
     /// Those that choose by clusters; their means are in the record.
@@ -49,12 +49,12 @@ pub struct ContentHeads {
 }
 
 impl ContentHeads {
-    /// How they choose.
+    /// Returns their configuration.
     pub fn config(&self) -> &ContentAttention {
         &self.config
     }
 
-    /// How many heads before them are the pattern's.
+    /// Returns the number of the pattern's heads, which come first.
     pub fn local_heads(&self) -> usize {
         self.local_heads
     }
@@ -141,7 +141,7 @@ impl ContentHeads {
     }
 }
 
-/// The pattern's heads, and behind them those that choose by content.
+/// The pattern's heads, and after them those that choose by content.
 impl AttentionKind for ContentHeads {
     fn context(
         &self,
@@ -184,7 +184,7 @@ impl AttentionKind for ContentHeads {
     }
 
     fn ensure_replaceable(&self) -> Result<(), TransformerError> {
-        let expected = "none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see";
+        let expected = "none with padding, packed sequences, weights, caches and pools: later tokens influence what its heads see";
         Err(TransformerError::argument(
             "content",
             expected,
@@ -255,10 +255,10 @@ impl SparseMultiHeadAttentionConfig {
         ensure(
             self.pattern.is_causal(),
             "pattern",
-            || "causal beside heads that choose by content, which see earlier tokens alone".into(),
+            || "causal next to content-based heads, which see earlier tokens alone".into(),
             &self.pattern,
         )?;
-        let expected = "none beside heads that choose by content";
+        let expected = "none next to content-based heads";
         self.ensure_no_options(expected)?;
         for (argument, given) in [
             (
@@ -433,7 +433,7 @@ impl SparseTransformer {
     }
 
     /// Moves the means of all heads that choose by clusters after the queries of the latest training pass: see [`RoutingHeads::ema_update`]. Once for each
-    /// step, behind the optimizer's.
+    /// step, after the optimizer's.
     pub fn ema_update(&mut self) {
         for block in &mut self.blocks {
             block.mha.ema_update();

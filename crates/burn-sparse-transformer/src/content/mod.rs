@@ -34,7 +34,7 @@ use burn::tensor::{DType, Int, Tensor};
 
 use crate::TransformerError;
 
-/// Squares below this count as 0 where a vector is made as long as 1.
+/// Squares below this count as 0 where a vector is normalised to unit length.
 const SMALLEST_SQUARE: f64 = 1e-24;
 
 /// Vectors of length 1 along the last dimension, in f32 at least; a vector of zeros stays one, with finite gradients.
@@ -44,7 +44,7 @@ fn unit<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     x / square.clamp_min(SMALLEST_SQUARE).sqrt()
 }
 
-/// Rows of queries that one gather of these and of values beside them takes, keys that are these made as long as 1, and rows of values: of one dtype.
+/// Rows of queries that one gather of these and of values beside them takes, keys that are these normalised to unit length, and rows of values: of one dtype.
 fn keyed(
     query: Tensor<4>,
     value: Tensor<4>,

@@ -31,7 +31,7 @@ pub struct RoutingHeadsConfig {
     pub window: usize,
     /// Clusters of each head. Default: the longest sequence over `window`, rounded up.
     pub clusters: Option<usize>,
-    /// How much of a mean stays in an update.
+    /// Decay of the moving averages: share of a mean that stays in an update.
     #[config(default = 0.999)]
     pub means_decay: f64,
     /// Factor of the commitment loss, the mean square of the distances of queries from their means.
@@ -124,7 +124,7 @@ impl RoutingHeadsConfig {
 /// tokens most similar to it, and tokens attend within such clusters.
 ///
 /// ```text
-/// x = unit(query);  cluster c = the `window` tokens with the largest x · means[c], of equal ones the earlier, by position
+/// x = unit(query);  cluster c = the `window` tokens with the largest x · means[c], ties go to the earlier, by position
 /// causal:      keys are x, scores query · x / √head_dim; a token sees the earlier tokens of its cluster, and itself if it is the first
 /// unshared:    x = [unit(query); unit(key)]; cluster c = `window` queries and `window` keys, which all see each other, or, if it is causal, of which a query
 ///              sees the keys up to its own position
@@ -151,7 +151,7 @@ pub struct RoutingHeads {
     layouts: LayoutCache,
 }
 
-/// What [`RoutingHeads::forward`] gives.
+/// Output of [`RoutingHeads::forward`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RoutingOutput {
@@ -164,7 +164,7 @@ pub struct RoutingOutput {
 
 impl RoutingHeads {
     or_panics! {
-        /// Causal attention of queries that are keys, too.
+        /// Causal attention of queries that are also keys.
         ///
         /// # Shapes
         /// - `query`: `[batch, heads, seq, head_dim]`
@@ -286,7 +286,7 @@ impl RoutingHeads {
         self.finish(context, Tensor::cat(vec![x, y], 2), nearest)
     }
 
-    /// Which tokens each cluster takes, ascending: `[batch, heads, clusters, min(window, seq)]`, i32, without autodiff.
+    /// Returns the tokens of each cluster, ascending: `[batch, heads, clusters, min(window, seq)]`, i32, without autodiff.
     ///
     /// # Shapes
     /// - `x`: queries or keys, `[batch, heads, seq, head_dim]`
@@ -302,7 +302,7 @@ impl RoutingHeads {
     /// published code does in its first call). For the beginning of a training.
     ///
     /// # Shapes
-    /// - `x`: queries, or queries and keys one behind the other, `[batch, heads, seq, head_dim]`
+    /// - `x`: queries, or queries and keys one after the other, `[batch, heads, seq, head_dim]`
     ///
     /// # Errors
     /// If the shape does not fit the means, or there are fewer tokens than clusters.
@@ -316,7 +316,7 @@ impl RoutingHeads {
     }
 
     /// Moves the means after the queries of the latest training pass: `decay · mean + (1 − decay) · unit(sum of the queries nearest to it)`, over the batch;
-    /// those that no query is nearest to stay, as do those whose queries have a sum of zeros. Once for each step of training, behind the optimizer's; of no effect without a training pass since the last
+    /// those that no query is nearest to stay, as do those whose queries have a sum of zeros. Once for each step of training, after the optimizer's; of no effect without a training pass since the last
     /// time.
     pub fn ema_update(&mut self) {
         if let Some(means) = self.followed.take() {

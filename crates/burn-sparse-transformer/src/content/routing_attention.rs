@@ -20,7 +20,7 @@ const AXES: [&str; 3] = ["batch", "seq", "d_model"];
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct RoutingAttentionConfig {
-    /// Width of the input and of the output.
+    /// Hidden size: width of the input and of the output.
     pub d_model: usize,
     /// Number of heads, a divisor of `d_model`.
     pub n_heads: usize,
@@ -30,13 +30,13 @@ pub struct RoutingAttentionConfig {
     pub context: usize,
     /// Clusters of each head. Default: `context / window`, rounded up.
     pub clusters: Option<usize>,
-    /// Whether tokens see earlier ones only.
+    /// True if tokens see earlier ones only.
     #[config(default = true)]
     pub causal: bool,
-    /// Whether keys are the queries, made as long as 1. Default: if `causal`. Attention that is not causal must not share
+    /// True if keys are the queries, normalised to unit length. Default: if `causal`. Attention that is not causal must not share
     /// them.
     pub shared_qk: Option<bool>,
-    /// How much of a mean stays in an update.
+    /// Decay of the moving averages: share of a mean that stays in an update.
     #[config(default = 0.999)]
     pub means_decay: f64,
     /// Factor of the commitment loss.
@@ -184,7 +184,7 @@ impl RoutingAttention {
         &self,
         input: RoutingAttentionInput,
     ) -> Result<RoutingAttentionOutput, TransformerError> {
-        let expected = "none with clusters, which would take padding, too";
+        let expected = "none with clusters, which would also take padding";
         ensure_none("padding", input.padded, expected)?;
         let x = input.x;
         let dtype = x.dtype();

@@ -1,4 +1,4 @@
-//! The numbers of DeepSeek sparse attention, also as text.
+//! Parameters of DeepSeek sparse attention, also as text.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use crate::{Precision, TransformerError};
 
 /// Configuration of [`DsaHeads`](super::DsaHeads). The defaults are the paper's (DeepSeek-V3.2-Exp, 2025, §2).
 ///
-/// As text, in [`ContentAttention`](crate::content::ContentAttention): `dsa`, `dsa:KEEP,NEAR` or `dsa:KEEP,NEAR,HEADS,WIDTH`, the latter two of the indexer; behind
+/// As text, in [`ContentAttention`](crate::content::ContentAttention): `dsa`, `dsa:KEEP,NEAR` or `dsa:KEEP,NEAR,HEADS,WIDTH`, the latter two of the indexer; after
 /// these there may be its precision, as in `dsa:2048,0,64,128,f32`, and `fp8`, as in `dsa:2048,0,64,128,fp8`.
 #[derive(Config, Debug, PartialEq)]
 #[must_use = "a configuration does nothing until heads are made with it"]
@@ -35,11 +35,11 @@ pub struct DsaHeadsConfig {
     /// a device has some, and are not those of f32, so that a few keys about the last that is kept are others. Its weights, norms, scores and losses are in the
     /// dtype of its parameters, or in f32, either way.
     pub index_precision: Option<Precision>,
-    /// Whether it chooses by queries and keys in fp8, rotated and rounded as the paper's indexer has them ([`DsaIndex::in_fp8`](burn_sparse_select::dsa::DsaIndex::in_fp8)),
+    /// True if it chooses by queries and keys in fp8, rotated and rounded as the paper's indexer has them ([`DsaIndex::in_fp8`](burn_sparse_select::dsa::DsaIndex::in_fp8)),
     /// whose scores GPUs of compute capability 9.0 make of products in fp8. It learns by those that are not rounded. Caches and pools keep rounded keys.
     #[config(default = false)]
     pub index_fp8: bool,
-    /// Whether kernels gather single keys by the lists where a device has them ([`DispatchMode::Auto`]).
+    /// True if kernels gather single keys by the lists where a device has them ([`DispatchMode::Auto`]).
     #[config(default = true)]
     pub gather_keys: bool,
 }

@@ -18,7 +18,7 @@ use crate::{SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
 /// Heads of DeepSeek sparse attention: an indexer, and how many keys it chooses for a token. Queries, keys and values are those of the layer.
 #[derive(Module, Debug)]
 pub struct DsaHeads {
-    /// What chooses.
+    /// The indexer.
     pub indexer: DsaIndexer,
     #[module(skip)]
     op: Dsa,
@@ -32,7 +32,7 @@ pub struct DsaHeads {
 pub struct DsaParts {
     /// Queries, keys and values.
     pub heads: [Tensor<4>; 3],
-    /// What keys are chosen by.
+    /// Index by which keys are chosen.
     pub index: DsaIndex,
 }
 
@@ -56,7 +56,7 @@ impl DsaHeads {
         &self.config
     }
 
-    /// How far its training is.
+    /// Returns its training stage.
     pub fn stage(&self) -> DsaStage {
         self.stage
     }
@@ -66,13 +66,13 @@ impl DsaHeads {
         &self.op
     }
 
-    /// What the indexer makes of tokens `[batch, seq, d_model]`.
+    /// Returns the indexer's projections of tokens `[batch, seq, d_model]`.
     #[doc(hidden)]
     pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex, TransformerError> {
         self.indexer.index(x, positions)
     }
 
-    /// What keys are chosen by, and what later queries choose from: the index, or the same in fp8.
+    /// Returns the index that chooses keys, and that caches store: the index, or the same in fp8.
     #[doc(hidden)]
     pub fn chosen_by(&self, index: DsaIndex) -> Result<DsaIndex, TransformerError> {
         match self.config.index_fp8 {
@@ -81,7 +81,7 @@ impl DsaHeads {
         }
     }
 
-    /// What heads see of the keys that the indexer chooses.
+    /// Returns the heads' attention to the keys that the indexer chooses.
     #[doc(hidden)]
     pub fn attend_parts(
         &self,

@@ -174,7 +174,7 @@ pub(crate) fn seen(seq: usize, most: usize) -> u64 {
     (1..=seq).map(|keys| keys.min(most) as u64).sum()
 }
 
-/// The keys of an indexer behind those of a cache, which must have room for them.
+/// The keys of an indexer after those of a cache, which must have room for them.
 pub(crate) fn cached_keys(
     cache: &mut SparseMhaCache,
     k: &Tensor<4>,

@@ -2,7 +2,7 @@
 
 use crate::{SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
-/// What layers with indexers (`dsa`, `msa`) attend to, and what learns. The paper trains a model with dense attention, then its indexers alone for 1,000
+/// Training stage of layers with indexers (`dsa`, `msa`): what they attend to, and what learns. The paper trains a model with dense attention, then its indexers alone for 1,000
 /// steps, and then both (DeepSeek-V3.2-Exp, 2025, §2). No parameter belongs to a stage, and records do not hold it: models begin in [`Self::Sparse`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -38,7 +38,7 @@ impl SparseMultiHeadAttention {
         Ok(self)
     }
 
-    /// Whether there is an indexer.
+    /// Returns whether there is an indexer.
     fn set_dsa_stage(&mut self, stage: DsaStage) -> bool {
         let stages = self
             .content

@@ -24,16 +24,16 @@ pub struct BlockSparseLinearConfig {
     /// Side of a block: 16, 32, 64 or 128.
     #[config(default = 64)]
     pub block: usize,
-    /// Which blocks are retained.
+    /// Pattern of the retained blocks.
     #[config(default = "WeightPattern::SmallWorld")]
     pub pattern: WeightPattern,
     /// Seed of the patterns that are drawn.
     #[config(default = 0)]
     pub seed: u64,
-    /// Whether there is a bias.
+    /// True if there is a bias.
     #[config(default = true)]
     pub bias: bool,
-    /// Whether each block has a factor of its own, 1 at first, which is learned.
+    /// True if each block has a factor of its own, 1 at first, which is learned.
     #[config(default = false)]
     pub gates: bool,
     /// How the parameters are initialised: as burn-nn's `Linear`, whose width is what an output sees of the input, on average.
@@ -142,7 +142,7 @@ pub struct BlockSparseLinear {
     pub weight: Param<Tensor<3>>,
     /// `[d_output]`.
     pub bias: Option<Param<Tensor<1>>>,
-    /// What each block is multiplied by: `[blocks]`.
+    /// Factor of each block: `[blocks]`.
     pub gates: Option<Param<Tensor<1>>>,
     kept: KeptBlocks,
     #[module(skip)]
@@ -258,7 +258,7 @@ impl BlockSparseLinear {
         Ok(self)
     }
 
-    /// Which blocks are retained.
+    /// Returns the layout of the retained blocks.
     ///
     /// # Errors
     /// If a layout that was loaded cannot be read from the device.

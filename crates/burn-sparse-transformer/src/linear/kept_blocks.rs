@@ -14,7 +14,7 @@ use crate::TransformerError;
 /// The layout of a weight, which records hold as a mask of blocks.
 ///
 /// The mask's id is a hash of the layout. A record brings its own id, so that what is loaded is known to be another layout, and is read from
-/// the device once, at its next use, and not in every step of an optimizer, which maps all parameters, too.
+/// the device once, at its next use, and not in every step of an optimizer, which also maps all parameters.
 #[derive(Clone, Debug)]
 pub(crate) struct KeptBlocks {
     block: usize,

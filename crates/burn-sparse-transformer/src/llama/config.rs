@@ -29,21 +29,21 @@ use crate::{Precision, QkNorm, RopeScaling, SparseMultiHeadAttentionConfig, Tran
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct LlamaConfig {
-    /// Width of the residual stream.
+    /// Hidden size: width of the residual stream.
     pub d_model: usize,
     /// Number of query heads.
     pub n_heads: usize,
     /// Number of key and value heads, a divisor of `n_heads`. Default: `n_heads`.
     pub n_kv_heads: Option<usize>,
-    /// Width of a query, key and value head. Default: `d_model / n_heads`.
+    /// Width of a head. Default: `d_model / n_heads`.
     pub head_dim: Option<usize>,
-    /// Number of different tokens.
+    /// Size of the vocabulary.
     #[config(default = 256)]
     pub vocab_size: usize,
     /// Number of blocks.
     #[config(default = 12)]
     pub n_layers: usize,
-    /// Width of the feed-forward network. Default: `4 · d_model`.
+    /// Inner size of the feed-forward network. Default: `4 · d_model`.
     pub d_ff: Option<usize>,
     /// Longest sequence, in positions: the length of the table of rotations.
     #[config(default = 2048)]
@@ -51,32 +51,32 @@ pub struct LlamaConfig {
     /// Base of the rotary position embeddings.
     #[config(default = 10_000.0)]
     pub rope_theta: f64,
-    /// How the rotations reach further than a model was trained for. Default: not.
+    /// Scaling of RoPE to contexts longer than a model was trained for. Default: none.
     pub rope_scaling: Option<RopeScaling>,
-    /// Whether every query and key head has an RMS norm, as in Qwen3.
+    /// True if every query and key head has an RMS norm, as in Qwen3.
     #[config(default = false)]
     pub qk_norm: bool,
-    /// Whether the projections to queries, keys and values have biases, as in Qwen2.
+    /// True if the projections to queries, keys and values have biases, as in Qwen2.
     #[config(default = false)]
     pub qkv_bias: bool,
-    /// Whether the output projection of the attention has a bias.
+    /// True if the output projection of the attention has a bias.
     #[config(default = false)]
     pub output_bias: bool,
-    /// Whether logits are products with the embedding of tokens.
+    /// True if the output head is the transposed token embedding.
     #[config(default = true)]
     pub tied_embedding: bool,
     /// Added to the mean square in the norms.
     #[config(default = 1e-5)]
     pub rms_norm_eps: f64,
-    /// Which query attends to which key.
+    /// The pattern.
     #[config(default = "Pattern::causal()")]
     pub pattern: Pattern,
-    /// How keys are chosen by content, in turn by layers. Default: they are the pattern's.
+    /// Selections of keys by content, in turn by layers. Default: they are the pattern's.
     pub selections: Option<Vec<Selection>>,
-    /// Side of the blocks that the pattern is cut into: 8, 16, 32, 64 or 128.
+    /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 64)]
     pub block_size: usize,
-    /// Dtype of the matrix products and of the attention; the residual stream has the parameters'.
+    /// Dtype of the matmuls and of the attention; the residual stream has the parameters'.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
 }

@@ -95,7 +95,7 @@ impl LlamaConfig {
     }
 }
 
-/// Which keys a sliding window leaves: as `transformers` reads it, a Llama has none, and Qwen one if it is switched on, behind some layers without it.
+/// Which keys a sliding window leaves: as `transformers` reads it, a Llama has none, and Qwen one if it is switched on, after some layers without it.
 fn pattern(of: &JsonKeys, kind: &str, context: usize) -> Result<Pattern, TransformerError> {
     let is_on = match kind {
         "mistral" => true,

@@ -48,7 +48,7 @@ pub struct Llama {
     pub layers: Vec<LlamaBlock>,
     /// Before the logits.
     pub norm: RmsNorm,
-    /// `d_model` to `vocab_size`, unless logits are products with the embedding.
+    /// `d_model` to `vocab_size`, unless the output head is the embedding.
     pub head: Option<Linear>,
     pub(super) context: usize,
     #[module(skip)]
@@ -104,7 +104,7 @@ impl Llama {
         self.logits(self.try_forward_hidden(tokens)?)
     }
 
-    /// What stands behind the last norm, `[batch, seq, d_model]`; [`Decoder::logits`] takes any rows of it.
+    /// Returns the output of the last norm, `[batch, seq, d_model]`; [`Decoder::logits`] takes any rows of it.
     ///
     /// # Errors
     /// As [`Self::try_forward`].
@@ -225,7 +225,7 @@ impl Llama {
         Ok(self)
     }
 
-    /// The same weights, where layers choose their keys by content, in turn by `selections`; none takes the choices out.
+    /// The same weights with selections, which layers use in turn; an empty list removes them.
     ///
     /// # Errors
     /// If a selection does not fit the pattern.

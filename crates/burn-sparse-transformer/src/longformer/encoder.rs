@@ -22,7 +22,7 @@ pub struct LongformerEncoderConfig {
     pub attention: LongformerAttentionConfig,
     /// The layers' own patterns, one for each, in place of that of `attention`. Default: that one in all layers.
     pub patterns: Option<Vec<crate::Pattern>>,
-    /// Number of different tokens. Has to be set: `init` refuses 0.
+    /// Size of the vocabulary. Has to be set: `init` refuses 0.
     #[config(default = 0)]
     pub vocab_size: usize,
     /// Longest sequence, in positions. Has to be set: `init` refuses 0.

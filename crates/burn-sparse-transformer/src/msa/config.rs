@@ -1,4 +1,4 @@
-//! The numbers of MiniMax sparse attention, also as text.
+//! Parameters of MiniMax sparse attention, also as text.
 
 use std::fmt;
 

@@ -69,7 +69,7 @@ impl MsaHeads {
         &self.config
     }
 
-    /// How far its training is.
+    /// Returns its training stage.
     pub fn stage(&self) -> DsaStage {
         self.stage
     }
@@ -88,7 +88,7 @@ impl MsaHeads {
         [&mut self.query, &mut self.key]
     }
 
-    /// What the index branch makes of tokens `[batch, seq, d_model]`.
+    /// Returns the index branch's projections of tokens `[batch, seq, d_model]`.
     #[doc(hidden)]
     pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex, TransformerError> {
         let [_, width] = self.key.weight.val().dims();
@@ -111,7 +111,7 @@ impl MsaHeads {
         Ok(MsaIndex::new(next()?, next()?)?)
     }
 
-    /// What heads see of the blocks that the index branch chooses.
+    /// Returns the heads' attention to the blocks that the index branch chooses.
     #[doc(hidden)]
     pub fn attend_parts(
         &self,

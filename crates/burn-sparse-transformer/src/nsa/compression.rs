@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Precision, TransformerError};
 
-/// What makes one key or value of a block of them: φ of Yuan et al. (2025), §3.3.1.
+/// Compression of a block of keys or values into one: φ of Yuan et al. (2025), §3.3.1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -16,7 +16,7 @@ pub enum Compression {
     /// Their mean. Keys are rotated before.
     #[default]
     Mean,
-    /// [`NsaCompressor`]. Keys are rotated behind it, as at the last token of the block.
+    /// [`NsaCompressor`]. Keys are rotated after it, as at the last token of the block.
     Mlp,
 }
 

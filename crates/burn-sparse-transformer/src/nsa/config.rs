@@ -1,4 +1,4 @@
-//! The numbers of native sparse attention, also as text.
+//! Parameters of native sparse attention, also as text.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use crate::TransformerError;
 
 /// Configuration of [`NsaHeads`](super::NsaHeads). The defaults are the paper's (Yuan et al., 2025, §4.1), but for the compression.
 ///
-/// As text, in [`ContentAttention`](crate::content::ContentAttention): `nsa`, or `nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW` with `,mlp` and `,shared` behind it.
+/// As text, in [`ContentAttention`](crate::content::ContentAttention): `nsa`, or `nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW` with `,mlp` and `,shared` after it.
 #[derive(Config, Debug, PartialEq)]
 #[must_use = "a configuration does nothing until heads are made with it"]
 pub struct NsaHeadsConfig {
@@ -27,7 +27,7 @@ pub struct NsaHeadsConfig {
     /// Blocks that a token sees, `first` and `local` among them.
     #[config(default = 16)]
     pub keep: usize,
-    /// So many of the first blocks are seen in any case.
+    /// Number of first blocks that are always selected.
     #[config(default = 1)]
     pub first: usize,
     /// So are so many up to a token's own.
@@ -36,10 +36,10 @@ pub struct NsaHeadsConfig {
     /// Keys of the window; 0 turns that branch off.
     #[config(default = 512)]
     pub window: usize,
-    /// What makes one key or value of a block of them.
+    /// Compression of a block of keys or values into one.
     #[config(default = "Compression::Mean")]
     pub compression: Compression,
-    /// Whether all branches have the same projections of keys and values. The paper's have their own.
+    /// True if all branches have the same projections of keys and values. The paper's have their own.
     #[config(default = false)]
     pub shared_kv: bool,
 }

@@ -24,9 +24,9 @@ pub struct NsaHeads {
     pub window: Option<NsaProjections>,
     /// `d_model` to `3 · n_heads`: for each head the gates of compressed blocks, chosen blocks and the window, before their sigmoids.
     pub gate: Linear,
-    /// What compresses keys, if it is not the mean.
+    /// Network that compresses keys; without it, their mean.
     pub key_compressor: Option<NsaCompressor>,
-    /// What compresses values.
+    /// Network that compresses values; without it, their mean.
     pub value_compressor: Option<NsaCompressor>,
     n_kv_heads: usize,
     #[module(skip)]
@@ -53,7 +53,7 @@ pub(crate) struct NsaSizes {
     pub(crate) d_v: usize,
 }
 
-/// What happens to queries and keys behind their projections.
+/// Rotations and norms of queries and keys after their projections.
 pub struct Placing<'a> {
     pub(crate) norm: Option<&'a HeadNorm>,
     pub(crate) eps: f64,
@@ -94,11 +94,11 @@ pub struct Projections {
 
 /// Keys and values of branches, normalised, and rotated but for tokens that a network compresses.
 pub struct Branches {
-    /// What is compressed.
+    /// Keys and values to compress.
     pub tokens: [Tensor<4>; 2],
-    /// What blocks are chosen of.
+    /// Keys and values of the selected branch.
     pub selected: [Tensor<4>; 2],
-    /// What the window has.
+    /// Keys and values of the window.
     pub window: [Tensor<4>; 2],
 }
 
@@ -175,7 +175,7 @@ impl NsaHeads {
         self.attend(query, branches, compressed, gates)
     }
 
-    /// What heads see of whole sequences.
+    /// Returns the heads' attention over whole sequences.
     #[doc(hidden)]
     pub fn attend(
         &self,

@@ -117,7 +117,7 @@ impl SparseMultiHeadAttention {
         self.content.as_ref()?.nsa.as_ref()
     }
 
-    /// Heads as they are projected, and what happens to keys behind that.
+    /// Heads as they are projected, and what happens to keys after that.
     #[doc(hidden)]
     pub fn nsa_projections(
         &self,

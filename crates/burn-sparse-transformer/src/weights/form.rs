@@ -2,7 +2,7 @@ use std::fmt;
 
 use burn::tensor::{Shape, TensorData};
 
-/// How a parameter lies in the tensor of a file.
+/// Form of a parameter in a file's tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Form {
@@ -23,7 +23,7 @@ pub enum Form {
         /// Number of parts.
         count: usize,
     },
-    /// Behind `skipped` rows that are not used.
+    /// After `skipped` rows that are not used.
     Rows {
         /// Rows before the first that is used.
         skipped: usize,
@@ -67,7 +67,7 @@ impl Form {
         Some(shape)
     }
 
-    /// Whether a parameter can be written in this form.
+    /// Returns whether a parameter can be written in this form.
     pub(super) fn is_reversible(self) -> bool {
         matches!(
             self,

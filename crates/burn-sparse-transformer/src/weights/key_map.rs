@@ -1,6 +1,6 @@
 use super::Form;
 
-/// Which tensors of a file are a module's parameters.
+/// Names and forms of a module's parameters in a file.
 ///
 /// A rule names parameters, the tensors of the file that they are, and how they lie there. In both names `{}` stands for a number, the same in both.
 /// A parameter that no rule names is the tensor of its own name. Several rules for one parameter are tried in their order: the first whose tensor is
@@ -82,7 +82,7 @@ impl KeyMap {
         })
     }
 
-    /// Adds a beginning of names that files may have or not: it is left out of those that have it. Names in rules may have it, too; files are saved with it then.
+    /// Adds a prefix that names in a file may have or not: it is removed from those that have it. Names in rules may also have it; files are saved with it then.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefixes.push(prefix.into());
         self
@@ -109,7 +109,7 @@ impl KeyMap {
         }
     }
 
-    /// Whether files need not have a parameter.
+    /// Returns whether files need not have a parameter.
     pub(super) fn is_kept(&self, parameter: &str) -> bool {
         let mut kept = self.kept.iter();
         kept.any(|pattern| numbers(pattern, parameter).is_some())

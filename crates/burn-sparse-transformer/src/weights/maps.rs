@@ -162,7 +162,7 @@ impl KeyMap {
     }
 
     /// The names of Llama, Mistral, Qwen2 and Qwen3 in `transformers`, for a [`Llama`](crate::llama::Llama) with so many heads of queries and of keys, and with a
-    /// head that is the embedding if it is `tied`; with or without `model.` before them. Weights of queries and keys become those of neighbouring channels: [`Form::RotaryHalves`].
+    /// head that is the embedding if it is `tied`; with or without `model.` before them. Weights of queries and keys become those of adjacent channels: [`Form::RotaryHalves`].
     pub fn llama(n_heads: usize, n_kv_heads: usize, tied: bool) -> Self {
         let map = Self::default()
             .prefix("model.")
@@ -192,7 +192,7 @@ impl KeyMap {
     /// Longformer's names (Beltagy et al., 2020) in `transformers`, for a [`LongformerEncoder`](crate::longformer::LongformerEncoder) of
     /// [`longformer_config`](super::longformer_config): with or without `longformer.` before them. The pooler and the heads of tasks are not read.
     ///
-    /// Positions begin behind those of the padding token, at 2.
+    /// Positions begin after those of the padding token, at 2.
     pub fn longformer() -> Self {
         let embeddings = |name: &str| format!("embeddings.{name}_embeddings.weight");
         let mut map = Self::default()
@@ -256,7 +256,7 @@ impl KeyMap {
 
 impl KeyMap {
     /// The names of Llama, Mistral, Qwen2 and Qwen3 in a GGUF file, for a [`Llama`](crate::llama::Llama) of [`LlamaConfig::from_gguf`]. In files of the architecture
-    /// llama, of Mistral's models, too, rotary embedding turns neighbouring channels, as this library's; in Qwen's it turns halves, which become
+    /// llama, also of Mistral's models, rotary embedding turns adjacent channels, as in this library; in Qwen's it turns halves, which become
     /// neighbours: [`Form::RotaryHalves`].
     ///
     /// # Errors

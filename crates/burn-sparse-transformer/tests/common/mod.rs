@@ -117,7 +117,7 @@ pub fn attend(mha: &SparseMultiHeadAttention, x: Tensor<3>) -> Result<Tensor<3>,
     Ok(output.context)
 }
 
-/// The same of new positions behind those of a cache.
+/// The same of new positions after those of a cache.
 pub fn attend_cache(
     mha: &SparseMultiHeadAttention,
     x: Tensor<3>,
@@ -132,7 +132,7 @@ pub fn apart<const D: usize>(a: Tensor<D>, b: Tensor<D>) -> f32 {
     (a - b).abs().max().into_scalar()
 }
 
-/// That pieces of a sequence, one behind the other in a new cache, give what the whole gives.
+/// That pieces of a sequence, one after the other in a new cache, give what the whole gives.
 #[track_caller]
 pub fn assert_pieces(
     mha: &SparseMultiHeadAttention,

@@ -268,7 +268,7 @@ fn what_heads_by_content_cannot_do_is_refused() {
         let mut mha = config(content).init(&device);
         let input = || SparseMhaInput::self_attn(x.clone());
         let mut cache = SparseMhaCache::new();
-        let none = "content must be none with padding, packed sequences, weights, caches and pools: later tokens take part in what its heads see, got";
+        let none = "content must be none with padding, packed sequences, weights, caches and pools: later tokens influence what its heads see, got";
         for result in [
             mha.try_forward_cache(input(), &mut cache).map(drop),
             mha.try_forward_packed(one.clone(), &[0, 9, 16]).map(drop),
@@ -290,7 +290,7 @@ fn what_heads_by_content_cannot_do_is_refused() {
             mha.try_forward(input().lengths([16, 4])) => "padding must be none with heads that choose by content…";
             mha.try_forward(input().bias(bias)) => "bias must be none with heads that choose by content…";
             mha.try_forward(other) => "input must be self-attention with heads that choose by content…";
-            mha.clone().with_pattern(Pattern::window(3), 8) => "pattern must be causal beside…";
+            mha.clone().with_pattern(Pattern::window(3), 8) => "pattern must be causal next to…";
         }
         let wider = mha.clone().with_pattern(Pattern::local(9), 8).unwrap();
         assert!(numbers(forward(&wider, &x)) != numbers(forward(&mha, &x)));
@@ -306,7 +306,7 @@ fn what_heads_by_content_cannot_do_is_refused() {
 fn configurations_that_do_not_go_together_are_refused() {
     let device = Device::flex();
     let routing = || config("routing:8,2");
-    let beside = "must be none beside heads that choose by content, got some";
+    let beside = "must be none next to content-based heads, got some";
     refused! {
         routing().with_local_heads(Some(0)).try_init(&device) => "local_heads must be at least 1 and below n_heads = 4…";
         routing().with_local_heads(Some(4)).try_init(&device) => "local_heads must be at least 1 and below n_heads = 4…";
@@ -323,7 +323,7 @@ fn configurations_that_do_not_go_together_are_refused() {
     }
     let window = SparseMultiHeadAttentionConfig::new(32, 4, Pattern::window(5))
         .with_content(Some(text("lsh:8,2")));
-    refused! { window.try_init(&device) => "pattern must be causal beside heads…"; }
+    refused! { window.try_init(&device) => "pattern must be causal next to content-based heads…"; }
     let lsh = LshHeadsConfig::new().with_bucket(8).with_causal(false);
     let open = routing().with_content(Some(ContentAttention::Lsh(lsh)));
     refused! {

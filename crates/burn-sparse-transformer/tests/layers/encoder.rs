@@ -21,7 +21,7 @@ fn sparse(dense: &TransformerEncoder) -> SparseTransformerEncoder {
     SparseTransformerEncoder::from_dense(dense, Pattern::dense(), 8).unwrap()
 }
 
-/// The output and the gradients by x and by parameters of the first layer, with burn-nn's names.
+/// The output and the gradients with respect to x and to parameters of the first layer, with burn-nn's names.
 macro_rules! results {
     ($encoder:expr, $x:expr, $run:expr) => {{
         let x = $x.clone().require_grad();

@@ -218,7 +218,7 @@ fn lengths(buckets: &[Tensor<1>]) -> Vec<usize> {
 pub(super) fn check_lengths(expected: &[usize], got: &[usize]) -> Result<()> {
     ensure!(
         expected == got,
-        "devices have gradients of different parameters: buckets of {expected:?} and {got:?} numbers"
+        "devices have gradients of different parameters: buckets of {expected:?} and {got:?} elements"
     );
     Ok(())
 }

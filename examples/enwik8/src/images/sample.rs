@@ -18,7 +18,7 @@ use crate::model;
 use crate::progress::{clock, plain_bar, say};
 use crate::sample::decoder::Decoder;
 
-/// Let a checkpoint of pictures draw some
+/// Generate images from a checkpoint
 #[derive(Args, Debug)]
 #[command(mut_arg("checkpoint", |path| path.default_value("runs/shapes")), after_help = "Examples:
   enwik8 sample-images
@@ -27,28 +27,28 @@ use crate::sample::decoder::Decoder;
 pub struct SampleImagesArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// The picture to write: FILE.png
+    /// Output: FILE.png
     #[arg(long, value_name = "FILE", default_value = "samples.png")]
     out: PathBuf,
-    /// How many, all at once
+    /// Number of images, generated at once
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = arguments::at_once)]
     count: usize,
-    /// Of which class; several are drawn in turn [default: all]
+    /// Class of the images; repeat for several in turn [default: all]
     #[arg(long, value_name = "CLASS")]
     class: Vec<u8>,
     /// 0 takes the likeliest bytes, 1 samples from the model
     #[arg(long, default_value_t = TEMPERATURE, value_parser = arguments::at_least_zero)]
     temperature: f64,
-    /// Consider the likeliest bytes that make up P
+    /// Consider the likeliest bytes whose probabilities add up to P
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = arguments::share)]
     top_p: f64,
-    /// Seed of the choice
+    /// Seed of the sampling
     #[arg(long, default_value_t = 1, value_parser = arguments::seed)]
     seed: u64,
-    /// Pixels of the file for each of a picture [default: so that one is 128 wide, about]
+    /// Pixels in the file per pixel of an image [default: about 128 per image]
     #[arg(long, value_name = "N", value_parser = arguments::positive)]
     zoom: Option<usize>,
-    /// Record a step once and replay it where the device can (CUDA): the same pictures with less work of the host
+    /// Capture a step in a CUDA graph and replay it: the same images with less work of the host
     #[arg(long)]
     graph: bool,
 }
@@ -65,10 +65,7 @@ pub fn run(args: &SampleImagesArgs) -> Result<()> {
     let (device, path, checkpoint) = args.model.open()?;
     let config = &checkpoint.header.config.model;
     let Some(pictures) = config.pictures else {
-        bail!(
-            "{} was trained on text: enwik8 sample lets it write",
-            path.display()
-        );
+        bail!("{} was trained on text: use enwik8 sample", path.display());
     };
     for &class in &args.class {
         ensure!(

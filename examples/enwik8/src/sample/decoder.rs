@@ -47,7 +47,7 @@ impl Decoder {
         })
     }
 
-    /// The logits behind the last token of each row, on the host.
+    /// The logits after the last token of each row, on the host.
     pub fn next_rows(
         &mut self,
         tokens: &[u32],

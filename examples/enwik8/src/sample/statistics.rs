@@ -144,7 +144,7 @@ impl fmt::Display for Statistics {
             let density = 100.0 * rate(cache.read_bytes, cache.live_bytes as f64);
             writeln!(
                 f,
-                "choosing keys: {} bytes beside them; the last bytes read {density:.1} % of what all live keys take",
+                "selection: {} bytes of summaries; the last bytes read {density:.1} % of the bytes of all live keys",
                 cache.summary_bytes
             )?;
         }

@@ -36,7 +36,7 @@ impl Session {
             model::factorization(model)?,
             model.block_size
         ));
-        let leak = ": later bytes take part in the choice, so that a little of what is predicted leaks into it";
+        let leak = ": later bytes influence the choice (a small causal leak)";
         if let Some(content) = &model.content {
             let local = match &model.local_heads[..] {
                 [] => (model.heads / 2).to_string(),

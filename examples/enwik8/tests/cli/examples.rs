@@ -30,7 +30,7 @@ fn examples(help: &str) -> Vec<Vec<String>> {
     let mut found: Vec<String> = Vec::new();
     let mut goes_on = false;
     for line in help.lines() {
-        // Behind two spaces stands what the command is for.
+        // After two spaces stands what the command is for.
         let text = line.trim_start();
         let command = text.split("  ").next().unwrap_or_default();
         let part = command.trim_end_matches('\\').trim_end();

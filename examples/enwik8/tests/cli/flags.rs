@@ -147,7 +147,7 @@ fn impossible_models_are_explained() {
         --selection moba:16,2 --pattern local:8 | --selection moba:16,2: every byte chooses for itself, from every earlier one, and not within the pattern local:8
         --selection topk:16,2 --selection quest:16,48 --attention sparse | --selection quest:16,48: every byte chooses for itself, from every earlier one, and not within the pattern fixed:32,8
         --recall-every 5 | are of a choice by content; add --selection or --selection-file
-        --local-heads 2 | --local-heads are those beside heads that choose by content; add --attention
+        --local-heads 2 | --local-heads are those next to content-based heads; add --attention
         --attention lsh:16,2 --commitment 0.1 | --commitment and --means-decay are of clusters; add --attention routing:WINDOW
         --attention routing:16 --local-heads 1,2,3 | --local-heads must be one number, or 2, one for each of --layers, got 3
         --attention nsa:8,4,8,4,16 --local-heads 1 | --attention nsa:8,4,8,4,16 is all heads of a layer; leave out --local-heads

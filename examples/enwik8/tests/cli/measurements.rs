@@ -16,7 +16,7 @@ fn shards_of_a_sequence_are_listed() {
     let text =
         succeed("shards --pattern fixed:128,32 --length 16384 --devices 2 --heads 2 --head-dim 64");
     let shown = [
-        "2 pieces a device (zigzag)",
+        "2 pieces per device (zigzag)",
         // The last quarter needs the summaries of the 64 windows in the middle: of 2 heads 32 keys each, and values, of 128 bytes.
         "4096 keys received",
         "1.0 MiB of bf16 keys and values received by one device at most",

@@ -56,7 +56,7 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     let flags = format!("--steps 12 --checkpoint-every 6 {choice}");
     let text = folder.train("whole", &flags);
     let shown = [
-        "keys chosen by topk:8,2,1,0: later bytes take part in the choice",
+        "keys chosen by topk:8,2,1,0: later bytes influence the choice",
         "step 4/12  recall 0.",
         "step 8/12  from here on layers see all that their pattern keeps",
     ];

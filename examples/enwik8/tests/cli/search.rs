@@ -47,7 +47,7 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     let text = folder.train("whole", &flags);
     let shown = [
         "attention causal,",
-        "keys of 1 head chosen by topk:8,2,1,0: later bytes take part in the choice",
+        "keys of 1 head chosen by topk:8,2,1,0: later bytes influence the choice",
         "keys of 1 head chosen by the pattern",
         "step 6/12  recall 0.",
     ];

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use super::super::CacheError;
 use super::{EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing};
 
-/// The places of the best scores, ascending: of equal ones the later, NaN last.
+/// The places of the best scores, ascending: ties go to the later, NaN sorts last.
 pub fn best(scores: &[f32], count: usize) -> Vec<usize> {
     let mut places: Vec<usize> = (0..scores.len()).collect();
     if count < places.len() {
@@ -19,7 +19,7 @@ pub fn best(scores: &[f32], count: usize) -> Vec<usize> {
 }
 
 /// Of each head's keys the places that Ada-KV keeps, ascending: each head's `⌊alpha · capacity⌋` best ones, and for the rest of `heads · capacity` the best of what
-/// is left over all heads, of equal ones those of the lower head and then the later ones.
+/// is left over all heads, ties go to the lower head, then to the later key.
 ///
 /// # Errors
 /// [`CacheError::Argument`] if alpha is not from 0 to 1.

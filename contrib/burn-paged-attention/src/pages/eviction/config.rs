@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::CacheError;
 
-/// What a key is worth. Queries of the heads that share a KV head count as one.
+/// Score of a key. Queries of the heads that share a KV head count as one.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -15,24 +15,24 @@ pub enum EvictionScore {
     Mean,
     /// The newest query's attention, as a mean over all heads of the layer: all KV heads keep the same keys (TOVA: Oren et al., 2024, section 3).
     LastRow,
-    /// The mean attention of the last `window` queries, pooled over `pool` neighbouring keys (SnapKV: Li et al., 2024). Keys of the window itself are kept
+    /// The mean attention of the last `window` queries, pooled over `pool` adjacent keys (SnapKV: Li et al., 2024). Keys of the window itself are kept
     /// without a contest.
     Votes {
         /// Queries that vote.
         window: usize,
-        /// Neighbours that are pooled, the key itself included: an odd number; 1 pools nothing.
+        /// Width of the smoothing in keys, an odd number; 1 smooths nothing.
         pool: usize,
-        /// How.
+        /// The smoothing.
         kind: ScoreSmoothing,
     },
-    /// The less the longer the key (Devoto et al., 2024).
+    /// Higher for shorter keys (Devoto et al., 2024).
     KeyNorm,
-    /// What the caller says.
+    /// Set by the caller.
     #[serde(rename = "given")]
     Custom,
 }
 
-/// How the votes of adjacent keys become one.
+/// Smoothing of the scores of adjacent keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreSmoothing {
@@ -43,15 +43,15 @@ pub enum ScoreSmoothing {
     Max,
 }
 
-/// How the keys of all layers and KV heads are shared out among these.
+/// Distribution of the retained keys over layers and KV heads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum EvictionBudget {
-    /// As many each.
+    /// The same for each.
     #[default]
     Uniform,
-    /// The more the earlier the layer (PyramidKV: Cai et al., 2024, section 3): [`pyramid_budgets`](super::pyramid_budgets).
+    /// More in earlier layers (PyramidKV: Cai et al., 2024, section 3): [`pyramid_budgets`](super::pyramid_budgets).
     Pyramid {
         /// The last layer's share of the mean is 1 / β; the paper's is 20.
         beta: f64,
@@ -63,7 +63,7 @@ pub enum EvictionBudget {
     },
 }
 
-/// Which keys of a sequence are retained: the first `sinks`, the last `recent` ones, and those of the others with the best scores, `capacity` in all for each layer and
+/// Keys of a sequence that are retained: the first `sinks`, the last `recent` ones, and those of the others with the best scores, `capacity` in all for each layer and
 /// KV head. They are evicted when there are more than `capacity + slack`, down to `capacity`.
 ///
 /// ```
@@ -82,7 +82,7 @@ pub enum EvictionBudget {
 #[must_use]
 #[non_exhaustive]
 pub struct EvictionConfig {
-    /// What a key is worth.
+    /// Score of a key.
     pub score: EvictionScore,
     /// First keys, which are never evicted.
     pub sinks: usize,
@@ -90,9 +90,9 @@ pub struct EvictionConfig {
     pub recent: usize,
     /// Keys between these that are retained for their scores: of each layer and KV head, or on average.
     pub heavy: usize,
-    /// Keys above the capacity until which nothing is evicted, so that there need not be a contest for each token.
+    /// Keys above the capacity before an eviction, so that not every token needs one.
     pub slack: usize,
-    /// How keys are shared out among layers and heads.
+    /// Distribution of keys over layers and heads.
     pub budget: EvictionBudget,
 }
 
@@ -109,7 +109,7 @@ impl EvictionConfig {
         }
     }
 
-    /// H2O: so many keys that got the most attention so far, and the last ones.
+    /// H2O: the `heavy` keys with the most attention so far, and the last `recent`.
     pub fn h2o(heavy: usize, recent: usize) -> Self {
         Self::combined(EvictionScore::Sum, 0, recent, heavy)
     }
@@ -131,7 +131,7 @@ impl EvictionConfig {
         Ok(Self::h2o(keys("heavy", heavy)?, keys("recent", recent)?))
     }
 
-    /// TOVA: the keys that the newest query looks at most, and its own.
+    /// TOVA: the keys with the most attention of the newest query, and its own.
     pub fn tova(capacity: usize) -> Self {
         Self::combined(EvictionScore::LastRow, 0, 1, capacity.saturating_sub(1))
     }
@@ -152,7 +152,7 @@ impl EvictionConfig {
         Self::combined(EvictionScore::KeyNorm, 0, 0, capacity)
     }
 
-    /// The keys that a caller's scores say.
+    /// The keys with the highest scores of the caller.
     pub fn importance(capacity: usize) -> Self {
         Self::combined(EvictionScore::Custom, 0, 0, capacity)
     }
@@ -165,9 +165,9 @@ impl EvictionConfig {
     }
 
     blocksparse::setters! {
-        /// Sets the keys above the capacity until which nothing is evicted.
+        /// Sets the keys above the capacity before an eviction.
         with_slack => slack: usize,
-        /// Sets how keys are shared out.
+        /// Sets the distribution of keys over layers and heads.
         with_budget => budget: EvictionBudget,
     }
 
@@ -176,17 +176,17 @@ impl EvictionConfig {
         (self.sinks.saturating_add(self.recent)).saturating_add(self.heavy)
     }
 
-    /// Whether all KV heads of a layer keep the same keys.
+    /// Returns whether all KV heads of a layer keep the same keys.
     pub fn is_shared(&self) -> bool {
         self.score == EvictionScore::LastRow
     }
 
-    /// Whether a layer's KV heads keep equally many keys.
+    /// Returns whether a layer's KV heads keep equally many keys.
     pub fn is_even_in_layers(&self) -> bool {
         !matches!(self.budget, EvictionBudget::Adaptive { .. })
     }
 
-    /// Whether all layers keep equally many keys.
+    /// Returns whether all layers keep equally many keys.
     pub fn is_even(&self) -> bool {
         self.budget == EvictionBudget::Uniform
     }

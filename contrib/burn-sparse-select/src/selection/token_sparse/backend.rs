@@ -237,7 +237,7 @@ mod kernels {
             let TokenSparseSaved { inputs, output } = saved;
             let (plan, scale) = (planned(&inputs, &call), call.scale);
             let (pass, grad_lse) = (plan.backward(), contiguous(grads.lse));
-            // Kernels over lists read queries, and gradients by what they see, as rows of one matrix.
+            // Kernels over lists read queries, and gradients with respect to what they see, as rows of one matrix.
             let [q, out, lse, grad_out] = [inputs.q.clone(), output.out, output.lse, grads.out]
                 .map(|x| match pass {
                     ListedPass::Tiles(_) => x,

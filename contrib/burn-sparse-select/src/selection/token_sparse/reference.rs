@@ -112,7 +112,7 @@ impl<B: Backend> Problem<B> {
         ];
         let keys = B::int_slice(self.keys.clone(), &at);
         let none = B::int_lower_elem(keys.clone(), 0i64.into(), bools);
-        // No key is that of a column behind all others.
+        // No key is that of a column after all others.
         let keys = B::int_mask_fill(keys, none, (self.seq_kv as i64).into());
         let [batch, lists, count, most] = keys.shape().dims();
         let zeros = |width| {

@@ -14,7 +14,7 @@ use burn_blocksparse::internal::values::LayoutTensors;
 pub enum Sparsity {
     /// Single keys.
     Tokens {
-        /// Whether no query lists a key behind its own position.
+        /// True if no query lists a key after its own position.
         causal: bool,
     },
     /// Blocks of keys.
@@ -26,26 +26,26 @@ pub enum Sparsity {
     },
 }
 
-/// How a call over lists is computed, besides its tensors.
+/// Parameters of a call over lists, besides its tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct TokenSparseCall {
-    /// What lists name.
+    /// Kind of the lists.
     pub sparsity: Sparsity,
     /// Factor of the scores.
     pub scale: f64,
     /// The share that the lists of adjacent queries are expected to have in common, from 0 to 1.
     pub overlap: f64,
-    /// Whether kernels gather by the lists.
+    /// True if kernels gather by the lists.
     pub dispatch: bool,
 }
 
-/// What queries list: i32, for each head of keys, on the device.
+/// Lists of queries: i32, for each head of keys, on the device.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub enum QueryLists<B: Backend> {
-    /// The keys that each query sees: `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 behind the last.
+    /// The keys that each query sees: `[batch, kv_heads, seq_q, most]`, ascending, each once, −1 after the last.
     Tokens(IntTensor<B>),
     /// The blocks that each query sees whole beside a layout. They are computed in kernels only where a plan of kernels says so: elsewhere the same is composed of other
     /// operations.
@@ -65,12 +65,12 @@ pub struct BlockLists<B: Backend> {
     pub tile_blocks: IntTensor<B>,
     /// The place of each choice: `[batch, kv_heads, seq_q, most]`, negative for none.
     pub places: IntTensor<B>,
-    /// What queries see beside them.
+    /// Layout of what queries see in addition to their lists.
     #[extension_type]
     pub near: LayoutTensors<B>,
 }
 
-/// What attention over lists takes.
+/// Inputs of attention over lists.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -81,7 +81,7 @@ pub struct TokenSparseInputs<B: Backend> {
     pub k: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, value_dim]`
     pub v: FloatTensor<B>,
-    /// What queries list.
+    /// Lists of the queries.
     #[extension_type]
     pub lists: QueryLists<B>,
 }
@@ -97,7 +97,7 @@ pub struct TokenSparseOutput<B: Backend> {
     pub lse: FloatTensor<B>,
 }
 
-/// What the backward pass gets from the forward pass.
+/// Tensors saved for the backward pass.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]

@@ -281,7 +281,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         B::float_reshape(B::float_select(table.clone(), 0, places), shape)
     }
 
-    /// What dropout multiplies the weights by, if there is any: `[T, b, L·b]`.
+    /// Returns dropout's factors of the probabilities, if there is any: `[T, b, L·b]`.
     pub fn dropout_factors(&self, chunk: &Chunk) -> Option<FloatTensor<B>> {
         let dropout = self.dropout?;
         let dropout = Dropout::new(dropout.probability, dropout.seed.value());

@@ -15,9 +15,9 @@ pub(crate) struct Group {
 pub(crate) struct GroupShape {
     /// Key blocks of each tile.
     pub entries: usize,
-    /// How many of them, the first ones, need their element mask.
+    /// Number of them, the first ones, that need their element mask.
     pub partial: usize,
-    /// Whether some query of a tile has no key at all.
+    /// True if some query of a tile has no key at all.
     pub empty_rows: bool,
 }
 

@@ -1,6 +1,6 @@
 //! Which activation.
 
-/// What `bias_activation` makes of each number.
+/// Activation function of `bias_activation`, element by element.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activation {

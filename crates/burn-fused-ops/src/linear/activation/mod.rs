@@ -17,7 +17,7 @@ pub use kind::Activation;
 
 /// `f(x + bias)`, computed in f32 (f64 for f64) and rounded once.
 ///
-/// It is one step of the autodiff graph, which keeps x and the bias and nothing else; its backward pass makes the gradient by x and sums that by the
+/// It is one step of the autodiff graph, which keeps x and the bias and nothing else; its backward pass makes the gradient with respect to x and sums that by the
 /// bias in one pass. Deterministic.
 ///
 /// ```
@@ -57,7 +57,7 @@ pub fn bias_activation<const D: usize>(
 }
 
 impl Activation {
-    /// What [`bias_activation`] and its backward pass run.
+    /// Returns the plan of [`bias_activation`] and its backward pass.
     ///
     /// # Errors
     /// As [`bias_activation`].

@@ -16,7 +16,7 @@ use burn_blocksparse::internal::values::ThreeFloats;
 /// The rows of a product of queries, keys and values side by side as tensors by heads, which attention reads, with the product's bias added in the
 /// same pass.
 ///
-/// `parts` are the numbers of heads and their widths: one part for each tensor, three at most. It is one step of the autodiff graph, which keeps
+/// `parts` are (heads, width) pairs: one part for each tensor, three at most. It is one step of the autodiff graph, which keeps
 /// nothing; its backward pass joins the gradients and sums that of the bias. Deterministic.
 ///
 /// ```
@@ -54,7 +54,7 @@ pub fn split_heads(
     Ok(tensors.map(Tensor::from_dispatch).collect())
 }
 
-/// What the heads see side by side in rows, for the product behind them: the inverse of [`split_heads`] of one part, with gradients.
+/// Joins heads into rows, for the output projection: the inverse of [`split_heads`] of one part, with gradients.
 ///
 /// # Shapes
 /// - `x`: `[batch, heads, seq, width]`
@@ -76,7 +76,7 @@ pub fn join_heads(x: Tensor<4>) -> Result<Tensor<3>, OpError> {
     Ok(Tensor::from_dispatch(joined.x))
 }
 
-/// What [`split_heads`] and its backward pass run.
+/// Returns the plan of [`split_heads`] and its backward pass.
 ///
 /// # Errors
 /// As [`split_heads`].

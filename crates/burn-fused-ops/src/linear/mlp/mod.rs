@@ -44,14 +44,14 @@ impl MlpParams {
     }
 }
 
-/// How [`mlp`] computes. Build it from [`Default`].
+/// Options of [`mlp`]. Build them from [`Default`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
 pub struct MlpOptions {
     /// The dtype of the factors and of the products; default x's. Sums are f32, f64 for f64.
     pub dtype: Option<FloatDType>,
-    /// Whether the backward pass computes the first product again instead of storing it.
+    /// True if the backward pass computes the first product again instead of storing it.
     pub recompute: bool,
 }
 
@@ -69,7 +69,7 @@ impl MlpOptions {
 /// `bias_activation` and `linear` compute it.
 ///
 /// It is one step of the autodiff graph. Of the two tensors of the hidden width it keeps the one before the activation, or none, and its backward pass
-/// makes the other again in the pass that differentiates the activation. Everything else is as in those three: gradients by weights are summed in f32,
+/// makes the other again in the pass that differentiates the activation. Everything else is as in those three: gradients with respect to weights are summed in f32,
 /// what is frozen gets none, and the same input gives the same bits.
 ///
 /// ```
@@ -119,7 +119,7 @@ pub fn mlp<const D: usize>(
 }
 
 impl MlpOptions {
-    /// What [`mlp`] would run: its products, and what is between them.
+    /// Returns the plan of [`mlp`]: its matmuls, and what is between them.
     ///
     /// # Errors
     /// As that call.

@@ -50,7 +50,7 @@ impl Task {
         }
     }
 
-    /// Whether the backward pass reads x, the inner weight, the outer one and the bias.
+    /// Returns whether the backward pass reads x, the inner weight, the outer one and the bias.
     pub(crate) fn needs(&self, call: MlpCall) -> [bool; 4] {
         let depends = self.depends(call.activation);
         let again = depends && call.recompute;
@@ -62,18 +62,18 @@ impl Task {
         ]
     }
 
-    /// Whether the backward pass reads what is between the products.
+    /// Returns whether the backward pass reads what is between the products.
     pub(crate) fn depends(&self, activation: Activation) -> bool {
         self.outer.is_some() || (self.before() && activation != Activation::None)
     }
 
-    /// Whether something before the activation is differentiated by.
+    /// Returns whether something before the activation is differentiated by.
     pub(crate) fn before(&self) -> bool {
         self.x.is_some() || self.inner.is_some() || self.bias.is_some()
     }
 }
 
-/// Gradients by x, the inner weight, the outer one and the bias.
+/// Gradients with respect to x, the inner weight, the outer one and the bias.
 pub(crate) fn backward<B: LinearOps>(
     saved: SavedTensors<B>,
     call: MlpCall,

@@ -92,7 +92,7 @@ pub fn of_id(id: u32) -> Option<&'static TensorType> {
     TYPES.iter().find(|kind| kind.id == id)
 }
 
-/// What a type that is not read is called.
+/// Returns the name of a type that is not read.
 pub fn name_of(id: u32) -> String {
     let other = OTHERS.iter().find(|(other, _)| *other == id);
     other.map_or(format!("{id}"), |(_, name)| format!("{name} ({id})"))
@@ -135,13 +135,13 @@ fn half(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
-/// 32 numbers of four bits: the lower halves of 16 bytes, then the upper ones.
+/// 32 integers of four bits: the lower halves of 16 bytes, then the upper ones.
 fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
     let lower = bytes.iter().map(|byte| byte & 15);
     lower.chain(bytes.iter().map(|byte| byte >> 4))
 }
 
-/// 32 numbers of five bits: as [`nibbles`], with the fifth bits in a word before them.
+/// 32 integers of five bits: as [`nibbles`], with the fifth bits in a word before them.
 fn five_bits(high: &[u8], low: &[u8]) -> impl Iterator<Item = u8> {
     let high = [high[0], high[1], high[2], high[3]];
     let high = u32::from_le_bytes(high);

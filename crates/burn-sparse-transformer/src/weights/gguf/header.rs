@@ -5,7 +5,7 @@ use std::io::{BufReader, Read};
 use super::GgufValue;
 use super::blocks;
 
-/// What stands before the tensors.
+/// Header of a file: what stands before the tensors.
 #[derive(Debug, Clone)]
 pub struct Header {
     pub metadata: BTreeMap<String, GgufValue>,

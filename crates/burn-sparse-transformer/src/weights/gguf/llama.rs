@@ -12,7 +12,7 @@ const ARCHITECTURES: [&str; 3] = ["llama", "qwen2", "qwen3"];
 const ROPE_FREQS: &str = "rope_freqs.weight";
 
 impl LlamaConfig {
-    /// The configuration that a GGUF file has in its metadata: of `general.architecture` llama, which Mistral's models have, too, qwen2 or qwen3.
+    /// The configuration that a GGUF file has in its metadata: of `general.architecture` llama, which Mistral's models also have, qwen2 or qwen3.
     /// [`KeyMap::llama_gguf`](crate::weights::KeyMap::llama_gguf) is the map for its tensors.
     ///
     /// ```no_run

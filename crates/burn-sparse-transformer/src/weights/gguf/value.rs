@@ -70,7 +70,7 @@ impl GgufValue {
         }
     }
 
-    /// An array of numbers of any type, as `tokenizer.ggml.token_type`.
+    /// An array of any numeric type, as `tokenizer.ggml.token_type`.
     pub fn as_floats(&self) -> Option<Vec<f64>> {
         match self {
             Self::UnsignedArray(numbers) => Some(numbers.iter().map(|&x| x as f64).collect()),
