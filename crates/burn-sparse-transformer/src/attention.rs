@@ -10,12 +10,15 @@ use burn_sparse_select::Selection;
 use crate::call::{Call, Seen};
 use crate::content::ContentHeads;
 use crate::dropout::{Seeds, training_dropout};
-use crate::error::{ensure, ensure_shape, or_panics};
+use crate::error::{ensure, ensure_none, ensure_shape, or_panics};
 use crate::heads::{Positions, rotate, rotate_both};
 use crate::layouts::{Layouts, Request};
 use crate::precision::project_heads;
+use crate::shared_choice::{ChoiceSharing, SharedChoice};
 use crate::stream::Projected;
-use crate::{HeadNorm, HeadSelections, Precision, SparseMhaInput, TransformerError};
+use crate::{
+    HeadNorm, HeadSelections, Precision, SparseMhaCache, SparseMhaInput, TransformerError,
+};
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
 
@@ -72,6 +75,8 @@ pub struct SparseMultiHeadAttention {
     #[module(skip)]
     pub(crate) head_selections: Option<HeadSelections>,
     #[module(skip)]
+    pub(crate) choice_sharing: Option<ChoiceSharing>,
+    #[module(skip)]
     pub(crate) options: AttentionOptions,
     #[module(skip)]
     pub(crate) precision: Precision,
@@ -86,6 +91,8 @@ pub struct SparseMhaOutput {
     /// To be added to the loss, `[1]`, where the pass is one of training: the [commitment](crate::content::RoutingOutput::commitment) of heads that choose by
     /// clusters, or the loss of an indexer that chooses keys ([`DsaStage`](crate::dsa::DsaStage)).
     pub aux_loss: Option<Tensor<1>>,
+    /// Choice of keys of a layer that gives or takes one, for [`SparseMhaInput::choice`] of the next layer.
+    pub choice: Option<SharedChoice>,
 }
 
 impl SparseMultiHeadAttention {
@@ -110,9 +117,7 @@ impl SparseMultiHeadAttention {
     /// heads also refuse a bias, and queries that are not the keys' tokens.
     pub fn try_forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
         let (seen, call) = self.context(input)?;
-        let mut output = self.finish(seen.heads, &call)?;
-        output.aux_loss = seen.aux_loss;
-        Ok(output)
+        self.finish_seen(seen, &call)
     }
 
     /// [`Self::forward`] without the output's bias, and with nothing done about padding.
@@ -121,14 +126,25 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
     ) -> Result<Projected, TransformerError> {
         let (seen, _) = self.context(input)?;
-        let mut projected = self.output_product(seen.heads)?;
-        projected.aux_loss = seen.aux_loss;
-        Ok(projected)
+        self.project_seen(seen)
     }
 
     /// What the heads see.
     pub(crate) fn context(&self, input: SparseMhaInput) -> Result<(Seen, Call), TransformerError> {
-        self.kind().context(self, input, None)
+        self.context_with(input, None)
+    }
+
+    pub(crate) fn context_with(
+        &self,
+        input: SparseMhaInput,
+        cache: Option<&mut SparseMhaCache>,
+    ) -> Result<(Seen, Call), TransformerError> {
+        let (mut seen, call) = self.kind().context(self, input, cache)?;
+        // A choice that nobody takes takes no memory.
+        if self.choice_sharing.is_none() {
+            seen.choice = None;
+        }
+        Ok((seen, call))
     }
 
     or_panics! {
@@ -290,6 +306,9 @@ impl SparseMultiHeadAttention {
         cached: usize,
     ) -> Result<(Call, Request), TransformerError> {
         let (seq_q, new) = self.check(input)?;
+        let unwanted = input.choice.is_some() && !self.takes_choice();
+        let expected = "none for a layer that chooses its keys itself, or by its pattern";
+        ensure_none("choice", unwanted, expected)?;
         let [batch, ..] = input.query.dims();
         let seq_kv = cached + new;
         let mut request = Request::new(seq_q, seq_kv);
@@ -471,10 +490,30 @@ impl SparseMultiHeadAttention {
 
     /// The output projection of what the heads see, without its bias.
     pub(crate) fn output_product(&self, context: Tensor<4>) -> Result<Projected, TransformerError> {
+        let x = (self.precision).merged(&self.output, context)?;
+        let bias = self.output.bias.as_ref().map(Param::val);
+        Ok(Projected::new(x, bias))
+    }
+
+    /// [`Self::output_product`] with what else heads give.
+    pub(crate) fn project_seen(&self, seen: Seen) -> Result<Projected, TransformerError> {
         Ok(Projected {
-            x: (self.precision).merged(&self.output, context)?,
-            bias: self.output.bias.as_ref().map(Param::val),
-            aux_loss: None,
+            aux_loss: seen.aux_loss,
+            choice: seen.choice,
+            ..self.output_product(seen.heads)?
+        })
+    }
+
+    /// [`Self::finish`] with what else heads give.
+    pub(crate) fn finish_seen(
+        &self,
+        seen: Seen,
+        call: &Call,
+    ) -> Result<SparseMhaOutput, TransformerError> {
+        Ok(SparseMhaOutput {
+            aux_loss: seen.aux_loss,
+            choice: seen.choice,
+            ..self.finish(seen.heads, call)?
         })
     }
 
@@ -499,6 +538,7 @@ impl SparseMultiHeadAttention {
         let context = context.cast(call.dtype);
         Ok(SparseMhaOutput {
             aux_loss: None,
+            choice: None,
             context: match &call.padding {
                 Some(padding) => context.mask_fill(padding.clone(), 0.0),
                 None => context,
@@ -521,6 +561,10 @@ impl ModuleDisplay for SparseMultiHeadAttention {
             .add("n_kv_heads", &self.n_kv_heads)
             .add("pattern", &self.pattern().to_string())
             .add("block_size", &self.block_size());
+        let content = match &self.choice_sharing {
+            Some(sharing) => content.add("choice_sharing", &sharing.to_string()),
+            None => content,
+        };
         let content = self.kind().display(content);
         content.optional()
     }

@@ -1,9 +1,8 @@
 //! Attention to what a cache holds, and where a cache may stop.
 
-use burn::tensor::Tensor;
 use burn_blocksparse::layout::LastUse;
 
-use crate::call::Call;
+use crate::call::{Call, Seen};
 use crate::error::or_panics;
 use crate::stream::Projected;
 use crate::{
@@ -39,8 +38,8 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         cache: &mut SparseMhaCache,
     ) -> Result<SparseMhaOutput, TransformerError> {
-        let (context, call) = self.cached_context(input, cache, false)?;
-        self.finish(context, &call)
+        let (seen, call) = self.cached_context(input, cache, false)?;
+        self.finish_seen(seen, &call)
     }
 
     or_panics! {
@@ -58,8 +57,8 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         cache: &mut SparseMhaCache,
     ) -> Result<SparseMhaOutput, TransformerError> {
-        let (context, call) = self.cached_context(input, cache, true)?;
-        self.finish(context, &call)
+        let (seen, call) = self.cached_context(input, cache, true)?;
+        self.finish_seen(seen, &call)
     }
 
     /// [`Self::forward_cache`] or, with `last`, [`Self::forward_cache_last`], without the output's bias.
@@ -69,8 +68,8 @@ impl SparseMultiHeadAttention {
         cache: &mut SparseMhaCache,
         last: bool,
     ) -> Result<Projected, TransformerError> {
-        let (context, _) = self.cached_context(input, cache, last)?;
-        self.output_product(context)
+        let (seen, _) = self.cached_context(input, cache, last)?;
+        self.project_seen(seen)
     }
 
     /// That a cache may stop at a position.
@@ -93,7 +92,7 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         cache: &mut SparseMhaCache,
         last: bool,
-    ) -> Result<(Tensor<4>, Call), TransformerError> {
+    ) -> Result<(Seen, Call), TransformerError> {
         let (_, new) = self.check(&input)?;
         let [batch, ..] = input.key.dims();
         let after = cache.check([batch, self.n_kv_heads, self.d_k()], new)?;
@@ -102,12 +101,11 @@ impl SparseMultiHeadAttention {
         if !last {
             self.check_boundary(after)?;
         }
-        let kind = self.kind();
-        kind.ensure_decodable()?;
-        let context = kind.context(self, input, Some(cache));
+        self.kind().ensure_decodable()?;
+        let context = self.context_with(input, Some(cache));
         if context.is_err() {
             cache.truncate(before);
         }
-        context.map(|(seen, call)| (seen.heads, call))
+        context
     }
 }

@@ -14,6 +14,7 @@ use crate::error::{
 use crate::heads::validate_rope;
 use crate::layouts::Layouts;
 use crate::selected::check_selection;
+use crate::shared_choice::ChoiceSharing;
 use crate::{HeadNorm, Precision, QkNorm, RopeScaling, SparseMultiHeadAttention, TransformerError};
 
 /// Configuration of [`SparseMultiHeadAttention`].
@@ -38,6 +39,8 @@ pub struct SparseMultiHeadAttentionConfig {
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's, the first ones. Default: half of them.
     pub local_heads: Option<usize>,
+    /// Role in sharing a choice with other layers, with a `selection`, `dsa` or `msa`. Default: the layer chooses for itself alone.
+    pub choice_sharing: Option<ChoiceSharing>,
     /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
@@ -177,6 +180,7 @@ impl SparseMultiHeadAttentionConfig {
             layouts,
             selection: self.selection.clone(),
             head_selections: None,
+            choice_sharing: self.choice_sharing,
             content: self.init_content(d_k, device)?,
             options: self.options(),
             precision: self.precision,
@@ -254,6 +258,13 @@ impl SparseMultiHeadAttentionConfig {
         ensure_positive("n_heads", self.n_heads)?;
         check_selection(&self.pattern, self.selection.as_ref())?;
         self.validate_content()?;
+        let indexed = (self.content.as_ref()).is_some_and(ContentAttention::has_indexer);
+        let alone = self.choice_sharing.is_some() && self.selection.is_none() && !indexed;
+        ensure_none(
+            "choice_sharing",
+            alone,
+            "none without a selection, dsa or msa",
+        )?;
         match self.head_dim {
             None => ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?,
             Some(head_dim) => {

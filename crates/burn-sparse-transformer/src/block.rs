@@ -15,6 +15,7 @@ use crate::feed_forward::{
 };
 use crate::layouts::Layouts;
 use crate::results::Results;
+use crate::shared_choice::ChoiceSharing;
 use crate::stream::{Projected, Stream};
 use crate::{
     BlockAttentionConfig, Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
@@ -37,6 +38,8 @@ pub struct SparseTransformerBlockConfig {
     pub content: Option<ContentAttention>,
     /// With `content`: how many heads are the pattern's. With as many as `n_heads` there is no `content`. Default: half of them.
     pub local_heads: Option<usize>,
+    /// Role in sharing a choice of keys with other layers. Default: the layer chooses for itself alone.
+    pub choice_sharing: Option<ChoiceSharing>,
     /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
@@ -175,6 +178,7 @@ impl SparseTransformerBlockConfig {
             .with_block_size(self.block_size)
             .with_content(self.content()?)
             .with_local_heads(self.local_heads.filter(|&heads| heads != self.n_heads))
+            .with_choice_sharing(self.choice_sharing)
             .with_n_kv_heads(self.n_kv_heads)
             .with_d_key(self.d_key)
             .with_softcap(self.softcap)
@@ -296,7 +300,7 @@ impl SparseTransformerBlock {
         x: Tensor<3>,
         cache: &mut SparseMhaCache,
     ) -> Result<Tensor<3>, TransformerError> {
-        self.cached(x, cache, false)
+        self.cached(Stream::new(x), cache, false)?.finish()
     }
 
     or_panics! {
@@ -314,22 +318,22 @@ impl SparseTransformerBlock {
         x: Tensor<3>,
         cache: &mut SparseMhaCache,
     ) -> Result<Tensor<3>, TransformerError> {
-        self.cached(x, cache, true)
+        self.cached(Stream::new(x), cache, true)?.finish()
     }
 
     pub(crate) fn cached(
         &self,
-        x: Tensor<3>,
+        stream: Stream,
         cache: &mut SparseMhaCache,
         last: bool,
-    ) -> Result<Tensor<3>, TransformerError> {
-        let pass = self.pass(x.is_autodiff());
+    ) -> Result<Stream, TransformerError> {
+        let pass = self.pass(stream.x().is_autodiff());
         let weights = pass.weights;
         let attend = |mut input: SparseMhaInput| {
             input.dropout = weights;
             self.mha.forward_cache_projected(input, cache, last)
         };
-        self.residual(Stream::new(x), attend, pass)?.finish()
+        self.residual(stream, attend, pass)
     }
 
     or_panics! {
@@ -358,12 +362,15 @@ impl SparseTransformerBlock {
 
     pub(crate) fn residual(
         &self,
-        stream: Stream,
+        mut stream: Stream,
         attend: impl FnOnce(SparseMhaInput) -> Result<Projected, TransformerError>,
         pass: Pass,
     ) -> Result<Stream, TransformerError> {
+        let choice = stream.take_choice();
         let (stream, normed) = self.norm(stream, &self.norm_1)?;
-        let a = attend(SparseMhaInput::self_attn(normed))?;
+        let mut input = SparseMhaInput::self_attn(normed);
+        input.choice = choice.filter(|_| self.mha.takes_choice());
+        let a = attend(input)?;
         let stream = stream.push(a, pass.branch(0))?;
         let (stream, normed) = self.norm(stream, &self.norm_2)?;
         let branch = self.pwff.forward_projected(normed, pass.mlp)?;

@@ -6,6 +6,7 @@ use burn_blocksparse::Dropout as WeightDropout;
 use crate::heads::Positions;
 use crate::input::PaddedBatch;
 use crate::results::Results;
+use crate::shared_choice::SharedChoice;
 use crate::{Seed, SparseMhaInput, TransformerError};
 
 /// What a call computes, decided before it.
@@ -21,6 +22,8 @@ pub(crate) struct Call {
     /// In place of the module's own.
     pub(crate) dropout: Option<WeightDropout>,
     pub(crate) results: Results,
+    /// Of an earlier layer.
+    pub(crate) choice: Option<SharedChoice>,
 }
 
 impl Call {
@@ -35,6 +38,7 @@ impl Call {
             dropout_seed: None,
             dropout: None,
             results: Results::default(),
+            choice: None,
         }
     }
 
@@ -69,6 +73,7 @@ impl Call {
             dropout_seed: input.dropout_seed,
             dropout: input.dropout,
             results: input.results.clone(),
+            choice: input.choice.clone(),
         })
     }
 }
@@ -78,6 +83,8 @@ pub(crate) struct Seen {
     pub(crate) heads: Tensor<4>,
     /// To be added to the loss.
     pub(crate) aux_loss: Option<Tensor<1>>,
+    /// For the layers behind this one.
+    pub(crate) choice: Option<SharedChoice>,
 }
 
 impl From<Tensor<4>> for Seen {
@@ -85,6 +92,7 @@ impl From<Tensor<4>> for Seen {
         Self {
             heads,
             aux_loss: None,
+            choice: None,
         }
     }
 }

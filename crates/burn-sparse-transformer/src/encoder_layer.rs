@@ -128,11 +128,7 @@ impl SparseTransformerEncoderLayer {
                 self.precision.product(linear_outer, x)?
             }
         };
-        Ok(Projected {
-            aux_loss: None,
-            x,
-            bias: bias(linear_outer),
-        })
+        Ok(Projected::new(x, bias(linear_outer)))
     }
 
     /// What one more pass drops, if it is one of training.

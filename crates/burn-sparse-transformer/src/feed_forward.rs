@@ -274,11 +274,7 @@ impl FeedForward {
             }
         };
         let bias = outer.bias().map(Param::val);
-        Ok(Projected {
-            x,
-            bias,
-            aux_loss: None,
-        })
+        Ok(Projected::new(x, bias))
     }
 
     /// Operations of both layers for one position, forward: two per weight.

@@ -9,7 +9,7 @@ use burn_blocksparse::Pattern;
 use burn_sparse_select::{Selection, SelectionQuality};
 use serde::{Deserialize, Serialize};
 
-use crate::call::Call;
+use crate::call::{Call, Seen};
 use crate::error::{ensure, ensure_none};
 use crate::kind::{AttentionKind, Heads};
 use crate::layouts::Request;
@@ -124,7 +124,7 @@ impl AttentionKind for HeadSelections {
         (query, key, value): Heads,
         request: &Request,
         call: &Call,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Seen, TransformerError> {
         let expected = "none where heads choose in different ways";
         ensure_none("bias", call.bias.is_some(), expected)?;
         let dropout = mha.options_of(&query, call).dropout.is_some();
@@ -137,7 +137,7 @@ impl AttentionKind for HeadSelections {
             let context = match selection {
                 Some(selection) => {
                     let cut = mha.cut_of(selection, request, members.len())?;
-                    mha.attend_chosen(part, selection, &cut, call)?
+                    mha.attend_chosen(part, selection, &cut, call)?.heads
                 }
                 None => {
                     let layouts = mha.layouts.of_shape(members.len(), mha.block_size())?;
@@ -151,7 +151,7 @@ impl AttentionKind for HeadSelections {
         let found = found
             .into_iter()
             .map(|head| head.expect("each head has a choice"));
-        Ok(Tensor::cat(found.collect(), 1))
+        Ok(Tensor::cat(found.collect(), 1).into())
     }
 
     fn chooses(&self) -> bool {

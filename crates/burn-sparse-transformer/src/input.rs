@@ -8,6 +8,7 @@ use burn_blocksparse::{Dropout, Seed};
 use crate::TransformerError;
 use crate::error::{ensure, ensure_shape};
 use crate::results::Results;
+use crate::shared_choice::SharedChoice;
 
 /// Input of [`crate::SparseMultiHeadAttention`].
 #[derive(Clone, Debug)]
@@ -22,6 +23,7 @@ pub struct SparseMhaInput {
     /// What is dropped, whether or not the device is one of training; none: the module decides.
     pub(crate) dropout: Option<Dropout>,
     pub(crate) results: Results,
+    pub(crate) choice: Option<SharedChoice>,
     /// True if the queries are positions of the same sequence as the keys.
     self_attention: bool,
 }
@@ -116,6 +118,7 @@ impl SparseMhaInput {
             dropout_seed: None,
             dropout: None,
             results: Results::Computed,
+            choice: None,
             self_attention: false,
         }
     }
@@ -153,6 +156,14 @@ impl SparseMhaInput {
     /// not of training are always the same then.
     pub fn dropout_seed(mut self, seed: impl Into<Seed>) -> Self {
         self.dropout_seed = Some(seed.into());
+        self
+    }
+
+    /// Sets the keys that queries attend to: those that an earlier layer chose for the same tokens
+    /// ([`SparseMhaOutput::choice`](crate::SparseMhaOutput::choice)), for a layer that takes them
+    /// ([`ChoiceSharing::Takes`](crate::content::ChoiceSharing::Takes)).
+    pub fn choice(mut self, choice: SharedChoice) -> Self {
+        self.choice = Some(choice);
         self
     }
 

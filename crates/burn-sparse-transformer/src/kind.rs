@@ -21,15 +21,7 @@ pub(crate) trait AttentionKind {
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
-        let before = cache.as_ref().map_or(0, |cache| cache.len());
-        let (call, request) = mha.prepare(&input, before)?;
-        let (query, key, value) = mha.project(input, &call)?;
-        let (key, value) = match cache {
-            Some(cache) => cache.append(key, value),
-            None => (key, value),
-        };
-        let heads = self.attend(mha, (query, key, value), &request, &call)?;
-        Ok((heads.into(), call))
+        context_of_heads(self, mha, input, cache)
     }
 
     fn attend(
@@ -38,8 +30,8 @@ pub(crate) trait AttentionKind {
         heads: Heads,
         request: &Request,
         call: &Call,
-    ) -> Result<Tensor<4>, TransformerError> {
-        mha.attend(heads, &mha.layouts.get(request)?, call)
+    ) -> Result<Seen, TransformerError> {
+        Ok((mha.attend(heads, &mha.layouts.get(request)?, call)?).into())
     }
 
     /// Returns whether keys are chosen by content from projected heads alone.
@@ -89,6 +81,24 @@ pub(crate) trait AttentionKind {
     fn display(&self, content: Content) -> Content {
         content
     }
+}
+
+/// [`AttentionKind::context`] of a kind that attends to projected heads.
+pub(crate) fn context_of_heads<K: AttentionKind + ?Sized>(
+    kind: &K,
+    mha: &SparseMultiHeadAttention,
+    input: SparseMhaInput,
+    cache: Option<&mut SparseMhaCache>,
+) -> Result<(Seen, Call), TransformerError> {
+    let before = cache.as_ref().map_or(0, |cache| cache.len());
+    let (call, request) = mha.prepare(&input, before)?;
+    let (query, key, value) = mha.project(input, &call)?;
+    let (key, value) = match cache {
+        Some(cache) => cache.append(key, value),
+        None => (key, value),
+    };
+    let seen = kind.attend(mha, (query, key, value), &request, &call)?;
+    Ok((seen, call))
 }
 
 /// That a pattern can stand in a layer with heads that choose by content.

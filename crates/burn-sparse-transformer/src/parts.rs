@@ -33,8 +33,8 @@ impl SparseMultiHeadAttention {
         x: Tensor<3>,
         cache: &mut SparseMhaCache,
     ) -> Result<Tensor<4>, TransformerError> {
-        let (heads, _) = self.cached_context(SparseMhaInput::self_attn(x), cache, false)?;
-        Ok(heads)
+        let (seen, _) = self.cached_context(SparseMhaInput::self_attn(x), cache, false)?;
+        Ok(seen.heads)
     }
 
     /// Queries, keys and values of `x`, `[batch, seq, d_model]`, by heads, normalised and rotated.
@@ -109,7 +109,9 @@ impl SparseMultiHeadAttention {
             };
             request.restrictions = lengths.iter().map(entry).collect();
         }
-        kind.attend(self, (query, key, value), &request, &call)
+        Ok(kind
+            .attend(self, (query, key, value), &request, &call)?
+            .heads)
     }
 
     /// Returns whether keys are chosen by content with parameters of no head.

@@ -26,6 +26,7 @@ use crate::dsa::DsaStage;
 use crate::error::ensure;
 use crate::results::{Results, Slot};
 use crate::shards::ShardRows;
+use crate::shared_choice::SharedChoice;
 use crate::stream::Stream;
 use crate::{
     Recompute, SparseTransformer, SparseTransformerBlock, TransformerError, TransformerShard,
@@ -213,11 +214,12 @@ impl SparseTransformer {
             self.residual_stream(tokens.clone(), &segments, draws, keep)?;
         let mut gradients = GradientsParams::new();
         // The last segment ends in the loss, so its blocks need not run before.
-        let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) else {
+        let (Some(range), Some((input, choice))) = (segments.pop(), inputs.pop()) else {
             unreachable!("fewer blocks in a segment than there are make two at least");
         };
         let x = self.leaf(input);
-        let mut stream = self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
+        let stream = Stream::new(x.clone()).with_choice(choice);
+        let mut stream = self.segment(stream, range.clone(), draws, &mut kept)?;
         let aux_loss = stream.take_aside();
         let loss = draws.loss(self, stream, targets)?;
         let mut losses = StepLosses::new(&loss, aux_loss.as_ref());
@@ -228,10 +230,10 @@ impl SparseTransformer {
         self.collect_blocks(range, &mut grads, &mut gradients);
         drop(grads);
 
-        while let (Some(range), Some(input)) = (segments.pop(), inputs.pop()) {
+        while let (Some(range), Some((input, choice))) = (segments.pop(), inputs.pop()) {
             let x = self.leaf(input);
-            let mut stream =
-                self.segment(Stream::new(x.clone()), range.clone(), draws, &mut kept)?;
+            let stream = Stream::new(x.clone()).with_choice(choice);
+            let mut stream = self.segment(stream, range.clone(), draws, &mut kept)?;
             let aux_loss = stream.take_aside();
             losses.add(aux_loss.as_ref());
             let mut grads = backward_from(stream.finish()?, grad_x, aux_loss);
@@ -278,27 +280,30 @@ impl SparseTransformer {
         }
     }
 
-    /// The input of every segment, computed without a graph; with `keep` also the results of attention of each block that ran for them, and None for
-    /// the others.
+    /// The input of every segment, computed without a graph, with the choice that its first block takes; with `keep` also the results of attention of each
+    /// block that ran for them, and None for the others.
     fn residual_stream(
         &self,
         tokens: Tensor<2, Int>,
         segments: &[Range<usize>],
         draws: Draws,
         keep: bool,
-    ) -> Result<(Vec<Tensor<3>>, Vec<Option<AttentionResiduals>>), TransformerError> {
+    ) -> Result<(Vec<SegmentInput>, Vec<Option<AttentionResiduals>>), TransformerError> {
         // Shares the parameters' memory. `no_grad` would not do: autodiff registers operations on its
         // device even when nothing is tracked, and with gradient checkpointing keeps their inputs.
         let plain = self.valid();
         let mut inputs = Vec::with_capacity(segments.len());
         let mut kept = vec![None; self.blocks.len()];
         let mut x = draws.embed(&plain, tokens)?;
+        let mut choice: Option<SharedChoice> = None;
         for (index, segment) in segments.iter().enumerate() {
-            inputs.push(x.clone());
+            // Where the first block takes none, it need not live until then.
+            choice = choice.filter(|_| self.blocks[segment.start].mha.takes_choice());
+            inputs.push((x.clone(), choice.clone()));
             if index + 1 == segments.len() {
                 break;
             }
-            let mut stream = Stream::new(x);
+            let mut stream = Stream::new(x).with_choice(choice);
             for layer in segment.clone() {
                 // Those of the block that trains: the copy drops nothing of its own.
                 let mut pass = draws.pass(&self.blocks[layer], layer);
@@ -309,6 +314,7 @@ impl SparseTransformer {
                 stream = plain.blocks[layer].step(stream, pass)?;
                 kept[layer] = slot.take();
             }
+            choice = stream.take_choice();
             x = stream.finish()?;
         }
         Ok((inputs, kept))
@@ -369,6 +375,9 @@ struct Draws<'a> {
     /// None: those of whole sequences.
     shard: Option<&'a ShardRows<'a>>,
 }
+
+/// What a segment begins with: the residual stream, and the choice of an earlier block, which it takes in both runs.
+type SegmentInput = (Tensor<3>, Option<SharedChoice>);
 
 impl Draws<'_> {
     fn pass(self, block: &SparseTransformerBlock, layer: usize) -> Pass {

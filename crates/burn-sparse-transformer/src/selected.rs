@@ -4,14 +4,13 @@ use burn::module::Content;
 use burn::tensor::{Int, Tensor};
 use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::{BlockLayout, DeviceLayout, Layout, OpError, Pattern};
-use burn_sparse_select::{
-    Candidates, EstimateInputs, SelectedOptions, Selection, SelectionQuality, attention_selected,
-};
+use burn_sparse_select::{Candidates, EstimateInputs, SelectedBlocks, Selection, SelectionQuality};
 
-use crate::call::Call;
+use crate::call::{Call, Seen};
 use crate::error::{ensure, ensure_none, or_panic};
 use crate::kind::{AttentionKind, Heads};
 use crate::layouts::Request;
+use crate::shared_choice::{Chosen, SharedChoice};
 use crate::stream::Stream;
 use crate::{
     SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, SparseTransformer, TransformerError,
@@ -41,7 +40,10 @@ impl AttentionKind for Selection {
         heads: Heads,
         request: &Request,
         call: &Call,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Seen, TransformerError> {
+        if mha.takes_choice() {
+            return call.taken_by(mha, heads);
+        }
         mha.attend_chosen(heads, self, &mha.cut(self, request)?, call)
     }
 
@@ -77,8 +79,8 @@ impl AttentionKind for Selection {
 }
 
 impl SparseMultiHeadAttention {
-    /// Sets how keys are chosen by content, anew in each call; `None` leaves the choice to the pattern. No parameter belongs to it, so a trained module
-    /// can be tried with any.
+    /// Sets how keys are chosen by content, anew in each call; `None` leaves the choice to the pattern, which no layer shares. No parameter belongs to it, so
+    /// a trained module can be tried with any.
     ///
     /// Blocks are chosen from those that the pattern keeps, forced ones included, and a chosen block has the pairs that it has in the pattern:
     /// [`Pattern::local`] and a selection choose from a window, and so on. Batch entries with padding at the end choose as they would alone.
@@ -108,6 +110,9 @@ impl SparseMultiHeadAttention {
         check_selection(self.pattern(), selection.as_ref())?;
         if selection.is_some() {
             self.kind().ensure_replaceable()?;
+        }
+        if selection.is_none() && self.content.is_none() {
+            self.choice_sharing = None;
         }
         self.selection = selection;
         Ok(self)
@@ -172,7 +177,7 @@ impl SparseMultiHeadAttention {
         self.selection.as_ref()
     }
 
-    /// Returns the layout that [`Self::forward`] would choose for this input, to look at or to measure by [`recall`](burn_sparse_select::recall). `None` without a selection.
+    /// Returns the layout that [`Self::forward`] would choose for this input, or takes of it, to look at or to measure by [`recall`](burn_sparse_select::recall). `None` without a selection.
     ///
     /// # Errors
     /// As [`Self::forward`], and for a selection by which every query chooses for itself: see [`Selection::query_lists`].
@@ -181,6 +186,11 @@ impl SparseMultiHeadAttention {
             return Ok(None);
         };
         let (call, request) = self.prepare(&input, 0)?;
+        if self.takes_choice()
+            && let Some(layout) = call.taken()?.layout()
+        {
+            return Ok(Some(layout.clone()));
+        }
         let cut = self.cut(selection, &request)?;
         let (query, key, _) = self.project(input, &call)?;
         Ok(Some(self.choose(selection, &cut, query, key)?))
@@ -229,12 +239,35 @@ impl SparseMultiHeadAttention {
         selection: &Selection,
         cut: &Cut,
         call: &Call,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Seen, TransformerError> {
+        let (query, key) = (heads.0.clone(), heads.1.clone());
+        let chosen = self.choice_of(selection, cut, query, key)?;
+        SharedChoice::from(chosen).attend(self, heads, call)
+    }
+
+    /// What queries choose of keys.
+    fn choice_of(
+        &self,
+        selection: &Selection,
+        cut: &Cut,
+        query: Tensor<4>,
+        key: Tensor<4>,
+    ) -> Result<Chosen, TransformerError> {
         if !is_by_query(selection) {
-            let layout = self.choose(selection, cut, heads.0.clone(), heads.1.clone())?;
-            return self.attend(heads, &layout, call);
+            return self.choose(selection, cut, query, key).map(Chosen::Layout);
         }
-        let (query, key, value) = heads;
+        let lists = selection.query_lists(&self.score_call(query, key))?;
+        Ok(Chosen::Blocks(Box::new(selection.clone()), lists))
+    }
+
+    /// What heads see of blocks that a selection listed for each query, and of its forced ones.
+    pub(crate) fn attend_blocks(
+        &self,
+        (query, key, value): Heads,
+        selection: &Selection,
+        lists: Option<SelectedBlocks>,
+        call: &Call,
+    ) -> Result<Tensor<4>, TransformerError> {
         let tensors = self.tensors_of(&query, call);
         for (argument, given) in [
             ("sinks", tensors.sinks.is_some()),
@@ -244,9 +277,8 @@ impl SparseMultiHeadAttention {
             let expected = "none with a selection by which every query chooses for itself";
             ensure_none(argument, given, expected)?;
         }
-        let options = SelectedOptions::from(self.options_of(&query, call));
-        let options = options.causal(self.pattern().is_causal());
-        let out = attention_selected(query, key, value, selection, options)?;
+        let options = self.options_of(&query, call);
+        let (out, _) = selection.attention(query, key, value, lists, options)?;
         // Queries choose from what comes before them alone, where there is no padding: it is at the end, and sees nothing.
         Ok(match &call.padding {
             Some(padding) => {
@@ -373,7 +405,7 @@ pub(crate) fn of_layer(
 
 impl SparseTransformer {
     /// Sets how the layers choose their keys by content, in turn, but for the last `full_last` ones, which leave it to their patterns; none of them does with
-    /// no selections. Heads that chose in different ways do so no longer. Parameters stay as they are.
+    /// no selections. Heads that chose in different ways do so no longer, and no layers share a choice. Parameters stay as they are.
     ///
     /// # Errors
     /// As [`SparseMultiHeadAttention::with_selection`].
@@ -391,12 +423,15 @@ impl SparseTransformer {
             }
             block.mha.selection = selection;
             block.mha.head_selections = None;
+            if block.mha.content.is_none() {
+                block.mha.choice_sharing = None;
+            }
         }
         Ok(self)
     }
 
     /// Measures selections on tokens, for each layer and head: `selection` in all layers, without changing what the layers compute, or without
-    /// one each layer's own, those of its heads among them; a layer without either has no heads in the result.
+    /// one each layer's own, those of its heads among them; a layer without either, or that takes the choice of an earlier one, has no heads in the result.
     ///
     /// # Errors
     /// As [`Self::forward`], and [`SparseMultiHeadAttention::selection_quality`].
@@ -406,7 +441,8 @@ impl SparseTransformer {
         selection: Option<&Selection>,
     ) -> Result<Vec<Vec<SelectionQuality>>, TransformerError> {
         self.quality_by_layer(tokens, |_, mha, input| {
-            match (selection.or(mha.selection()), mha.head_selections()) {
+            let own = mha.selection().filter(|_| !mha.takes_choice());
+            match (selection.or(own), mha.head_selections()) {
                 (Some(selection), _) => mha.selection_quality(input, selection),
                 (None, Some(heads)) => mha.head_selection_quality(input, heads),
                 (None, None) => Ok(Vec::new()),

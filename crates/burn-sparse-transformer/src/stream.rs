@@ -7,6 +7,7 @@ use burn_fused_ops::{
 };
 
 use crate::TransformerError;
+use crate::shared_choice::SharedChoice;
 
 /// What a layer computed and does not add to the stream itself: the addition, its bias, its dropout and the norm that follows are one pass.
 #[derive(Clone, Debug)]
@@ -16,9 +17,20 @@ pub(crate) struct Projected {
     pub(crate) bias: Option<Tensor<1>>,
     /// To be added to the loss.
     pub(crate) aux_loss: Option<Tensor<1>>,
+    /// For the layers behind this one.
+    pub(crate) choice: Option<SharedChoice>,
 }
 
 impl Projected {
+    pub(crate) fn new(x: Tensor<3>, bias: Option<Tensor<1>>) -> Self {
+        Self {
+            x,
+            bias,
+            aux_loss: None,
+            choice: None,
+        }
+    }
+
     fn branch(self) -> Residual<3> {
         let branch = Residual::new(self.x);
         match self.bias {
@@ -33,6 +45,8 @@ pub(crate) struct Stream {
     pending: Option<(Projected, Option<ElementDropout>)>,
     /// What the layers so far add to the loss.
     aux_loss: Option<Tensor<1>>,
+    /// The keys that the latest layer chose or took, for the next one.
+    choice: Option<SharedChoice>,
 }
 
 impl Stream {
@@ -41,7 +55,17 @@ impl Stream {
             x,
             pending: None,
             aux_loss: None,
+            choice: None,
         }
+    }
+
+    pub(crate) fn with_choice(self, choice: Option<SharedChoice>) -> Self {
+        Self { choice, ..self }
+    }
+
+    /// The choice that the latest layer hands on, of which the stream is rid then.
+    pub(crate) fn take_choice(&mut self) -> Option<SharedChoice> {
+        self.choice.take()
     }
 
     pub(crate) fn x(&self) -> &Tensor<3> {
@@ -60,10 +84,12 @@ impl Stream {
         dropout: Option<ElementDropout>,
     ) -> Result<Self, TransformerError> {
         let parts = [self.take_aside(), branch.aux_loss.take()];
+        let choice = branch.choice.take().or(self.take_choice());
         Ok(Self {
             x: self.finish()?,
             pending: Some((branch, dropout)),
             aux_loss: parts.into_iter().flatten().reduce(|a, b| a + b),
+            choice,
         })
     }
 
@@ -93,6 +119,7 @@ impl Stream {
         let (x, normed) = add_norm(self.x, branch, params, &options)?;
         let stream = Self {
             aux_loss: self.aux_loss,
+            choice: self.choice,
             ..Self::new(x)
         };
         Ok((stream, normed))

@@ -15,6 +15,7 @@ use crate::heads::Positions;
 use crate::layouts::LayoutPool;
 use crate::linear::linear_flops;
 use crate::selected::of_layer;
+use crate::shared_choice::ChoiceSharing;
 use crate::stream::Stream;
 use crate::{
     BlockAttentionConfig, Factorization, PositionEmbedding, Precision, SparseMhaCache,
@@ -75,6 +76,10 @@ pub struct SparseTransformerConfig {
     pub local_heads: Option<Vec<usize>>,
     /// Number of last layers with full attention (MoBA: Lu et al., 2025, §3.2). Default: 0.
     pub full_last_layers: Option<usize>,
+    /// Number of layers that share one choice of keys by content: the first of them chooses, and the next ones attend to the same keys (Bai et al., 2026;
+    /// GLM-5.2). For one selection, `dsa` or `msa`. Layers that take a choice have no indexer; that of the layer which chose learns by its own layer alone.
+    /// Groups begin at the first layer that chooses. Default: 1, every layer chooses.
+    pub share_every: Option<usize>,
     /// Side of the blocks the patterns are cut into: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
@@ -202,17 +207,12 @@ impl SparseTransformerConfig {
     /// If the factorization has no patterns.
     pub fn block(&self, layer: usize) -> Result<SparseTransformerBlockConfig, TransformerError> {
         let pattern = self.factorization.pattern(layer)?;
-        let selection = of_layer(
-            self.selections.as_deref().unwrap_or_default(),
-            layer,
-            self.n_layers,
-            self.full_last_layers.unwrap_or_default(),
-        );
         Ok(
             SparseTransformerBlockConfig::new(self.d_model, self.n_heads, pattern)
-                .with_selection(selection)
+                .with_selection(self.selection(layer))
                 .with_content(self.content.clone())
                 .with_local_heads(self.local_heads(layer))
+                .with_choice_sharing(self.choice_sharing(layer))
                 .with_block_size(self.block_size)
                 .with_n_kv_heads(self.n_kv_heads)
                 .with_d_key(self.d_key)
@@ -240,7 +240,60 @@ impl SparseTransformerConfig {
         heads.get(layer).or(heads.first()).copied()
     }
 
+    /// The selection of a layer.
+    fn selection(&self, layer: usize) -> Option<Selection> {
+        of_layer(
+            self.selections.as_deref().unwrap_or_default(),
+            layer,
+            self.n_layers,
+            self.full_last_layers.unwrap_or_default(),
+        )
+    }
+
+    /// Whether a layer chooses its keys by content, in a way that others can share.
+    fn chooses(&self, layer: usize) -> bool {
+        let indexed = (self.content.as_ref()).is_some_and(ContentAttention::has_indexer);
+        let indexed = indexed && self.local_heads(layer) != Some(self.n_heads);
+        layer < self.n_layers && (indexed || self.selection(layer).is_some())
+    }
+
+    /// A layer alone in its group gives its choice to none.
+    fn choice_sharing(&self, layer: usize) -> Option<ChoiceSharing> {
+        let every = self.share_every.filter(|&every| every > 1)?;
+        let first = (0..=layer).find(|&layer| self.chooses(layer))?;
+        match (layer - first) % every {
+            _ if !self.chooses(layer) => None,
+            0 => self.chooses(layer + 1).then_some(ChoiceSharing::Gives),
+            _ => Some(ChoiceSharing::Takes),
+        }
+    }
+
+    /// That layers which share a choice would choose alike, from the same keys.
+    fn validate_sharing(&self) -> Result<(), TransformerError> {
+        let every = self.share_every.unwrap_or(1);
+        ensure_positive("share_every", every)?;
+        if every == 1 {
+            return Ok(());
+        }
+        let chooses = (0..self.n_layers).any(|layer| self.chooses(layer));
+        let expected = || "1 where no layer chooses by a selection, dsa or msa".into();
+        ensure(chooses, "share_every", expected, every)?;
+        let selections = self.selections.as_ref().map_or(1, Vec::len);
+        let expected = || "one, where layers share a choice".into();
+        ensure(selections == 1, "selections", expected, selections)?;
+        for layer in 1..self.n_layers {
+            if self.choice_sharing(layer) == Some(ChoiceSharing::Takes) {
+                let own = self.factorization.pattern(layer)?;
+                let given = self.factorization.pattern(layer - 1)?;
+                let expected = || format!("{given} in layer {layer}, which shares a choice");
+                ensure(own == given, "factorization", expected, &own)?;
+            }
+        }
+        Ok(())
+    }
+
     fn validate(&self) -> Result<(), TransformerError> {
+        self.validate_sharing()?;
         let heads = self.local_heads.as_ref().map(Vec::len);
         ensure(
             heads.is_none_or(|count| count == 1 || count == self.n_layers),
@@ -397,9 +450,9 @@ impl SparseTransformer {
         let position = cache.position;
         let x = self.embed(tokens, position)?;
         match self.decode(x, &mut cache.blocks, last) {
-            Ok(x) => {
+            Ok(stream) => {
                 cache.position += new;
-                self.head_logits(Stream::new(x))
+                self.head_logits(stream)
             }
             Err(error) => {
                 cache.truncate(position);
@@ -410,14 +463,14 @@ impl SparseTransformer {
 
     fn decode(
         &self,
-        mut x: Tensor<3>,
+        x: Tensor<3>,
         caches: &mut [SparseMhaCache],
         last: bool,
-    ) -> Result<Tensor<3>, TransformerError> {
-        for (block, cache) in self.blocks.iter().zip(caches) {
-            x = block.cached(x, cache, last)?;
-        }
-        Ok(x)
+    ) -> Result<Stream, TransformerError> {
+        let mut blocks = self.blocks.iter().zip(caches);
+        blocks.try_fold(Stream::new(x), |stream, (block, cache)| {
+            block.cached(stream, cache, last)
+        })
     }
 
     /// An empty cache for [`Self::forward_cache`].

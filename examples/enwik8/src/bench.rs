@@ -248,6 +248,7 @@ fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
         overrides.selection.clear();
         overrides.selection_file = None;
         overrides.selection_full_last = None;
+        overrides.share_every = None;
         overrides.selection_until = None;
         overrides.recall_every = None;
         overrides.local_heads.clear();

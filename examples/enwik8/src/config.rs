@@ -631,6 +631,7 @@ mod tests {
             (0, "selection", "topk:16,4"),
             (2, "selection", "topk:16,2"),
             (2, "selection-full-last", "1 --selection topk:16,4"),
+            (2, "share-every", "2"),
             (0, "factorization", "interleaved"),
             (0, "block", "32"),
             (0, "position-width", "64"),

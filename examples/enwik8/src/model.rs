@@ -59,6 +59,7 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
             .with_embedding_channels(config.pictures.map(|_| CHANNELS))
             .with_selections((!config.selections.is_empty()).then(|| config.selections.clone()))
             .with_full_last_layers(Some(config.full_last_layers))
+            .with_share_every(config.share_every)
             .with_content(config.content.clone())
             .with_n_kv_heads(config.kv_heads)
             .with_local_heads((!config.local_heads.is_empty()).then(|| config.local_heads.clone()))
@@ -144,6 +145,10 @@ pub fn check_cached(config: &ModelConfig) -> Result<()> {
              whole strides, so it neither writes byte by byte nor reads through a cache; enwik8 eval without a cache measures it",
             nsa.selected_block,
             nsa.stride
+        ),
+        Some(content) if config.share_every.is_some_and(|every| every > 1) => bail!(
+            "the model was trained with --attention {content} and --share-every: each layer of a pool chooses for itself, so it neither writes byte \
+             by byte nor reads through a cache; enwik8 eval without a cache measures it"
         ),
         None | Some(_) => Ok(()),
     }

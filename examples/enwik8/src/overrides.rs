@@ -58,6 +58,9 @@ pub struct Overrides {
     /// Number of last layers without a selection
     #[arg(long, value_parser = arguments::whole, value_name = "N", requires = "selection", help_heading = CONTENT)]
     pub selection_full_last: Option<usize>,
+    /// With --selection, or --attention dsa or msa: number of layers that share the choice of the first of them [default: 1]
+    #[arg(long, value_parser = arguments::positive, value_name = "N", help_heading = CONTENT)]
+    pub share_every: Option<usize>,
     /// Combination of several patterns
     #[arg(long, value_enum, help_heading = ATTENTION)]
     pub factorization: Option<FactorizationKind>,
@@ -250,6 +253,7 @@ impl Overrides {
             model.head_selections = file.map_or(Vec::new(), |file| file.layers);
         }
         set(&mut model.full_last_layers, self.selection_full_last);
+        model.share_every = self.share_every.or(model.share_every);
         // The position embedding stays that of the sparse model, so that the two have the same parameters.
         if self.attention == Some(AttentionKind::Dense) || chooses && !keeps_pattern {
             model.patterns = vec![CAUSAL.to_owned()];

@@ -49,7 +49,9 @@ impl Preset {
         Some(match self {
             Preset::Tiny => "4 min 36 s, 64 MiB on two CPU cores; 2.640 bits per byte",
             Preset::Small => "14.4 ms a step, 2.8 GiB on an H200 in bf16",
-            Preset::FourMb => "5 min, 7.7 GiB on an H100 with --precision bf16 --graph; 1.766 bits per byte",
+            Preset::FourMb => {
+                "5 min, 7.7 GiB on an H100 with --precision bf16 --graph; 1.766 bits per byte"
+            }
             Preset::Long => {
                 "18.5 min, 36.6 GiB on an H100 with --precision bf16 --graph; 1.824 bits per byte"
             }
@@ -79,6 +81,7 @@ impl Preset {
             selections: Vec::new(),
             head_selections: Vec::new(),
             full_last_layers: 0,
+            share_every: None,
             content: None,
             local_heads: Vec::new(),
             kv_heads: None,
@@ -387,6 +390,9 @@ pub struct ModelConfig {
     /// How many of the last layers do not.
     #[serde(default)]
     pub full_last_layers: usize,
+    /// One layer in so many chooses, and the next ones take its choice. None: every layer chooses.
+    #[serde(default)]
+    pub share_every: Option<usize>,
     /// How heads that are not local choose single keys by content. None: all heads are the patterns'.
     #[serde(default)]
     pub content: Option<ContentAttention>,

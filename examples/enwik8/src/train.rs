@@ -49,6 +49,7 @@ use crate::{indexers, plot_recall, recall, report};
   enwik8 train                 minutes on a CPU, on an embedded sample
   enwik8 train --resume        continue after Ctrl-C or a crash
   enwik8 train --attention dense --run runs/dense
+  enwik8 train --attention msa:16,4,32 --share-every 2 --run runs/shared
   enwik8 train --data enwik8 --preset small --device cuda --precision bf16
   enwik8 train --data enwik8-4mb --preset long --device cuda --precision bf16 --graph
   enwik8 train --data enwik8 --preset paper --devices 0,1,2,3 --precision bf16

@@ -48,6 +48,10 @@ pub(super) fn of_layer(
     config: &KvPoolConfig,
     page_size: usize,
 ) -> Result<Option<PageChoice>, TransformerError> {
+    let shares = mha.choice_sharing().is_some();
+    let expected =
+        "none in a pool, each layer of which chooses for itself: decode from `new_cache`";
+    ensure_none("choice_sharing", shares, expected)?;
     if let Some(nsa) = mha.nsa() {
         return nsa::choice(nsa, config, page_size).map(Some);
     }

@@ -5,7 +5,7 @@ use burn::tensor::Tensor;
 
 use crate::selection::Selection;
 use crate::selection::estimator::EstimateInputs;
-use crate::selection::lists::{attention_of_choice, check_options};
+use crate::selection::lists::{attention_of_choice, check_options, selected_blocks_attention};
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use crate::selection::sharing::GqaReduction;
 use burn_blocksparse::internal::check;
@@ -111,10 +111,7 @@ pub fn attention_selected_with_lse(
             .options(attention)
             .run_with_lse();
     }
-    check_options(&attention)?;
-    let sizes = selection.list_sizes(&call)?;
-    let own = selection.own_blocks(&call)?;
-    check::call(&q, &k, &v, (&own).into(), &attention)?;
+    let (sizes, own) = selection.prepared(&call, &v, &attention)?;
     let lists = match sizes {
         Some(sizes) => Some(selection.lists(&call, &sizes)?),
         None => None,
@@ -146,11 +143,74 @@ impl Selection {
     /// # Errors
     /// As [`attention_selected`], and if queries choose together.
     pub fn query_lists(&self, call: &EstimateInputs) -> Result<Option<SelectedBlocks>, OpError> {
-        blocksparse::ensure! { OpError; self.is_by_query() => "query_rows", "1", self.estimator.grid().query_rows; }
+        self.check_by_query()?;
         match self.list_sizes(call)? {
             Some(sizes) => self.lists(call, &sizes).map(Some),
             None => Ok(None),
         }
+    }
+
+    /// Attends to the blocks of [`query_lists`](Self::query_lists) and to each query's forced ones: out and lse. The lists may be those of other queries and
+    /// keys of the same sizes, as of an earlier layer. Differentiable in q, k and v.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_blocksparse::AttentionOptions;
+    /// use burn_sparse_select::{EstimateInputs, Selection};
+    ///
+    /// let [q, k, v, next_q, next_k, next_v] = [(); 6]
+    ///     .map(|_| Tensor::<4>::random([1, 2, 256, 16], Distribution::Default, &Device::flex()));
+    /// let selection: Selection = "moba:32,3".parse()?;
+    /// let lists = selection.query_lists(&EstimateInputs::new(q.clone(), k.clone()))?;
+    /// let (out, _) = selection.attention(q, k, v, lists.clone(), AttentionOptions::default())?;
+    /// let (next, _) = selection.attention(next_q, next_k, next_v, lists, AttentionOptions::default())?;
+    /// assert_eq!(next.dims(), out.dims());
+    /// # Ok::<(), burn_blocksparse::OpError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`attention_selected`], if queries choose together, and if the lists are of other sizes.
+    pub fn attention(
+        &self,
+        q: Tensor<4>,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        lists: Option<SelectedBlocks>,
+        options: AttentionOptions,
+    ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+        self.check_by_query()?;
+        let call = EstimateInputs::new(q.clone(), k.clone());
+        let (sizes, own) = self.prepared(&call, &v, &options)?;
+        let expected = sizes.map_or(0, |sizes| sizes.most());
+        let listed = lists.as_ref().map_or(0, |lists| lists.blocks.dims()[3]);
+        OpError::expect_same("lists' width", expected, "the selection's", listed)?;
+        match lists {
+            None => attention_of_choice([q, k, v], &own, None, &options),
+            Some(lists) => {
+                let block = self.estimator.grid().block;
+                OpError::expect_same("lists' block", block, "the selection's", lists.block)?;
+                selected_blocks_attention(q, k, v, &own, lists, options)
+            }
+        }
+    }
+
+    fn check_by_query(&self) -> Result<(), OpError> {
+        blocksparse::ensure! { OpError; self.is_by_query() => "query_rows", "1", self.estimator.grid().query_rows; }
+        Ok(())
+    }
+
+    /// How long the lists of a call are, and the forced blocks, once all of it fits.
+    fn prepared(
+        &self,
+        call: &EstimateInputs,
+        v: &Tensor<4>,
+        options: &AttentionOptions,
+    ) -> Result<(Option<ListSizes>, BlockLayout), OpError> {
+        check_options(options)?;
+        let sizes = self.list_sizes(call)?;
+        let own = self.own_blocks(call)?;
+        check::call(&call.q, &call.k, v, (&own).into(), options)?;
+        Ok((sizes, own))
     }
 
     fn lists(&self, call: &EstimateInputs, sizes: &ListSizes) -> Result<SelectedBlocks, OpError> {

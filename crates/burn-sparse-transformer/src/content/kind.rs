@@ -63,6 +63,22 @@ impl ContentAttention {
         matches!(self, Self::Nsa(_) | Self::Dsa(_) | Self::Msa(_))
     }
 
+    /// What its text begins with.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Routing(_) => "routing",
+            Self::Lsh(_) => "lsh",
+            Self::Nsa(_) => NsaHeadsConfig::NAME,
+            Self::Dsa(_) => DsaHeadsConfig::NAME,
+            Self::Msa(_) => MsaHeadsConfig::NAME,
+        }
+    }
+
+    /// Returns whether an indexer chooses for all heads of a layer, whose choice other layers can take ([`ChoiceSharing`](crate::content::ChoiceSharing)).
+    pub fn has_indexer(&self) -> bool {
+        matches!(self, Self::Dsa(_) | Self::Msa(_))
+    }
+
     /// Tokens of a cluster, of a chunk or of a window; of `dsa` those that are always seen, of `msa` a block.
     pub fn window(&self) -> usize {
         match self {

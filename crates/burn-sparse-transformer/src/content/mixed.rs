@@ -8,6 +8,7 @@ use burn_blocksparse::{Pattern, Seed};
 use super::kind::ContentAttention;
 use super::lsh::LshHeads;
 use super::routing::RoutingHeads;
+use super::taken::TakenHeads;
 use crate::call::{Call, Seen};
 use crate::dsa::indexed::Indexed;
 use crate::dsa::{DsaHeads, DsaStage};
@@ -15,6 +16,7 @@ use crate::error::{ensure, ensure_none};
 use crate::kind::{AttentionKind, check_causal, display};
 use crate::msa::MsaHeads;
 use crate::nsa::NsaHeads;
+use crate::shared_choice::ChoiceSharing;
 use crate::stream::Stream;
 use crate::{
     Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
@@ -38,6 +40,9 @@ pub struct ContentHeads {
     pub dsa: Option<DsaHeads>,
     /// Those of MiniMax sparse attention, which are all of a layer; queries, keys and values are the layer's own.
     pub msa: Option<MsaHeads>,
+    /// In the place of the last two, where an earlier layer chooses.
+    #[module(skip)]
+    taken: Option<TakenHeads>,
     local_heads: usize,
     #[module(skip)]
     config: ContentAttention,
@@ -55,11 +60,12 @@ impl ContentHeads {
     }
 
     pub(crate) fn kind(&self) -> &dyn AttentionKind {
-        match (&self.nsa, &self.dsa, &self.msa) {
+        match (&self.nsa, &self.dsa, &self.msa, &self.taken) {
             (Some(nsa), ..) => nsa,
-            (_, Some(dsa), _) => dsa,
-            (.., Some(msa)) => msa,
-            (None, None, None) => self,
+            (_, Some(dsa), ..) => dsa,
+            (_, _, Some(msa), _) => msa,
+            (.., Some(taken)) => taken,
+            (None, None, None, None) => self,
         }
     }
 
@@ -78,9 +84,10 @@ impl ContentHeads {
     }
 
     pub(crate) fn stage_mut(&mut self) -> Option<&mut DsaStage> {
-        match (&mut self.dsa, &mut self.msa) {
-            (Some(dsa), _) => Some(&mut dsa.stage),
-            (None, msa) => msa.as_mut().map(|msa| &mut msa.stage),
+        match (&mut self.dsa, &mut self.msa, &mut self.taken) {
+            (Some(dsa), ..) => Some(&mut dsa.stage),
+            (None, Some(msa), _) => Some(&mut msa.stage),
+            (None, None, taken) => taken.as_mut().map(|taken| &mut taken.stage),
         }
     }
 
@@ -107,6 +114,7 @@ impl ContentHeads {
             nsa: None,
             dsa: None,
             msa: None,
+            taken: None,
             local_heads,
             config: config.clone(),
         })
@@ -124,6 +132,7 @@ impl ContentHeads {
                 Ok(Seen {
                     heads: out.context,
                     aux_loss: out.commitment,
+                    choice: None,
                 })
             }
             (None, Some(lsh)) => Ok(lsh.try_forward(query, value, seed)?.into()),
@@ -165,6 +174,7 @@ impl AttentionKind for ContentHeads {
         let seen = Seen {
             heads: Tensor::cat(vec![near, far.heads], 1),
             aux_loss: far.aux_loss,
+            choice: None,
         };
         Ok((seen, call))
     }
@@ -298,6 +308,9 @@ impl SparseMultiHeadAttentionConfig {
         let heads = [self.n_heads, local_heads, head_dim];
         let mut heads = ContentHeads::new(content, heads, self.precision, device)?;
         match content {
+            _ if self.choice_sharing == Some(ChoiceSharing::Takes) => {
+                heads.taken = Some(TakenHeads::new(content));
+            }
             ContentAttention::Nsa(config) => heads.nsa = Some(self.init_nsa(config, device)?),
             ContentAttention::Dsa(config) => heads.dsa = Some(DsaHeads::new(config, self, device)?),
             ContentAttention::Msa(config) => heads.msa = Some(MsaHeads::new(config, self, device)?),

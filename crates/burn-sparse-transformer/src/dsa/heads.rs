@@ -12,6 +12,7 @@ use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
 use crate::call::Seen;
 use crate::heads::Positions;
 use crate::linear::linear_flops;
+use crate::shared_choice::Chosen;
 use crate::{SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
 
 /// Heads of DeepSeek sparse attention: an indexer, and how many keys it chooses for a token. Queries, keys and values are those of the layer.
@@ -139,9 +140,11 @@ impl Indexed for DsaHeads {
             false => None,
         };
         let options = options.clone().dispatch_mode(self.config.dispatch_mode());
+        let choice = Chosen::Keys(lists.clone(), options.dispatch_mode);
         Ok(Seen {
             heads: self.op.attention(q, k, v, lists, options)?,
             aux_loss,
+            choice: Some(choice.into()),
         })
     }
 

@@ -80,12 +80,7 @@ impl<H: Indexed> AttentionKind for H {
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
-        let none = format!("none with {}", H::NAME);
-        ensure_none("padding", input.padding.is_some(), &none)?;
-        ensure_none("bias", input.bias.is_some(), &none)?;
-        let expected = || format!("self-attention with {}", H::NAME);
-        let is_own = input.is_self_attention();
-        ensure(is_own, "input", expected, "another key or value")?;
+        check_input(H::NAME, &input)?;
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, request) = mha.prepare(&input, before)?;
         // Nothing is learned from a cache.
@@ -116,7 +111,11 @@ impl<H: Indexed> AttentionKind for H {
             None => (k, v),
         };
         let heads = mha.attend((q, k, v), &mha.layouts.get(&request)?, &call)?;
-        Ok((Seen { heads, aux_loss }, call))
+        let seen = Seen {
+            aux_loss,
+            ..heads.into()
+        };
+        Ok((seen, call))
     }
 
     fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
@@ -124,10 +123,7 @@ impl<H: Indexed> AttentionKind for H {
     }
 
     fn ensure_replaceable(&self) -> Result<(), TransformerError> {
-        let expected =
-            "none with padding, packed sequences and weights, which know nothing of its indexer";
-        let content = fmt::from_fn(|f| self.write(f));
-        Err(TransformerError::argument("content", expected, content))
+        Err(not_replaceable(fmt::from_fn(|f| self.write(f))))
     }
 
     fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
@@ -155,6 +151,22 @@ impl<H: Indexed> AttentionKind for H {
     fn display(&self, shown: Content) -> Content {
         display(shown, &fmt::from_fn(|f| self.write(f)), 0)
     }
+}
+
+/// That an input has nothing that indexers do not know.
+pub(crate) fn check_input(name: &str, input: &SparseMhaInput) -> Result<(), TransformerError> {
+    let none = format!("none with {name}");
+    ensure_none("padding", input.padding.is_some(), &none)?;
+    ensure_none("bias", input.bias.is_some(), &none)?;
+    let expected = || format!("self-attention with {name}");
+    let is_own = input.is_self_attention();
+    ensure(is_own, "input", expected, "another key or value")
+}
+
+pub(crate) fn not_replaceable(content: impl ToString) -> TransformerError {
+    let expected =
+        "none with padding, packed sequences and weights, which know nothing of its indexer";
+    TransformerError::argument("content", expected, content)
 }
 
 /// Pairs of a sequence whose tokens see so many of the tokens up to their own, at most.

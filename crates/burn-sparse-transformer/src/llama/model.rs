@@ -82,11 +82,7 @@ pub struct LlamaMlp {
 impl LlamaMlp {
     fn forward(&self, x: Tensor<3>, precision: Precision) -> Result<Projected, TransformerError> {
         let hidden = precision.gated(&self.gate, &self.up, x, Activation::Silu)?;
-        Ok(Projected {
-            x: precision.product(&self.down, hidden)?,
-            bias: None,
-            aux_loss: None,
-        })
+        Ok(Projected::new(precision.product(&self.down, hidden)?, None))
     }
 }
 

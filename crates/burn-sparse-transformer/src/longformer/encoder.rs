@@ -290,11 +290,7 @@ impl LongformerLayer {
             Some(bias) => branch + bias.unsqueeze(),
             None => branch,
         };
-        let branch = Projected {
-            x: self.dropout.forward(branch),
-            bias: None,
-            aux_loss: None,
-        };
+        let branch = Projected::new(self.dropout.forward(branch), None);
         let stream = Stream::new(x).push(branch, None)?;
         let (_, x) = stream.norm(norm, self.layer_norm_eps, dtype)?;
         Ok(x)

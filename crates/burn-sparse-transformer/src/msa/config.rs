@@ -35,6 +35,12 @@ impl MsaHeadsConfig {
         Ok(Msa::new(self.block, self.keep)?)
     }
 
+    /// Pairs that one head attends to in a sequence.
+    pub(crate) fn pairs(&self, seq: usize) -> Result<u64, TransformerError> {
+        let op = self.op()?;
+        Ok((1..=seq).map(|keys| op.attended(keys) as u64).sum())
+    }
+
     pub(crate) fn validate(&self) -> Result<(), TransformerError> {
         self.op()?;
         ensure_positive("index_dim", self.index_dim)?;

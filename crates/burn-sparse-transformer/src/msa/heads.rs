@@ -15,6 +15,7 @@ use crate::dsa::DsaStage;
 use crate::dsa::indexed::{Indexed, cached_keys, rotated, seen};
 use crate::heads::{Positions, rotate_first};
 use crate::linear::linear_flops;
+use crate::shared_choice::Chosen;
 use crate::{Precision, SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
 
 /// Heads of MiniMax sparse attention: an index branch, and how many blocks it chooses for a token. Queries, keys and values are those of the layer. The branch
@@ -167,7 +168,11 @@ impl Indexed for MsaHeads {
             }
             false => None,
         };
-        Ok(Seen { heads, aux_loss })
+        Ok(Seen {
+            heads,
+            aux_loss,
+            choice: Some(Chosen::Indexed(self.op.clone(), lists).into()),
+        })
     }
 
     fn warm_up_loss(

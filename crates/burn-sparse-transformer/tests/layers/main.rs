@@ -28,6 +28,7 @@ mod packed;
 mod robustness;
 mod routing;
 mod selection;
+mod sharing;
 mod sparse_attention;
 mod transformer;
 mod whole_layers;

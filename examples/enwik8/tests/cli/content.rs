@@ -120,6 +120,32 @@ fn index_branches_learn_and_resume_bit_for_bit() {
     indexers_learn_and_resume("msa:16,3,16");
 }
 
+/// One layer chooses for both; pools know nothing of that.
+#[test]
+fn layers_share_a_choice() {
+    let folder = Folder::new();
+    for (run, attention) in [
+        ("dsa", "--attention dsa:16,4,2,8"),
+        ("moba", "--selection moba:8,3"),
+    ] {
+        let parts = format!("{run}-parts");
+        let flags = format!(
+            "{attention} --share-every 2 --steps 20 --checkpoint-every 10 --recompute block"
+        );
+        train(&folder, run, &flags);
+        train(&folder, &parts, &flags);
+        folder.assert_resumes([&parts, run], 20);
+        let config = json(folder.path(&format!("{run}/config.json")));
+        assert_eq!(config["model"]["share_every"], 2);
+        succeed(format!("eval --checkpoint {}", folder.path(run)));
+    }
+    let sample = format!("sample --checkpoint {}", folder.path("dsa"));
+    says(
+        fail(sample, 1),
+        "--attention dsa:16,4,2,8 and --share-every: each layer of a pool chooses for itself",
+    );
+}
+
 /// A run begins with the weights of a dense model, whose loss it has while the indexers learn.
 #[test]
 fn indexers_are_added_to_a_dense_model() {

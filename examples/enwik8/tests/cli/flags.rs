@@ -157,6 +157,9 @@ fn impossible_models_are_explained() {
         --attention dsa:32,4,2,8 --indexer-from 5 | --indexer-from is where the warm-up of indexers begins; add --indexer-warmup STEPS
         --attention msa:32,4,8 --pattern local:16 | --attention msa:32,4,8 chooses from all earlier bytes; leave out --pattern
         --attention dsa:32,4,2,8 --pattern local:16 | --attention dsa:32,4,2,8 chooses from all earlier bytes; leave out --pattern
+        --share-every 2 | --share-every must be 1 where no layer chooses by a selection, dsa or msa, got 2
+        --attention nsa:8,4,8,4,16 --share-every 2 | --share-every must be 1 where no layer chooses by a selection, dsa or msa, got 2
+        --selection topk:16,2 --selection topk:16,4 --share-every 2 | --selection must be one, where layers share a choice, got 2
         --kv-heads 3 | --kv-heads must be a divisor of --heads = 4, got 3
         --attention routing:16 --kv-heads 2 | --kv-heads are of heads whose keys are not their queries; leave it out with --attention routing:16
         --attention routing:16 --local-heads 5 | --local-heads must be from 1 to --heads = 4
