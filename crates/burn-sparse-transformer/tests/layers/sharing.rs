@@ -439,13 +439,11 @@ fn hidden(seen: &[Vec<Vec<bool>>], device: &Device) -> Tensor<4, Bool> {
 
 #[cfg(feature = "autodiff")]
 mod training {
-    use std::num::NonZeroUsize;
-
     use burn::optim::GradientsParams;
-    use burn_sparse_transformer::{Recompute, StepPart};
+    use burn_sparse_transformer::Recompute;
 
     use super::*;
-    use crate::common::{Gradients, gradients_of, largest};
+    use crate::common::{gradients_of, largest};
 
     /// Gradients are those of attention in Burn's operations over the same keys, and none reach the layer that chose.
     #[test]
@@ -491,7 +489,7 @@ mod training {
         }
     }
 
-    /// Whatever is computed again, and however gradients come in parts: a layer takes what the forward pass chose.
+    /// Whatever is computed again, a layer takes what the forward pass chose.
     #[rstest]
     fn recomputed_layers_take_the_same_choice(
         #[values(0, 1, 3, 4)] of: usize,
@@ -502,22 +500,15 @@ mod training {
         let config = config(text, Some(every)).with_dropout(0.3);
         let model = randomise(config.init(&device));
         let tokens = tokens(2, SEQ, 11, &device);
-        let step = |recompute: &str, blocks: usize| {
-            let pair = [tokens.clone(), tokens.clone().flip([1])];
-            let part = StepPart::Entries {
-                first: 0,
-                seed: 5u64.into(),
-            };
-            let mut found = Gradients::new();
-            let each = |part: GradientsParams| found.extend(gradients_of(&model, &part));
+        let step = |recompute: &str| {
+            let (x, y) = (tokens.clone(), tokens.clone().flip([1]));
             let recompute: Recompute = recompute.parse().unwrap();
-            let blocks = NonZeroUsize::new(blocks).unwrap();
-            let losses = model.gradients_in_parts(pair, part, recompute, blocks, each);
-            let losses = losses.unwrap();
+            let (losses, found) = model.losses_and_gradients(x, y, 0, 5, recompute).unwrap();
             let of = |x: Tensor<1>| x.into_scalar::<f32>();
+            let found = gradients_of(&model, &found);
             (of(losses.loss), losses.aux_loss.map(of), found)
         };
-        let (loss, aux_loss, plain) = step("none", 4);
+        let (loss, aux_loss, plain) = step("none");
         // The layers that chose have one each.
         assert_eq!(aux_loss.is_some(), read(text).1.is_some());
         let of_indexers = plain.iter().filter(|(path, _)| path.contains(".content."));
@@ -527,21 +518,12 @@ mod training {
         for (path, numbers) in of_indexers {
             assert!(largest(numbers) > 1e-7, "{path}");
         }
-        for recompute in [
-            "none",
-            "mlp",
-            "block",
-            "segment:2",
-            "segment:3",
-            "block+attention",
-        ] {
-            for blocks in [1, 3, 4] {
-                let (same, again, found) = step(recompute, blocks);
-                assert_eq!(same, loss, "{text}, {recompute}, {blocks}");
-                let far = again.zip(aux_loss).map_or(0.0, |(a, b)| (a - b).abs());
-                assert!(far < 1e-6, "{far}");
-                assert!(found == plain, "{text}, {recompute}, {blocks}");
-            }
+        for recompute in ["mlp", "block", "segment:2", "segment:3", "block+attention"] {
+            let (same, again, found) = step(recompute);
+            assert_eq!(same, loss, "{text}, {recompute}");
+            let far = again.zip(aux_loss).map_or(0.0, |(a, b)| (a - b).abs());
+            assert!(far < 1e-6, "{far}");
+            assert!(found == plain, "{text}, {recompute}");
         }
     }
 }
