@@ -147,9 +147,7 @@ pub fn backward(
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
     let places = operand_places(base, warp_rows, lane, t);
-    let first_place = (batch * heads.all + outer) * lengths.pitch;
-    let pitch = lengths.pitch;
-    let of_rows = row_stats(stats, plan, rows, first_row, first_place, pitch, columns, t);
+    let of_rows = row_stats(stats, plan, &loads, outer, rows, first_row, columns, t);
 
     let gradient = gradient_rows(&out[..], &biases.strides, batch, outer, t);
     let key_pairs = comptime!(if t.bias_gradient { 2 * t.warp_tiles } else { 0 });

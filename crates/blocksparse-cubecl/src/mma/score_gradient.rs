@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::backward_loads::Loads;
 use super::dropout::if_kept;
 use super::tile::*;
 use crate::arch::sm80::*;
@@ -15,15 +16,15 @@ pub struct QueryStats {
     delta: Array<f32>,
 }
 
-/// Those of the unit's rows, if they are queries; `first_place` is the head's in the stats.
+/// Those of the unit's rows, if they are queries, of the head that the cube is launched for.
 #[cube]
 pub fn row_stats(
     stats: &[f32],
     plan: &[u32],
+    loads: &Loads,
+    outer: u32,
     rows: u32,
     first_row: u32,
-    first_place: u32,
-    pitch: u32,
     #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) -> QueryStats {
@@ -37,8 +38,10 @@ pub fn row_stats(
         if comptime!(!columns) {
             let row = first_row + comptime!(i as u32 * ROW_PAIR);
             let place = own_place(plan, rows, row, comptime!(t.own_shape()));
-            if place < pitch {
-                let at = (first_place + place) as usize * 2;
+            if place < loads.pitch {
+                // Here, or registers would keep it for the end.
+                let first = (loads.batch * loads.heads + outer) * loads.pitch;
+                let at = (first + place) as usize * 2;
                 lse[i] = stats[at];
                 delta[i] = stats[at + 1];
             }
