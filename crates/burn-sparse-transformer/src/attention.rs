@@ -139,12 +139,14 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
-        let (mut seen, call) = self.kind().context(self, input, cache)?;
-        // A choice that nobody takes takes no memory.
-        if self.choice_sharing.is_none() {
-            seen.choice = None;
-        }
-        Ok((seen, call))
+        let (seen, call) = self.kind().context(self, input, cache)?;
+        Ok((self.handing_on(seen), call))
+    }
+
+    /// Without a choice that nobody takes, which would take memory.
+    pub(crate) fn handing_on(&self, seen: Seen) -> Seen {
+        let choice = seen.choice.filter(|_| self.choice_sharing.is_some());
+        Seen { choice, ..seen }
     }
 
     or_panics! {

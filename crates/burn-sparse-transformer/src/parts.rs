@@ -9,6 +9,7 @@ use burn_fused_ops::{Activation, bias_activation};
 use crate::call::Call;
 use crate::heads::Positions;
 use crate::layouts::Request;
+use crate::shared_choice::SharedChoice;
 use crate::stream::Projected;
 use crate::{
     Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError,
@@ -92,15 +93,18 @@ impl SparseMultiHeadAttention {
     }
 
     /// Attention of the projected heads of whole sequences, all of a length or of these. What rows after a sequence's own see has no meaning.
+    /// A choice is taken from `choice`, or given there, if the layer does so.
     #[doc(hidden)]
     pub fn attend_sequences(
         &self,
         [query, key, value]: [Tensor<4>; 3],
         lengths: Option<&[usize]>,
+        choice: &mut Option<SharedChoice>,
     ) -> Result<Tensor<4>, TransformerError> {
         let [_, _, seq, _] = query.dims();
         let mut request = Request::new(seq, seq);
-        let (call, kind) = (Call::of_heads(query.dtype()), self.kind());
+        let (mut call, kind) = (Call::of_heads(query.dtype()), self.kind());
+        call.choice = choice.take();
         // Rows behind a sequence are none, and take no part in its choice; where later ones have no part anyway, nothing has to be cut.
         if let Some(lengths) = lengths.filter(|_| !kind.ignores_later_rows()) {
             let entry = |&length: &usize| {
@@ -109,9 +113,9 @@ impl SparseMultiHeadAttention {
             };
             request.restrictions = lengths.iter().map(entry).collect();
         }
-        Ok(kind
-            .attend(self, (query, key, value), &request, &call)?
-            .heads)
+        let seen = self.handing_on(kind.attend(self, (query, key, value), &request, &call)?);
+        *choice = seen.choice;
+        Ok(seen.heads)
     }
 
     /// Returns whether keys are chosen by content with parameters of no head.

@@ -4,12 +4,14 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::{AttentionOptions, merge_attention};
 use burn_sparse_transformer::TransformerError;
+use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::decoder::Positions;
 use burn_sparse_transformer::internal::rotate_back;
 
 use super::layer::Layer;
+use super::shared::Shared;
 use super::step::{Gathered, PageLists, Road};
-use super::store::{Store, as_stored};
+use super::store::{Store, as_stored, lost};
 use super::{KvPool, Step, watch};
 use crate::{PagedOptions, PagedOutput, PagedStore, paged_attention};
 
@@ -22,17 +24,18 @@ impl Layer<'_> {
         &self,
         x: Tensor<3>,
         pool: &mut KvPool,
-        step: &Step,
+        (step, shared): (&Step, &mut Shared),
         layer: usize,
     ) -> Result<Tensor<4>, TransformerError> {
+        shared.begin(self.choice_sharing());
         if let Some(nsa) = self.nsa() {
             return self.nsa_step(x, nsa, pool, step, layer);
         }
         if let Some(dsa) = self.choosing_dsa() {
-            return self.dsa_step(x, dsa, pool, step, layer);
+            return self.dsa_step(x, dsa, pool, (step, shared), layer);
         }
         if let Some(msa) = self.choosing_msa() {
-            return self.msa_step(x, msa, pool, step, layer);
+            return self.msa_step(x, msa, pool, (step, shared), layer);
         }
         let [query, key, value] = self.project_heads(x, &step.positions)?;
         let (store, (at, group), evictor) = pool.layer(step, layer);
@@ -52,16 +55,29 @@ impl Layer<'_> {
                 heads
             }
             Road::Dense(lengths) => {
-                self.attend_sequences([query.clone(), key, value], lengths.as_deref())?
+                let heads = [query.clone(), key, value];
+                self.attend_sequences(heads, lengths.as_deref(), &mut shared.prompt)?
             }
-            Road::Paged(page_lists) if page_lists.choice.is_some() => {
-                self.attend_chosen_pages(query.clone(), store, page_lists)?
-            }
-            Road::Paged(page_lists) => {
-                let attended = self.attend_pages(query.clone(), store.pages()?, page_lists)?;
-                rows.lse = Some(attended.lse);
-                attended.out
-            }
+            Road::Paged(page_lists) => match self.choosing_indexer() {
+                // Of layers that take the choice of an earlier one.
+                Some(ContentAttention::Dsa(dsa)) => {
+                    let chosen = (&**page_lists, dsa.keep);
+                    let query = query.clone();
+                    self.attend_chosen_keys(query, store, chosen, shared, |_, _| Err(lost()))?
+                }
+                Some(_) => {
+                    let (query, told) = (query.clone(), (&**page_lists, shared));
+                    self.attend_chosen_blocks(query, store, told, |_, _| Err(lost()))?
+                }
+                None if page_lists.choice.is_some() => {
+                    self.attend_chosen_pages(query.clone(), store, (page_lists, shared))?
+                }
+                None => {
+                    let attended = self.attend_pages(query.clone(), store.pages()?, page_lists)?;
+                    rows.lse = Some(attended.lse);
+                    attended.out
+                }
+            },
             Road::Gathered(gathered) => {
                 return self.attend_gathered(query.clone(), store, gathered);
             }

@@ -2,11 +2,14 @@
 
 use burn::tensor::{Int, Tensor};
 use burn_sparse_select::PageSummary;
+use burn_sparse_select::msa::Msa;
 use burn_sparse_select::pages::PageChoice;
+use burn_sparse_transformer::content::{ContentAttention, ContentHeads};
 use burn_sparse_transformer::internal::ensure_none;
 use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
 use super::layer::Layer;
+use super::shared::Shared;
 use super::step::PageLists;
 use super::store::{Store, as_stored, ints};
 use super::{KvPoolConfig, dsa, nsa};
@@ -49,22 +52,24 @@ pub(super) fn of_layer(
     page_size: usize,
 ) -> Result<Option<PageChoice>, TransformerError> {
     let shares = mha.choice_sharing().is_some();
-    let expected =
-        "none in a pool, each layer of which chooses for itself: decode from `new_cache`";
-    ensure_none("choice_sharing", shares, expected)?;
+    let expected = "none with layers that share a choice, and so the pages that they see";
+    ensure_none("eviction", shares && config.eviction.is_some(), expected)?;
     if let Some(nsa) = mha.nsa() {
         return nsa::choice(nsa, config, page_size).map(Some);
     }
-    if let Some(msa) = mha.msa() {
-        dsa::check("msa", config)?;
-        return match mha.choosing_msa() {
-            Some(_) => Ok(Some(msa.op().on_pages(page_size)?)),
-            None => Ok(None),
-        };
-    }
-    if mha.dsa().is_some() {
-        dsa::check("dsa", config)?;
-        return Ok(None);
+    match mha.content.as_ref().map(ContentHeads::config) {
+        Some(ContentAttention::Msa(msa)) => {
+            dsa::check("msa", config)?;
+            return match mha.choosing_indexer() {
+                Some(_) => Ok(Some(Msa::new(msa.block, msa.keep)?.on_pages(page_size)?)),
+                None => Ok(None),
+            };
+        }
+        Some(ContentAttention::Dsa(_)) => {
+            dsa::check("dsa", config)?;
+            return Ok(None);
+        }
+        _ => {}
     }
     if config.prompts_choose {
         check_prompts(mha, config)?;
@@ -155,7 +160,7 @@ impl Layer<'_> {
         &self,
         query: Tensor<4>,
         store: &Store,
-        page_lists: &PageLists,
+        (page_lists, shared): (&PageLists, &mut Shared),
     ) -> Result<Tensor<4>, TransformerError> {
         let (pages, options) = (store.pages()?, self.paged_options());
         let query = as_stored(query, &pages);
@@ -181,15 +186,15 @@ impl Layer<'_> {
             };
             let (rows, table, spans) = &part;
             // Where there is no more than what is chosen, there is no choice.
-            let selected = match &page_lists.choice {
+            let selected = shared.piece(|| match &page_lists.choice {
                 Some(choice) if entries > choice.selected_pages() => {
                     let (rows, summaries) = (rows.clone(), store.summaries()?);
                     let kv_heads = self.n_kv_heads();
                     let chosen = select_pages(rows, summaries, kv_heads, table, spans, choice)?;
-                    Some(chosen)
+                    Ok(Some(chosen))
                 }
-                _ => None,
-            };
+                _ => Ok(None),
+            })?;
             outs.push(self.attend_page_lists(part, selected, &pages, page_lists, &options)?);
         }
         Ok(by_heads(outs, [batch, seq]))

@@ -45,13 +45,15 @@ pub(super) const NO_VALUES: usize = 4;
 /// Adds what a sequence takes of an indexer's keys, and takes away what is not read of the others.
 pub(super) fn add_usage(
     group: &Group,
-    [keys, index]: [&Store; 2],
+    (keys, index): (&Store, Option<&Store>),
     id: SequenceId,
     usage: &mut KvUsage,
 ) -> Result<(), PoolError> {
     let Group { key, books, .. } = group;
     let tokens = books.len(id)?;
-    usage.summary_bytes += books.usage(id)?.slots * index.slot_bytes();
+    // A layer that takes a choice has no indexer.
+    let bytes = index.map_or(0, Store::slot_bytes);
+    usage.summary_bytes += books.usage(id)?.slots * bytes;
     let kept = match (&key.dsa, &key.msa) {
         (Some(dsa), _) => dsa.keep,
         // What is not read of the others is known by the choice of pages.
@@ -61,7 +63,7 @@ pub(super) fn add_usage(
         }
     };
     if tokens > kept {
-        usage.read_bytes += tokens * index.slot_bytes();
+        usage.read_bytes += tokens * bytes;
     }
     if key.dsa.is_some() {
         let unread = tokens.saturating_sub(kept) * key.kv_heads * keys.slot_bytes();

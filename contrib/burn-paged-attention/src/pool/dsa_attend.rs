@@ -1,7 +1,6 @@
 //! Attention of new rows to what an indexer chooses of a pool.
 
-use burn::tensor::{FloatDType, Tensor};
-use burn_sparse_select::dsa::DsaIndex;
+use burn::tensor::{FloatDType, Int, Tensor};
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::dsa::DsaHeads;
 use burn_sparse_transformer::internal::DsaParts;
@@ -9,6 +8,7 @@ use burn_sparse_transformer::internal::DsaParts;
 use super::choice::{PAGE_LISTS, SCORES, by_heads, by_rows, pieces};
 use super::dsa::NO_VALUES;
 use super::layer::Layer;
+use super::shared::Shared;
 use super::step::{PageLists, Road};
 use super::store::{Store, as_stored, lost};
 use super::{KvPool, Step};
@@ -22,22 +22,43 @@ impl Layer<'_> {
         x: Tensor<3>,
         dsa: &DsaHeads,
         pool: &mut KvPool,
-        step: &Step,
+        (step, shared): (&Step, &mut Shared),
         layer: usize,
     ) -> Result<Tensor<4>, TransformerError> {
         let index = dsa.chosen_by(dsa.index(x.clone(), &step.positions)?)?;
         let [query, key, value] = self.project_heads(x, &step.positions)?;
         let pair = [key.clone(), value.clone()];
-        let (road, stores) = self.write_indexed(pool, step, layer, (pair, index.k.clone()))?;
+        let (road, [store, keys]) =
+            self.write_indexed(pool, step, layer, (pair, index.k.clone()))?;
         match road {
             // Rows after a prompt are chosen by none.
             Road::Dense(_) => {
                 let heads = [query, key, value];
                 let parts = DsaParts { heads, index };
-                dsa.attend_parts(parts, self.attention_options())
+                let (heads, choice) = dsa.attend_parts(parts, self.attention_options())?;
+                shared.give_prompt(choice);
+                Ok(heads)
             }
             Road::Paged(page_lists) => {
-                self.attend_chosen_keys(query, stores, (dsa, index), page_lists)
+                let PagedStore::Plain { keys, .. } = keys.pages()? else {
+                    return Err(lost());
+                };
+                let [batch, index_heads, seq, _] = index.q.dims();
+                let weights = index.weights.swap_dims(1, 2);
+                let weights = weights.reshape([batch * seq, index_heads]);
+                let queries = by_rows(index.q);
+                let choose = |first, count| -> Result<Tensor<3, Int>, TransformerError> {
+                    let pages_of = DsaPages {
+                        q: queries.clone().narrow(0, first, count),
+                        weights: weights.clone().narrow(0, first, count),
+                        keys: keys.clone(),
+                        table: page_lists.table.clone().narrow(0, first, count),
+                        spans: page_lists.spans.clone().narrow(0, first, count),
+                    };
+                    Ok(choose_in_pages(dsa.op(), &pages_of, self.n_kv_heads())?)
+                };
+                let chosen = (&**page_lists, dsa.config().keep);
+                self.attend_chosen_keys(query, store, chosen, shared, choose)
             }
             Road::Gathered(_) => Err(lost()),
         }
@@ -66,46 +87,39 @@ impl Layer<'_> {
         Ok((&group.road, [store, keys]))
     }
 
-    /// Attention of queries `[batch, heads, s, d_k]` to the keys that an indexer chooses for each of them, where they lie.
-    fn attend_chosen_keys(
+    /// Attention of queries `[batch, heads, s, d_k]` to up to `keep` keys that an indexer chooses for each of them, where they lie: `choose` finds the slots of so
+    /// many rows from one on.
+    pub(super) fn attend_chosen_keys(
         &self,
         query: Tensor<4>,
-        [store, keys]: [&Store; 2],
-        (dsa, index): (&DsaHeads, DsaIndex),
-        page_lists: &PageLists,
+        store: &Store,
+        (page_lists, keep): (&PageLists, usize),
+        shared: &mut Shared,
+        choose: impl Fn(usize, usize) -> Result<Tensor<3, Int>, TransformerError>,
     ) -> Result<Tensor<4>, TransformerError> {
         let dtype = FloatDType::from(query.dtype());
         let (pages, options) = (store.pages()?, self.paged_options());
-        let PagedStore::Plain { keys, .. } = keys.pages()? else {
-            return Err(lost());
-        };
         let query = as_stored(query, &pages);
         let [batch, heads, seq, _] = query.dims();
         let total_queries = batch * seq;
-        let [_, index_heads, ..] = index.q.dims();
-        let (rows, queries) = (by_rows(query), by_rows(index.q));
-        let weights = index.weights.swap_dims(1, 2);
-        let weights = weights.reshape([total_queries, index_heads]);
-        let listed = page_lists.table.dims()[2] * keys.dims()[1];
+        let rows = by_rows(query);
+        let listed = page_lists.table.dims()[2] * pages.pages()[1];
         let together = (SCORES / listed.max(1)).clamp(1, PAGE_LISTS);
         let mut outs = Vec::with_capacity(total_queries.div_ceil(together));
         for (first, count) in pieces(total_queries, together) {
             let spans = page_lists.spans.clone().narrow(0, first, count);
-            let pages_of = DsaPages {
-                q: queries.clone().narrow(0, first, count),
-                weights: weights.clone().narrow(0, first, count),
-                keys: keys.clone(),
-                table: page_lists.table.clone().narrow(0, first, count),
-                spans,
-            };
+            // Where there is no more than what is chosen, there is no choice.
+            let slots = shared.piece(|| match listed > keep {
+                true => choose(first, count).map(Some),
+                false => Ok(None),
+            })?;
             let rows = rows.clone().narrow(0, first, count).unsqueeze_dim(2);
-            let mut chosen = if listed <= dsa.config().keep {
-                // Where there is no more than what is chosen, there is no choice.
-                let DsaPages { table, spans, .. } = pages_of;
-                PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans)
-            } else {
-                let slots = choose_in_pages(dsa.op(), &pages_of, self.n_kv_heads())?;
-                PagedKeysValues::of_slots(pages.clone(), slots, &pages_of.spans)
+            let mut chosen = match slots {
+                Some(slots) => PagedKeysValues::of_slots(pages.clone(), slots, &spans),
+                None => {
+                    let table = page_lists.table.clone().narrow(0, first, count);
+                    PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans)
+                }
             };
             chosen.counters = page_lists.counters_of(count * heads);
             outs.push(paged_attention(rows, &chosen, &options)?.out);

@@ -17,6 +17,7 @@ mod policy;
 mod prefix;
 mod replayed;
 mod saved;
+mod shared;
 mod sight;
 mod step;
 mod store;
@@ -30,6 +31,7 @@ pub use crate::pages::{
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_sparse_select::pages::PageChoice;
+use burn_sparse_transformer::content::ChoiceSharing;
 use burn_sparse_transformer::decoder::{Attend, Positions};
 use burn_sparse_transformer::internal::{ensure_none, ensure_shape, or_panic};
 use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
@@ -43,6 +45,7 @@ use nsa_step::BranchGroups;
 pub use policy::CachePolicy;
 pub use replayed::GraphDecoder;
 pub use saved::KvSnapshot;
+use shared::Shared;
 use sight::Sight;
 use step::{GroupKey, GroupStep, Uploaded};
 use store::{Store, Stored};
@@ -243,8 +246,11 @@ impl KvPool {
                     let of_layer = Branches::new(&groups, at, mha, nsa, stored, &device)?;
                     (store, Some(of_layer))
                 }
-                // Its index branch has keys of its own.
-                (None, Some(_)) if mha.msa().is_some() => (store, None),
+                // An index branch has keys of its own, and who takes a choice looks at no pages.
+                (None, Some(_)) if groups[at].key.msa.is_some() => (store, None),
+                (None, Some(_)) if mha.choice_sharing() == Some(ChoiceSharing::Takes) => {
+                    (store, None)
+                }
                 (None, Some(choice)) => (store.with_summaries(choice.summary), None),
                 (None, None) => (store, None),
             };
@@ -384,8 +390,8 @@ impl KvPool {
             if let Some(branches) = branches {
                 branches.add_usage(&self.groups, *at, id, &mut usage)?;
             }
-            if let Some(index) = index {
-                dsa::add_usage(&self.groups[*at], [store, index], id, &mut usage)?;
+            if key.dsa.is_some() || key.msa.is_some() {
+                dsa::add_usage(&self.groups[*at], (store, index.as_ref()), id, &mut usage)?;
             }
         }
         usage.score_bytes = (self.evictor.as_ref()).map_or(0, Evictor::bytes);
@@ -520,7 +526,8 @@ impl KvPool {
         step: &'a Step,
     ) -> impl FnMut(usize, &SparseMultiHeadAttention, Tensor<3>) -> Result<Tensor<4>, TransformerError>
     {
-        move |layer, mha, x| Layer(mha).attend_step(x, self, step, layer)
+        let mut shared = Shared::default();
+        move |layer, mha, x| Layer(mha).attend_step(x, self, (step, &mut shared), layer)
     }
 }
 

@@ -7,6 +7,7 @@ use burn_blocksparse::Pattern;
 use burn_sparse_select::Selection;
 use burn_sparse_select::pages::PageChoice;
 use burn_sparse_transformer::SparseMultiHeadAttention;
+use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::decoder::Positions;
 use burn_sparse_transformer::dsa::DsaHeadsConfig;
 use burn_sparse_transformer::msa::MsaHeadsConfig;
@@ -217,6 +218,7 @@ pub(super) struct GroupKey {
 
 impl GroupKey {
     pub(super) fn of(mha: &SparseMultiHeadAttention) -> Self {
+        let (dsa, msa) = indexers(mha);
         Self {
             pattern: mha.pattern().clone(),
             heads: mha.n_heads(),
@@ -225,8 +227,8 @@ impl GroupKey {
             relative: (mha.relative_bias.as_ref()).map(|table| table.dims()),
             selection: mha.selection().cloned(),
             nsa: mha.nsa().map(|nsa| nsa.config().clone()),
-            dsa: mha.choosing_dsa().map(|dsa| dsa.config().clone()),
-            msa: mha.choosing_msa().map(|msa| msa.config().clone()),
+            dsa: dsa.cloned(),
+            msa: msa.cloned(),
         }
     }
 
@@ -239,13 +241,21 @@ impl GroupKey {
             && self.relative == relative
             && self.selection.as_ref() == mha.selection()
             && self.nsa.as_ref() == mha.nsa().map(|nsa| nsa.config())
-            && self.dsa.as_ref() == mha.choosing_dsa().map(|dsa| dsa.config())
-            && self.msa.as_ref() == mha.choosing_msa().map(|msa| msa.config())
+            && (self.dsa.as_ref(), self.msa.as_ref()) == indexers(mha)
     }
 
     /// Returns whether attention over pages knows all that the layers add to scores.
     pub(super) fn is_plain(&self) -> bool {
         self.alibi.is_none() && self.relative.is_none()
+    }
+}
+
+/// Of an indexer whose choice a layer attends to, its own or that of an earlier layer.
+fn indexers(mha: &SparseMultiHeadAttention) -> (Option<&DsaHeadsConfig>, Option<&MsaHeadsConfig>) {
+    match mha.choosing_indexer() {
+        Some(ContentAttention::Dsa(dsa)) => (Some(dsa), None),
+        Some(ContentAttention::Msa(msa)) => (None, Some(msa)),
+        _ => (None, None),
     }
 }
 

@@ -17,4 +17,5 @@ mod pool_kept;
 mod pool_nsa;
 mod pool_prompts;
 mod pool_quantised;
+mod pool_shared;
 mod texts;

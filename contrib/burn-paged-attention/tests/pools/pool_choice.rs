@@ -165,15 +165,6 @@ fn what_cannot_be_chosen_from_is_refused() {
         pool("quest:16,48", room().with_residency(window)) => "residency must be All, Reachable or by eviction with the selection quest:16,48, got Window { window: 9, sinks: 1 }";
         pool("quest:16,48", room().with_eviction(eviction)) => "eviction must be none that goes by attention to all keys, with a selection, got some";
     }
-    let shared = config(Pattern::causal(), 3, 2).with_share_every(Some(2));
-    let moba = vec!["moba:16,3,share=mean".parse().unwrap()];
-    for shared in [
-        shared.clone().with_selections(Some(moba)),
-        shared.with_content(Some("dsa:6,2,3,8".parse().unwrap())),
-    ] {
-        let shared = shared.init(&device);
-        refused! { shared.new_pool(&room()) => "choice_sharing must be none in a pool, each layer of which chooses for itself…"; }
-    }
     let sinks = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::causal())
         .with_sinks(true)
         .with_selection(Some("quest:16,48".parse().unwrap()));

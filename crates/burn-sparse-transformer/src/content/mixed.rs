@@ -336,6 +336,18 @@ impl SparseMultiHeadAttention {
         self.dsa().filter(|dsa| dsa.stage() == DsaStage::Sparse)
     }
 
+    /// Configuration of the indexer whose choice heads attend to, the layer's own or that of an earlier layer; none in other stages of training.
+    #[doc(hidden)]
+    pub fn choosing_indexer(&self) -> Option<&ContentAttention> {
+        let content = self.content.as_ref()?;
+        let stage = match (&content.dsa, &content.msa, &content.taken) {
+            (Some(dsa), ..) => dsa.stage,
+            (_, Some(msa), _) => msa.stage,
+            (.., taken) => taken.as_ref()?.stage,
+        };
+        (stage == DsaStage::Sparse).then_some(&content.config)
+    }
+
     /// Heads of MiniMax sparse attention that choose.
     pub fn choosing_msa(&self) -> Option<&MsaHeads> {
         self.msa().filter(|msa| msa.stage() == DsaStage::Sparse)

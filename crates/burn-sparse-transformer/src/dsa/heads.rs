@@ -12,7 +12,7 @@ use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
 use crate::call::Seen;
 use crate::heads::Positions;
 use crate::linear::linear_flops;
-use crate::shared_choice::Chosen;
+use crate::shared_choice::{Chosen, SharedChoice};
 use crate::{SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
 
 /// Heads of DeepSeek sparse attention: an indexer, and how many keys it chooses for a token. Queries, keys and values are those of the layer.
@@ -81,15 +81,16 @@ impl DsaHeads {
         }
     }
 
-    /// Returns the heads' attention to the keys that the indexer chooses.
+    /// Returns the heads' attention to the keys that the indexer chooses, and the choice.
     #[doc(hidden)]
     pub fn attend_parts(
         &self,
         parts: DsaParts,
         options: &AttentionOptions,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<(Tensor<4>, Option<SharedChoice>), TransformerError> {
         let DsaParts { heads, index } = parts;
-        Ok(Indexed::attend(self, heads, index, options, false)?.heads)
+        let seen = Indexed::attend(self, heads, index, options, false)?;
+        Ok((seen.heads, seen.choice))
     }
 }
 

@@ -15,7 +15,7 @@ use crate::dsa::DsaStage;
 use crate::dsa::indexed::{Indexed, cached_keys, rotated, seen};
 use crate::heads::{Positions, rotate_first};
 use crate::linear::linear_flops;
-use crate::shared_choice::Chosen;
+use crate::shared_choice::{Chosen, SharedChoice};
 use crate::{Precision, SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
 
 /// Heads of MiniMax sparse attention: an index branch, and how many blocks it chooses for a token. Queries, keys and values are those of the layer. The branch
@@ -111,15 +111,16 @@ impl MsaHeads {
         Ok(MsaIndex::new(next()?, next()?)?)
     }
 
-    /// Returns the heads' attention to the blocks that the index branch chooses.
+    /// Returns the heads' attention to the blocks that the index branch chooses, and the choice.
     #[doc(hidden)]
     pub fn attend_parts(
         &self,
         heads: [Tensor<4>; 3],
         index: MsaIndex,
         options: &AttentionOptions,
-    ) -> Result<Tensor<4>, TransformerError> {
-        Ok(Indexed::attend(self, heads, index, options, false)?.heads)
+    ) -> Result<(Tensor<4>, Option<SharedChoice>), TransformerError> {
+        let seen = Indexed::attend(self, heads, index, options, false)?;
+        Ok((seen.heads, seen.choice))
     }
 }
 

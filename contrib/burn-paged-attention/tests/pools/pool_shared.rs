@@ -1,0 +1,110 @@
+//! Sequences of a pool whose layers share a choice: rows are those of the whole, whatever happened to the pages in between.
+
+use burn::tensor::Device;
+use burn_paged_attention::pool::{EvictionConfig, KvPoolConfig, KvRetention, KvStep, PagedDecoder};
+use burn_sparse_transformer::{BlockAttentionConfig, Pattern, SparseTransformer};
+use rstest::rstest;
+
+use crate::common::{assert_close, devices, randomise, seed, tokens};
+use crate::pool_choice::generates_as_alone;
+use crate::texts::{
+    CONTEXT, SEQ, Texts, VOCAB, as_if_nothing_had_happened, config, known_beginnings,
+};
+
+const TEXTS: [&str; 6] = [
+    "quest:16,48",
+    "moba:16,3,share=mean",
+    "dsa:20,3,3,8",
+    "dsa:20,3,3,8,fp8",
+    "msa:16,3,8",
+    "msa:32,2,8",
+];
+
+/// Four layers; layers of `dsa` and `msa` are rotated.
+fn model(text: &str, every: usize, kv_heads: usize, device: &Device) -> SparseTransformer {
+    let config = config(Pattern::causal(), 4, kv_heads).with_share_every(Some(every));
+    let config = match text.parse() {
+        Ok(content) => {
+            let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
+            config
+                .with_content(Some(content))
+                .with_attention(Some(attention))
+        }
+        Err(_) => config.with_selections(Some(vec![text.parse().unwrap()])),
+    };
+    randomise(config.try_init(device).unwrap())
+}
+
+#[rstest]
+fn tokens_one_by_one_are_those_of_the_whole(
+    #[values(0, 1, 2, 3, 4, 5)] text: usize,
+    #[values(2, 3)] every: usize,
+    #[values(1, 4)] kv_heads: usize,
+) {
+    for device in devices() {
+        let _guard = seed(&device, 71);
+        let model = model(TEXTS[text], every, kv_heads, &device);
+        let texts = Texts::some(&model, 2, SEQ, &device);
+        texts.one_by_one(&model, &KvPoolConfig::new(2, CONTEXT));
+    }
+}
+
+#[rstest]
+fn pages_are_as_if_nothing_had_happened(#[values(0, 1, 2, 4)] text: usize) {
+    let device = Device::flex();
+    let _guard = seed(&device, 72);
+    let model = model(TEXTS[text], 2, 2, &device);
+    let config = KvPoolConfig::new(3, CONTEXT)
+        .with_residency(KvRetention::All)
+        .with_rollback(40);
+    as_if_nothing_had_happened(&model, &config, 66, &device);
+    let config = KvPoolConfig::new(2, CONTEXT).with_residency(KvRetention::All);
+    assert!(known_beginnings(&model, config, &device) > 0);
+    generates_as_alone(&model);
+}
+
+/// Layers that take a choice have neither an indexer's keys nor what pages are chosen by.
+#[test]
+fn half_of_the_layers_have_an_index() {
+    let device = Device::flex();
+    let _guard = seed(&device, 73);
+    let usage = |text, every| {
+        let model = &model(text, every, 2, &device);
+        let texts = Texts::some(model, 1, 100, &device);
+        let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
+        let id = pool.join().unwrap();
+        texts.read(model, pool, id, 100, 99);
+        pool.usage(id).unwrap()
+    };
+    for text in [TEXTS[0], TEXTS[2], TEXTS[4]] {
+        let [own, shared] = [1, 2].map(|every| usage(text, every));
+        assert!(shared.summary_bytes > 0);
+        assert_eq!(own.summary_bytes, 2 * shared.summary_bytes, "{text}");
+        assert_eq!(own.bytes, shared.bytes);
+        assert!(own.read_bytes >= shared.read_bytes);
+    }
+}
+
+#[test]
+fn eviction_is_refused() {
+    let device = Device::flex();
+    let _guard = seed(&device, 74);
+    for text in [TEXTS[0], TEXTS[2], TEXTS[4]] {
+        let evicting = KvPoolConfig::new(1, 64).with_eviction(EvictionConfig::key_norm(16));
+        refused! { model(text, 2, 2, &device).new_pool(&evicting) => "eviction must be none with layers that share a choice…"; }
+    }
+}
+
+/// Where prompts alone choose, too.
+#[test]
+fn prompts_choose_once_for_a_group() {
+    let device = Device::flex();
+    let _guard = seed(&device, 75);
+    let model = model("topk:16,3", 2, 2, &device);
+    let config = KvPoolConfig::new(1, CONTEXT).with_choosing_prompts();
+    let mut pool = model.new_pool(&config).unwrap();
+    let id = pool.join().unwrap();
+    let prompt = tokens(1, 70, VOCAB, &device);
+    let got = model.try_forward_pool(prompt.clone(), &[KvStep::new(id, 70)], &mut pool);
+    assert_close(got.unwrap(), model.forward(prompt), 1e-5);
+}
