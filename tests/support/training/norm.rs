@@ -341,7 +341,8 @@ pub fn residual_norms_in_a_chain(devices: &[Device]) {
             let grads = loss(&device, leaf.clone()).backward();
             read(leaf.grad(&grads).unwrap())
         });
-        assert_eq!(found, checkpointed);
+        // Burn's fusion joins other operations around the norms where some are computed again.
+        assert_close("recomputed", found.clone(), &to_f64(checkpointed), 1e-5);
         if dtype != DType::F64 {
             continue;
         }
