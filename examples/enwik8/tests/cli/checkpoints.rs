@@ -222,7 +222,7 @@ fn caches_that_evict_are_sampled_from_and_evaluated() {
         2 | --cache tova:x | must be tova:C, with whole
         1 | --positions in-cache | --positions must be Original, because the residency is no Window
         2 | --cache tova:1 | capacity must be at least 2
-        1 | --selection topk:16,2 | --selection topk:16,2: what a byte chooses depends on later ones
+        1 | --selection topk:16,2 | --selection topk:16,2: later bytes influence the choice
         2 | --cache tova:9 --budget pyramid:1 | BETA above 1
         2 | --cache tova:9 --budget some | pyramid:BETA
         1 | --slack 3 | --slack needs a --cache that evicts keys

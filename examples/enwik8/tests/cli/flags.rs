@@ -50,7 +50,7 @@ fn presets_are_listed_with_their_values() {
         "8,400 steps",
         "local:96 / strided:96",
         "segment:2",
-        "18.5 min on an H100",
+        "36.6 GiB on an H100",
     ];
     says_all(&text, &words);
     assert!(!text.contains("n/a"), "{text}");
