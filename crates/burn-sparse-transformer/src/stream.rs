@@ -59,6 +59,8 @@ impl Stream {
         }
     }
 
+    /// With what an earlier layer chose, for its first one.
+    #[cfg(feature = "autodiff")]
     pub(crate) fn with_choice(self, choice: Option<SharedChoice>) -> Self {
         Self { choice, ..self }
     }
