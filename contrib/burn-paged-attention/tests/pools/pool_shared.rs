@@ -38,9 +38,9 @@ fn model(text: &str, every: usize, kv_heads: usize, device: &Device) -> SparseTr
 #[rstest]
 fn tokens_one_by_one_are_those_of_the_whole(
     #[values(0, 1, 2, 3, 4, 5)] text: usize,
-    #[values(2, 3)] every: usize,
-    #[values(1, 4)] kv_heads: usize,
+    #[values([2, 1], [3, 4])] sizes: [usize; 2],
 ) {
+    let [every, kv_heads] = sizes;
     for device in devices() {
         let _guard = seed(&device, 71);
         let model = model(TEXTS[text], every, kv_heads, &device);
