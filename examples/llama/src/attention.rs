@@ -33,12 +33,32 @@ impl FromStr for Attention {
             (Ok(pattern), _) => Kind::Pattern(pattern),
             (_, Ok(selection)) => Kind::Selection(selection),
             (Err(pattern), Err(selection)) => {
-                bail!("is neither dense, nor a pattern ({pattern}), nor a selection ({selection})")
+                let is_one_of = |forms: &[&str]| forms.iter().any(|form| name(form) == name(text));
+                match [Pattern::NOTATION, Selection::NOTATION].map(is_one_of) {
+                    [true, _] => bail!("{pattern}"),
+                    [_, true] => bail!("{selection}"),
+                    _ => bail!("there is none of that name: {}", names()),
+                }
             }
         };
         let text = text.to_owned();
         Ok(Self { text, kind })
     }
+}
+
+/// `fixed` of `fixed:STRIDE,COLUMNS[,VERTS]`.
+fn name(form: &str) -> &str {
+    form.split_once(':').map_or(form, |(name, _)| name)
+}
+
+fn names() -> String {
+    let of = |forms: &[&'static str]| forms.iter().map(|form| name(form)).collect::<Vec<_>>();
+    let [patterns, selections] = [Pattern::NOTATION, Selection::NOTATION].map(of);
+    format!(
+        "patterns are {}; selections are {}",
+        patterns.join(", "),
+        selections.join(", ")
+    )
 }
 
 impl fmt::Display for Attention {
@@ -66,6 +86,24 @@ impl Attention {
                 let estimator = selection.estimator();
                 !(estimator.traits().prefix_stable && estimator.page_summary().is_some())
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_are_of_what_was_meant() {
+        for (text, words) in [
+            ("strem:4", "patterns are dense, causal, local, "),
+            ("strem:4", "; selections are topk, moba, "),
+            ("local:x", "expected local:WINDOW"),
+            ("topk:16", "expected topk:BLOCK,KEEP"),
+        ] {
+            let error = text.parse::<Attention>().unwrap_err().to_string();
+            assert!(error.contains(words) && error.len() < 400, "{error}");
         }
     }
 }
