@@ -13,6 +13,7 @@ pub use crate::attention::autodiff::inner_layout;
 pub use crate::attention::kept::values::AttentionResiduals;
 pub use crate::attention::kept::{attention_from_residuals, attention_with_residuals};
 pub use crate::attention::plan::Chosen;
+pub use crate::base::arange::arange;
 pub use crate::base::kernels_run::runs_kernels;
 pub use crate::base::op_plan::NO_KERNELS;
 pub use crate::base::sums::sum_all;

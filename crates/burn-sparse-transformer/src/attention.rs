@@ -139,7 +139,9 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
-        let (seen, call) = self.kind().context(self, input, cache)?;
+        let kind = self.kind();
+        kind.check_input(&input)?;
+        let (seen, call) = kind.context(self, input, cache)?;
         Ok((self.handing_on(seen), call))
     }
 

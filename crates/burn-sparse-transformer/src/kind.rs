@@ -14,6 +14,11 @@ pub(crate) type Heads = (Tensor<4>, Tensor<4>, Tensor<4>);
 /// What differs between a pattern and the choices by content. What is not said is the pattern's. A new kind implements it in a file of its own and has a row in
 /// [`SparseMultiHeadAttention::kind`].
 pub(crate) trait AttentionKind {
+    /// That an input has nothing that the kind does not know.
+    fn check_input(&self, _: &SparseMhaInput) -> Result<(), TransformerError> {
+        Ok(())
+    }
+
     /// What the heads see of an input, with a cache also of the positions in it. After an error the cache may hold some of the input's.
     fn context(
         &self,
@@ -21,7 +26,15 @@ pub(crate) trait AttentionKind {
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
-        context_of_heads(self, mha, input, cache)
+        let before = cache.as_ref().map_or(0, |cache| cache.len());
+        let (call, request) = mha.prepare(&input, before)?;
+        let (query, key, value) = mha.project(input, &call)?;
+        let (key, value) = match cache {
+            Some(cache) => cache.append(key, value),
+            None => (key, value),
+        };
+        let seen = self.attend(mha, (query, key, value), &request, &call)?;
+        Ok((seen, call))
     }
 
     fn attend(
@@ -81,24 +94,6 @@ pub(crate) trait AttentionKind {
     fn display(&self, content: Content) -> Content {
         content
     }
-}
-
-/// [`AttentionKind::context`] of a kind that attends to projected heads.
-pub(crate) fn context_of_heads<K: AttentionKind + ?Sized>(
-    kind: &K,
-    mha: &SparseMultiHeadAttention,
-    input: SparseMhaInput,
-    cache: Option<&mut SparseMhaCache>,
-) -> Result<(Seen, Call), TransformerError> {
-    let before = cache.as_ref().map_or(0, |cache| cache.len());
-    let (call, request) = mha.prepare(&input, before)?;
-    let (query, key, value) = mha.project(input, &call)?;
-    let (key, value) = match cache {
-        Some(cache) => cache.append(key, value),
-        None => (key, value),
-    };
-    let seen = kind.attend(mha, (query, key, value), &request, &call)?;
-    Ok((seen, call))
 }
 
 /// That a pattern can stand in a layer with heads that choose by content.

@@ -54,7 +54,6 @@
 //! [`OpError::Backend`], which names the feature.
 #![warn(missing_docs)]
 
-mod arange;
 mod attention;
 mod attention_cache;
 mod attention_config;

@@ -1,4 +1,4 @@
-//! Choices of keys that layers share: one layer chooses, and those behind it attend to the same.
+//! Choices of keys that layers share: one layer chooses, and later ones attend to the same.
 
 use std::fmt;
 

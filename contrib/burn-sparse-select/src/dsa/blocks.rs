@@ -1,7 +1,8 @@
 //! Choices in two stages: blocks of keys first, and single keys within them (HISA: Xu et al., 2026, arXiv 2603.28458).
 
-use burn::tensor::{DType, Device, Int, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 use burn_blocksparse::OpError;
+use burn_blocksparse::internal::arange;
 
 use crate::dsa::Dsa;
 #[cfg(feature = "cube")]
@@ -28,17 +29,6 @@ impl Blocks {
     fn local(&self, near: usize) -> usize {
         1 + (near.max(1) - 1).div_ceil(self.size)
     }
-}
-
-/// The numbers from 0 on, i32, of two short ranges: fusion makes one by sums, which on GPUs take the square of its length.
-pub(super) fn counted(count: usize, device: &Device) -> Tensor<1, Int> {
-    let width = count.isqrt().max(1);
-    let height = count.div_ceil(width);
-    let range = |count: usize| Tensor::<1, Int>::arange(0..count as i64, (device, DType::I32));
-    let rows = range(height).mul_scalar(width as i32).reshape([height, 1]);
-    let columns = range(width).reshape([1, width]);
-    let all = rows.expand([height, width]) + columns.expand([height, width]);
-    all.reshape([height * width]).slice_dim(0, 0..count)
 }
 
 impl Dsa {
@@ -139,7 +129,7 @@ impl Dsa {
         let [batch, heads, seq_q, width] = index.q.dims();
         let (seq_kv, listed, size) = (index.seq_kv(), of.keys(), of.size);
         let device = index.q.device();
-        let numbers = |count: usize| counted(count, &device);
+        let numbers = |count: usize| arange(count, &device);
         let entries = numbers(batch).mul_scalar(seq_kv as i32);
         // Where no kernel reads keys where they are, they are copied for each query.
         let each = match has_kernels(index, self.numbers) {

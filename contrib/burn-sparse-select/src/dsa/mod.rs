@@ -31,6 +31,7 @@ use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 use crate::dsa::blocks::Blocks;
 use crate::selection::key_lists::{TokenIndices, token_sparse_attention};
 use crate::selection::token_order::topk_rows;
+use burn_blocksparse::internal::arange;
 use burn_blocksparse::{AttentionOptions, OpError};
 pub use found::DsaTarget;
 pub use scores::{DsaIndex, DsaLists};
@@ -156,7 +157,7 @@ impl Dsa {
         let most = self.keep.min(seq_kv);
         let device = index.q.device();
         let up_to_own = || {
-            let seen = blocks::counted(seq_q, &device).add_scalar((seq_kv - seq_q + 1) as i32);
+            let seen = arange(seq_q, &device).add_scalar((seq_kv - seq_q + 1) as i32);
             seen.reshape([1, seq_q])
         };
         if let Some(of) = self.within

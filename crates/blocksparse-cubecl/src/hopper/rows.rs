@@ -15,7 +15,7 @@ pub struct RowPlaces {
     pub lower: u32,
 }
 
-/// The places of the unit's own rows: `row`, and [`ROW_PAIR`] behind it.
+/// The places of the unit's own rows: `row`, and [`ROW_PAIR`] after it.
 #[cube]
 pub fn own_places(plan: &[u32], rows: u32, row: u32, #[comptime] own: OwnShape) -> RowPlaces {
     let upper = own_place(plan, rows, row, own);

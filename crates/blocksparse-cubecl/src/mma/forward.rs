@@ -264,7 +264,7 @@ pub fn forward(
     );
 }
 
-/// The rows of a unit: `row`, and every [`ROW_PAIR`]-th behind it.
+/// The rows of a unit: `row`, and every [`ROW_PAIR`]-th after it.
 #[derive(CubeType, Clone, Copy)]
 struct UnitRows {
     /// Where the positions of the tile's rows are.

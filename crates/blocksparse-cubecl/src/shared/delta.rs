@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use crate::shared::addressing::*;
 use crate::shared::score::LOW;
 
-/// The outputs of a forward pass, and the gradients by them.
+/// The outputs of a forward pass, and the gradients with respect to them.
 #[derive(CubeType, CubeLaunch)]
 pub struct OutputRows<T: CubePrimitive, A: CubePrimitive> {
     /// `[batch, heads, seq_q, value_dim]`, contiguous.
@@ -46,7 +46,7 @@ pub struct DeltaConfig {
 /// arithmetic; places of no position get zeros. The ALiBi slopes, `[heads]`, are copied behind them, and then the biases of
 /// distances.
 ///
-/// `stats` `[rows, 2]`, and behind it `[heads]` where there are slopes and the table from `table_start` on.
+/// `stats` `[rows, 2]`, and after it `[heads]` where there are slopes and the table from `table_start` on.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub fn delta<E: Float, A: Float, N: Size>(
     outputs: OutputRows<Vector<E, N>, A>,

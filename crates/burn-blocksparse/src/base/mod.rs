@@ -1,5 +1,6 @@
 //! What all ops share.
 
+pub mod arange;
 #[cfg(feature = "cube")]
 pub mod cube;
 #[cfg(feature = "autodiff")]

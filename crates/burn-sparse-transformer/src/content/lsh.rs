@@ -15,8 +15,8 @@ use super::lsh_places::Placed;
 use super::rotations::{KeptRotations, rotations};
 use super::{in_dtype, keyed, widened};
 use crate::TransformerError;
-use crate::arange::arange;
 use crate::error::{ensure, ensure_positive, ensure_shape, or_panics};
+use burn_blocksparse::internal::arange;
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
 

@@ -12,7 +12,7 @@ use burn_sparse_select::internal::{LayoutCache, sort_by_bucket};
 use super::keyed;
 use super::routing::block_size;
 use crate::TransformerError;
-use crate::arange::arange;
+use burn_blocksparse::internal::arange;
 
 /// What rounds put where. All are i32 tensors on the device, without autodiff.
 pub(super) struct Placed {

@@ -9,8 +9,8 @@ use burn_sparse_select::internal::row_products;
 
 use super::unit;
 use crate::TransformerError;
-use crate::arange::arange;
 use crate::error::ensure;
+use burn_blocksparse::internal::arange;
 
 /// Similarities of `x`, `[batch, heads, length, dim]`, to means `[heads, clusters, dim]`: `[batch, heads, clusters, length]`.
 pub(super) fn similarities(x: Tensor<4>, means: Tensor<3>) -> Tensor<4> {

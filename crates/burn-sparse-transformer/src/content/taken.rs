@@ -7,9 +7,9 @@ use super::kind::ContentAttention;
 use crate::call::{Call, Seen};
 use crate::dsa::DsaStage;
 use crate::dsa::indexed::{check_input, check_pattern, not_replaceable, seen};
-use crate::kind::{AttentionKind, Heads, context_of_heads, display};
+use crate::kind::{AttentionKind, Heads, display};
 use crate::layouts::Request;
-use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError};
+use crate::{SparseMhaInput, SparseMultiHeadAttention, TransformerError};
 
 /// In the place of heads with an indexer: no parameters.
 #[derive(Clone, Debug)]
@@ -29,14 +29,8 @@ impl TakenHeads {
 }
 
 impl AttentionKind for TakenHeads {
-    fn context(
-        &self,
-        mha: &SparseMultiHeadAttention,
-        input: SparseMhaInput,
-        cache: Option<&mut SparseMhaCache>,
-    ) -> Result<(Seen, Call), TransformerError> {
-        check_input(self.config.name(), &input)?;
-        context_of_heads(self, mha, input, cache)
+    fn check_input(&self, input: &SparseMhaInput) -> Result<(), TransformerError> {
+        check_input(self.config.name(), input)
     }
 
     fn attend(

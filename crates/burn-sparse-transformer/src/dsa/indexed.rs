@@ -74,13 +74,16 @@ pub(crate) trait Indexed {
 }
 
 impl<H: Indexed> AttentionKind for H {
+    fn check_input(&self, input: &SparseMhaInput) -> Result<(), TransformerError> {
+        check_input(H::NAME, input)
+    }
+
     fn context(
         &self,
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
-        check_input(H::NAME, &input)?;
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, request) = mha.prepare(&input, before)?;
         // Nothing is learned from a cache.

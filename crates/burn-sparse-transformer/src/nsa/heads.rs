@@ -8,11 +8,11 @@ use burn_blocksparse::ProductPrecision;
 use burn_sparse_select::nsa::{Nsa, NsaBranches, NsaKeysValues};
 
 use super::{Compression, NsaCompressor, NsaHeadsConfig};
-use crate::arange::arange;
 use crate::heads::{HeadNorm, Positions, rotate_apart};
 use crate::linear::linear_flops;
 use crate::precision::project_heads;
 use crate::{Precision, SparseMhaCache, TransformerError};
+use burn_blocksparse::internal::arange;
 
 /// The heads of native sparse attention (Yuan et al., 2025), but for their queries and the keys and values that blocks are chosen of: projections of the other
 /// branches, what compresses, and gates.

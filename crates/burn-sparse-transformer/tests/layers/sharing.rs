@@ -60,7 +60,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// The `most` highest scores, the earlier of equal ones first.
+/// The `most` highest scores, ties go to the earlier.
 fn highest(scores: &[f64], most: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]).then(a.cmp(&b)));

@@ -21,7 +21,7 @@ fn arrive(counter: u64, most: u32) -> u32 {
 /// Where the shares of a page list are joined.
 #[derive(CubeType, CubeLaunch)]
 pub struct Joined {
-    /// `[batch, kv_heads, blocks of queries]`: zeros, and again behind it.
+    /// `[batch, kv_heads, blocks of queries]`: zeros, and again afterwards.
     counters: Box<[u32]>,
     /// `[heads]`
     sinks: ComptimeOption<Box<[f32]>>,

@@ -1,4 +1,4 @@
-//! Scores of the keys of blocks that queries list: each block meets the queries that list it. On wgmma alone; others list the keys.
+//! Scores of the keys of blocks that queries list: each block is multiplied with the queries that list it. On wgmma alone; others list the keys.
 
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;

@@ -327,7 +327,7 @@ pub fn weigh(s: &mut Array<Vector<f32, Four>>, stats: u32, log2_scale: f32, #[co
     }
 }
 
-/// Gradients by scores of those by weights.
+/// Gradients with respect to scores, of those with respect to weights.
 #[cube]
 pub fn by_scores(
     p: &Array<Vector<f32, Four>>,

@@ -85,7 +85,7 @@ fn finish<A: Float, N: Size>(
     }
 }
 
-/// What the norm's part reads: the gradient by the normed stream and x̂, `[rows, width]`, 1/σ, `[rows]`, and γ.
+/// What the norm's part reads: the gradient with respect to the normed stream and x̂, `[rows, width]`, 1/σ, `[rows]`, and γ.
 #[derive(CubeType, CubeLaunch)]
 struct NormPart<G: Float, R: Float, A: Float, N: Size> {
     grad: Box<[Vector<R, N>]>,

@@ -15,12 +15,12 @@ use crate::kernels::indexer::warpgroups::heads::{
     HeadSums, Totals, no_totals, own_key, totals_of, traded,
 };
 use crate::kernels::indexer::warpgroups::{
-    COLUMNS, GROUP_KEYS, WARPGROUPS, WIDTH, is_served, is_taken,
+    COLUMN_SPAN, COLUMNS, GROUP_KEYS, KEY_SPAN, WARPGROUPS, WIDTH, is_served, is_taken,
 };
 use blocksparse_cubecl::arch::ptx::shared_load;
 use blocksparse_cubecl::arch::sm80::copy_word;
 use blocksparse_cubecl::arch::sm90::*;
-use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row, own_copies};
+use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, copy_row, lane_row, own_copies};
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::tile::NOWHERE;
@@ -74,35 +74,13 @@ impl BlockSums {
         self.block / GROUP_KEYS * 4
     }
 
-    /// Queries of a step.
-    fn queries(&self) -> usize {
-        COLUMNS / self.of.heads
-    }
-
-    /// The keys of a warpgroup. Those of the first are at the beginning, and so on.
-    fn keys(&self) -> Spans {
-        Spans {
-            rows: GROUP_KEYS,
-            dim: WIDTH,
-            far: false,
-        }
-    }
-
-    /// The rows of a step.
-    fn columns(&self) -> Spans {
-        Spans {
-            rows: COLUMNS,
-            ..self.keys()
-        }
-    }
-
     fn ring_offset(&self) -> usize {
-        self.block / GROUP_KEYS * self.keys().bytes()
+        self.block / GROUP_KEYS * KEY_SPAN.bytes()
     }
 
     /// The weight of each column of a step.
     fn of_rows(&self) -> usize {
-        self.ring_offset() + STAGES * self.columns().bytes()
+        self.ring_offset() + STAGES * COLUMN_SPAN.bytes()
     }
 
     /// The choice at each place, and behind these its query.
@@ -166,7 +144,7 @@ fn sums<N: Size>(
             shared_store(at + comptime!(t.rows() as u32), row);
         }
         let first = block as usize * comptime!(t.block);
-        copy_keys(global_address::<u32>(k), first, &work, &s, t);
+        copy_keys(global_address::<u32>(k), first, &work, &s);
         sync_cube();
         copy_queries(0usize, &work, &s, t);
         mainloop::<N>(out, &work, &s, &ending, t);
@@ -182,8 +160,8 @@ fn mainloop<N: Size>(
     ending: &Ending,
     #[comptime] t: BlockSums,
 ) {
-    let (own_span, of_columns) = comptime!((t.keys(), t.columns()));
-    let queries = comptime!(t.queries());
+    let (own_span, of_columns) = comptime!((KEY_SPAN, COLUMN_SPAN));
+    let queries = comptime!(t.of.queries());
     let group = work.warp / 4;
     let own_keys = work.base + group * comptime!(own_span.bytes() as u32);
     let k_desc = descriptor(own_keys, 16usize);
@@ -199,7 +177,7 @@ fn mainloop<N: Size>(
         sync_cube();
         let next = at + 1;
         goes_on = false.runtime();
-        if next < comptime!(PLACES / t.queries()) {
+        if next < comptime!(PLACES / t.of.queries()) {
             goes_on = row_at(next * queries, work, t) != NOWHERE;
         }
         if goes_on {
@@ -278,8 +256,8 @@ fn row_at(place: usize, work: &Work, #[comptime] t: BlockSums) -> u32 {
 
 /// Starts to copy the keys of a block, from the first on: zeros behind the last that there is.
 #[cube]
-fn copy_keys(k: u64, first: usize, work: &Work, s: &Sizes, #[comptime] t: BlockSums) {
-    let own_span = comptime!(t.keys());
+fn copy_keys(k: u64, first: usize, work: &Work, s: &Sizes) {
+    let own_span = comptime!(KEY_SPAN);
     let group = work.warp / 4;
     let own_keys = work.base + group * comptime!(own_span.bytes() as u32);
     #[unroll]
@@ -295,9 +273,9 @@ fn copy_keys(k: u64, first: usize, work: &Work, s: &Sizes, #[comptime] t: BlockS
 /// Starts to copy the rows of a step, with the weight of each.
 #[cube]
 fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: BlockSums) {
-    let of_columns = comptime!(t.columns());
+    let of_columns = comptime!(COLUMN_SPAN);
     let stage = at as u32 % comptime!(STAGES as u32);
-    let place0 = at * comptime!(t.queries());
+    let place0 = at * comptime!(t.of.queries());
     let matrix = work.base
         + comptime!(t.ring_offset() as u32)
         + stage * comptime!(of_columns.bytes() as u32);

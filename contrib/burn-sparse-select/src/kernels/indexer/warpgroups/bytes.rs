@@ -58,11 +58,6 @@ impl ByteSums {
         (is_taken && found.shared_bytes() <= most).then_some(found)
     }
 
-    /// Queries of a step.
-    fn queries(&self) -> usize {
-        COLUMNS / self.of.heads
-    }
-
     /// Of what a half of the columns has of a query.
     fn of_half(&self) -> HeadSums {
         HeadSums {
@@ -124,7 +119,7 @@ fn sum_bytes<N: Size>(
     let last = (next + order.share).min(s.batch * order.steps);
     let mut before = 0u32.runtime();
     while next < last {
-        let run = run_from(next, last, &order, &s, comptime!(t.queries()), t.all);
+        let run = run_from(next, last, &order, &s, comptime!(t.of.queries()), t.all);
         let steps = run.steps;
         let work = Work {
             run,
@@ -187,8 +182,8 @@ fn mainloop<N: Size>(
         }
         sync_warp();
         barrier_wait(full + slot(step) * 8, phase(step));
-        let row = work.run.first + at * comptime!(t.queries());
-        if is_seen(group_column, row, s, comptime!(t.queries()), t.all) {
+        let row = work.run.first + at * comptime!(t.of.queries());
+        if is_seen(group_column, row, s, comptime!(t.of.queries()), t.all) {
             let stage = stage_of(base, step, t);
             let half = comptime!((HALF * WIDTH) as u32 >> 4);
             let one = byte_product::<OwnKeys, N>(own, stage.columns);
@@ -197,9 +192,9 @@ fn mainloop<N: Size>(
             let first = add_half::<N>(&one, &stage, 0usize, out, row, &keys, s, ending, t);
             let other = wait::<N>(other, 0usize, comptime!(HALF / 2));
             let second = add_half::<N>(&other, &stage, 1usize, out, row, &keys, s, ending, t);
-            if comptime!(t.queries() == 2) {
+            if comptime!(t.of.queries() == 2) {
                 write_two(first, second, out, row, &keys, s, ending, true, t.of);
-            } else if comptime!(t.queries() == 1) {
+            } else if comptime!(t.of.queries() == 1) {
                 let both = first.with(&second);
                 write_two(both, no_totals(), out, row, &keys, s, ending, false, t.of);
             }
@@ -256,7 +251,7 @@ fn add_half<N: Size>(
     #[comptime] t: ByteSums,
 ) -> Totals {
     let pair = stage.pair + comptime!((half * HALF * 4) as u32);
-    let queries = comptime!(t.queries() / 2);
+    let queries = comptime!(t.of.queries() / 2);
     if comptime!(queries <= 1) {
         // Also of a half of the heads.
         totals_of::<N>(products, pair, 0usize, ending, comptime!(t.of_half()))
@@ -283,7 +278,7 @@ fn load_step(at: usize, work: &Work, s: &Sizes, #[comptime] t: ByteSums) {
     let [bytes, row_bytes] = comptime!(t.step_bytes());
     barrier_wait(empty, 1 - phase(step));
     barrier_expect(bar, comptime!(bytes + row_bytes));
-    let row = work.run.entry * s.rows + work.run.first + at * comptime!(t.queries());
+    let row = work.run.entry * s.rows + work.run.first + at * comptime!(t.of.queries());
     let place = row * comptime!(t.of.heads);
     load_line(
         work.q,
@@ -313,7 +308,7 @@ pub(crate) fn launch_bytes(
     out: &Handle,
     t: ByteSums,
 ) -> Result<(), KernelError> {
-    let order = Order::new(sizes, t.queries(), t.all);
+    let order = Order::new(sizes, t.of.queries(), t.all);
     let steps = sizes.batch * order.steps();
     let share = share(client, steps);
     let cubes = spread(client, steps.div_ceil(share) as u64)?;

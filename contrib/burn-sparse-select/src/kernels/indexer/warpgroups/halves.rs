@@ -13,13 +13,12 @@ use crate::kernels::indexer::wanted::Epilogue;
 use crate::kernels::indexer::warpgroups::heads::{HeadSums, Keys, no_totals, totals_of, write_two};
 use crate::kernels::indexer::warpgroups::order::{Order, StepOrder, Work, is_seen, run_from};
 use crate::kernels::indexer::warpgroups::{
-    COLUMNS, GROUP_KEYS, UNITS, WARPGROUPS, WARPS, WIDTH, is_served, is_taken, share,
+    COLUMN_SPAN, COLUMNS, GROUP_KEYS, KEY_SPAN, UNITS, WARPGROUPS, WARPS, WIDTH, is_served,
+    is_taken, share,
 };
 use blocksparse_cubecl::arch::sm80::copy_word;
 use blocksparse_cubecl::arch::sm90::*;
-use blocksparse_cubecl::arch::swizzled::{
-    ROWS_AT_A_TIME, Spans, copies_are_there, copy_row, lane_row,
-};
+use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, copies_are_there, copy_row, lane_row};
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::tile::NOWHERE;
@@ -52,35 +51,13 @@ impl GroupSums {
         (is_taken && found.shared_bytes() <= most).then_some(found)
     }
 
-    /// Queries of a step.
-    fn queries(&self) -> usize {
-        COLUMNS / self.of.heads
-    }
-
-    /// The keys of a warpgroup. Those of the first are at the beginning, and so on.
-    fn keys(&self) -> Spans {
-        Spans {
-            rows: GROUP_KEYS,
-            dim: WIDTH,
-            far: false,
-        }
-    }
-
-    /// The rows of a step.
-    fn columns(&self) -> Spans {
-        Spans {
-            rows: COLUMNS,
-            ..self.keys()
-        }
-    }
-
     fn ring_offset(&self) -> usize {
-        WARPGROUPS * self.keys().bytes()
+        WARPGROUPS * KEY_SPAN.bytes()
     }
 
     /// What each column of a step has in `of_rows`.
     fn of_rows(&self) -> usize {
-        self.ring_offset() + STAGES * self.columns().bytes()
+        self.ring_offset() + STAGES * COLUMN_SPAN.bytes()
     }
 
     /// A barrier for each step.
@@ -121,7 +98,7 @@ fn sums<N: Size>(
     let last = (next + order.share).min(s.batch * order.steps);
     let mut before = 0u32.runtime();
     while next < last {
-        let run = run_from(next, last, &order, &s, comptime!(t.queries()), t.all);
+        let run = run_from(next, last, &order, &s, comptime!(t.of.queries()), t.all);
         let steps = run.steps;
         let work = Work {
             run,
@@ -150,7 +127,7 @@ fn mainloop<N: Size>(
     ending: &Ending,
     #[comptime] t: GroupSums,
 ) {
-    let (own_span, of_columns) = comptime!((t.keys(), t.columns()));
+    let (own_span, of_columns) = comptime!((KEY_SPAN, COLUMN_SPAN));
     let (base, warp, lane) = (work.base, work.warp, work.lane);
     let full = base + comptime!(t.full() as u32);
     let group = warp / 4;
@@ -190,8 +167,8 @@ fn mainloop<N: Size>(
         if at + 2 < work.run.steps {
             copy_queries(at + 2, work, s, t);
         }
-        let row = work.run.first + at * comptime!(t.queries());
-        if is_seen(group_column, row, s, comptime!(t.queries()), t.all) {
+        let row = work.run.first + at * comptime!(t.of.queries());
+        if is_seen(group_column, row, s, comptime!(t.of.queries()), t.all) {
             let within = u64::cast_from(stage * comptime!((of_columns.bytes() >> 4) as u32));
             let started = product::<N>(
                 k_desc,
@@ -206,7 +183,7 @@ fn mainloop<N: Size>(
                 lane,
                 scale: 1.0f32,
             };
-            let queries = comptime!(t.queries());
+            let queries = comptime!(t.of.queries());
             #[unroll]
             for two in 0..comptime!(queries.div_ceil(2)) {
                 let query = comptime!(2 * two);
@@ -227,9 +204,9 @@ fn mainloop<N: Size>(
 /// Starts to copy the rows of a step, with what each has in `of_rows`.
 #[cube]
 fn copy_queries(at: usize, work: &Work, s: &Sizes, #[comptime] t: GroupSums) {
-    let of_columns = comptime!(t.columns());
+    let of_columns = comptime!(COLUMN_SPAN);
     let stage = (work.before + at as u32) % comptime!(STAGES as u32);
-    let row0 = work.run.first + at * comptime!(t.queries());
+    let row0 = work.run.first + at * comptime!(t.of.queries());
     let matrix = work.base
         + comptime!(t.ring_offset() as u32)
         + stage * comptime!(of_columns.bytes() as u32);
@@ -280,7 +257,7 @@ pub(crate) fn launch(
     out: &Handle,
     t: GroupSums,
 ) -> Result<(), KernelError> {
-    let order = Order::new(sizes, t.queries(), t.all);
+    let order = Order::new(sizes, t.of.queries(), t.all);
     let steps = sizes.batch * order.steps();
     let share = share(client, steps);
     let cubes = steps.div_ceil(share);

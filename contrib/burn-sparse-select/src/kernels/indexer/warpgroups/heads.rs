@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 
 use crate::kernels::indexer::ending::{Ending, finished, term};
 use crate::kernels::indexer::pairs::Sizes;
-use crate::kernels::indexer::warpgroups::EIGHT;
+use crate::kernels::indexer::warpgroups::{COLUMNS, EIGHT};
 use blocksparse_cubecl::arch::ptx::shuffle_xor;
 use blocksparse_cubecl::arch::sm80::shared_load_pair;
 
@@ -14,6 +14,13 @@ pub(crate) struct HeadSums {
     /// Heads of a query.
     pub heads: usize,
     pub is_weights: bool,
+}
+
+impl HeadSums {
+    /// Queries of a step.
+    pub fn queries(&self) -> usize {
+        COLUMNS / self.heads
+    }
 }
 
 /// What a query gives the unit's two keys.

@@ -26,6 +26,7 @@ pub(crate) use halves::{GroupSums, launch};
 use cubecl::prelude::Client;
 
 use crate::kernels::indexer::pairs::PairSizes;
+use blocksparse_cubecl::arch::swizzled::Spans;
 use blocksparse_cubecl::call::check_hopper;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
@@ -43,6 +44,18 @@ const EIGHT: usize = 8;
 
 /// Elements of a query or a key.
 const WIDTH: usize = 128;
+
+/// The keys of a warpgroup in 16 bits. Those of the first are at the beginning of shared memory, and so on.
+const KEY_SPAN: Spans = Spans {
+    rows: GROUP_KEYS,
+    dim: WIDTH,
+    far: false,
+};
+/// The rows of a step in 16 bits.
+const COLUMN_SPAN: Spans = Spans {
+    rows: COLUMNS,
+    ..KEY_SPAN
+};
 
 /// Whether a device runs these kernels, and nobody has left them out.
 fn is_served(client: &Client) -> bool {

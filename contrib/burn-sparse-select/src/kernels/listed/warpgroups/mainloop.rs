@@ -231,7 +231,7 @@ pub fn weights<S: Size>(
     p
 }
 
-/// Gradients by scores of those by weights.
+/// Gradients with respect to scores, of those with respect to weights.
 #[cube]
 pub fn by_scores<S: Size>(
     p: Vector<f32, S>,

@@ -4,7 +4,7 @@ use burn::tensor::{DType, Device, Int, Tensor};
 
 /// The integers from 0 to `count`, i32. With fusion, Burn's `arange` is a running sum, which on GPUs reads all that comes before for every number: long ones are made of
 /// short ones.
-pub(crate) fn arange(count: usize, device: &Device) -> Tensor<1, Int> {
+pub fn arange(count: usize, device: &Device) -> Tensor<1, Int> {
     const SHORT: usize = 512;
     if count <= SHORT {
         return Tensor::arange(0..count as i64, (device, DType::I32));
