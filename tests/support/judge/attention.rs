@@ -529,10 +529,11 @@ impl Problem {
             .map(|(ds, &x)| ds * slope(x))
             .collect();
         let ds = round(ds);
-        // What an error of 1 relative to each number of out makes of delta.
-        let of_delta = d_out
-            .iter()
-            .zip(&out)
+        // What an error of 1 relative to each number of out, and to each weight that it is the sum of, makes of delta.
+        let of_numbers = d_out.iter().zip(&out);
+        let of_weights = p.iter().zip(&dp);
+        let of_delta = of_numbers
+            .chain(of_weights)
             .map(|(x, y)| (x * y).powi(2))
             .sum::<f64>()
             .sqrt();

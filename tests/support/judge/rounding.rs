@@ -7,7 +7,7 @@
 //! ```text
 //! out[i] = Σ p v        p rounded before the product, out on write
 //! dv[j]  = Σ p dO       p rounded, dv on write
-//! dq[i]  = Σ ds k       ds = p (dO·v − delta) rounded, dq on write; delta = Σ dO out, of the out that was rounded
+//! dq[i]  = Σ ds k       ds = p (dO·v − delta) rounded, dq on write; delta = Σ dO out, of the out and of the p that were rounded
 //! dk[j]  = Σ ds q       the same
 //! ```
 //!

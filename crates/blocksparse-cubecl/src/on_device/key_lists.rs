@@ -10,8 +10,8 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::cubes;
 use super::query_lists::{LIST_UNITS, check_units, within};
+use super::{UNITS, cubes, units};
 use crate::args::buffer;
 use crate::error::KernelError;
 
@@ -21,6 +21,9 @@ pub const KEYS_OF_WORD: usize = 32;
 /// Words of a unit where lists are sorted, and entries that are in shared memory at a time.
 const OWN_WORDS: usize = 8;
 const ENTRIES: usize = 512;
+
+/// Entries of a list that one unit sorts, at most.
+const FEW: usize = 32;
 
 /// Sizes of the lists of single keys of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,18 +79,21 @@ pub fn unique_keys(
     check_units(client)?;
     within("the keys of lists", sizes.elements())?;
     let rows = sizes.lists * sizes.seq_q;
-    // SAFETY: a cube reads and writes the list of its row; cubes beyond the last have rows of no numbers.
+    let of = RowsOfKeysLaunch::new(rows, sizes.seq_q, sizes.seq_kv, sizes.most);
+    let (given, unique) = (
+        buffer(given, sizes.elements()),
+        buffer(unique, sizes.elements()),
+    );
+    let (address, causal) = (AddressType::U32, u32::from(causal));
+    // SAFETY: a unit, or a cube, reads and writes the list of its row; those beyond the last have none.
     unsafe {
-        unique::launch_unchecked(
-            client,
-            cubes(client, rows),
-            CubeDim::new_1d(LIST_UNITS as u32),
-            AddressType::U32,
-            buffer(given, sizes.elements()),
-            buffer(unique, sizes.elements()),
-            RowsOfKeysLaunch::new(rows, sizes.seq_q, sizes.seq_kv, sizes.most),
-            u32::from(causal),
-        );
+        if sizes.most <= FEW {
+            let (count, dim) = (units(client, rows), CubeDim::new_1d(UNITS));
+            few::launch_unchecked(client, count, dim, address, given, unique, of, causal);
+        } else {
+            let (count, dim) = (cubes(client, rows), CubeDim::new_1d(LIST_UNITS as u32));
+            unique::launch_unchecked(client, count, dim, address, given, unique, of, causal);
+        }
     }
     Ok(())
 }
@@ -158,6 +164,37 @@ struct RowsOfKeys {
     most: usize,
 }
 
+/// How many keys the query of a row may see: those up to its own position if `causal`.
+#[cube]
+fn seen_by(row: usize, of: &RowsOfKeys, causal: u32) -> i32 {
+    let mut seen = of.keys as i32;
+    if causal != 0u32 {
+        let position = (row % of.queries) as i32 + of.keys as i32 - of.queries as i32;
+        seen = min(seen, max(position + 1i32, 0i32));
+    }
+    seen
+}
+
+/// A unit has a row, and looks at all of its entries for each place.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn few(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
+    let row = ABSOLUTE_POS;
+    if row < of.count {
+        let own = row * of.most;
+        let seen = seen_by(row, &of, causal);
+        let mut last = (-1i32).runtime();
+        for place in 0..of.most {
+            let mut next = seen;
+            for entry in 0..of.most {
+                let key = given[own + entry];
+                next = select(key > last, min(key, next), next);
+            }
+            unique[own + place] = select(next < seen, next, -1i32);
+            last = next;
+        }
+    }
+}
+
 /// A cube has a row; a unit has neighbouring words of its bits, and looks at all entries for its own.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn unique(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
@@ -167,11 +204,7 @@ fn unique(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
     let most = select(is_row, of.most, 0usize);
     let own = row * of.most;
     let unit = UNIT_POS as usize;
-    let mut seen = of.keys as i32;
-    if causal != 0u32 {
-        let position = (row % of.queries) as i32 + of.keys as i32 - of.queries as i32;
-        seen = min(seen, max(position + 1i32, 0i32));
-    }
+    let seen = seen_by(row, &of, causal);
     let mut entries = Shared::<[i32]>::new_slice(comptime!(ENTRIES));
     let mut bits = Shared::<[u32]>::new_slice(comptime!(LIST_UNITS * OWN_WORDS));
     let mut totals = Shared::<[u32]>::new_slice(comptime!(LIST_UNITS));
@@ -196,7 +229,7 @@ fn unique(given: &[i32], unique: &mut [i32], of: RowsOfKeys, causal: u32) {
                 at += comptime!(LIST_UNITS);
             }
             sync_cube();
-            for at in 0..comptime!(ENTRIES) {
+            for at in 0..(most - step * comptime!(ENTRIES)).min(comptime!(ENTRIES)) {
                 let key = entries[at];
                 if key >= 0i32 && key as usize / comptime!(OWN_WORDS * KEYS_OF_WORD) == unit {
                     let word = key as usize / comptime!(KEYS_OF_WORD);
