@@ -8,9 +8,8 @@ pub use crate::dsa::ops::{
 pub use crate::gates::ops::GateOps;
 pub use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
 pub use crate::pages::ops::PageChoiceOps;
-pub use crate::pages::page_choice::PageChoiceCall;
 #[cfg(feature = "cube")]
-pub use crate::selection::estimate_ops::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
+pub use crate::selection::estimate_ops::{BlockScores, CompressedCall, EstimateOps, ScoredBy};
 pub use crate::selection::ops::SelectionOps;
 pub use crate::selection::token_sparse::ops::TokenSparseOps;
 pub use crate::selection::token_sparse::values::{
