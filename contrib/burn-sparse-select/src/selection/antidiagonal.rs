@@ -5,8 +5,6 @@ use std::ops::Range;
 use blocksparse::{Budget, EstimateKind, Rule};
 use burn::tensor::Tensor;
 
-#[cfg(feature = "cube")]
-use crate::selection::estimates;
 use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
 };
@@ -16,6 +14,8 @@ use crate::selection::parts::{
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block};
+#[cfg(feature = "cube")]
+use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 
 /// Queries and keys in groups of `stride`: the score of two groups is the sum over their antidiagonal,
@@ -119,7 +119,9 @@ impl BlockEstimator for XAttention {
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let (b, s) = (self.block, self.stride);
         #[cfg(feature = "cube")]
-        if let Some(scores) = estimates::antidiagonals(call, [b, s], &rows) {
+        if let Some(scores) =
+            estimates::scores(call, b, &rows, ScoredBy::Antidiagonals { stride: s })
+        {
             return Ok(scores);
         }
         let in_block = b / s;

@@ -6,8 +6,6 @@ use blocksparse::{Always, Budget, EstimateKind, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-#[cfg(feature = "cube")]
-use crate::selection::estimates;
 use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
 };
@@ -15,6 +13,8 @@ use crate::selection::ops::SelectionOps;
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block, reference};
+#[cfg(feature = "cube")]
+use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::device::served;
 
@@ -74,7 +74,7 @@ impl BlockEstimator for MeanPool {
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let b = self.block;
         #[cfg(feature = "cube")]
-        if let Some(scores) = estimates::means(call, b, &rows) {
+        if let Some(scores) = estimates::scores(call, b, &rows, ScoredBy::Means) {
             return Ok(scores);
         }
         let to = (rows.end * b).min(call.q.dims()[2]);
