@@ -19,5 +19,5 @@ pub use crate::rope::ops::RopeOps;
 pub use crate::rope::values::{RopeCall, RopeInputs, RopePair, TurnedPair};
 pub use crate::sparse_linear::ops::BlockSparseLinearOps;
 pub use crate::sparse_linear::values::{
-    SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+    Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
