@@ -2,8 +2,8 @@
 
 #[cfg(feature = "cube")]
 pub use crate::dsa::ops::{
-    BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps,
-    IndexerScores, SeenKeys, TargetInputs,
+    AmongKeys, BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss,
+    IndexerOps, IndexerScores, TargetInputs,
 };
 pub use crate::gates::ops::GateOps;
 pub use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};

@@ -9,7 +9,8 @@ use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
 };
 use crate::selection::parts::{
-    NUMBERS, by_heads, hidden, joined, padded, rows_of, softmax_of_seen, softmax_reference,
+    NUMBERS, by_heads, hidden, in_steps, joined, padded, rows_of, softmax_of_seen,
+    softmax_reference,
 };
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
@@ -138,8 +139,8 @@ impl BlockEstimator for XAttention {
             let k = padded(rows_of(&k, 0..seq_kv), 2, [0, blocks * b - seq_kv]);
             let k = k.reshape([parts, 1, columns, s * dim]).transpose();
             let slab = (NUMBERS / (heads * row_elements)).max(1);
-            let slabs = rows.clone().step_by(slab).map(|start| {
-                let end = (start + slab).min(rows.end);
+            let slabs = in_steps(rows.clone(), slab).map(|rows| {
+                let Range { start, end } = rows;
                 let (count, first) = (end - start, (start * b).min(seq_q));
                 let to = (end * b).min(seq_q);
                 let groups = count * in_block;

@@ -10,6 +10,7 @@ use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
 };
 use crate::selection::ops::SelectionOps;
+use crate::selection::parts::in_steps;
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block, reference};
@@ -139,10 +140,9 @@ pub(crate) fn means_reference<'a>(
     rows: usize,
     block: usize,
 ) -> Vec<Vec<f64>> {
-    let blocks = (0..rows).step_by(block).map(|start| {
-        let members = start..(start + block).min(rows);
+    let blocks = in_steps(0..rows, block).map(|members| {
         let count = members.len() as f64;
-        let dim = row(start).len();
+        let dim = row(members.start).len();
         let of = |c: usize| members.clone().map(|i| row(i)[c]).sum::<f64>() / count;
         (0..dim).map(of).collect()
     });

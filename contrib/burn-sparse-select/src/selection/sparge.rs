@@ -11,7 +11,7 @@ use crate::selection::estimator::{
 };
 use crate::selection::mean::{mean_of_all, means, means_reference, products};
 use crate::selection::ops::SelectionOps;
-use crate::selection::parts::{hidden, softmax_of_seen, softmax_reference};
+use crate::selection::parts::{hidden, in_steps, softmax_of_seen, softmax_reference};
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block};
@@ -210,8 +210,7 @@ fn similarities_reference<'a>(
         let length = |x: &[f64]| dot(x, x).sqrt().max(SHORTEST);
         dot(i, j) / (length(i) * length(j))
     };
-    let blocks = (0..rows).step_by(block).map(|start| {
-        let members = start..(start + block).min(rows);
+    let blocks = in_steps(0..rows, block).map(|members| {
         let pairs = members
             .clone()
             .flat_map(|i| members.clone().map(move |j| (i, j)));
