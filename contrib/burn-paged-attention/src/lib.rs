@@ -24,6 +24,7 @@ pub mod kernels;
 mod paged;
 pub mod pages;
 pub mod pool;
+mod sample_options;
 pub mod sampling;
 pub mod summaries;
 

@@ -2,15 +2,14 @@
 
 #[cfg(feature = "cube")]
 pub use crate::dsa::ops::{
-    BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps,
-    IndexerScores, SeenKeys, TargetInputs,
+    AmongKeys, BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss,
+    IndexerOps, IndexerScores, TargetInputs,
 };
 pub use crate::gates::ops::GateOps;
 pub use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
 pub use crate::pages::ops::PageChoiceOps;
-pub use crate::pages::page_choice::PageChoiceCall;
 #[cfg(feature = "cube")]
-pub use crate::selection::estimate_ops::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
+pub use crate::selection::estimate_ops::{BlockScores, CompressedCall, EstimateOps, ScoredBy};
 pub use crate::selection::ops::SelectionOps;
 pub use crate::selection::token_sparse::ops::TokenSparseOps;
 pub use crate::selection::token_sparse::values::{

@@ -16,8 +16,8 @@ pub use crate::norm::values::{
 pub use crate::optim::ops::OptimOps;
 pub use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, TensorList};
 pub use crate::rope::ops::RopeOps;
-pub use crate::rope::values::{RopeCall, RopeInputs, RopePair, TurnedPair};
+pub use crate::rope::values::{RopeCall, RopeInputs, TurnedRows};
 pub use crate::sparse_linear::ops::BlockSparseLinearOps;
 pub use crate::sparse_linear::values::{
-    SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+    Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };

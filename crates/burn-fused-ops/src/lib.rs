@@ -13,6 +13,8 @@
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 
 pub mod backend;
+#[cfg(feature = "cube")]
+mod by_kernels;
 mod dropout;
 mod embedding;
 pub mod explain;

@@ -13,6 +13,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use crate::sample_options::SampleOptions;
 use blocksparse_cubecl::args::{address_of, buffer, optional};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::most_units;
@@ -34,37 +35,7 @@ const LOWEST: f32 = f32::MIN;
 /// A penalty that is larger, or whose reciprocal is, is two factors: 2¹²⁴. Of the largest logit both leave a number.
 const MOST_PENALTY: f64 = (1u128 << 124) as f64;
 
-/// How a token is chosen from a row of logits.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[non_exhaustive]
-pub struct SampleKind {
-    /// Columns of the logits.
-    pub vocab: usize,
-    /// What logits are divided by; 0 takes the largest.
-    pub temperature: f64,
-    /// How many of the largest count.
-    pub top_k: Option<usize>,
-    /// One counts if those before it make up less than this.
-    pub top_p: f64,
-    /// One counts if it is at least so many times as likely as the likeliest.
-    pub min_p: f64,
-    /// What logits of tokens that were seen are divided by if they are positive, and else multiplied by.
-    pub repetition: f64,
-}
-
-impl SampleKind {
-    /// Of the softmax itself.
-    pub fn new(vocab: usize) -> Self {
-        Self {
-            vocab,
-            temperature: 1.0,
-            top_k: None,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition: 1.0,
-        }
-    }
-
+impl SampleOptions {
     /// One over the temperature, as two factors that f32 has: no difference of logits is so small that both leave it.
     fn factors(&self) -> [f64; 2] {
         let normal = |x: f64| x.clamp(f32::MIN_POSITIVE.into(), f32::MAX.into());
@@ -83,14 +54,14 @@ impl SampleKind {
         [penalty, within(self.repetition / penalty)]
     }
 
-    fn launch(&self, client: &Client, seen: bool) -> Result<Sampled, KernelError> {
+    fn launch(&self, client: &Client, vocab: usize, seen: bool) -> Result<Sampled, KernelError> {
         let properties = client.properties();
         let most = most_units(properties);
-        let wanted = match self.vocab > LONG {
+        let wanted = match vocab > LONG {
             true => LONG_LANES,
             false => LANES,
         };
-        let lanes = (self.vocab.next_power_of_two()).min(wanted.min(1 << most.ilog2()));
+        let lanes = (vocab.next_power_of_two()).min(wanted.min(1 << most.ilog2()));
         let limit = || KernelError::limit("units of a row", most as u32, most + 1);
         let tile = RowTile::new(properties, lanes, F32, 1).ok_or_else(limit)?;
         Ok(Sampled {
@@ -98,11 +69,11 @@ impl SampleKind {
                 lanes,
                 rows: 1,
                 vector: 1,
-                row_vectors: self.vocab,
+                row_vectors: vocab,
                 plane: tile.plane.min(lanes),
             },
             greedy: self.temperature == 0.0,
-            top_k: self.top_k.is_some_and(|most| most < self.vocab),
+            top_k: self.top_k.is_some_and(|most| most < vocab),
             top_p: self.top_p < 1.0,
             min_p: self.min_p > 0.0,
             seen: seen && self.repetition != 1.0,
@@ -540,8 +511,12 @@ fn sample(
 ///
 /// # Errors
 /// [`KernelError`] if the device has no cubes of as many units.
-pub fn sample_text(client: &Client, kind: &SampleKind) -> Result<String, KernelError> {
-    let Sampled { tile, .. } = kind.launch(client, true)?;
+pub fn sample_text(
+    client: &Client,
+    vocab: usize,
+    options: &SampleOptions,
+) -> Result<String, KernelError> {
+    let Sampled { tile, .. } = options.launch(client, vocab, true)?;
     Ok(format!(
         "1 row of {} units a cube, nothing sorted",
         tile.lanes
@@ -555,13 +530,13 @@ pub fn sample_text(client: &Client, kind: &SampleKind) -> Result<String, KernelE
 /// [`KernelError`] if the device has no cubes of as many units, or there are too many rows.
 pub fn sample_rows(
     client: &Client,
-    kind: &SampleKind,
-    rows: usize,
+    options: &SampleOptions,
+    [rows, vocab]: [usize; 2],
     [logits, draws]: [&Handle; 2],
     seen: Option<&Handle>,
     tokens: &Handle,
 ) -> Result<(), KernelError> {
-    let sampled = kind.launch(client, seen.is_some())?;
+    let sampled = options.launch(client, vocab, seen.is_some())?;
     if rows == 0 {
         return Ok(());
     }
@@ -569,11 +544,11 @@ pub fn sample_rows(
     if rows > most as usize {
         return Err(KernelError::limit("rows of a launch", most, rows));
     }
-    let elements = rows * kind.vocab;
+    let elements = rows * vocab;
     let address = address_of(client, elements)?;
     let seen = seen.filter(|_| sampled.seen);
-    let [factor, more] = kind.factors();
-    let [penalty, more_penalty] = kind.penalties();
+    let [factor, more] = options.factors();
+    let [penalty, more_penalty] = options.penalties();
     // SAFETY: units read columns below the vocabulary of their cube's row, and one of a row's writes its token; the buffers have the lengths they say
     // (see `buffer`).
     unsafe {
@@ -588,9 +563,9 @@ pub fn sample_rows(
             buffer(tokens, rows),
             factor as f32,
             more as f32,
-            kind.top_k.unwrap_or(kind.vocab) as f32,
-            kind.top_p as f32,
-            (0.5 * kind.min_p.ln() * kind.temperature) as f32,
+            options.top_k.unwrap_or(vocab) as f32,
+            options.top_p as f32,
+            (0.5 * options.min_p.ln() * options.temperature) as f32,
             PenaltyLaunch::new(penalty as f32, more_penalty as f32),
             sampled,
         );

@@ -5,7 +5,7 @@ pub(crate) use kernels::text;
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use crate::kernels::sample::{SampleKind, sample_rows, sample_text};
+    use crate::kernels::sample::{sample_rows, sample_text};
     use blocksparse_cubecl::KernelError;
     use burn::tensor::DType;
     use burn_cubecl::kernel::into_contiguous;
@@ -13,20 +13,10 @@ mod kernels {
     use burn_cubecl::{CubeBackend, CubeDevice};
 
     use crate::paged::values::OptInt;
+    use crate::sample_options::SampleOptions;
     use crate::sampling::ops::SamplingOps;
-    use crate::sampling::options::SampleOptions;
     use crate::sampling::reference;
     use burn_blocksparse::internal::cube::{empty, uses_reference};
-
-    fn kind(vocab: usize, options: &SampleOptions) -> SampleKind {
-        let mut kind = SampleKind::new(vocab);
-        kind.temperature = options.temperature;
-        kind.top_k = options.top_k;
-        kind.top_p = options.top_p;
-        kind.min_p = options.min_p;
-        kind.repetition = options.repetition;
-        kind
-    }
 
     /// How a call is launched.
     pub(crate) fn text(
@@ -34,7 +24,7 @@ mod kernels {
         vocab: usize,
         options: &SampleOptions,
     ) -> Result<String, KernelError> {
-        sample_text(&device.client(), &kind(vocab, options))
+        sample_text(&device.client(), vocab, options)
     }
 
     impl SamplingOps for CubeBackend {
@@ -53,8 +43,8 @@ mod kernels {
             let tokens = empty(&logits, [rows], DType::I32);
             let result = sample_rows(
                 &logits.client,
-                &kind(vocab, &options),
-                rows,
+                &options,
+                [rows, vocab],
                 [&logits.handle, &draws.handle],
                 seen.as_ref().map(|seen| &seen.handle),
                 &tokens.handle,

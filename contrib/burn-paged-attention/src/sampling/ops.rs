@@ -6,7 +6,7 @@ use burn::backend::{Backend, backend_extension};
 use burn::tensor::DType;
 
 use crate::paged::values::OptInt;
-use crate::sampling::options::SampleOptions;
+use crate::sample_options::SampleOptions;
 use crate::sampling::reference;
 use burn_blocksparse::reference_backends;
 

@@ -4,7 +4,7 @@ use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{TensorData, try_read_sync};
 
-use crate::sampling::options::SampleOptions;
+use crate::sample_options::SampleOptions;
 
 pub(crate) fn tokens<B: Backend>(
     logits: FloatTensor<B>,

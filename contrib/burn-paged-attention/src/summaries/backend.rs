@@ -18,7 +18,7 @@ mod kernels {
     use crate::summaries::values::{PageScoreInputs, StoredKeys, SummarizeInputs};
     use burn_blocksparse::internal::cube::{checked, empty, integers, uses_reference};
     use burn_sparse_select::PageSummary;
-    use burn_sparse_select::backend::PageChoiceCall;
+    use burn_sparse_select::pages::PageChoice;
 
     fn summary_of(summary: PageSummary) -> Summary {
         match summary {
@@ -76,26 +76,30 @@ mod kernels {
             summaries
         }
 
-        fn page_scores(inputs: PageScoreInputs<Self>, call: PageChoiceCall) -> CubeTensor {
+        fn page_scores(
+            inputs: PageScoreInputs<Self>,
+            kv_heads: usize,
+            choice: PageChoice,
+        ) -> CubeTensor {
             let [batch, heads, width] = inputs.q.meta.shape().dims();
             let [_, tables, entries] = inputs.table.meta.shape().dims();
             let pages = inputs.summaries.meta.shape()[0];
             let shape = PageScoreShape::new(
-                [batch, heads, call.kv_heads],
+                [batch, heads, kv_heads],
                 [tables, entries],
-                [pages, call.choice.page, width],
+                [pages, choice.page, width],
                 dtype_to_elem_type(inputs.q.dtype),
                 (
-                    summary_of(call.choice.summary),
+                    summary_of(choice.summary),
                     dtype_to_elem_type(inputs.summaries.dtype),
                 ),
             );
             let client = inputs.q.client.clone();
             let is_empty = batch * heads * entries * pages == 0;
             if is_empty || uses_reference() || paged::check_page_scores(&client, &shape).is_err() {
-                return reference::scores::<Self>(inputs, &call);
+                return reference::scores::<Self>(inputs, kv_heads, &choice);
             }
-            let scores = empty(&inputs.q, [batch, call.kv_heads, entries], DType::F32);
+            let scores = empty(&inputs.q, [batch, kv_heads, entries], DType::F32);
             let [q, summaries] = [inputs.q, inputs.summaries].map(into_contiguous);
             let [table, spans] = [inputs.table, inputs.spans].map(integers);
             let buffers = PageScoreBuffers {
@@ -105,7 +109,7 @@ mod kernels {
                 spans: &spans.handle,
                 scores: &scores.handle,
             };
-            let factor = call.factor(heads / call.kv_heads);
+            let factor = choice.factor(heads / kv_heads);
             checked(paged::page_scores(&client, &shape, &buffers, factor));
             scores
         }

@@ -11,7 +11,6 @@ use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 use burn_sparse_select::PageSummary;
-use burn_sparse_select::backend::PageChoiceCall;
 
 use crate::PagedStore;
 use crate::paged::{check_heads, check_shared};
@@ -214,9 +213,8 @@ pub fn page_scores(
         table: table.clone().without_autodiff().into_dispatch(),
         spans: spans.clone().without_autodiff().into_dispatch(),
     };
-    let call = PageChoiceCall::new(kv_heads, choice);
     Ok(Tensor::from_dispatch(
-        <Dispatch as PageSummaryOps>::page_scores(inputs, call),
+        <Dispatch as PageSummaryOps>::page_scores(inputs, kv_heads, *choice),
     ))
 }
 

@@ -6,7 +6,7 @@ use burn::backend::{Backend, backend_extension};
 use burn::tensor::DType;
 use burn_blocksparse::reference_backends;
 use burn_sparse_select::PageSummary;
-use burn_sparse_select::backend::PageChoiceCall;
+use burn_sparse_select::pages::PageChoice;
 
 use crate::summaries::reference;
 use crate::summaries::values::{PageScoreInputs, SummarizeInputs};
@@ -32,13 +32,14 @@ pub trait PageSummaryOps: Backend {
     /// Scores of pages, f32 `[batch, kv_heads, entries]`.
     #[fusion(
         dtype = DType::F32,
-        shape = [inputs.table.shape[0], call.kv_heads, inputs.table.shape[2]].into()
+        shape = [inputs.table.shape[0], *kv_heads, inputs.table.shape[2]].into()
     )]
     fn page_scores(
         #[extension_type] inputs: PageScoreInputs<Self>,
-        call: PageChoiceCall,
+        kv_heads: usize,
+        choice: PageChoice,
     ) -> FloatTensor<Self> {
-        reference::scores::<Self>(inputs, &call)
+        reference::scores::<Self>(inputs, kv_heads, &choice)
     }
 }
 

@@ -6,7 +6,7 @@ use burn::tensor::{FloatDType, IntDType, Shape, TensorData};
 use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_sparse_select::PageSummary;
-use burn_sparse_select::backend::PageChoiceCall;
+use burn_sparse_select::pages::PageChoice;
 
 use crate::paged::reference::{HostInts, assign, dequantize, int_data, written};
 use crate::summaries::values::{PageScoreInputs, StoredKeys, SummarizeInputs};
@@ -100,7 +100,8 @@ fn rows_of<B: Backend>(keys: StoredKeys<B>, ids: IntTensor<B>) -> FloatTensor<B>
 
 pub(crate) fn scores<B: Backend>(
     inputs: PageScoreInputs<B>,
-    call: &PageChoiceCall,
+    kv_heads: usize,
+    choice: &PageChoice,
 ) -> FloatTensor<B> {
     let PageScoreInputs {
         q,
@@ -113,14 +114,13 @@ pub(crate) fn scores<B: Backend>(
     let [pages, rows, _] = summaries.shape().dims();
     let device = q.device();
     let sums = accumulate_in(FloatDType::from(q.dtype()));
-    let kv_heads = call.kv_heads;
     if batch * heads * entries * pages == 0 {
         let shape = Shape::new([batch, kv_heads, entries]);
         return B::float_zeros(shape, &device, FloatDType::F32);
     }
     let group = heads / kv_heads;
     let q = B::float_cast(q, sums);
-    let parts = match call.choice.summary {
+    let parts = match choice.summary {
         PageSummary::Bounds => vec![
             B::float_clamp_min(q.clone(), 0.0.into()),
             B::float_clamp_max(q, 0.0.into()),
@@ -133,7 +133,7 @@ pub(crate) fn scores<B: Backend>(
     };
     let numbers = rows * width;
     let q = B::float_reshape(q, Shape::new([batch * kv_heads, group, numbers]));
-    let q = B::float_mul_scalar(B::float_sum_dim(q, 1), call.factor(group).into());
+    let q = B::float_mul_scalar(B::float_sum_dim(q, 1), choice.factor(group).into());
     // With one table the pages of the heads follow each other.
     let shared = kv_heads / tables;
     let ids = B::int_clamp_min(table, 0.into());

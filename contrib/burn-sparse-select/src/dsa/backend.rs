@@ -17,8 +17,8 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
 use crate::dsa::ops::{
-    BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss, IndexerOps,
-    IndexerScores, SeenKeys, TargetInputs,
+    AmongKeys, BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss,
+    IndexerOps, IndexerScores, TargetInputs,
 };
 use burn_blocksparse::internal::cube::{
     empty, integers, launched, readable, typed, uses_reference,
@@ -155,6 +155,63 @@ fn index_pairs(index: IndexInputs<CubeBackend>) -> Pairs {
     Pairs::new([index.q, index.k, index.weights])
 }
 
+/// The keys of the highest scores among those of blocks that queries list.
+fn choice_in_blocks(
+    index: IndexInputs<CubeBackend>,
+    [blocks, seen]: [&CubeTensor; 2],
+    call: &IndexerChoice,
+) -> CubeTensor {
+    let [q, k] = [index.q, index.k].map(|x| readable(into_contiguous(x), ALIGNMENT));
+    let pairs = Pairs::new([q, k, index.weights]);
+    let [batch, seq_q, count] = blocks.meta.shape().dims();
+    let (listed, factor) = (count * call.block, pairs.factor());
+    let top_k = TopKKeys {
+        most: call.most,
+        near: call.near,
+        seen: Some(1),
+    };
+    let of_entry = PairSizes {
+        batch: 1,
+        ..pairs.sizes([0, seq_q], Some(listed))
+    };
+    let slabs = top_k.slabs(&of_entry, call.chunk_elements);
+    let numbers = slabs.iter().map(PairSizes::elements).max().unwrap_or(0);
+    let scores = empty(&pairs.q, [numbers], DType::F32);
+    let lists = empty(&pairs.q, [batch, seq_q, call.most], DType::I32);
+    let client = &pairs.q.client;
+    let behind = |of: &CubeTensor, numbers: usize| {
+        let bytes = numbers * of.dtype.size();
+        of.handle.clone().offset_start(bytes as u64)
+    };
+    let part = |of: &CubeTensor, entry: usize| {
+        let dims = of.meta.shape();
+        behind(of, entry % dims[0] * (dims.num_elements() / dims[0]))
+    };
+    for entry in 0..batch {
+        let of = [&pairs.q, &pairs.k, &pairs.of_rows, &lists, seen];
+        let [q, k, of_rows, lists, seen] = of.map(|of| part(of, entry));
+        let inputs = PairInputs {
+            q: &q,
+            k: &k,
+            of_rows: &of_rows,
+            ..pairs.inputs(None, None)
+        };
+        for sizes in &slabs {
+            let own = behind(blocks, (entry * seq_q + sizes.rows[0]) * count);
+            let (own, out) = ((&own, call.block), &scores.handle);
+            launched(kernels::block_sums(
+                client, sizes, &inputs, own, factor, out,
+            ));
+            let numbers = [out, &lists];
+            launched(top_k_keys(client, sizes, &top_k, numbers, Some(&seen)));
+        }
+    }
+    let dims = [batch * seq_q, call.most, count];
+    let [of, by] = [&lists.handle, &blocks.handle];
+    launched(kernels::keys_of_places(client, of, by, dims, call.block));
+    lists
+}
+
 impl IndexerOps for CubeBackend {
     fn indexer_scores(index: IndexInputs<Self>, call: IndexerScores) -> CubeTensor {
         let pairs = index_pairs(index);
@@ -170,14 +227,15 @@ impl IndexerOps for CubeBackend {
 
     fn indexer_choice(
         index: IndexInputs<Self>,
-        seen: SeenKeys<Self>,
+        among: AmongKeys<Self>,
         call: IndexerChoice,
     ) -> CubeTensor {
+        let lists = among.lists.into_option().map(integers);
+        let seen = among.seen.into_option().map(integers);
+        if let (1.., Some(blocks), Some(seen)) = (call.block, &lists, &seen) {
+            return choice_in_blocks(index, [blocks, seen], &call);
+        }
         let pairs = index_pairs(index);
-        let seen = match seen {
-            SeenKeys::UpToOwn => None,
-            SeenKeys::Counted(seen) => Some(into_contiguous(cast(seen, DType::I32))),
-        };
         let [batch, _, seq_q, _] = pairs.q.meta.shape().dims();
         let top_k = TopKKeys {
             most: call.most,
@@ -190,131 +248,23 @@ impl IndexerOps for CubeBackend {
             near: 0,
             all: seen.is_some(),
         };
-        let all = pairs.sizes([0, seq_q], None);
+        let listed = lists.as_ref().map(|lists| lists.meta.shape()[2]);
+        let all = pairs.sizes([0, seq_q], listed);
         let bytes = pairs.bytes(&all, &sum, call.in_fp8);
         let slabs = top_k.slabs(&all, call.chunk_elements);
         let numbers = slabs.iter().map(PairSizes::elements).max().unwrap_or(0);
         // All slabs in turn have the same scores in memory.
         let scores = empty(&pairs.q, [numbers], DType::F32);
-        let lists = empty(&pairs.q, [batch, seq_q, call.most], DType::I32);
+        let chosen = empty(&pairs.q, [batch, seq_q, call.most], DType::I32);
         let client = &pairs.q.client;
         let seen = seen.as_ref().map(|seen| &seen.handle);
+        let inputs = pairs.inputs(lists.as_ref(), bytes.as_ref());
         for sizes in &slabs {
-            launched(pair_sums(
-                client,
-                sizes,
-                &pairs.inputs(None, bytes.as_ref()),
-                &sum,
-                &scores.handle,
-            ));
-            let numbers = [&scores.handle, &lists.handle];
+            launched(pair_sums(client, sizes, &inputs, &sum, &scores.handle));
+            let numbers = [&scores.handle, &chosen.handle];
             launched(top_k_keys(client, sizes, &top_k, numbers, seen));
         }
-        lists
-    }
-
-    fn indexer_list_choice(
-        index: IndexInputs<Self>,
-        lists: CubeTensor,
-        seen: CubeTensor,
-        call: IndexerChoice,
-    ) -> CubeTensor {
-        let pairs = index_pairs(index);
-        let [lists, seen] = [lists, seen].map(integers);
-        let [rows, listed] = lists.meta.shape().dims();
-        let top_k = TopKKeys {
-            most: call.most,
-            near: call.near,
-            seen: Some(1),
-        };
-        let sum = PairSum::Scores {
-            factor: pairs.factor(),
-            near: 0,
-            all: true,
-        };
-        let step = (call.chunk_elements / listed.max(1)).clamp(1, rows.max(1));
-        let scores = empty(&pairs.q, [step * listed], DType::F32);
-        let places = empty(&pairs.q, [rows, call.most], DType::I32);
-        let client = &pairs.q.client;
-        for start in (0..rows).step_by(step) {
-            let sizes = pairs.sizes([start, step.min(rows - start)], Some(listed));
-            let inputs = pairs.inputs(Some(&lists), None);
-            launched(pair_sums(client, &sizes, &inputs, &sum, &scores.handle));
-            let numbers = [&scores.handle, &places.handle];
-            launched(top_k_keys(
-                client,
-                &sizes,
-                &top_k,
-                numbers,
-                Some(&seen.handle),
-            ));
-        }
-        places
-    }
-
-    fn indexer_block_choice(
-        index: IndexInputs<Self>,
-        blocks: CubeTensor,
-        seen: CubeTensor,
-        block: usize,
-        call: IndexerChoice,
-    ) -> CubeTensor {
-        let [q, k] = [index.q, index.k].map(|x| readable(into_contiguous(x), ALIGNMENT));
-        let pairs = Pairs::new([q, k, index.weights]);
-        let [blocks, seen] = [blocks, seen].map(integers);
-        let [batch, seq_q, count] = blocks.meta.shape().dims();
-        let listed = count * block;
-        let step = (call.chunk_elements / listed).clamp(1, seq_q);
-        let scores = empty(&pairs.q, [step * listed], DType::F32);
-        let lists = empty(&pairs.q, [batch, seq_q, call.most], DType::I32);
-        let top_k = TopKKeys {
-            most: call.most,
-            near: call.near,
-            seen: Some(1),
-        };
-        let client = &pairs.q.client;
-        let behind = |of: &CubeTensor, numbers: usize| {
-            let bytes = numbers * of.dtype.size();
-            of.handle.clone().offset_start(bytes as u64)
-        };
-        let part = |of: &CubeTensor, entry: usize| {
-            let dims = of.meta.shape();
-            behind(of, entry % dims[0] * (dims.num_elements() / dims[0]))
-        };
-        for entry in 0..batch {
-            let of = [&pairs.q, &pairs.k, &pairs.of_rows, &lists, &seen];
-            let [q, k, of_rows, lists, seen] = of.map(|of| part(of, entry));
-            let inputs = PairInputs {
-                q: &q,
-                k: &k,
-                of_rows: &of_rows,
-                ..pairs.inputs(None, None)
-            };
-            for start in (0..seq_q).step_by(step) {
-                let rows = [start, step.min(seq_q - start)];
-                let sizes = PairSizes {
-                    batch: 1,
-                    ..pairs.sizes(rows, Some(listed))
-                };
-                let own = behind(&blocks, (entry * seq_q + start) * count);
-                let (own, out) = ((&own, block), &scores.handle);
-                let factor = pairs.factor();
-                launched(kernels::block_sums(
-                    client, &sizes, &inputs, own, factor, out,
-                ));
-                launched(top_k_keys(
-                    client,
-                    &sizes,
-                    &top_k,
-                    [out, &lists],
-                    Some(&seen),
-                ));
-            }
-        }
-        let dims = [batch * seq_q, call.most, count];
-        let [of, by] = [&lists.handle, &blocks.handle];
-        launched(kernels::keys_of_places(client, of, by, dims, block));
-        lists
+        chosen
     }
 
     fn indexer_maxima(q: CubeTensor, k: CubeTensor, call: BlockMaxima) -> CubeTensor {

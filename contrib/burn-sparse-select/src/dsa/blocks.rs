@@ -9,7 +9,7 @@ use crate::dsa::Dsa;
 use crate::dsa::kernels;
 use crate::dsa::scores::{DsaIndex, DsaLists};
 use crate::dsa::slabs::has_kernels;
-use crate::selection::parts::padded;
+use crate::selection::parts::{in_steps, padded};
 
 /// The blocks among whose keys a query chooses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -138,8 +138,7 @@ impl Dsa {
         };
         let step = (self.numbers / (batch * listed * each)).clamp(1, seq_q);
         let mut chosen = Vec::new();
-        for start in (0..seq_q).step_by(step) {
-            let rows = start..(start + step).min(seq_q);
+        for rows in in_steps(0..seq_q, step) {
             let (count, all) = (rows.len(), batch * rows.len());
             let wide = [batch, count, of.count, size];
             let blocks = blocks.clone().slice_dim(1, rows.clone());

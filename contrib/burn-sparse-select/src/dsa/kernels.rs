@@ -11,8 +11,8 @@ use burn::tensor::{DType, Int, Tensor};
 use crate::dsa::backend::{available, has_block_sums, has_maxima, has_top_k, rounds};
 use crate::dsa::found::{DsaTarget, Found};
 use crate::dsa::ops::{
-    BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps, IndexerScores,
-    SeenKeys, TargetInputs,
+    AmongKeys, BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerLoss, IndexerOps,
+    IndexerScores, TargetInputs,
 };
 use crate::dsa::scores::{DsaIndex, DsaLists, together};
 use crate::selection::layouts::LayoutCache;
@@ -115,19 +115,29 @@ pub(crate) fn top_k(
     if !is_served || !has_scores(index, numbers) {
         return None;
     }
-    let seen = match seen {
-        Some(seen) => SeenKeys::Counted(seen.clone().into_dispatch()),
-        None => SeenKeys::UpToOwn,
-    };
-    let inputs = Index::new(index).inputs();
     let call = IndexerChoice {
         most,
         near,
         chunk_elements: numbers,
         in_fp8: index.is_in_fp8(),
+        block: 0,
     };
-    let lists = <Dispatch as IndexerOps>::indexer_choice(inputs, seen, call);
-    Some(Tensor::from_dispatch(lists))
+    let inputs = Index::new(index).inputs();
+    Some(choice(inputs, None, seen.cloned(), call))
+}
+
+/// The choice of an index, among such lists and of so many of the keys.
+fn choice(
+    index: IndexInputs<Dispatch>,
+    lists: Option<Tensor<3, Int>>,
+    seen: Option<Tensor<2, Int>>,
+    call: IndexerChoice,
+) -> Tensor<3, Int> {
+    let among = AmongKeys {
+        lists: lists.map(Tensor::into_dispatch).into(),
+        seen: seen.map(Tensor::into_dispatch).into(),
+    };
+    Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_choice(index, among, call))
 }
 
 /// The same among the keys of blocks that each query lists, `[batch, seq_q, blocks]`, of which it sees so many. `None` also where no kernel goes by blocks, or there
@@ -156,11 +166,10 @@ pub(crate) fn top_k_in_blocks(
         near,
         chunk_elements: numbers,
         in_fp8: false,
+        block,
     };
-    let [lists, seen] = [lists.clone().into_dispatch(), seen.clone().into_dispatch()];
-    let keys =
-        <Dispatch as IndexerOps>::indexer_block_choice(index.inputs(), lists, seen, block, call);
-    Some(Tensor::from_dispatch(keys))
+    let (lists, seen) = (Some(lists.clone()), Some(seen.clone()));
+    Some(choice(index.inputs(), lists, seen, call))
 }
 
 /// The places of the `most` highest scores of queries, `[queries, most]`, ascending, −1 after the last, `near` of the last among them: of the keys in
@@ -194,10 +203,10 @@ pub(crate) fn top_k_in_lists(
         near,
         chunk_elements: numbers,
         in_fp8: false,
+        block: 0,
     };
-    let (slots, seen) = (slots.clone().into_dispatch(), seen.clone().into_dispatch());
-    let places = <Dispatch as IndexerOps>::indexer_list_choice(inputs, slots, seen, call);
-    Some(Tensor::from_dispatch(places))
+    let (slots, seen) = (slots.clone().unsqueeze(), seen.clone().unsqueeze());
+    Some(choice(inputs, Some(slots), Some(seen), call).squeeze_dim(0))
 }
 
 /// The highest products of some queries `[batch, heads, seq_q, width]` with the keys of each of the first blocks, `[batch, heads, rows, blocks]`; keys are

@@ -7,6 +7,7 @@ use burn::tensor::{Bool, DType, Int, Tensor};
 use crate::dsa::found::{DsaTarget, Found};
 use crate::dsa::scores::{DsaIndex, Scores};
 use crate::dsa::{Dsa, unlisted};
+use crate::selection::parts::{added, in_steps};
 use burn_blocksparse::OpError;
 
 /// Scores of keys that do not count: far below any other, but finite.
@@ -100,10 +101,7 @@ impl Dsa {
         let mut found = Gradients::default();
         for rows in scores.slabs(widest) {
             let loss = found.add(&scores, &target, rows);
-            sum = Some(match sum {
-                None => loss,
-                Some(sum) => sum + loss,
-            });
+            sum = Some(added(sum, loss));
         }
         let queries = (batch * seq_q) as f64;
         let value = sum.expect("there is a query").div_scalar(queries);
@@ -166,15 +164,14 @@ impl Target<'_> {
                 .clone()
                 .slice_dim(1, kv_head..kv_head + 1)
                 .swap_dims(2, 3);
-            for start in (0..group).step_by(heads_at_a_time) {
-                let end = (start + heads_at_a_time).min(group);
-                let own = kv_head * group + start..kv_head * group + end;
+            for own in in_steps(kv_head * group..(kv_head + 1) * group, heads_at_a_time) {
+                let count = own.len();
                 let q = self.q.clone().slice_dim(1, own.clone());
                 let q = q.slice_dim(2, rows.clone());
                 let q = q.mul_scalar(self.scale);
-                let q = q.reshape([batch, 1, (end - start) * rows.len(), width]);
+                let q = q.reshape([batch, 1, count * rows.len(), width]);
                 let scores = q.matmul(k.clone());
-                let dims = [batch, end - start, rows.len(), seq_kv];
+                let dims = [batch, count, rows.len(), seq_kv];
                 let scores = scores.reshape(dims);
                 let weights = match &self.lse {
                     None => {
@@ -187,10 +184,7 @@ impl Target<'_> {
                     }
                 };
                 let weights = weights.sum_dim(1).squeeze_dim(1);
-                sum = Some(match sum {
-                    None => weights,
-                    Some(sum) => sum + weights,
-                });
+                sum = Some(added(sum, weights));
             }
         }
         sum.expect("there is a head").div_scalar(heads as f64)
@@ -248,10 +242,7 @@ impl Gradients {
             let by_k = by_product
                 .swap_dims(2, 3)
                 .matmul(q.reshape([batch, 1, count, width]));
-            self.k = Some(match self.k.take() {
-                None => by_k,
-                Some(sum) => sum + by_k,
-            });
+            self.k = Some(added(self.k.take(), by_k));
         }
         self.q.push(Tensor::cat(by_q, 1));
         self.weights.push(Tensor::cat(by_weights, 1));

@@ -30,6 +30,7 @@ use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 
 use crate::dsa::blocks::Blocks;
 use crate::selection::key_lists::{TokenIndices, token_sparse_attention};
+use crate::selection::parts::joined;
 use crate::selection::token_order::topk_rows;
 use burn_blocksparse::internal::arange;
 use burn_blocksparse::{AttentionOptions, OpError};
@@ -212,10 +213,7 @@ impl Dsa {
             let is_none = (found.clone()).greater_equal(seen.expand([batch, count, most]));
             chosen.push(found.mask_fill(is_none, -1));
         }
-        Ok(match chosen.len() {
-            1 => chosen.remove(0),
-            _ => Tensor::cat(chosen, 1),
-        })
+        Ok(joined(chosen, 1))
     }
 
     /// The scores of all pairs, f32 `[batch, seq_q, seq_kv]`, without autodiff; those of keys that a query does not see among them: for looking at.

@@ -6,6 +6,7 @@ use burn::backend::{Backend, ExtensionType, backend_extension};
 use burn::tensor::DType;
 
 use blocksparse::HadamardFp8;
+use burn_blocksparse::internal::values::OptInt;
 
 /// Request for scores of an indexer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,6 +34,8 @@ pub struct IndexerChoice {
     pub chunk_elements: usize,
     /// As in [`IndexerScores`].
     pub in_fp8: bool,
+    /// Keys of a block, if queries list blocks of keys, 0 otherwise. On devices alone that have a kernel for it.
+    pub block: usize,
 }
 
 /// Request for the highest dot products of blocks.
@@ -99,15 +102,18 @@ pub enum ComparedKeys<B: Backend> {
     Indices(IntTensor<B>),
 }
 
-/// Number of keys that queries see, from the first on.
+/// The keys that queries choose from.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub enum SeenKeys<B: Backend> {
-    /// Those up to their own positions.
-    UpToOwn,
-    /// i32 `[batch or 1, seq_q]`.
-    Counted(IntTensor<B>),
+pub struct AmongKeys<B: Backend> {
+    /// i32 `[batch, seq_q, listed]`: the keys that each query lists, in any order, of one batch entry alone, or the blocks, ascending. Below 0 after the last. All
+    /// keys, if there are no lists.
+    #[extension_type]
+    pub lists: OptInt<B>,
+    /// i32 `[batch or 1, seq_q]`: of these keys queries see so many, from the first on. Those up to their own positions, if it is not said.
+    #[extension_type]
+    pub seen: OptInt<B>,
 }
 
 /// The losses of queries, and the gradients of their mean, all f32.
@@ -139,38 +145,15 @@ pub trait IndexerOps: Backend {
         call: IndexerScores,
     ) -> FloatTensor<Self>;
 
-    /// The keys of the highest scores of all queries, i32 `[batch, seq_q, most]`, ascending, −1 after the last: ties go to the earlier, NaN sorts last.
+    /// The keys of the highest scores of all queries, i32 `[batch, seq_q, most]`, ascending, −1 after the last: ties go to the earlier, NaN sorts last. Of keys
+    /// that queries list their places in the list.
     #[fusion(
         dtype = DType::I32,
         shape = [index.q.shape[0], index.q.shape[2], call.most].into()
     )]
     fn indexer_choice(
         #[extension_type] index: IndexInputs<Self>,
-        #[extension_type] seen: SeenKeys<Self>,
-        call: IndexerChoice,
-    ) -> IntTensor<Self>;
-
-    /// The same among keys that each query of one batch entry lists, `[seq_q, listed]`, below 0 after the last, of which it sees so many as `seen`, `[seq_q]`,
-    /// says: their places in its list, i32 `[seq_q, most]`. Lists may be in any order.
-    #[fusion(dtype = DType::I32, shape = [lists[0], call.most].into())]
-    fn indexer_list_choice(
-        #[extension_type] index: IndexInputs<Self>,
-        lists: IntTensor<Self>,
-        seen: IntTensor<Self>,
-        call: IndexerChoice,
-    ) -> IntTensor<Self>;
-
-    /// The same among the keys of blocks that each query lists, i32 `[batch, seq_q, blocks]`, ascending, −1 behind the last: of these keys it sees so many as `seen`,
-    /// `[batch or 1, seq_q]`, says. The keys themselves, i32 `[batch, seq_q, most]`. On devices alone that have a kernel for it.
-    #[fusion(
-        dtype = DType::I32,
-        shape = [index.q.shape[0], index.q.shape[2], call.most].into()
-    )]
-    fn indexer_block_choice(
-        #[extension_type] index: IndexInputs<Self>,
-        lists: IntTensor<Self>,
-        seen: IntTensor<Self>,
-        block: usize,
+        #[extension_type] among: AmongKeys<Self>,
         call: IndexerChoice,
     ) -> IntTensor<Self>;
 

@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use burn::tensor::{DType, Int, Tensor};
 
+use crate::selection::parts::in_steps;
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::device::served;
 
@@ -158,10 +159,7 @@ impl Scores {
             true => all,
             false => (self.numbers / of_row).clamp(1, FEWEST_ROWS),
         };
-        let starts = (0..seq_q).step_by(rows);
-        starts
-            .map(|start| start..(start + rows).min(seq_q))
-            .collect()
+        in_steps(0..seq_q, rows).collect()
     }
 
     /// Heads that are computed at once with so many queries.
@@ -171,12 +169,8 @@ impl Scores {
     }
 
     /// Parts of the heads with so many queries.
-    pub fn parts(&self, rows: usize) -> Vec<Range<usize>> {
-        let (heads, step) = (self.heads(), self.heads_at_a_time(rows));
-        let starts = (0..heads).step_by(step);
-        starts
-            .map(|start| start..(start + step).min(heads))
-            .collect()
+    pub fn parts(&self, rows: usize) -> impl Iterator<Item = Range<usize>> {
+        in_steps(0..self.heads(), self.heads_at_a_time(rows))
     }
 
     /// Queries and weights, `[batch, heads, rows, 1]`, of some heads and rows.
@@ -198,7 +192,7 @@ impl Scores {
 
     /// Scores of some queries and all keys: `[batch, rows, seq_kv]`.
     pub fn of_rows(&self, rows: Range<usize>) -> Tensor<3> {
-        let parts = self.parts(rows.len()).into_iter().map(|heads| {
+        let parts = self.parts(rows.len()).map(|heads| {
             let (q, weights) = self.part(&heads, &rows);
             (self.products(q) * weights).sum_dim(1).squeeze_dim(1)
         });

@@ -7,6 +7,7 @@ use burn::tensor::Tensor;
 #[cfg(feature = "cube")]
 use crate::dsa::kernels;
 use crate::dsa::scores::{DsaIndex, Scores, together};
+use crate::selection::parts::in_steps;
 
 /// Whether kernels make the scores of an index, so many numbers at a time.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
@@ -49,9 +50,7 @@ impl<'a> Slabs<'a> {
             Some(scores) => scores.slabs(scores.heads()),
             None => {
                 let (rows, seq_q) = (together(dims, self.index.seq_kv(), self.numbers), dims[2]);
-                let starts = (0..seq_q).step_by(rows);
-                let slab = |start: usize| start..(start + rows).min(seq_q);
-                starts.map(slab).collect()
+                in_steps(0..seq_q, rows).collect()
             }
         }
     }

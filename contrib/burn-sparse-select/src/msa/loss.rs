@@ -7,6 +7,7 @@ use burn::tensor::{DType, Device, Int, Tensor};
 use crate::dsa::{Dsa, DsaTarget};
 use crate::msa::{Msa, MsaIndex};
 use crate::selection::key_lists::TokenIndices;
+use crate::selection::parts::{added, in_steps};
 use crate::selection::query_lists::SelectedBlocks;
 use burn_blocksparse::OpError;
 
@@ -83,8 +84,7 @@ impl Msa {
         // Which keys are chosen plays no part.
         let dsa = Dsa::new(1)?.with_chunk_elements(self.numbers)?;
         let mut sum: Option<Tensor<1>> = None;
-        for start in (0..seq_q).step_by(together) {
-            let rows = start..(start + together).min(seq_q);
+        for rows in in_steps(0..seq_q, together) {
             let end = rows.end + seq_kv - seq_q;
             let of_rows = index.of_rows(rows.clone()).of_groups()?;
             let pair = [&by_groups(q, rows.clone()), &by_groups(k, 0..end)];
@@ -104,10 +104,7 @@ impl Msa {
             let over = keys.as_ref().map_or(DsaTarget::All, DsaTarget::Chosen);
             let loss = dsa.compared(&of_rows, pair, scale, over, lse);
             let loss = loss.mul_scalar(rows.len() as f64 / seq_q as f64);
-            sum = Some(match sum {
-                None => loss,
-                Some(sum) => sum + loss,
-            });
+            sum = Some(added(sum, loss));
         }
         Ok(sum.expect("there is a query"))
     }

@@ -18,6 +18,7 @@ use crate::msa::scores::BlockScores;
 use crate::pages::page_choice::OWN;
 use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::{check_options, selected_blocks_attention};
+use crate::selection::parts::in_steps;
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
 pub use index::MsaIndex;
@@ -212,8 +213,7 @@ impl Msa {
     ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
         let ([_, _, seq_q, _], seq_kv) = (q.dims(), k.dims()[2]);
         let (mut outs, mut logs) = (Vec::new(), Vec::new());
-        for start in (0..seq_q).step_by(together) {
-            let rows = start..(start + together).min(seq_q);
+        for rows in in_steps(0..seq_q, together) {
             let end = rows.end + seq_kv - seq_q;
             let sizes = match self.sees_all(end) {
                 true => None,

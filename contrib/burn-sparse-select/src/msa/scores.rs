@@ -11,7 +11,7 @@ use crate::dsa::{DsaIndex, Slabs, together};
 #[cfg(feature = "cube")]
 use crate::kernels::selection::MOST_RUN;
 use crate::msa::MsaIndex;
-use crate::selection::parts::{joined, padded};
+use crate::selection::parts::{in_steps, joined, padded};
 use burn_blocksparse::OpError;
 
 /// What the scores of blocks are made of.
@@ -98,8 +98,7 @@ impl BlockScores {
         let ([batch, groups, seq_q, _], seq_kv) = (self.index.q.dims(), self.index.seq_kv());
         let blocks = seq_kv.div_ceil(self.block);
         let step = together(index.q.dims(), seq_kv, self.numbers);
-        let parts = rows.clone().step_by(step).map(|start| {
-            let rows = start..(start + step).min(rows.end);
+        let parts = in_steps(rows, step).map(|rows| {
             let count = rows.len();
             // Blocks before that of the last query are whole.
             let own = (rows.end - 1 + seq_kv - seq_q) / self.block;

@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
 use crate::nsa::Nsa;
-use crate::selection::parts::{NUMBERS, joined, padded};
+use crate::selection::parts::{NUMBERS, in_steps, joined, padded};
 use crate::selection::products;
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::OpError;
@@ -66,8 +66,7 @@ impl<'a> AttentionSums<'a> {
         let [batch, heads, ..] = self.q.dims();
         let step = (NUMBERS / (batch * heads * self.seen(rows.end).max(1))).max(1);
         let mut slabs = Vec::new();
-        for start in rows.clone().step_by(step) {
-            let rows = start..(start + step).min(rows.end);
+        for rows in in_steps(rows, step) {
             slabs.push(
                 match self.compressed.as_ref().filter(|_| self.seen(rows.end) > 0) {
                     None => self.nothing(rows.len(), self.blocks),

@@ -10,14 +10,13 @@ mod kernels {
     use crate::kernels::rows;
     use crate::kernels::rows::TopKPagesShape;
     use crate::pages::ops::PageChoiceOps;
-    use crate::pages::page_choice::PageChoiceCall;
+    use crate::pages::page_choice::PageChoice;
     use crate::pages::reference;
     use burn_blocksparse::internal::cube::{checked, empty, integers, uses_reference};
 
     impl PageChoiceOps for CubeBackend {
-        fn topk_pages(scores: CubeTensor, spans: CubeTensor, call: PageChoiceCall) -> CubeTensor {
+        fn topk_pages(scores: CubeTensor, spans: CubeTensor, choice: PageChoice) -> CubeTensor {
             let [batch, kv_heads, entries] = scores.meta.shape().dims();
-            let choice = &call.choice;
             let shape = TopKPagesShape::new(
                 [batch, kv_heads],
                 [spans.meta.shape()[1], entries],
@@ -30,7 +29,7 @@ mod kernels {
                 || uses_reference()
                 || rows::check_topk_pages(&scores.client, &shape).is_err()
             {
-                return reference::highest::<Self>(scores, spans, &call);
+                return reference::highest::<Self>(scores, spans, &choice);
             }
             let scores = into_contiguous(cast(scores, DType::F32));
             let spans = integers(spans);

@@ -14,7 +14,6 @@ use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 
 use crate::pages::ops::PageChoiceOps;
-use crate::pages::page_choice::PageChoiceCall;
 
 /// The pages that queries choose by scores, f32 `[batch, kv_heads, max_pages]`, i32 `[batch, kv_heads, choice.selected_pages()]`: of each query and head of keys
 /// the blocks of pages that are [forced](PageChoice::forced), that in which its page list (the first number of `spans`, `[batch, 1 or kv_heads, 4]`) ends among
@@ -42,11 +41,10 @@ pub fn topk_pages(
         "the scores'",
         &spans.device(),
     )?;
-    let call = PageChoiceCall::new(kv_heads, choice);
     let picks = <Dispatch as PageChoiceOps>::topk_pages(
         scores.without_autodiff().into_dispatch(),
         spans.clone().without_autodiff().into_dispatch(),
-        call,
+        *choice,
     );
     Ok(Tensor::from_dispatch(picks))
 }

@@ -5,7 +5,7 @@ use burn::backend::{Backend, backend_extension};
 #[cfg(feature = "fusion")]
 use burn::tensor::DType;
 
-use crate::pages::page_choice::PageChoiceCall;
+use crate::pages::page_choice::PageChoice;
 use crate::pages::reference;
 use burn_blocksparse::reference_backends;
 
@@ -18,13 +18,13 @@ use burn_blocksparse::reference_backends;
 )]
 pub trait PageChoiceOps: Backend {
     /// The pages of the highest scores, i32 `[batch, kv_heads, keep · block]`.
-    #[fusion(dtype = DType::I32, shape = [scores[0], scores[1], call.choice.selected_pages()].into())]
+    #[fusion(dtype = DType::I32, shape = [scores[0], scores[1], choice.selected_pages()].into())]
     fn topk_pages(
         scores: FloatTensor<Self>,
         spans: IntTensor<Self>,
-        call: PageChoiceCall,
+        choice: PageChoice,
     ) -> IntTensor<Self> {
-        reference::highest::<Self>(scores, spans, &call)
+        reference::highest::<Self>(scores, spans, &choice)
     }
 }
 

@@ -38,6 +38,14 @@ impl PageChoice {
         self.kept().saturating_mul(self.block)
     }
 
+    /// Returns the factor of sums over `group` heads that share keys.
+    pub fn factor(&self, group: usize) -> f64 {
+        match self.mean {
+            true => 1.0 / group as f64,
+            false => 1.0,
+        }
+    }
+
     /// Blocks that are kept of a page list that has more.
     fn kept(&self) -> usize {
         self.keep.max(self.forced_blocks())
@@ -147,33 +155,5 @@ impl Selection {
             forced: rule.forced,
             mean,
         })
-    }
-}
-
-/// Parameters of a choice of pages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PageChoiceCall {
-    /// Heads of keys.
-    pub kv_heads: usize,
-    /// The choice of pages.
-    pub choice: PageChoice,
-}
-
-impl PageChoiceCall {
-    /// Of so many heads of keys.
-    pub fn new(kv_heads: usize, choice: &PageChoice) -> Self {
-        Self {
-            kv_heads,
-            choice: *choice,
-        }
-    }
-
-    /// Returns the factor of sums over `group` heads that share keys.
-    pub fn factor(&self, group: usize) -> f64 {
-        match self.choice.mean {
-            true => 1.0 / group as f64,
-            false => 1.0,
-        }
     }
 }

@@ -5,13 +5,13 @@ use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{TensorData, try_read_sync};
 use burn_blocksparse::graph::recording;
 
-use crate::pages::page_choice::PageChoiceCall;
+use crate::pages::page_choice::PageChoice;
 use crate::selection::reference::descending;
 
 pub(crate) fn highest<B: Backend>(
     scores: FloatTensor<B>,
     spans: IntTensor<B>,
-    call: &PageChoiceCall,
+    choice: &PageChoice,
 ) -> IntTensor<B> {
     let device = scores.device();
     let [batch, kv_heads, entries] = scores.shape().dims();
@@ -24,7 +24,6 @@ pub(crate) fn highest<B: Backend>(
         .expect("a device that can be waited for")
         .expect("a tensor that can be read");
     let scores: Vec<f32> = scores.iter::<f32>().collect();
-    let choice = &call.choice;
     let (size, listed) = (choice.block, choice.selected_pages());
     let mut picks: Vec<i32> = Vec::with_capacity(batch * kv_heads * listed);
     for row in 0..batch * kv_heads {

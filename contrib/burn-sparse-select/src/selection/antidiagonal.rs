@@ -5,17 +5,18 @@ use std::ops::Range;
 use blocksparse::{Budget, EstimateKind, Rule};
 use burn::tensor::Tensor;
 
-#[cfg(feature = "cube")]
-use crate::selection::estimates;
 use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
 };
 use crate::selection::parts::{
-    NUMBERS, by_heads, hidden, joined, padded, rows_of, softmax_of_seen, softmax_reference,
+    NUMBERS, by_heads, hidden, in_steps, joined, padded, rows_of, softmax_of_seen,
+    softmax_reference,
 };
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block};
+#[cfg(feature = "cube")]
+use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 
 /// Queries and keys in groups of `stride`: the score of two groups is the sum over their antidiagonal,
@@ -119,7 +120,9 @@ impl BlockEstimator for XAttention {
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let (b, s) = (self.block, self.stride);
         #[cfg(feature = "cube")]
-        if let Some(scores) = estimates::antidiagonals(call, [b, s], &rows) {
+        if let Some(scores) =
+            estimates::scores(call, b, &rows, ScoredBy::Antidiagonals { stride: s })
+        {
             return Ok(scores);
         }
         let in_block = b / s;
@@ -136,8 +139,8 @@ impl BlockEstimator for XAttention {
             let k = padded(rows_of(&k, 0..seq_kv), 2, [0, blocks * b - seq_kv]);
             let k = k.reshape([parts, 1, columns, s * dim]).transpose();
             let slab = (NUMBERS / (heads * row_elements)).max(1);
-            let slabs = rows.clone().step_by(slab).map(|start| {
-                let end = (start + slab).min(rows.end);
+            let slabs = in_steps(rows.clone(), slab).map(|rows| {
+                let Range { start, end } = rows;
                 let (count, first) = (end - start, (start * b).min(seq_q));
                 let to = (end * b).min(seq_q);
                 let groups = count * in_block;

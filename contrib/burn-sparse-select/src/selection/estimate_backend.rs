@@ -1,11 +1,13 @@
 //! Scores by which blocks are chosen, on CubeCL devices.
 
+use std::ops::Range;
+
 use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means_of_two};
 use crate::kernels::selection::{
-    AlikeScores, Antidiagonals, CompressedInputs, CompressedPlan, FlexLimits, FlexTensors,
-    GateSizes, LineSizes, MeanProducts, SeenRows, Touched, Wanted, alike_scores,
-    antidiagonal_attention_sums, check, compressed_attention_sums, flex_blocks, line_sums,
-    mean_products, query_picks, touched_blocks,
+    AlikeScores, Antidiagonals, CompressedInputs, CompressedPlan, FlexTensors, GateSizes, Kept,
+    LineSizes, MeanProducts, SeenRows, Touched, Wanted, alike_scores, antidiagonal_attention_sums,
+    check, compressed_attention_sums, flex_blocks, line_sums, mean_products, query_picks,
+    touched_blocks,
 };
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;
@@ -13,7 +15,7 @@ use burn_cubecl::kernel::{cast, into_contiguous, slice};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
-use crate::selection::estimate_ops::{CompressedCall, EstimateOps, LikeBlocks, MeanScores};
+use crate::selection::estimate_ops::{BlockScores, CompressedCall, EstimateOps, ScoredBy};
 use burn_blocksparse::internal::cube::readable as rows_readable;
 use burn_blocksparse::internal::cube::{empty, launched, uses_reference, view};
 
@@ -31,18 +33,13 @@ fn readable(x: CubeTensor) -> CubeTensor {
     })
 }
 
-/// The last rows of `[batch, heads, seq, width]`.
-fn last(x: &CubeTensor, rows: usize) -> CubeTensor {
+/// Some rows of `[batch, heads, seq, width]`.
+fn rows_of(x: &CubeTensor, rows: Range<usize>) -> CubeTensor {
     let [batch, heads, seq, width] = x.meta.shape().dims();
-    let ranges = [0..batch, 0..heads, seq - rows..seq, 0..width];
-    into_contiguous(slice(x.clone(), &ranges))
-}
-
-/// Room for scores.
-fn scores(q: &CubeTensor, k: &CubeTensor, rows: usize, block: usize) -> CubeTensor {
-    let [batch, heads, ..] = q.meta.shape().dims::<4>();
-    let blocks = k.meta.shape()[2].div_ceil(block);
-    empty(q, [batch, heads, rows, blocks], DType::F32)
+    match rows == (0..seq) {
+        true => x.clone(),
+        false => into_contiguous(slice(x.clone(), &[0..batch, 0..heads, rows, 0..width])),
+    }
 }
 
 /// Attention sums of compressed blocks, or what they choose, in a new tensor of these sizes.
@@ -81,69 +78,105 @@ fn of_compressed(
 }
 
 impl EstimateOps for CubeBackend {
-    fn antidiagonal_attention_sums(
-        q: CubeTensor,
-        k: CubeTensor,
-        call: Antidiagonals,
-    ) -> CubeTensor {
+    fn block_scores(q: CubeTensor, k: CubeTensor, call: BlockScores) -> CubeTensor {
         let [q, k] = [q, k].map(readable);
-        let out = scores(&q, &k, call.rows.len(), call.block);
-        let element = dtype_to_elem_type(q.dtype);
-        let inputs = [&q.handle, &k.handle];
-        launched(antidiagonal_attention_sums(
-            &q.client,
-            element,
-            inputs,
-            &call,
-            &out.handle,
-        ));
-        out
-    }
-
-    fn blocks_of_lines(
-        q: CubeTensor,
-        k: CubeTensor,
-        sizes: LineSizes,
-        call: Touched,
-    ) -> CubeTensor {
-        let [q, k] = [q, k].map(readable);
-        let [queries, keys] = sizes.seq;
-        let last = last(&q, queries);
-        let sums = empty(&q, [call.lists, 2, keys], DType::F32);
-        let out = scores(&q, &k, call.rows.len(), call.block);
-        let element = dtype_to_elem_type(q.dtype);
-        let inputs = [&last.handle, &k.handle];
-        launched(line_sums(&q.client, element, inputs, &sizes, &sums.handle));
-        launched(touched_blocks(&q.client, &sums.handle, &call, &out.handle));
-        out
-    }
-
-    fn flex_blocks(
-        q: CubeTensor,
-        k: CubeTensor,
-        sizes: LineSizes,
-        call: Touched,
-        limits: FlexLimits,
-    ) -> CubeTensor {
-        let [q, k] = [q, k].map(readable);
-        let last = last(&q, sizes.seq[0]);
-        let out = scores(&q, &k, call.rows.len(), call.block);
-        let tensors = FlexTensors {
-            q: &q.handle,
-            last: &last.handle,
-            k: &k.handle,
+        let [batch, heads, seq_q, width] = q.meta.shape().dims();
+        let [_, kv_heads, seq_kv, _] = k.meta.shape().dims::<4>();
+        let (lists, seq) = ([batch * heads, batch * kv_heads], [seq_q, seq_kv]);
+        let (block, rows, factor) = (call.block, call.rows.clone(), call.factor);
+        let blocks = seq_kv.div_ceil(block);
+        let made = empty(&q, [batch, heads, rows.len(), blocks], DType::F32);
+        let (client, element, out) = (&q.client, dtype_to_elem_type(q.dtype), &made.handle);
+        let of_last = |queries: usize| {
+            let queries = queries.min(seq_q);
+            let sizes = LineSizes {
+                lists,
+                seq: [queries, seq_kv],
+                width,
+                factor,
+            };
+            (rows_of(&q, seq_q - queries..seq_q), sizes)
         };
-        let element = dtype_to_elem_type(q.dtype);
-        launched(flex_blocks(
-            &q.client,
-            element,
-            tensors,
-            &sizes,
-            &call,
-            &limits,
-            &out.handle,
-        ));
-        out
+        let touched = |kept| Touched {
+            lists: lists[0],
+            seq,
+            block,
+            rows: rows.clone(),
+            kept,
+        };
+        let products = MeanProducts {
+            lists,
+            rows: rows.len(),
+            blocks,
+            width,
+            factor,
+            seen: call.causal.then_some(SeenRows {
+                seq,
+                block,
+                first: rows.start,
+            }),
+        };
+        let queries = rows.start * block..(rows.end * block).min(seq_q);
+        launched(match call.by {
+            ScoredBy::Antidiagonals { stride } => {
+                let of = Antidiagonals {
+                    lists,
+                    seq,
+                    width,
+                    block,
+                    stride,
+                    causal: call.causal,
+                    factor: factor / stride as f64,
+                    rows,
+                };
+                antidiagonal_attention_sums(client, element, [&q.handle, &k.handle], &of, out)
+            }
+            ScoredBy::Lines { queries, kept } => {
+                let (last, sizes) = of_last(queries);
+                let sums = empty(&q, [lists[0], 2, seq_kv], DType::F32);
+                let inputs = [&last.handle, &k.handle];
+                launched(line_sums(client, element, inputs, &sizes, &sums.handle));
+                touched_blocks(client, &sums.handle, &touched(kept), out)
+            }
+            ScoredBy::Flex { gamma, limits } => {
+                let (last, sizes) = of_last(block);
+                let tensors = FlexTensors {
+                    q: &q.handle,
+                    last: &last.handle,
+                    k: &k.handle,
+                };
+                let of = touched(Kept::Share(gamma));
+                flex_blocks(client, element, tensors, &sizes, &of, &limits, out)
+            }
+            ScoredBy::Means => {
+                let q = rows_of(&q, queries.clone());
+                let means = |heads, rows| empty(&q, [batch, heads, rows, width], DType::F32);
+                let q_means = means(heads, rows.len());
+                let k_means = means(kv_heads, blocks);
+                let of_queries = RowBlocks::new(lists[0], [queries.len(), width], block);
+                let of_keys = RowBlocks::new(lists[1], [seq_kv, width], block);
+                let both = [(&q, &of_queries, &q_means), (&k, &of_keys, &k_means)];
+                let both = both.map(|(x, of, means)| Blocked {
+                    x: &x.handle,
+                    of,
+                    means: &means.handle,
+                });
+                launched(block_means_of_two(client, element, both));
+                mean_products(client, [&q_means.handle, &k_means.handle], &products, out)
+            }
+            ScoredBy::Alike { similarity, smooth } => {
+                let q = rows_of(&q, queries.clone());
+                let of = AlikeScores {
+                    products,
+                    seq: [queries.len(), seq_kv],
+                    block,
+                    similarity,
+                    smooth,
+                };
+                alike_scores(client, element, [&q.handle, &k.handle], &of, out)
+            }
+        });
+        made
     }
 
     fn query_picks(q: CubeTensor, k: CubeTensor, call: GateSizes) -> CubeTensor {
@@ -185,99 +218,5 @@ impl EstimateOps for CubeBackend {
             most: call.most,
         };
         of_compressed([q, k, lse], &call, &wanted, (call.most, DType::I32))
-    }
-
-    fn mean_scores(q: CubeTensor, k: CubeTensor, call: MeanScores) -> CubeTensor {
-        let MeanCall { q, k, seq, of } = MeanCall::new(q, k, &call);
-        let out = scores(&q, &k, of.rows, call.block);
-        let element = dtype_to_elem_type(q.dtype);
-        let ([lists, kv_lists], width) = (of.lists, of.width);
-        let means = |x: &CubeTensor, rows: usize| {
-            let [batch, heads, ..] = x.meta.shape().dims::<4>();
-            empty(x, [batch, heads, rows, width], DType::F32)
-        };
-        let (q_means, k_means) = (means(&q, of.rows), means(&k, of.blocks));
-        let q_blocks = RowBlocks::new(lists, [seq[0], width], call.block);
-        let k_blocks = RowBlocks::new(kv_lists, [seq[1], width], call.block);
-        let of_queries = Blocked {
-            x: &q.handle,
-            of: &q_blocks,
-            means: &q_means.handle,
-        };
-        let of_keys = Blocked {
-            x: &k.handle,
-            of: &k_blocks,
-            means: &k_means.handle,
-        };
-        launched(block_means_of_two(
-            &q.client,
-            element,
-            [of_queries, of_keys],
-        ));
-        let inputs = [&q_means.handle, &k_means.handle];
-        launched(mean_products(&q.client, inputs, &of, &out.handle));
-        out
-    }
-
-    fn alike_scores(
-        q: CubeTensor,
-        k: CubeTensor,
-        call: MeanScores,
-        like: LikeBlocks,
-    ) -> CubeTensor {
-        let MeanCall { q, k, seq, of } = MeanCall::new(q, k, &call);
-        let out = scores(&q, &k, of.rows, call.block);
-        let element = dtype_to_elem_type(q.dtype);
-        let of = AlikeScores {
-            products: of,
-            seq,
-            block: call.block,
-            similarity: like.similarity,
-            smooth: like.smooth,
-        };
-        let inputs = [&q.handle, &k.handle];
-        launched(alike_scores(&q.client, element, inputs, &of, &out.handle));
-        out
-    }
-}
-
-/// Products of means of some rows of blocks.
-struct MeanCall {
-    /// Of those rows.
-    q: CubeTensor,
-    k: CubeTensor,
-    /// Of these tensors.
-    seq: [usize; 2],
-    of: MeanProducts,
-}
-
-impl MeanCall {
-    fn new(q: CubeTensor, k: CubeTensor, call: &MeanScores) -> Self {
-        let [q, k] = [q, k].map(readable);
-        let (block, rows) = (call.block, call.rows.clone());
-        let [batch, heads, seq_q, width] = q.meta.shape().dims();
-        let [_, kv_heads, seq_kv, _] = k.meta.shape().dims::<4>();
-        let of = MeanProducts {
-            lists: [batch * heads, batch * kv_heads],
-            rows: rows.len(),
-            blocks: seq_kv.div_ceil(block),
-            width,
-            factor: call.factor,
-            seen: call.causal.then_some(SeenRows {
-                seq: [seq_q, seq_kv],
-                block,
-                first: rows.start,
-            }),
-        };
-        let queries = rows.start * block..(rows.end * block).min(seq_q);
-        let seq = [queries.len(), seq_kv];
-        let q = match rows == (0..seq_q.div_ceil(block)) {
-            true => q,
-            false => {
-                let ranges = [0..batch, 0..heads, queries, 0..width];
-                into_contiguous(slice(q, &ranges))
-            }
-        };
-        Self { q, k, seq, of }
     }
 }

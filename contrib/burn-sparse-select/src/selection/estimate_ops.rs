@@ -2,37 +2,61 @@
 
 use std::ops::Range;
 
-use crate::kernels::selection::{
-    Antidiagonals, CompressedShape, FlexLimits, GateSizes, LineSizes, Touched,
-};
+use crate::kernels::selection::{CompressedShape, FlexLimits, GateSizes, Kept};
 use blocksparse::Always;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, backend_extension};
 #[cfg(feature = "fusion")]
 use burn::tensor::{DType, Shape};
 
-/// Request for dot products of means.
+/// Request for scores of rows of blocks.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct MeanScores {
+pub struct BlockScores {
     /// Queries and keys of a block.
     pub block: usize,
     /// The rows of blocks that are wanted.
     pub rows: Range<usize>,
     /// Factor of the dot products.
     pub factor: f64,
-    /// True if queries see no later keys: other scores may be 0.
+    /// True if queries see no later keys: other scores may be any.
     pub causal: bool,
+    /// What scores are made of.
+    pub by: ScoredBy,
 }
 
-/// Request for blocks that are self-similar, so that their means stand for them.
+/// What scores of blocks are made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
-pub struct LikeBlocks {
-    /// The least mean of the cosines of all pairs of their rows.
-    pub similarity: f64,
-    /// True if keys are taken less their mean over the sequence.
-    pub smooth: bool,
+pub enum ScoredBy {
+    /// Sums of attention along antidiagonals of groups of so many queries and keys.
+    Antidiagonals {
+        /// Members of a group.
+        stride: usize,
+    },
+    /// 1 for blocks with a key or a distance that is kept by what the last queries give.
+    Lines {
+        /// Number of last queries.
+        queries: usize,
+        /// Keys and distances that are kept.
+        kept: Kept,
+    },
+    /// The same of the last block of queries, or by products of means, as each head's last queries say.
+    Flex {
+        /// Share that is kept.
+        gamma: f64,
+        /// When means are trusted, and what is kept at least.
+        limits: FlexLimits,
+    },
+    /// Products of means.
+    Means,
+    /// Their softmax over blocks that are alike in themselves; +∞ of others, and in rows of queries that are not.
+    Alike {
+        /// The least mean of the cosines of all pairs of a block's rows.
+        similarity: f64,
+        /// True if keys are taken less their mean over the sequence.
+        smooth: bool,
+    },
 }
 
 /// Request for importance scores of compressed blocks, or for blocks chosen by them.
@@ -76,48 +100,12 @@ fn of_scores(q: &Shape, k: &Shape, rows: &Range<usize>, block: usize) -> Shape {
 /// operations.
 #[backend_extension(Cube, Fusion: cfg(feature = "fusion"))]
 pub trait EstimateOps: Backend {
-    /// Sums of attention along antidiagonals.
+    /// The scores of rows of blocks.
     #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
-    fn antidiagonal_attention_sums(
+    fn block_scores(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,
-        call: Antidiagonals,
-    ) -> FloatTensor<Self>;
-
-    /// 1 for blocks with a key or a distance that is kept by what the last queries give.
-    #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
-    fn blocks_of_lines(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        sizes: LineSizes,
-        call: Touched,
-    ) -> FloatTensor<Self>;
-
-    /// The same, or by products of means, as each head's last queries say.
-    #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
-    fn flex_blocks(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        sizes: LineSizes,
-        call: Touched,
-        limits: FlexLimits,
-    ) -> FloatTensor<Self>;
-
-    /// Products of means.
-    #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
-    fn mean_scores(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        call: MeanScores,
-    ) -> FloatTensor<Self>;
-
-    /// Their softmax over blocks that are alike in themselves; +∞ of others, and in rows of queries that are not.
-    #[fusion(dtype = DType::F32, shape = of_scores(q, k, &call.rows, call.block))]
-    fn alike_scores(
-        q: FloatTensor<Self>,
-        k: FloatTensor<Self>,
-        call: MeanScores,
-        like: LikeBlocks,
+        call: BlockScores,
     ) -> FloatTensor<Self>;
 
     /// The blocks before each query's own whose means have the highest products with it, by falling product; ties go to the earlier:

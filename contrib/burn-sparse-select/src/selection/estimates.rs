@@ -3,13 +3,13 @@
 
 use std::ops::Range;
 
-use crate::kernels::selection::{Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, Touched};
+use crate::kernels::selection::GateSizes;
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{Dispatch, DispatchTensor};
 use burn::tensor::{DType, Int, Tensor};
 
 use crate::selection::estimate_backend::available;
-use crate::selection::estimate_ops::{EstimateOps, LikeBlocks, MeanScores};
+use crate::selection::estimate_ops::{BlockScores, EstimateOps, ScoredBy};
 use crate::selection::estimator::EstimateInputs;
 use burn_blocksparse::internal::device::cube;
 
@@ -44,126 +44,38 @@ fn primitives(call: &EstimateInputs) -> [DispatchTensor; 2] {
     [&call.q, &call.k].map(|x| x.clone().into_dispatch())
 }
 
-/// Scores of all rows of all heads.
-fn scores(call: &EstimateInputs, block: usize) -> usize {
-    let [seq_q, seq_kv] = seq(call);
-    lists(call)[0] * seq_q.div_ceil(block) * seq_kv.div_ceil(block)
-}
-
-/// Those of [`Antidiagonals`](crate::selection::XAttention) of a block and a stride.
-pub(crate) fn antidiagonals(
+/// Those of some rows of blocks.
+pub(crate) fn scores(
     call: &EstimateInputs,
-    [block, stride]: [usize; 2],
+    block: usize,
     rows: &Range<usize>,
+    by: ScoredBy,
 ) -> Option<Tensor<4>> {
-    let [_, seq_kv] = seq(call);
-    // A row of blocks is the least that is computed at a time.
-    let row = lists(call)[0] * (block / stride) * seq_kv.div_ceil(stride).next_multiple_of(8);
-    is_served(call, &[scores(call, block), row]).then(|| {
-        let wanted = Antidiagonals {
-            lists: lists(call),
-            seq: seq(call),
-            width: call.q.dims()[3],
+    let ([lists, _], [seq_q, seq_kv]) = (lists(call), seq(call));
+    let of_last = |queries: usize| {
+        let products = (queries.min(seq_q)).checked_mul(seq_kv.next_multiple_of(8))?;
+        Some(products.max(2 * lists * (seq_kv + 2 * block)))
+    };
+    let between = match by {
+        // A row of blocks is the least that is computed at a time.
+        ScoredBy::Antidiagonals { stride } => {
+            lists * (block / stride) * seq_kv.div_ceil(stride).next_multiple_of(8)
+        }
+        ScoredBy::Lines { queries, .. } => of_last(queries)?,
+        ScoredBy::Flex { .. } => of_last(block)?,
+        ScoredBy::Means | ScoredBy::Alike { .. } => 0,
+    };
+    let all = lists * seq_q.div_ceil(block) * seq_kv.div_ceil(block);
+    is_served(call, &[all, between]).then(|| {
+        let wanted = BlockScores {
             block,
-            stride,
-            causal: call.causal,
-            factor: call.scale / stride as f64,
             rows: rows.clone(),
+            factor: call.scale,
+            causal: call.causal,
+            by,
         };
         let [q, k] = primitives(call);
-        Tensor::from_dispatch(<Dispatch as EstimateOps>::antidiagonal_attention_sums(
-            q, k, wanted,
-        ))
-    })
-}
-
-/// The last queries of a call, of which so many choose, if kernels take them.
-fn last_queries(call: &EstimateInputs, queries: usize, block: usize) -> Option<LineSizes> {
-    let [seq_q, seq_kv] = seq(call);
-    let queries = queries.min(seq_q);
-    let lists = lists(call);
-    let products = queries.checked_mul(seq_kv.next_multiple_of(8))?;
-    let numbers = [
-        scores(call, block),
-        products,
-        2 * lists[0] * (seq_kv + 2 * block),
-    ];
-    is_served(call, &numbers).then(|| LineSizes {
-        lists,
-        seq: [queries, seq_kv],
-        width: call.q.dims()[3],
-        factor: call.scale,
-    })
-}
-
-fn touched(call: &EstimateInputs, block: usize, rows: &Range<usize>, kept: Kept) -> Touched {
-    Touched {
-        lists: lists(call)[0],
-        seq: seq(call),
-        block,
-        rows: rows.clone(),
-        kept,
-    }
-}
-
-/// Those of [`VerticalSlash`](crate::selection::VerticalSlash): of the last `queries` queries, what is kept of columns and of slashes.
-pub(crate) fn lines(
-    call: &EstimateInputs,
-    [block, queries]: [usize; 2],
-    kept: Kept,
-    rows: &Range<usize>,
-) -> Option<Tensor<4>> {
-    let sizes = last_queries(call, queries, block)?;
-    let wanted = touched(call, block, rows, kept);
-    let [q, k] = primitives(call);
-    let scores = <Dispatch as EstimateOps>::blocks_of_lines(q, k, sizes, wanted);
-    Some(Tensor::from_dispatch(scores))
-}
-
-/// Those of [`FlexPrefill`](crate::selection::FlexPrefill).
-pub(crate) fn flex(
-    call: &EstimateInputs,
-    block: usize,
-    gamma: f64,
-    limits: FlexLimits,
-    rows: &Range<usize>,
-) -> Option<Tensor<4>> {
-    let sizes = last_queries(call, block, block)?;
-    let wanted = touched(call, block, rows, Kept::Share(gamma));
-    let [q, k] = primitives(call);
-    let scores = <Dispatch as EstimateOps>::flex_blocks(q, k, sizes, wanted, limits);
-    Some(Tensor::from_dispatch(scores))
-}
-
-fn mean_scores(call: &EstimateInputs, block: usize, rows: &Range<usize>) -> MeanScores {
-    MeanScores {
-        block,
-        rows: rows.clone(),
-        factor: call.scale,
-        causal: call.causal,
-    }
-}
-
-/// Those of [`MeanPool`](crate::selection::MeanPool).
-pub(crate) fn means(call: &EstimateInputs, block: usize, rows: &Range<usize>) -> Option<Tensor<4>> {
-    is_served(call, &[scores(call, block)]).then(|| {
-        let wanted = mean_scores(call, block, rows);
-        let [q, k] = primitives(call);
-        Tensor::from_dispatch(<Dispatch as EstimateOps>::mean_scores(q, k, wanted))
-    })
-}
-
-/// Those of [`SpargeAttn`](crate::selection::SpargeAttn).
-pub(crate) fn alike(
-    call: &EstimateInputs,
-    block: usize,
-    like: LikeBlocks,
-    rows: &Range<usize>,
-) -> Option<Tensor<4>> {
-    is_served(call, &[scores(call, block)]).then(|| {
-        let wanted = mean_scores(call, block, rows);
-        let [q, k] = primitives(call);
-        Tensor::from_dispatch(<Dispatch as EstimateOps>::alike_scores(q, k, wanted, like))
+        Tensor::from_dispatch(<Dispatch as EstimateOps>::block_scores(q, k, wanted))
     })
 }
 

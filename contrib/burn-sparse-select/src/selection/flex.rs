@@ -7,8 +7,6 @@ use crate::kernels::selection::FlexLimits;
 use blocksparse::{Always, EstimateKind, Rule};
 use burn::tensor::Tensor;
 
-#[cfg(feature = "cube")]
-use crate::selection::estimates;
 use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
 };
@@ -24,6 +22,8 @@ use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, Written};
 use crate::selection::vertical_slash::ONES;
 use crate::selection::{Selection, check_block};
+#[cfg(feature = "cube")]
+use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 
 /// Each head chooses in one of two ways, by its last block of queries: those give blocks of keys attention, and the softmax of the products of means
@@ -215,7 +215,9 @@ impl BlockEstimator for FlexPrefill {
                 threshold: self.threshold,
                 blocks: self.least_blocks(),
             };
-            if let Some(scores) = estimates::flex(call, self.block, self.gamma, limits, &rows) {
+            let gamma = self.gamma;
+            let by = ScoredBy::Flex { gamma, limits };
+            if let Some(scores) = estimates::scores(call, self.block, &rows, by) {
                 return Ok(scores);
             }
         }

@@ -7,6 +7,7 @@ use blocksparse::{BlockLayout, LayoutShape};
 use burn::tensor::{DType, Int, Tensor};
 
 use crate::selection::listed;
+use crate::selection::parts::in_steps;
 use crate::selection::query_lists::SelectedBlocks;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::{check, gather_rows, merge_parts};
@@ -206,18 +207,12 @@ fn in_parts(
 fn parts_of(kv_heads: usize, group: usize, members: usize, fitting: usize) -> Vec<Range<usize>> {
     if members < group {
         let groups = (0..kv_heads).map(|kv_head| kv_head * group);
-        let parts = groups.flat_map(|first| {
-            let starts = (first..first + group).step_by(members);
-            starts.map(move |start| start..(start + members).min(first + group))
-        });
+        let parts = groups.flat_map(|first| in_steps(first..first + group, members));
         return parts.collect();
     }
     let heads = kv_heads * group;
     let step = (fitting / group).max(1) * group;
-    let starts = (0..heads).step_by(step);
-    starts
-        .map(|start| start..(start + step).min(heads))
-        .collect()
+    in_steps(0..heads, step).collect()
 }
 
 /// What queries see near them, merged with what they chose.

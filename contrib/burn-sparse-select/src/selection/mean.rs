@@ -6,15 +6,16 @@ use blocksparse::{Always, Budget, EstimateKind, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-#[cfg(feature = "cube")]
-use crate::selection::estimates;
 use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
 };
 use crate::selection::ops::SelectionOps;
+use crate::selection::parts::in_steps;
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block, reference};
+#[cfg(feature = "cube")]
+use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::device::served;
 
@@ -74,7 +75,7 @@ impl BlockEstimator for MeanPool {
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         let b = self.block;
         #[cfg(feature = "cube")]
-        if let Some(scores) = estimates::means(call, b, &rows) {
+        if let Some(scores) = estimates::scores(call, b, &rows, ScoredBy::Means) {
             return Ok(scores);
         }
         let to = (rows.end * b).min(call.q.dims()[2]);
@@ -139,10 +140,9 @@ pub(crate) fn means_reference<'a>(
     rows: usize,
     block: usize,
 ) -> Vec<Vec<f64>> {
-    let blocks = (0..rows).step_by(block).map(|start| {
-        let members = start..(start + block).min(rows);
+    let blocks = in_steps(0..rows, block).map(|members| {
         let count = members.len() as f64;
-        let dim = row(start).len();
+        let dim = row(members.start).len();
         let of = |c: usize| members.clone().map(|i| row(i)[c]).sum::<f64>() / count;
         (0..dim).map(of).collect()
     });

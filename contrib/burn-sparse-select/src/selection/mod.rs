@@ -89,7 +89,7 @@ use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::{checked, mask};
 use burn_blocksparse::{DeviceLayout, OpError};
 #[cfg(feature = "cube")]
-pub(crate) use estimates::means as means_by_kernels;
+pub(crate) use estimates::scores as scores_by_kernels;
 pub use estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, PageSummary, ReferenceInputs,
 };

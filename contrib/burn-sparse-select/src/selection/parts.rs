@@ -1,6 +1,9 @@
 //! Calls in parts, so that no tensor on the way to scores is large, and who sees whom in them.
 
+use std::ops::Range;
+
 use blocksparse::ScoreGrid;
+use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
 use crate::selection::estimator::EstimateInputs;
@@ -27,16 +30,13 @@ pub(crate) fn by_heads(
     let members = (NUMBERS / numbers).clamp(1, group);
     let together = (NUMBERS / (numbers * group).max(seq_kv * dim)).clamp(1, all.max(1));
     let mut parts = Vec::new();
-    for start in (0..all).step_by(together) {
-        let range = start..(start + together).min(all);
+    for range in in_steps(0..all, together) {
         let (q, k) = (
             q.clone().slice_dim(0, range.clone()),
             k.clone().slice_dim(0, range),
         );
-        let members = (0..group).step_by(members).map(|first| {
-            let q = q.clone().slice_dim(1, first..(first + members).min(group));
-            of(q, k.clone())
-        });
+        let members = in_steps(0..group, members)
+            .map(|members| of(q.clone().slice_dim(1, members), k.clone()));
         parts.push(joined(members.collect(), 1));
     }
     let whole = joined(parts, 0);
@@ -44,8 +44,26 @@ pub(crate) fn by_heads(
     whole.reshape([batch, heads, x, y])
 }
 
+/// A range in ranges of so many, the last one of what is left.
+pub(crate) fn in_steps(all: Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> {
+    let end = all.end;
+    all.step_by(step)
+        .map(move |start| start..(start + step).min(end))
+}
+
+/// A sum, if there is one yet, and a term of it.
+pub(crate) fn added<const D: usize>(sum: Option<Tensor<D>>, term: Tensor<D>) -> Tensor<D> {
+    match sum {
+        None => term,
+        Some(sum) => sum + term,
+    }
+}
+
 /// [`Tensor::cat`], of one nothing but itself.
-pub(crate) fn joined<const D: usize>(mut parts: Vec<Tensor<D>>, dim: usize) -> Tensor<D> {
+pub(crate) fn joined<const D: usize, K: Basic>(
+    mut parts: Vec<Tensor<D, K>>,
+    dim: usize,
+) -> Tensor<D, K> {
     match parts.len() {
         1 => parts.remove(0),
         _ => Tensor::cat(parts, dim),
@@ -71,7 +89,7 @@ pub(crate) fn padded<const D: usize>(
 /// Where no query of a row sees any key of a column: `[rows, columns]`. Rows and columns may be beyond the grid; those see nothing, and are not seen.
 pub(crate) fn hidden(
     grid: &ScoreGrid,
-    rows: std::ops::Range<usize>,
+    rows: Range<usize>,
     columns: usize,
     device: &Device,
 ) -> Tensor<2, Bool> {
@@ -110,6 +128,6 @@ pub(crate) fn softmax_reference(x: &[Option<f64>]) -> Vec<f64> {
 }
 
 /// In f32, `[.., rows from..to, ..]` of queries or keys.
-pub(crate) fn rows_of(x: &Tensor<4>, rows: std::ops::Range<usize>) -> Tensor<4> {
+pub(crate) fn rows_of(x: &Tensor<4>, rows: Range<usize>) -> Tensor<4> {
     x.clone().slice_dim(2, rows).cast(DType::F32)
 }

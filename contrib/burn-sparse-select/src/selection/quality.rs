@@ -8,6 +8,7 @@ use burn::tensor::{Bool, DType, Device, Tensor, TensorData};
 
 use crate::selection::estimator::EstimateInputs;
 use crate::selection::mean::products;
+use crate::selection::parts::{in_steps, padded, softmax_of_seen};
 use crate::selection::{Selection, check_call};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::allowed_blocks;
@@ -84,8 +85,7 @@ impl Selection {
         let rule = self.rule();
         let mut of_heads = vec![Rows::default(); heads];
         let slab = (SLAB / (batch * heads * grid.query_rows * grid.seq_kv)).clamp(1, rows.max(1));
-        for first in (0..rows).step_by(slab) {
-            let end = (first + slab).min(rows);
+        for Range { start: first, end } in in_steps(0..rows, slab) {
             let scores = self.estimator.scores(&call, first..end)?;
             let scores = self.sharing.reduce(scores, call.group());
             let of_scores = scores.dims()[1];
@@ -153,40 +153,28 @@ impl Selection {
         let q = call.q.clone().slice_dim(2, from..to).cast(DType::F32);
         let k = call.k.clone().cast(DType::F32);
         let scores = products(q * call.scale, k, call.group());
-        let hidden = layout.map(|layout| hidden(layout, from..to, &device));
-        let scores = match call.causal && hidden.is_none() {
-            false => match &hidden {
-                Some(hidden) => {
-                    let dims = [batch, heads, to - from, grid.seq_kv];
-                    scores.mask_fill(hidden.clone().expand(dims), -1e30)
-                }
-                None => scores,
-            },
-            true => {
+        let hidden = match layout {
+            Some(layout) => Some(hidden(layout, from..to, &device)),
+            None => call.causal.then(|| {
                 let offset = grid.seq_kv as i64 - grid.seq_q as i64 + from as i64;
                 let shape = [to - from, grid.seq_kv];
-                let later = Tensor::<2, burn::tensor::Bool>::tril_mask(shape, offset, &device);
-                let later = later.reshape([1, 1, shape[0], shape[1]]);
-                scores.mask_fill(later.expand([batch, heads, shape[0], shape[1]]), -1e30)
-            }
+                Tensor::<2, Bool>::tril_mask(shape, offset, &device).unsqueeze()
+            }),
         };
-        let p = softmax(scores, 3);
-        // A row that sees nothing has no attention.
         let p = match hidden {
             Some(hidden) => {
-                let dims = p.dims();
-                p.mask_fill(hidden.expand(dims), 0.0)
+                let dims = scores.dims();
+                softmax_of_seen(scores, hidden.expand(dims))
             }
-            None => p,
+            None => softmax(scores, 3),
         };
-        let padded = grid.blocks() * grid.block;
-        let p = pad(p, 3, padded);
+        let p = padded(p, 3, [0, grid.blocks() * grid.block - grid.seq_kv]);
         let dims = [batch * heads, to - from, grid.blocks(), grid.block];
         let p = p.reshape(dims).sum_dim(3);
         let p = p.reshape([batch, heads, to - from, grid.blocks()]);
         // The last row may have fewer queries.
         let rows = end - first;
-        let p = pad(p, 2, rows * grid.query_rows);
+        let p = padded(p, 2, [0, rows * grid.query_rows - (to - from)]);
         let dims = [batch * heads, rows, grid.query_rows, grid.blocks()];
         let p = p.reshape(dims).sum_dim(2);
         let p = p.reshape([batch, heads, rows, grid.blocks()]);
@@ -254,18 +242,6 @@ impl Rows {
             density: self.kept as f64 / self.visible.max(1) as f64,
         }
     }
-}
-
-/// Zeros after a dimension, up to a length.
-fn pad(x: Tensor<4>, dim: usize, to: usize) -> Tensor<4> {
-    let mut dims = x.dims();
-    let missing = to - dims[dim];
-    if missing == 0 {
-        return x;
-    }
-    dims[dim] = missing;
-    let zeros = Tensor::zeros(dims, (&x.device(), x.dtype()));
-    Tensor::cat(vec![x, zeros], dim)
 }
 
 fn read(tensor: Tensor<4>) -> Result<Vec<f64>, OpError> {

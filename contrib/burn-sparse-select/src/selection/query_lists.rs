@@ -9,6 +9,7 @@ use burn::tensor::{DType, Int, Tensor};
 use crate::selection::ops::SelectionOps;
 use crate::selection::overlap;
 use crate::selection::overlap::checked_overlap;
+use crate::selection::parts::{in_steps, joined};
 use crate::selection::values::{QueryTiles, TopKBlocks};
 use burn_blocksparse::OpError;
 
@@ -245,8 +246,8 @@ impl SelectedBlocks {
         } = sizes;
         let (queries, blocks) = (grid.seq_q, grid.blocks());
         let mut chosen = Vec::new();
-        for start in (0..queries).step_by(rows_at_a_time) {
-            let rows = start..(start + rows_at_a_time).min(queries);
+        for rows in in_steps(0..queries, rows_at_a_time) {
+            let start = rows.start;
             let scores = scores(rows)?.cast(DType::F32);
             // A query takes from the blocks before that of its position: as if the first blocks were not there, and it lay so much earlier.
             let scores = match forced.first {
@@ -263,10 +264,7 @@ impl SelectedBlocks {
             let picks = <Dispatch as SelectionOps>::highest_blocks(scores.into_dispatch(), wanted);
             chosen.push(Tensor::<4, Int>::from_dispatch(picks));
         }
-        let picks = match chosen.len() {
-            1 => chosen.remove(0),
-            _ => Tensor::cat(chosen, 2),
-        };
+        let picks = joined(chosen, 2);
         Ok(Self::of_choices(sizes.of_call(picks), sizes))
     }
 
@@ -305,51 +303,30 @@ impl SelectedBlocks {
         }
     }
 
-    /// Those of a range of `heads` heads, which is of whole groups that share a list, or within one.
+    /// Those of a range of `heads` heads, in groups that share a list.
     pub(crate) fn of_heads(&self, heads: usize, part: Range<usize>) -> Self {
         let [_, lists, ..] = self.blocks.dims();
-        let group = heads / lists;
-        let range = part.start / group..part.end.div_ceil(group);
-        let lists = Self {
+        let part = part.start as i64..part.end as i64;
+        let part = Tensor::<1, Int>::arange(part, (&self.blocks.device(), DType::I32));
+        let part = part.div_scalar((heads / lists) as i32);
+        Self {
             block: self.block,
             tile: self.tile,
-            blocks: self.blocks.clone().slice_dim(1, range.clone()),
-            places: self.places.clone().slice_dim(1, range.clone()),
-            choices: self.choices.clone().slice_dim(1, range.clone()),
-            queries: self.queries.clone().slice_dim(1, range.clone()),
-            tile_blocks: self.tile_blocks.clone().slice_dim(1, range),
+            blocks: self.blocks.clone().select(1, part.clone()),
+            places: self.places.clone().select(1, part.clone()),
+            choices: self.choices.clone().select(1, part.clone()),
+            queries: self.queries.clone().select(1, part.clone()),
+            tile_blocks: self.tile_blocks.clone().select(1, part),
             overlap: self.overlap,
-        };
-        lists.for_heads(part.len())
+        }
     }
 
     /// The same for heads in groups that share a list.
     pub(crate) fn for_heads(self, heads: usize) -> Self {
         let [_, lists, ..] = self.blocks.dims();
-        if lists == heads {
-            return self;
-        }
-        let group = heads / lists;
-        Self {
-            block: self.block,
-            tile: self.tile,
-            blocks: repeated(self.blocks, group),
-            places: repeated(self.places, group),
-            choices: repeated(self.choices, group),
-            queries: repeated(self.queries, group),
-            tile_blocks: repeated(self.tile_blocks, group),
-            overlap: self.overlap,
+        match lists == heads {
+            true => self,
+            false => self.of_heads(heads, 0..heads),
         }
     }
-}
-
-/// Each head's numbers `group` times.
-fn repeated<const D: usize>(x: Tensor<D, Int>, group: usize) -> Tensor<D, Int> {
-    let mut dims = x.dims();
-    let [batch, lists] = [dims[0], dims[1]];
-    let rest = dims[2..].iter().product();
-    let x = x.reshape([batch, lists, 1, rest]);
-    let x = x.expand([batch, lists, group, rest]);
-    dims[1] = lists * group;
-    x.reshape(dims)
 }

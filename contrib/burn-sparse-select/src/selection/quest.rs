@@ -11,7 +11,7 @@ use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, PageSummary, ReferenceInputs,
 };
 use crate::selection::mean::products;
-use crate::selection::parts::joined;
+use crate::selection::parts::{in_steps, joined};
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, Written};
 use crate::selection::{Selection, by_query};
@@ -130,8 +130,7 @@ impl BlockEstimator for Quest {
     fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
         let mut scores = Vec::new();
         for head in 0..call.heads {
-            let pages = (0..call.seq_kv).step_by(self.page).map(|start| {
-                let keys = start..(start + self.page).min(call.seq_kv);
+            let pages = in_steps(0..call.seq_kv, self.page).map(|keys| {
                 let of = |c: usize, least: f64, choose: fn(f64, f64) -> f64| {
                     let numbers = keys.clone().map(|key| call.key(head, key)[c]);
                     numbers.fold(least, choose)

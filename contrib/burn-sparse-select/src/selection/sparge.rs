@@ -6,19 +6,17 @@ use blocksparse::{Budget, EstimateKind, Rule};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-#[cfg(feature = "cube")]
-use crate::selection::estimate_ops::LikeBlocks;
-#[cfg(feature = "cube")]
-use crate::selection::estimates;
 use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
 };
 use crate::selection::mean::{mean_of_all, means, means_reference, products};
 use crate::selection::ops::SelectionOps;
-use crate::selection::parts::{hidden, softmax_of_seen, softmax_reference};
+use crate::selection::parts::{hidden, in_steps, softmax_of_seen, softmax_reference};
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block};
+#[cfg(feature = "cube")]
+use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::values::OptFloat;
 
@@ -126,11 +124,11 @@ impl BlockEstimator for SpargeAttn {
     fn scores(&self, call: &EstimateInputs, rows: Range<usize>) -> Result<Tensor<4>, OpError> {
         #[cfg(feature = "cube")]
         {
-            let like = LikeBlocks {
+            let by = ScoredBy::Alike {
                 similarity: self.similarity,
                 smooth: self.smooth,
             };
-            if let Some(scores) = estimates::alike(call, self.block, like, &rows) {
+            if let Some(scores) = estimates::scores(call, self.block, &rows, by) {
                 return Ok(scores);
             }
         }
@@ -212,8 +210,7 @@ fn similarities_reference<'a>(
         let length = |x: &[f64]| dot(x, x).sqrt().max(SHORTEST);
         dot(i, j) / (length(i) * length(j))
     };
-    let blocks = (0..rows).step_by(block).map(|start| {
-        let members = start..(start + block).min(rows);
+    let blocks = in_steps(0..rows, block).map(|members| {
         let pairs = members
             .clone()
             .flat_map(|i| members.clone().map(move |j| (i, j)));

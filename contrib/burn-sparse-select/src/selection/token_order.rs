@@ -4,12 +4,12 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 #[cfg(feature = "cube")]
-use crate::selection::estimates;
-#[cfg(feature = "cube")]
 use crate::selection::estimator::EstimateInputs;
 use crate::selection::ops::SelectionOps;
 use crate::selection::products;
 use crate::selection::values::QueryTiles;
+#[cfg(feature = "cube")]
+use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::device::served;
 
@@ -31,7 +31,7 @@ pub fn row_products(a: Tensor<4>, b: Tensor<4>) -> Tensor<4> {
         let call = EstimateInputs::new(a.clone(), b.clone())
             .scale(1.0)
             .causal(false);
-        if let Some(products) = estimates::means(&call, 1, &(0..rows)) {
+        if let Some(products) = estimates::scores(&call, 1, &(0..rows), ScoredBy::Means) {
             return products;
         }
     }

@@ -4,7 +4,9 @@ use blocksparse::{BlockLayout, LayoutShape};
 use burn::tensor::Tensor;
 
 #[cfg(feature = "cube")]
-use crate::selection::{EstimateInputs, means_by_kernels};
+use crate::selection::estimate_ops::ScoredBy;
+#[cfg(feature = "cube")]
+use crate::selection::{EstimateInputs, scores_by_kernels};
 use crate::selection::{check_shapes, means, products};
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::{checked, choose_rows, mask};
@@ -139,7 +141,7 @@ fn scores(q: Tensor<4>, k: Tensor<4>, group: usize, options: &TopKOptions) -> Te
         let [q, k] = [&q, &k].map(|x| x.clone().without_autodiff());
         let rows = 0..q.dims()[2].div_ceil(block);
         let call = EstimateInputs::new(q, k).scale(1.0).causal(options.causal);
-        if let Some(scores) = means_by_kernels(&call, block, &rows) {
+        if let Some(scores) = scores_by_kernels(&call, block, &rows, ScoredBy::Means) {
             return scores;
         }
     }

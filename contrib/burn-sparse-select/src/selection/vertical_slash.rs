@@ -7,8 +7,6 @@ use crate::kernels::selection::Kept;
 use blocksparse::{Always, Budget, EstimateKind, Rule};
 use burn::tensor::Tensor;
 
-#[cfg(feature = "cube")]
-use crate::selection::estimates;
 use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs,
 };
@@ -18,6 +16,8 @@ use crate::selection::lines::{
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, Written};
 use crate::selection::{Selection, check_block};
+#[cfg(feature = "cube")]
+use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 
 /// The keys, and the distances from a query back to a key, that the last queries attend to most are what all queries attend to: a block is retained if it has one
@@ -165,8 +165,9 @@ impl BlockEstimator for VerticalSlash {
                 all: [self.columns, self.slashes],
                 forced: [self.sinks, self.window],
             };
-            let scores = estimates::lines(call, [self.block, self.queries], kept, &rows);
-            if let Some(scores) = scores {
+            let queries = self.queries;
+            let by = ScoredBy::Lines { queries, kept };
+            if let Some(scores) = estimates::scores(call, self.block, &rows, by) {
                 return Ok(scores);
             }
         }

@@ -15,9 +15,10 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
+    use crate::by_kernels::by_kernels;
     use crate::embedding::ops::EmbeddingOps;
     use crate::embedding::reference;
-    use burn_blocksparse::internal::cube::{empty, uses_reference};
+    use burn_blocksparse::internal::cube::empty;
 
     /// How a call is launched, of the dtypes of gradients with respect to rows and to the table, and of ids.
     pub(crate) fn text(
@@ -37,25 +38,17 @@ mod kernels {
             vocab: usize,
             dtype: FloatDType,
         ) -> CubeTensor {
-            if uses_reference() {
-                return reference::table_gradient::<Self>(ids, grad, vocab, dtype);
-            }
-            let [ids, grad] = [ids, grad].map(into_contiguous);
-            let [positions, width] = grad.meta.shape().dims();
-            let table = empty(&grad, [vocab, width], dtype.into());
-            let dtypes = [grad.dtype, table.dtype, ids.dtype].map(dtype_to_elem_type);
-            let kind = EmbeddingKind::new([vocab, width], dtypes);
-            let result = embedding_table_gradient(
-                &grad.client,
-                &kind,
-                positions,
-                [&ids.handle, &grad.handle],
-                &table.handle,
-            );
-            match result {
-                Ok(()) => table,
-                Err(_) => reference::table_gradient::<Self>(ids, grad, vocab, dtype),
-            }
+            by_kernels(|| {
+                let [ids, grad] = [&ids, &grad].map(|x| into_contiguous(x.clone()));
+                let [positions, width] = grad.meta.shape().dims();
+                let table = empty(&grad, [vocab, width], dtype.into());
+                let dtypes = [grad.dtype, table.dtype, ids.dtype].map(dtype_to_elem_type);
+                let kind = EmbeddingKind::new([vocab, width], dtypes);
+                let inputs = [&ids.handle, &grad.handle];
+                embedding_table_gradient(&grad.client, &kind, positions, inputs, &table.handle)?;
+                Ok(table)
+            })
+            .unwrap_or_else(|| reference::table_gradient::<Self>(ids, grad, vocab, dtype))
         }
     }
 }

@@ -60,55 +60,66 @@ pub(crate) fn forward<B: Backend, L: Losses<B>>(
     };
     let LossInputs { x, weight, targets } = inputs;
     let dtype = FloatDType::from(x.dtype());
-    let sums = accumulate_in(dtype);
     let [positions, width] = x.shape().dims();
     let vocab = weight.shape()[1];
-    let weight = rounded::<B>(weight, dtype);
     let gradient = (task.by_x || task.by_weight).then_some(dtype);
     let mut losses = L::new(&x, targets, vocab, gradient, task);
+    let as_it_is = |made, _: &Range<usize>| made;
+    let [by_x, by_weight] = in_chunks(&mut losses, &x, weight, task, as_it_is, as_it_is);
+    let zeros = |shape: [usize; 2], dtype| B::float_zeros(Shape::new(shape), &x.device(), dtype);
+    let by_x = (task.by_x).then(|| by_x.unwrap_or_else(|| zeros([positions, width], dtype)));
+    let by_weight = (task.by_weight)
+        .then(|| by_weight.unwrap_or_else(|| zeros([width, vocab], accumulate_in(dtype))));
+    let [loss, factor] = losses.loss();
+    LossOutput {
+        loss,
+        factor,
+        x: by_x.into(),
+        weight: by_weight.into(),
+    }
+}
+
+/// Makes the logits of all positions, chunk by chunk, and the gradients that `task` wants: with respect to x, of which `of_x` makes what is kept of each
+/// chunk, and with respect to the weight, by what `of_rows` makes of x's rows.
+fn in_chunks<B: Backend, L: Losses<B>>(
+    losses: &mut L,
+    x: &FloatTensor<B>,
+    weight: FloatTensor<B>,
+    task: LossTask,
+    of_x: impl Fn(FloatTensor<B>, &Range<usize>) -> FloatTensor<B>,
+    of_rows: impl Fn(FloatTensor<B>, &Range<usize>) -> FloatTensor<B>,
+) -> [Option<FloatTensor<B>>; 2] {
+    let dtype = FloatDType::from(x.dtype());
+    let sums = accumulate_in(dtype);
+    let (positions, vocab) = (x.shape()[0], weight.shape()[1]);
+    let weight = rounded::<B>(weight, dtype);
     let mut by_x = Vec::new();
     let mut by_weight: Option<FloatTensor<B>> = None;
     let chunk = chunk_rows(positions, vocab, task.chunk_elements);
     for start in (0..positions).step_by(chunk) {
         let taken = start..(start + chunk).min(positions);
-        let rows = rows_of::<B>(&x, &taken);
+        let rows = rows_of::<B>(x, &taken);
         let logits = outputs::<B, L::Products>(rows.clone(), weight.clone(), sums);
-        let Some(gradient) = losses.take(logits, taken) else {
+        let Some(gradient) = losses.take(logits, taken.clone()) else {
             continue;
         };
         if task.by_x {
-            let weight = weight.clone();
-            by_x.push(input_gradient::<B, L::Products>(
-                gradient.clone(),
-                weight,
-                dtype,
-            ));
+            let made = input_gradient::<B, L::Products>(gradient.clone(), weight.clone(), dtype);
+            by_x.push(of_x(made, &taken));
         }
         if task.by_weight {
-            let made = weight_gradient::<B, L::Products>(rows, gradient);
+            let made = weight_gradient::<B, L::Products>(of_rows(rows, &taken), gradient);
             by_weight = Some(match by_weight {
                 Some(sum) => B::float_add(sum, made),
                 None => made,
             });
         }
     }
-    let zeros = |shape: [usize; 2], dtype| B::float_zeros(Shape::new(shape), &x.device(), dtype);
     let by_x = match by_x.len() {
-        0 => zeros([positions, width], dtype),
-        1 => by_x.remove(0),
-        _ => B::float_cat(by_x, 0),
+        0 | 1 => by_x.pop(),
+        _ => Some(B::float_cat(by_x, 0)),
     };
-    let by_weight = by_weight.unwrap_or_else(|| match task.by_weight {
-        true => zeros([width, vocab], sums),
-        false => zeros([0, 0], sums),
-    });
-    let [loss, factor] = losses.loss();
-    LossOutput {
-        loss,
-        factor,
-        x: task.by_x.then_some(by_x).into(),
-        weight: task.by_weight.then_some(by_weight).into(),
-    }
+    [by_x, by_weight]
 }
 
 /// Some rows of a matrix.
@@ -156,7 +167,6 @@ pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
                 .into(),
         };
     }
-    let weight = rounded::<B>(weight, dtype);
     let by = B::float_reshape(rounded::<B>(grad, sums), Shape::new([positions, 1]));
     // x times a gradient may be too small for f16, or too large: not as a share of the largest.
     let largest = B::float_max(B::float_abs(by.clone()));
@@ -165,37 +175,18 @@ pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
     let largest = B::float_reshape(largest, Shape::new([1, 1]));
     let shares = B::float_div(by.clone(), largest.clone());
     let mut losses = L::new(&x, targets, vocab, Some(dtype), task);
-    let mut by_x = Vec::new();
-    let mut by_weight: Option<FloatTensor<B>> = None;
-    let chunk = chunk_rows(positions, vocab, task.chunk_elements);
-    for start in (0..positions).step_by(chunk) {
-        let taken = start..(start + chunk).min(positions);
-        let rows = rows_of::<B>(&x, &taken);
-        let logits = outputs::<B, L::Products>(rows.clone(), weight.clone(), sums);
-        let Some(gradient) = losses.take(logits, taken.clone()) else {
-            continue;
-        };
-        let scaled = |x: FloatTensor<B>, by: &FloatTensor<B>, dtype| {
-            let by = rows_of::<B>(by, &taken);
-            rounded::<B>(B::float_mul(rounded::<B>(x, sums), by), dtype)
-        };
-        if task.by_x {
-            let made = input_gradient::<B, L::Products>(gradient.clone(), weight.clone(), dtype);
-            by_x.push(scaled(made, &by, dtypes.x));
-        }
-        if task.by_weight {
-            let rows = scaled(rows, &shares, dtype);
-            let made = weight_gradient::<B, L::Products>(rows, gradient);
-            by_weight = Some(match by_weight {
-                Some(sum) => B::float_add(sum, made),
-                None => made,
-            });
-        }
-    }
-    let by_x = match by_x.len() {
-        0 | 1 => by_x.pop(),
-        _ => Some(B::float_cat(by_x, 0)),
+    let scaled = |x: FloatTensor<B>, by: &FloatTensor<B>, dtype, taken: &Range<usize>| {
+        let by = rows_of::<B>(by, taken);
+        rounded::<B>(B::float_mul(rounded::<B>(x, sums), by), dtype)
     };
+    let [by_x, by_weight] = in_chunks(
+        &mut losses,
+        &x,
+        weight,
+        task,
+        |made, taken| scaled(made, &by, dtypes.x, taken),
+        |rows, taken| scaled(rows, &shares, dtype, taken),
+    );
     let by_weight = by_weight.map(|made| {
         let made = B::float_mul(rounded::<B>(made, sums), largest);
         rounded::<B>(made, dtypes.weight)

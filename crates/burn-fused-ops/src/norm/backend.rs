@@ -13,6 +13,7 @@ mod kernels {
     use burn_cubecl::kernel::{cast, into_contiguous};
     use burn_cubecl::tensor::CubeTensor;
 
+    use crate::by_kernels::by_kernels;
     use crate::norm::ops::NormOps;
     use crate::norm::values::{
         NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
@@ -26,51 +27,20 @@ mod kernels {
 
     impl NormOps for CubeBackend {
         fn stream_dropout(x: CubeTensor, dropout: ElementDropout) -> CubeTensor {
-            if uses_reference() {
-                return reference::dropout::<Self>(x, dropout);
-            }
-            let x = into_contiguous(x);
-            let shape = x.meta.shape().clone();
-            let sizes = matrix(&shape);
-            let output = shaped(&x, shape, x.dtype);
-            match rows::stream_dropout(&x.client, typed(&x), sizes, &output.handle, &dropout) {
-                Ok(()) => output,
-                Err(_) => reference::dropout::<Self>(x, dropout),
-            }
+            by_kernels(|| {
+                let x = into_contiguous(x.clone());
+                let shape = x.meta.shape().clone();
+                let sizes = matrix(&shape);
+                let output = shaped(&x, shape, x.dtype);
+                rows::stream_dropout(&x.client, typed(&x), sizes, &output.handle, &dropout)?;
+                Ok(output)
+            })
+            .unwrap_or_else(|| reference::dropout::<Self>(x, dropout))
         }
 
         fn add_norm(inputs: NormInputs<Self>, call: NormCall) -> NormOutput<Self> {
-            if uses_reference() {
-                return reference::forward::<Self>(inputs, &call);
-            }
-            let stream = into_contiguous(inputs.stream);
-            let [branch, bias, gamma, beta] =
-                [inputs.branch, inputs.bias, inputs.gamma, inputs.beta].map(contiguous);
-            match forward(
-                [
-                    Some(stream.clone()),
-                    branch.clone(),
-                    bias.clone(),
-                    gamma.clone(),
-                    beta.clone(),
-                ]
-                .each_ref()
-                .map(Option::as_ref),
-                &call,
-            ) {
-                Ok(output) => output,
-                // The plan says so.
-                Err(_) => {
-                    let inputs = NormInputs {
-                        stream,
-                        branch: branch.into(),
-                        bias: bias.into(),
-                        gamma: gamma.into(),
-                        beta: beta.into(),
-                    };
-                    reference::forward::<Self>(inputs, &call)
-                }
-            }
+            by_kernels(|| forward(inputs.clone(), &call))
+                .unwrap_or_else(|| reference::forward::<Self>(inputs, &call))
         }
 
         fn residual_norm_backward(
@@ -101,12 +71,13 @@ mod kernels {
         }
     }
 
-    /// Of the stream, the branch, its bias, gamma and beta.
     fn forward(
-        [stream, branch, bias, gamma, beta]: [Option<&CubeTensor>; 5],
+        inputs: NormInputs<CubeBackend>,
         call: &NormCall,
     ) -> Result<NormOutput<CubeBackend>, KernelError> {
-        let stream = stream.expect("a stream");
+        let stream = &into_contiguous(inputs.stream);
+        let tensors = [inputs.branch, inputs.bias, inputs.gamma, inputs.beta].map(contiguous);
+        let [branch, bias, gamma, beta] = tensors.each_ref().map(Option::as_ref);
         let shape = stream.meta.shape().clone();
         let [rows, width] = matrix(&shape);
         let sum = branch.map(|_| shaped(stream, shape.clone(), stream.dtype));

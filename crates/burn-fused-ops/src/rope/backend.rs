@@ -2,93 +2,73 @@
 
 #[cfg(feature = "cube")]
 mod kernels {
+    use blocksparse_cubecl::KernelError;
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::tensor::CubeTensor;
 
+    use crate::by_kernels::by_kernels;
     use crate::kernels::rows;
     use crate::kernels::rows::RopeTable;
-    use crate::rope::ops::{RopeOps, one_by_one};
+    use crate::rope::ops::RopeOps;
     use crate::rope::reference;
-    use crate::rope::values::{RopeCall, RopeInputs, RopePair, TurnedPair};
-    use burn_blocksparse::internal::cube::{shaped, typed, uses_reference};
+    use crate::rope::values::{RopeCall, RopeInputs, TurnedRows};
+    use burn_blocksparse::internal::cube::{contiguous, shaped, typed};
 
-    fn table_of(table: &CubeTensor) -> RopeTable<'_> {
-        RopeTable {
-            numbers: typed(table),
-            context: table.meta.shape()[0],
-            strides: std::array::from_fn(|dim| table.meta.strides()[dim]),
+    impl RopeOps for CubeBackend {
+        fn rope(inputs: RopeInputs<Self>, call: RopeCall) -> TurnedRows<Self> {
+            by_kernels(|| turned(&inputs, call))
+                .unwrap_or_else(|| reference::rope::<Self>(inputs, call))
         }
     }
 
-    impl RopeOps for CubeBackend {
-        fn rope(inputs: RopeInputs<Self>, call: RopeCall) -> CubeTensor {
-            if uses_reference() {
-                return reference::rope::<Self>(inputs, call);
-            }
-            let RopeInputs { x, table, places } = inputs;
-            let x = into_contiguous(x);
-            let places = places.into_option().map(into_contiguous);
-            let out = shaped(&x, x.meta.shape().clone(), call.dtype.into());
-            let result = rows::rope(
-                &x.client,
-                (typed(&x), typed(&out)),
-                x.meta.shape().dims(),
-                &table_of(&table),
-                (places.as_ref().map(typed), call.first),
-                call.back,
-            );
-            match result {
-                Ok(()) => out,
-                Err(_) => {
-                    let places = places.into();
-                    reference::rope::<Self>(RopeInputs { x, table, places }, call)
-                }
-            }
-        }
-
-        fn rope_pair(pair: RopePair<Self>, call: RopeCall) -> TurnedPair<Self> {
-            if uses_reference() {
-                return one_by_one::<Self>(pair, call);
-            }
-            let RopePair {
-                query,
-                key,
-                table,
-                places,
-            } = pair;
-            let [query, key] = [query, key].map(into_contiguous);
-            let places = places.into_option().map(into_contiguous);
-            let [batch, heads, seq, width] = query.meta.shape().dims();
+    fn turned(
+        inputs: &RopeInputs<CubeBackend>,
+        call: RopeCall,
+    ) -> Result<TurnedRows<CubeBackend>, KernelError> {
+        let (x, key) = (
+            into_contiguous(inputs.x.clone()),
+            contiguous(inputs.key.clone()),
+        );
+        let places = inputs.places.clone().into_option().map(into_contiguous);
+        let table = RopeTable {
+            numbers: typed(&inputs.table),
+            context: inputs.table.meta.shape()[0],
+            strides: std::array::from_fn(|dim| inputs.table.meta.strides()[dim]),
+        };
+        let positions = (places.as_ref().map(typed), call.first);
+        let made = |x: &CubeTensor| shaped(x, x.meta.shape().clone(), call.dtype.into());
+        let (out, key_out) = (made(&x), key.as_ref().map(made));
+        let pair = key.as_ref().zip(key_out.as_ref());
+        let together = pair.is_some_and(|(key, key_out)| {
+            let [batch, heads, seq, width] = x.meta.shape().dims();
             let [_, key_heads, ..] = key.meta.shape().dims::<4>();
-            let made = |x: &CubeTensor| shaped(x, x.meta.shape().clone(), call.dtype.into());
-            let turned = TurnedPair {
-                query: made(&query),
-                key: made(&key),
-            };
-            let result = rows::rope_both(
-                &query.client,
-                [&query, &key].map(typed),
-                [&turned.query, &turned.key].map(typed),
+            let both = rows::rope_both(
+                &x.client,
+                [&x, key].map(typed),
+                [&out, key_out].map(typed),
                 ([batch, seq, width], [heads, key_heads]),
-                &table_of(&table),
-                (places.as_ref().map(typed), call.first),
+                &table,
+                positions,
                 call.back,
             );
-            match result {
-                Ok(()) => turned,
-                Err(_) => {
-                    let places = places.into();
-                    let pair = RopePair {
-                        query,
-                        key,
-                        table,
-                        places,
-                    };
-                    one_by_one::<Self>(pair, call)
-                }
-            }
+            both.is_ok()
+        });
+        for (x, to) in [(&x, &out)].into_iter().chain(pair).filter(|_| !together) {
+            let (shape, back) = (x.meta.shape().dims(), call.back);
+            rows::rope(
+                &x.client,
+                (typed(x), typed(to)),
+                shape,
+                &table,
+                positions,
+                back,
+            )?;
         }
+        Ok(TurnedRows {
+            x: out,
+            key: key_out.into(),
+        })
     }
 }
 
@@ -99,30 +79,40 @@ mod steps {
     use burn::backend::tensor::FloatTensor;
 
     use crate::rope::ops::RopeOps;
-    use crate::rope::values::{RopeCall, RopeInputs};
+    use crate::rope::values::{RopeCall, RopeInputs, TurnedRows};
     use burn_blocksparse::internal::custom_gradient::{custom_gradient, nothing, own_dtype, there};
+    use burn_blocksparse::internal::values::OptFloat;
 
     impl<B: RopeOps, C: CheckpointStrategy> RopeOps for Autodiff<B, C> {
-        fn rope(inputs: RopeInputs<Self>, call: RopeCall) -> FloatTensor<Self> {
-            let RopeInputs { x, table, places } = inputs;
-            let (table, places) = (table.into_primitive(), places.into_option());
-            custom_gradient::<B, C, _, _>([Some(x)], nothing, |[x], _| {
-                let x = there(x);
-                let of_gradient = RopeCall {
-                    back: !call.back,
-                    dtype: own_dtype(&x),
-                    ..call
-                };
-                let of = |x, table, places: Option<_>| RopeInputs::<B> {
-                    x,
-                    table,
-                    places: places.into(),
-                };
-                let turned = B::rope(of(x, table.clone(), places.clone()), call);
-                (turned, move |_, grad| {
-                    [Some(B::rope(of(grad, table, places), of_gradient))]
+        /// A step for each of both.
+        fn rope(inputs: RopeInputs<Self>, call: RopeCall) -> TurnedRows<Self> {
+            let (table, places) = (inputs.table.into_primitive(), inputs.places.into_option());
+            let turn = |x: FloatTensor<Self>| {
+                custom_gradient::<B, C, _, _>([Some(x)], nothing, |[x], _| {
+                    let x = there(x);
+                    let of_gradient = RopeCall {
+                        back: !call.back,
+                        dtype: own_dtype(&x),
+                        ..call
+                    };
+                    let (table, places) = (table.clone(), places.clone());
+                    let of = |x, table, places: Option<_>| RopeInputs::<B> {
+                        x,
+                        key: OptFloat::None,
+                        table,
+                        places: places.into(),
+                    };
+                    let turned = B::rope(of(x, table.clone(), places.clone()), call).x;
+                    (turned, move |_, grad| {
+                        [Some(B::rope(of(grad, table, places), of_gradient).x)]
+                    })
                 })
-            })
+            };
+            let key = inputs.key.into_option();
+            TurnedRows {
+                x: turn(inputs.x),
+                key: key.map(turn).into(),
+            }
         }
     }
 }

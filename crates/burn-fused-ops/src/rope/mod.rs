@@ -10,7 +10,7 @@ use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Int, Tensor};
 
 use crate::rope::ops::RopeOps;
-use crate::rope::values::{RopeCall, RopeInputs, RopePair, TurnedPair};
+use crate::rope::values::{RopeCall, RopeInputs};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
@@ -56,17 +56,8 @@ pub fn rope(
     dtype: FloatDType,
     back: bool,
 ) -> Result<Tensor<4>, OpError> {
-    let (first, places) = check(&x, &table, positions)?;
-    let places = places.map(|places| places.without_autodiff().into_dispatch());
-    let inputs = RopeInputs {
-        x: x.into_dispatch(),
-        table: table.into_dispatch(),
-        places: places.into(),
-    };
-    let call = RopeCall { first, back, dtype };
-    Ok(Tensor::from_dispatch(<Dispatch as RopeOps>::rope(
-        inputs, call,
-    )))
+    let [turned, _] = run(x, None, table, positions, (dtype, back))?;
+    Ok(turned.expect("it was asked for"))
 }
 
 /// [`rope`] of queries and keys at the same positions, in one launch where no gradient is wanted.
@@ -99,17 +90,29 @@ pub fn rope_pair(
         "the queries'",
         &key.device(),
     )?;
-    let (first, places) = check(&query, &table, positions)?;
+    let turned = run(query, Some(key), table, positions, (dtype, back))?;
+    Ok(turned.map(|turned| turned.expect("it was asked for")))
+}
+
+/// Rows, and others that are turned alike.
+fn run(
+    x: Tensor<4>,
+    key: Option<Tensor<4>>,
+    table: Tensor<3>,
+    positions: RopePositions,
+    (dtype, back): (FloatDType, bool),
+) -> Result<[Option<Tensor<4>>; 2], OpError> {
+    let (first, places) = check(&x, &table, positions)?;
     let places = places.map(|places| places.without_autodiff().into_dispatch());
-    let pair = RopePair {
-        query: query.into_dispatch(),
-        key: key.into_dispatch(),
+    let inputs = RopeInputs {
+        x: x.into_dispatch(),
+        key: key.map(Tensor::into_dispatch).into(),
         table: table.into_dispatch(),
         places: places.into(),
     };
     let call = RopeCall { first, back, dtype };
-    let TurnedPair { query, key, .. } = <Dispatch as RopeOps>::rope_pair(pair, call);
-    Ok([query, key].map(Tensor::from_dispatch))
+    let turned = <Dispatch as RopeOps>::rope(inputs, call);
+    Ok([Some(turned.x), turned.key.into_option()].map(|x| x.map(Tensor::from_dispatch)))
 }
 
 /// Of every row.

@@ -1,10 +1,9 @@
 //! The backend trait of rotary position embedding.
 
-use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, backend_extension};
 
 use crate::rope::reference;
-use crate::rope::values::{RopeCall, RopeInputs, RopePair, TurnedPair};
+use crate::rope::values::{RopeCall, RopeInputs, TurnedRows};
 use burn_blocksparse::reference_backends;
 
 /// Rotary position embedding as a backend operation. Arguments are checked by the public function.
@@ -16,49 +15,27 @@ use burn_blocksparse::reference_backends;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait RopeOps: Backend {
-    /// x, turned, in the call's dtype.
-    #[fusion(dtype = call.dtype.into(), shape = inputs.x.shape.clone())]
-    fn rope(#[extension_type] inputs: RopeInputs<Self>, call: RopeCall) -> FloatTensor<Self> {
+    /// The rows, turned, in the call's dtype.
+    #[fusion(meta = meta::turned)]
+    fn rope(#[extension_type] inputs: RopeInputs<Self>, call: RopeCall) -> TurnedRows<Self> {
         reference::rope::<Self>(inputs, call)
-    }
-
-    /// Both, turned, in the call's dtype.
-    #[fusion(meta = meta::pair)]
-    fn rope_pair(#[extension_type] pair: RopePair<Self>, call: RopeCall) -> TurnedPair<Self> {
-        one_by_one::<Self>(pair, call)
     }
 }
 
 reference_backends!(RopeOps);
 
-/// A pair in two steps.
-pub(crate) fn one_by_one<B: RopeOps>(pair: RopePair<B>, call: RopeCall) -> TurnedPair<B> {
-    let RopePair {
-        query,
-        key,
-        table,
-        places,
-    } = pair;
-    let [query, key] = [query, key].map(|x| {
-        let (table, places) = (table.clone(), places.clone());
-        B::rope(RopeInputs { x, table, places }, call)
-    });
-    TurnedPair { query, key }
-}
-
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
+    use super::*;
+    use crate::rope::values::{RopeInputsMetadata, TurnedRowsMetadata};
     use burn::backend::fusion::custom::TensorSpec;
 
-    use super::*;
-    use crate::rope::values::{RopePairMetadata, TurnedPairMetadata};
-
-    pub fn pair(pair: &RopePairMetadata, call: &RopeCall) -> TurnedPairMetadata {
-        let like = |x: &TensorSpec| TensorSpec::new(x.shape.clone(), call.dtype.into());
-        TurnedPairMetadata {
-            query: like(&pair.query),
-            key: like(&pair.key),
+    pub fn turned(inputs: &RopeInputsMetadata, call: &RopeCall) -> TurnedRowsMetadata {
+        let dtype = call.dtype.into();
+        TurnedRowsMetadata {
+            x: TensorSpec::new(inputs.x.shape.clone(), dtype),
+            key: inputs.key.cast(dtype),
         }
     }
 }

@@ -4,10 +4,29 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, Slice};
 
-use crate::rope::values::{RopeCall, RopeInputs};
+use crate::rope::values::{RopeCall, RopeInputs, TurnedRows};
+use burn_blocksparse::internal::values::OptInt;
 
-pub(crate) fn rope<B: Backend>(inputs: RopeInputs<B>, call: RopeCall) -> FloatTensor<B> {
-    let RopeInputs { x, table, places } = inputs;
+pub(crate) fn rope<B: Backend>(inputs: RopeInputs<B>, call: RopeCall) -> TurnedRows<B> {
+    let RopeInputs {
+        x,
+        key,
+        table,
+        places,
+    } = inputs;
+    let of = |x: FloatTensor<B>| turned::<B>(x, table.clone(), places.clone(), call);
+    TurnedRows {
+        x: of(x),
+        key: key.into_option().map(of).into(),
+    }
+}
+
+fn turned<B: Backend>(
+    x: FloatTensor<B>,
+    table: FloatTensor<B>,
+    places: OptInt<B>,
+    call: RopeCall,
+) -> FloatTensor<B> {
     let shape = x.shape();
     let [batch, heads, seq, width] = shape.dims();
     if shape.num_elements() == 0 {

@@ -4,7 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use burn_blocksparse::internal::values::OptInt;
+use burn_blocksparse::internal::values::{OptFloat, OptInt};
 
 /// Rows and the table that rotates them.
 #[derive(ExtensionType, Clone, Debug)]
@@ -13,6 +13,9 @@ use burn_blocksparse::internal::values::OptInt;
 pub struct RopeInputs<B: Backend> {
     /// `[batch, heads, seq, width]`
     pub x: FloatTensor<B>,
+    /// Rows that are turned alike: the same with heads of its own.
+    #[extension_type]
+    pub key: OptFloat<B>,
     /// `[context, width, 2]`: cosine and sine, for both channels of a pair.
     pub table: FloatTensor<B>,
     /// `[batch · seq]`: rows of the table. None: those from the call's first on.
@@ -32,29 +35,14 @@ pub struct RopeCall {
     pub dtype: FloatDType,
 }
 
-/// Queries and keys that are turned alike.
+/// Rows, turned.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct RopePair<B: Backend> {
-    /// `[batch, heads, seq, width]`
-    pub query: FloatTensor<B>,
-    /// The same with heads of its own.
-    pub key: FloatTensor<B>,
-    /// As [`RopeInputs::table`].
-    pub table: FloatTensor<B>,
-    /// As [`RopeInputs::places`].
+pub struct TurnedRows<B: Backend> {
+    /// As [`RopeInputs::x`].
+    pub x: FloatTensor<B>,
+    /// As [`RopeInputs::key`].
     #[extension_type]
-    pub places: OptInt<B>,
-}
-
-/// Both, turned.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct TurnedPair<B: Backend> {
-    /// As the queries.
-    pub query: FloatTensor<B>,
-    /// As the keys.
-    pub key: FloatTensor<B>,
+    pub key: OptFloat<B>,
 }

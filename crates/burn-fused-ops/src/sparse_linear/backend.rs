@@ -10,11 +10,9 @@ pub(crate) mod kernels {
     use crate::linear::cube_products::Kernels;
     use crate::linear::products::Primitives;
     use crate::sparse_linear::ops::BlockSparseLinearOps;
-    use crate::sparse_linear::products::{
-        Gathered, Pass, SparseProducts, backward_input, backward_weight, forward,
-    };
+    use crate::sparse_linear::products::{Gathered, SparseProducts, backward, forward};
     use crate::sparse_linear::values::{
-        SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+        Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
     };
     use crate::sparse_linear::wgmma;
     use burn_blocksparse::internal::cube::uses_reference;
@@ -64,23 +62,14 @@ pub(crate) mod kernels {
             }
         }
 
-        fn block_sparse_linear_backward_input(
+        fn block_sparse_linear_backward(
             saved: SparseLinearSaved<Self>,
             call: SparseLinearCall,
+            pass: Pass,
         ) -> CubeTensor {
             match uses_reference() {
-                true => backward_input::<Self, Gathered<Primitives>>(saved, call),
-                false => backward_input::<Self, SparseKernels>(saved, call),
-            }
-        }
-
-        fn block_sparse_linear_backward_weight(
-            saved: SparseLinearSaved<Self>,
-            call: SparseLinearCall,
-        ) -> CubeTensor {
-            match uses_reference() {
-                true => backward_weight::<Self, Gathered<Primitives>>(saved, call),
-                false => backward_weight::<Self, SparseKernels>(saved, call),
+                true => backward::<Self, Gathered<Primitives>>(saved, call, pass),
+                false => backward::<Self, SparseKernels>(saved, call, pass),
             }
         }
     }
@@ -90,11 +79,11 @@ pub(crate) mod kernels {
 mod steps {
     use burn::backend::autodiff::Autodiff;
     use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-    use burn::backend::tensor::FloatTensor;
+    use burn::tensor::FloatDType;
 
     use crate::sparse_linear::ops::BlockSparseLinearOps;
     use crate::sparse_linear::values::{
-        SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+        Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
     };
     use burn_blocksparse::internal::custom_gradient::{
         custom_gradient, own_dtype, there, wanted_dtypes,
@@ -121,20 +110,16 @@ mod steps {
                 let x = made.x.into_option().filter(|_| wanted[1]);
                 let weight = made.weight.into_option().filter(|_| wanted[0]);
                 (made.out, move |[own_x, own_weight], grad| {
-                    let saved = |factor: Option<FloatTensor<B>>| SparseLinearSaved {
-                        factor: there(factor),
-                        grad: grad.clone(),
+                    let gradient = |dtype: Option<FloatDType>, factor, pass| {
+                        let (dtype, layout) = (dtype?, layout.clone());
+                        let (factor, grad) = (there(factor), grad.clone());
+                        let saved = SparseLinearSaved { factor, grad };
+                        let call = SparseLinearCall { layout, dtype };
+                        Some(B::block_sparse_linear_backward(saved, call, pass))
                     };
-                    let [by_x, by_weight] = dtypes.map(|dtype| {
-                        let layout = layout.clone();
-                        dtype.map(|dtype| SparseLinearCall { layout, dtype })
-                    });
-                    let by_x = by_x.map(|call| {
-                        B::block_sparse_linear_backward_input(saved(own_weight.or(weight)), call)
-                    });
-                    let by_weight = by_weight.map(|call| {
-                        B::block_sparse_linear_backward_weight(saved(own_x.or(x)), call)
-                    });
+                    let [by_x, by_weight] = dtypes;
+                    let by_x = gradient(by_x, own_weight.or(weight), Pass::Input);
+                    let by_weight = gradient(by_weight, own_x.or(x), Pass::Weight);
                     [by_x, by_weight]
                 })
             });

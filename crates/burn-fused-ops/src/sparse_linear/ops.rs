@@ -1,7 +1,11 @@
 //! The backend trait of products with block-sparse weights.
 
+#[cfg(feature = "fusion")]
+use blocksparse::WeightLayout;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, backend_extension};
+#[cfg(feature = "fusion")]
+use burn::tensor::Shape;
 
 use crate::linear::products::Primitives;
 #[cfg(feature = "fusion")]
@@ -9,7 +13,7 @@ use crate::linear::products::with_width;
 use crate::sparse_linear::products;
 use crate::sparse_linear::products::Gathered;
 use crate::sparse_linear::values::{
-    SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+    Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
 use burn_blocksparse::reference_backends;
 
@@ -31,26 +35,26 @@ pub trait BlockSparseLinearOps: Backend {
         products::forward::<Self, Gathered<Primitives>>(inputs, call)
     }
 
-    /// `dy · Wᵀ`, `[.., inputs]`, of the weight as it was multiplied.
-    #[fusion(dtype = call.dtype.into(), shape = with_width(&saved.grad.shape, call.layout.inputs()))]
-    fn block_sparse_linear_backward_input(
+    /// `dy · Wᵀ`, `[.., inputs]`, of the weight as it was multiplied; or `xᵀ · dy` of the kept blocks, `[blocks, block, block]`, of x as it was.
+    #[fusion(dtype = call.dtype.into(), shape = of_gradient(&saved.grad.shape, &call.layout, *pass))]
+    fn block_sparse_linear_backward(
         #[extension_type] saved: SparseLinearSaved<Self>,
         call: SparseLinearCall,
+        pass: Pass,
     ) -> FloatTensor<Self> {
-        products::backward_input::<Self, Gathered<Primitives>>(saved, call)
-    }
-
-    /// `xᵀ · dy` of the kept blocks, `[blocks, block, block]`, of x as it was multiplied.
-    #[fusion(dtype = call.dtype.into(), shape = call.layout.shape().into())]
-    fn block_sparse_linear_backward_weight(
-        #[extension_type] saved: SparseLinearSaved<Self>,
-        call: SparseLinearCall,
-    ) -> FloatTensor<Self> {
-        products::backward_weight::<Self, Gathered<Primitives>>(saved, call)
+        products::backward::<Self, Gathered<Primitives>>(saved, call, pass)
     }
 }
 
 reference_backends!(BlockSparseLinearOps);
+
+#[cfg(feature = "fusion")]
+fn of_gradient(grad: &Shape, layout: &WeightLayout, pass: Pass) -> Shape {
+    match pass {
+        Pass::Weight => layout.shape().into(),
+        Pass::Forward | Pass::Input => with_width(grad, layout.inputs()),
+    }
+}
 
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
 #[cfg(feature = "fusion")]

@@ -11,24 +11,13 @@ use burn::tensor::{FloatDType, Shape, TensorData};
 
 use crate::linear::products::{Products, groups, rounded, with_width};
 use crate::sparse_linear::values::{
-    SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+    Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
 use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::dtype::accumulate_in;
 
 /// Numbers that are gathered at a time, at most. One target's may be more; they are no more than x's.
 const CHUNK: usize = 1 << 24;
-
-/// The three products of a layer, of matrices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Pass {
-    /// `x · W`: `[rows, inputs]` and `[blocks, block, block]` to `[rows, outputs]`.
-    Forward,
-    /// `dy · Wᵀ`: `[rows, outputs]` and `[blocks, block, block]` to `[rows, inputs]`.
-    Input,
-    /// `xᵀ · dy`: `[rows, inputs]` and `[rows, outputs]` to `[blocks, block, block]`.
-    Weight,
-}
 
 /// Computes one of the products: in `dtype`, which is that of the factors or of sums.
 pub(crate) trait SparseProducts<B: Backend> {
@@ -313,27 +302,24 @@ pub(crate) fn forward<B: Backend, S: SparseProducts<B>>(
     }
 }
 
-/// `dx = dy · Wᵀ`
-pub(crate) fn backward_input<B: Backend, S: SparseProducts<B>>(
+/// A gradient: `dx = dy · Wᵀ`, or `dW = xᵀ · dy` of the kept blocks.
+pub(crate) fn backward<B: Backend, S: SparseProducts<B>>(
     saved: SparseLinearSaved<B>,
     call: SparseLinearCall,
+    pass: Pass,
 ) -> FloatTensor<B> {
-    let shape = with_width(&saved.grad.shape(), call.layout.inputs());
-    let factors = [as_rows::<B>(saved.grad), saved.factor];
-    B::float_reshape(product::<B, S>(Pass::Input, factors, &call), shape)
-}
-
-/// `dW = xᵀ · dy`, of the kept blocks.
-pub(crate) fn backward_weight<B: Backend, S: SparseProducts<B>>(
-    saved: SparseLinearSaved<B>,
-    call: SparseLinearCall,
-) -> FloatTensor<B> {
-    let factors = [as_rows::<B>(saved.factor), as_rows::<B>(saved.grad)];
+    let SparseLinearSaved { factor, grad } = saved;
+    if pass != Pass::Weight {
+        let shape = with_width(&grad.shape(), call.layout.inputs());
+        let factors = [as_rows::<B>(grad), factor];
+        return B::float_reshape(product::<B, S>(pass, factors, &call), shape);
+    }
+    let factors = [as_rows::<B>(factor), as_rows::<B>(grad)];
     // Sums over rows are rounded once, whatever they are rounded to.
     let sums = SparseLinearCall {
         dtype: accumulate_in(factors[0].dtype().into()),
         layout: call.layout,
     };
-    let made = product::<B, S>(Pass::Weight, factors, &sums);
+    let made = product::<B, S>(pass, factors, &sums);
     rounded::<B>(made, call.dtype)
 }

@@ -7,6 +7,17 @@ use burn::tensor::FloatDType;
 
 use burn_blocksparse::internal::values::OptFloat;
 
+/// The three products of a layer, of matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// `x · W`: `[rows, inputs]` and `[blocks, block, block]` to `[rows, outputs]`.
+    Forward,
+    /// `dy · Wᵀ`: `[rows, outputs]` and `[blocks, block, block]` to `[rows, inputs]`.
+    Input,
+    /// `xᵀ · dy`: `[rows, inputs]` and `[rows, outputs]` to `[blocks, block, block]`.
+    Weight,
+}
+
 /// Retained blocks of the weight, and the dtype of the result.
 #[derive(Clone, Debug)]
 #[non_exhaustive]

@@ -12,7 +12,7 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::linear::wgmma as dense;
-use crate::sparse_linear::products::Pass;
+use crate::sparse_linear::values::Pass;
 use burn_blocksparse::internal::cube::{empty, typed};
 
 /// Parts of the rows that add up to a gradient, `[parts, numbers]`: `[numbers]`.

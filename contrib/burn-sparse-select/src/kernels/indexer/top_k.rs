@@ -28,6 +28,7 @@ impl TopKKeys {
             Some(_) => seq_kv,
             None => (seq_kv - seq_q + end).next_multiple_of(ALIGNED).min(seq_kv),
         };
+        let columns = |end: usize| all.listed.unwrap_or_else(|| keys(end));
         let mut slabs = Vec::new();
         let mut start = 0;
         while start < seq_q {
@@ -35,14 +36,13 @@ impl TopKKeys {
             let (mut rows, mut limit) = (1, seq_q - start);
             while rows < limit {
                 let middle = (rows + limit).div_ceil(2);
-                match all.batch * middle * keys(start + middle) <= numbers {
+                match all.batch * middle * columns(start + middle) <= numbers {
                     true => rows = middle,
                     false => limit = middle - 1,
                 }
             }
             slabs.push(PairSizes {
                 rows: [start, rows],
-                listed: None,
                 keys: keys(start + rows),
                 ..*all
             });

@@ -12,6 +12,7 @@ use burn::tensor::{
     FloatDType, IndexingUpdateOp, IntDType, Shape, Slice, TensorData, try_read_sync,
 };
 
+use crate::selection::parts::in_steps;
 use crate::selection::token_sparse::values::{
     QueryLists, TokenSparseCall, TokenSparseGrads, TokenSparseInputs, TokenSparseOutput,
     TokenSparseSaved,
@@ -76,10 +77,7 @@ impl<B: Backend> Problem<B> {
     fn slabs(&self) -> Vec<Range<usize>> {
         let of_query = self.batch * self.kv_heads * self.group * self.seq_kv;
         let slab = (SLAB_SCORES / of_query.max(1)).max(1);
-        let starts = (0..self.seq_q).step_by(slab);
-        starts
-            .map(|start| start..(start + slab).min(self.seq_q))
-            .collect()
+        in_steps(0..self.seq_q, slab).collect()
     }
 
     /// Queries of `[batch, heads, seq_q, width]` as rows of their heads of keys: `[batch, kv_heads, group · queries, width]`.

@@ -6,12 +6,12 @@ use blocksparse_cubecl::KernelError;
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::tensor::DType;
 use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
+use crate::by_kernels::by_kernels;
 use crate::linear::heads::reference;
-use crate::linear::values::{BiasedRows, HeadParts, JoinCall, Joined, MOST_PARTS};
-use burn_blocksparse::internal::cube::{contiguous, empty, typed, uses_reference};
+use crate::linear::values::{BiasedRows, HeadParts, JoinCall, Joined};
+use burn_blocksparse::internal::cube::{contiguous, empty, typed};
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
 fn part((heads, dim): (usize, usize)) -> HeadsPart {
@@ -33,38 +33,21 @@ pub(crate) fn split_heads(
     inputs: BiasedRows<CubeBackend>,
     parts: HeadParts,
 ) -> ThreeFloats<CubeBackend> {
-    if uses_reference() {
-        return reference::split::<CubeBackend>(inputs, parts);
-    }
-    let x = into_contiguous(inputs.x);
-    let bias = contiguous(inputs.bias);
-    match split(&x, bias.as_ref(), parts) {
-        Ok(tensors) => tensors,
-        Err(_) => {
-            let bias = bias.into();
-            reference::split::<CubeBackend>(BiasedRows { x, bias }, parts)
-        }
-    }
+    by_kernels(|| split(&inputs, parts))
+        .unwrap_or_else(|| reference::split::<CubeBackend>(inputs, parts))
 }
 
 pub(crate) fn join_heads(tensors: ThreeFloats<CubeBackend>, call: JoinCall) -> Joined<CubeBackend> {
-    if uses_reference() {
-        return reference::join::<CubeBackend>(tensors, &call);
-    }
-    let tensors = tensors
-        .into_list()
-        .map(|tensor| tensor.map(into_contiguous));
-    match join(&tensors, &call) {
-        Ok(joined) => joined,
-        Err(_) => reference::join::<CubeBackend>(ThreeFloats::of_list(tensors), &call),
-    }
+    by_kernels(|| join(tensors.clone(), &call))
+        .unwrap_or_else(|| reference::join::<CubeBackend>(tensors, &call))
 }
 
 fn split(
-    x: &CubeTensor,
-    bias: Option<&CubeTensor>,
+    inputs: &BiasedRows<CubeBackend>,
     parts: HeadParts,
 ) -> Result<ThreeFloats<CubeBackend>, KernelError> {
+    let x = &into_contiguous(inputs.x.clone());
+    let bias = contiguous(inputs.bias.clone());
     let [batch, seq, _] = x.meta.shape().dims();
     let tensors =
         parts.map(|part| part.map(|(heads, dim)| empty(x, [batch, heads, seq, dim], x.dtype)));
@@ -74,7 +57,7 @@ fn split(
     rows::split_heads(
         &x.client,
         typed(x),
-        bias.map(typed),
+        bias.as_ref().map(typed),
         [batch * seq, seq],
         &written,
     )?;
@@ -82,14 +65,16 @@ fn split(
 }
 
 fn join(
-    tensors: &[Option<CubeTensor>; MOST_PARTS],
+    tensors: ThreeFloats<CubeBackend>,
     call: &JoinCall,
 ) -> Result<Joined<CubeBackend>, KernelError> {
+    let tensors = tensors.into_list();
+    let tensors = tensors.map(|tensor| tensor.map(into_contiguous));
     let like = (tensors.iter().flatten().next()).expect("at least one tensor");
     let [batch, seq] = call.rows;
     let x = empty(like, [batch, seq, call.width()], call.dtype.into());
     let sums = (call.bias).map(|dtype| empty(like, [call.width()], dtype.into()));
-    let read: Vec<_> = (call.parts.iter().zip(tensors))
+    let read: Vec<_> = (call.parts.iter().zip(&tensors))
         .filter_map(|(of, tensor)| {
             Some((part((*of)?), tensor.as_ref().map(|tensor| &tensor.handle)))
         })

@@ -2,7 +2,7 @@
 
 use burn_blocksparse::OpError;
 
-/// Options of [`sample_tokens`](super::sample_tokens). Build them from [`Default`], which leaves the softmax as it is.
+/// Options of [`sample_tokens`](crate::sampling::sample_tokens). Build them from [`Default`], which leaves the softmax as it is.
 ///
 /// In this order: logits of tokens that were seen are lowered (`repetition`), all are divided by `temperature`, and of their softmax
 /// the `top_k` likeliest are kept, of these those that make up `top_p`, and of these those that are at least `min_p` times as likely as the
