@@ -1,32 +1,24 @@
-//! `bench-choice`: the kernels that choose blocks, one by one, by the device's own clock; and their equality to loops in f64.
+//! `bench-choice`: the kernels that choose blocks, one by one, by the device's own clock. `check-device` compares what they give.
 
-mod choice_attention_sums;
 mod choice_lines;
-mod choice_lists;
-mod choice_maxima;
-mod choice_picks;
 mod choice_rules;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use blocksparse::{Budget, LayoutShape};
-use blocksparse_bench::device::{self, empty};
+use blocksparse_bench::device::{self, empty, upload};
 use blocksparse_bench::device_time::{host, median};
-use blocksparse_bench::numbers::{BF16, F32};
-use blocksparse_bench::runner::{Shard, Tally, Timing};
+use blocksparse_bench::numbers::{BF16, F32, sixteenths};
+use blocksparse_bench::runner::Timing;
 use burn_sparse_select::kernels::rows::{Blocked, RowBlocks, block_means};
 use burn_sparse_select::kernels::selection::{
-    Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, MeanProducts, RunMaxima, SeenRows,
-    mean_products, query_picks,
+    Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, LinesPlan, MeanProducts, RowsView,
+    RunMaxima, SeenRows, antidiagonal_attention_sums, line_sums, mean_products, query_picks,
 };
 use clap::Parser;
-use cubecl::client::Client;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-use choice_attention_sums::AttentionSums;
-use choice_lines::{Chosen, HalfKept, Lines};
-use choice_lists::Lists;
-use choice_maxima::Maxima;
+use choice_lines::{Chosen, HalfKept};
 use choice_rules::Ruled;
 
 /// Queries of which all products with keys are made.
@@ -36,10 +28,7 @@ const LAST: usize = 2048;
 const GATE_BLOCK: usize = 512;
 
 #[derive(Parser)]
-#[command(
-    about = "Times the kernels that choose blocks, or compares them with loops in f64",
-    version
-)]
+#[command(about = "Times the kernels that choose blocks", version)]
 struct Args {
     /// Queries and keys.
     #[arg(long, short, default_value_t = 65_536)]
@@ -53,7 +42,7 @@ struct Args {
     /// Queries and keys of a block.
     #[arg(long, default_value_t = 128)]
     block: usize,
-    /// Only what has this in its name, of what is timed; with --verify, "lines" compares sums over keys and distances, "picks" what queries pick, and "maxima" highest products by blocks, alone.
+    /// Only what has this in its name.
     #[arg(long, default_value = "")]
     only: String,
     #[command(flatten)]
@@ -61,47 +50,11 @@ struct Args {
     /// Time how long calls keep the host instead.
     #[arg(long)]
     host: bool,
-    /// Compare results with loops in f64, of small calls, instead of timing.
-    #[arg(long)]
-    verify: bool,
-    #[command(flatten)]
-    shard: Shard,
 }
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let client = device::client()?;
-    match args.verify {
-        true => verify(&client, &args),
-        false => times(&client, &args),
-    }
-}
-
-fn verify(client: &Client, args: &Args) -> Result<()> {
-    let tally = &mut Tally::new(args.shard)?;
-    let rng = &mut ChaCha8Rng::seed_from_u64(7);
-    let is_asked = |name: &str| [name, ""].contains(&args.only.as_str());
-    if is_asked("picks") || args.only == "lines" {
-        choice_picks::verify(client, rng, tally)?;
-    }
-    if is_asked("lines") {
-        choice_lines::verify(client, rng, tally)?;
-        choice_lines::verify_least(client, rng, tally)?;
-    }
-    if is_asked("") {
-        choice_attention_sums::verify(client, rng, tally)?;
-        choice_rules::verify(client, rng, tally)?;
-    }
-    if is_asked("maxima") {
-        choice_maxima::verify(client, rng, tally)?;
-    }
-    let (compared, Shard { shard, of }) = (tally.compared, args.shard);
-    println!("{compared} calls equal loops in f64");
-    ensure!(compared > 0, "--shard {shard} of {of} has no call");
-    Ok(())
-}
-
-fn times(client: &Client, args: &Args) -> Result<()> {
+    let client = &device::client()?;
     let (n, head_dim, block) = (args.n, args.head_dim, args.block);
     let (heads, lists) = (args.heads, [args.heads, args.kv_heads]);
     let rng = &mut ChaCha8Rng::seed_from_u64(1);
@@ -116,6 +69,11 @@ fn times(client: &Client, args: &Args) -> Result<()> {
         println!("{name:<48} {:>9.1} µs", seconds * 1e6);
         Ok(seconds)
     };
+    let [q, k] = lists.map(|lists| {
+        let numbers = sixteenths(lists * n * head_dim, rng);
+        upload(client, &numbers, BF16)
+    });
+    let [q, k] = [&q, &k];
     for stride in [16, 8].into_iter().filter(|&stride| block % stride == 0) {
         let of = Antidiagonals {
             lists,
@@ -127,12 +85,17 @@ fn times(client: &Client, args: &Args) -> Result<()> {
             factor: 1.0 / (stride as f64 * (head_dim as f64).sqrt()),
             rows: 0..n.div_ceil(block),
         };
-        let attention_sums = AttentionSums::new(client, of, rng);
-        let name = format!("antidiagonals, stride {stride}");
-        time(&name, &|| attention_sums.run(client))?;
+        let sums = empty(client, heads * of.rows.len() * n.div_ceil(block), F32);
+        time(&format!("antidiagonals, stride {stride}"), &|| {
+            Ok(antidiagonal_attention_sums(
+                client,
+                BF16,
+                [q, k],
+                &of,
+                &sums,
+            )?)
+        })?;
     }
-    let inputs = Lists::new(client, lists, [n; 2], head_dim, rng);
-    let [q, k] = inputs.handles();
     let of_blocks = RowBlocks::new(heads, [n, head_dim], block);
     let blocks = of_blocks.blocks();
     let means = empty(client, heads * blocks * head_dim, F32);
@@ -177,10 +140,15 @@ fn times(client: &Client, args: &Args) -> Result<()> {
         width: head_dim,
         run: block,
     };
-    let maxima = Maxima::new(client, lists, [n; 2], of, rng);
-    if maxima.is_served(client) {
+    if of.is_served(client, BF16) {
+        let highest = empty(client, heads * of.rows[1] * of.columns / of.run, F32);
+        let view = |x, lists: usize, first: usize, rows: usize| {
+            RowsView::new(x, [lists, n, head_dim]).rows(first, rows, BF16.size())
+        };
+        let queries = view(q, heads, n - of.rows[1], of.rows[1]);
+        let keys = view(k, args.kv_heads, 0, of.columns);
         let seconds = time("highest of blocks, of the last queries", &|| {
-            maxima.run(client)
+            Ok(of.launch(client, BF16, [&queries, &keys], &highest)?)
         })?;
         let numbers = heads * of.rows[1] * of.columns * head_dim;
         let rate = 2.0 * numbers as f64 / seconds / 1e12;
@@ -194,10 +162,14 @@ fn times(client: &Client, args: &Args) -> Result<()> {
     };
     for queries in [64, 128].into_iter().filter(|&queries| queries <= n) {
         // As many queries of any place cost the same.
-        let lines = Lines::new(client, last(queries), rng);
-        println!("{queries} queries: {}", lines.plan(client));
+        let of = last(queries);
+        println!(
+            "{queries} queries: {}",
+            LinesPlan::new(client, BF16, [q, k], &of)
+        );
+        let sums = empty(client, heads * 2 * n, F32);
         let name = format!("sums of {queries} queries by keys and distances");
-        time(&name, &|| lines.run(client))?;
+        time(&name, &|| Ok(line_sums(client, BF16, [q, k], &of, &sums)?))?;
     }
     // All lists by lines, all by means, and all by lines with a least.
     for (name, threshold, blocks) in [

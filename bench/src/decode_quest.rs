@@ -1,8 +1,7 @@
 //! Attention over the pages that queries choose (Quest: Tang et al., 2024), beside attention over all of them.
 
-use anyhow::{Context, Result, ensure};
-use blocksparse_bench::compare::{ensure_within, same_twice};
-use blocksparse_bench::device::{empty, read_floats, read_ints, upload_ints};
+use anyhow::Result;
+use blocksparse_bench::device::{empty, read_ints, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_cubecl::KernelError;
 use burn_paged_attention::internal::kernels::{
@@ -156,7 +155,7 @@ impl Bench {
         })
     }
 
-    /// Times of the parts of a choice, and how many times as fast it is with the attention over it.
+    /// Times of the parts of a choice, and how many times as fast it is with the attention over it. `check-device` compares what they give.
     pub(super) fn quest(&mut self) -> Result<()> {
         for (name, [batch, length, budget], bars) in BUDGETS {
             if !name.contains(&self.args.only) {
@@ -177,80 +176,6 @@ impl Bench {
                 format!("  bar {bar:.1}, goal {goal:.1}")
             });
             self.parts(name, PAGE, &parts, &bars)?;
-        }
-        Ok(())
-    }
-
-    /// Bounds and scores against loops in f64, picks against a sort of the scores that there are, and attention over the picks the same bits twice.
-    pub(super) fn verify_quest(&mut self) -> Result<()> {
-        let name = "quest";
-        // Of keys in eight bits `check-device` has the comparison.
-        let is_other = self.args.quantization().is_some() || !name.contains(&self.args.only);
-        if is_other || !self.client.properties().supports_type(BF16) {
-            return Ok(());
-        }
-        for (of_heads, width, page, keep) in [
-            ([8, 2], 128, 16, 5),
-            ([4, 4], 64, 32, 3),
-            ([8, 1], 256, 16, 9),
-            ([6, 2], 40, 64, 2),
-        ] {
-            let lengths = [[1000, 0, 0], [page - 1, 0, 0], [1, 0, 0], [2600, 0, 0]];
-            let shape = Shape {
-                width,
-                ..Shape::equal(name, [1, 0, 1], of_heads, None).with_lengths(lengths)
-            };
-            let chosen = self.chosen(&shape, page, keep)?;
-            same_twice(|| {
-                chosen.all()?;
-                chosen.sparse.read()
-            })?;
-            self.check_choice(&chosen, &shape, page, keep)
-                .with_context(|| format!("heads {of_heads:?}, {width} wide"))?;
-        }
-        println!("choices of pages are right");
-        Ok(())
-    }
-
-    fn check_choice(&self, chosen: &Chosen, shape: &Shape, page: usize, keep: usize) -> Result<()> {
-        let numbers = |handle| read_floats::<f64>(&self.client, handle, BF16);
-        let (q, keys) = (numbers(&chosen.dense.q)?, numbers(&chosen.dense.keys)?);
-        let summaries = numbers(&chosen.summaries)?;
-        let table = read_ints(&self.client, &chosen.dense.table)?;
-        let scores: Vec<f64> = read_floats(&self.client, &chosen.scores, F32)?;
-        let picks = read_ints(&self.client, chosen.selected())?;
-        let (entries, width, kv_heads) = (chosen.scored.entries, shape.width, shape.kv_heads);
-        let group = shape.heads / kv_heads;
-        for (row, picks) in picks.chunks(keep).enumerate() {
-            let (entry, head) = (row / kv_heads, row % kv_heads);
-            let length = shape.lengths[entry][0];
-            let pages = length.div_ceil(page);
-            let own = &scores[row * entries..][..pages];
-            for (at, score) in own.iter().enumerate() {
-                let id = table[entry * entries + at] as usize * kv_heads + head;
-                let slots = page.min(length - at * page);
-                let mut expected = 0.0;
-                for c in 0..width {
-                    let column = || (0..slots).map(|slot| keys[(id * page + slot) * width + c]);
-                    let most = column().fold(f64::MIN, f64::max);
-                    let least = column().fold(f64::MAX, f64::min);
-                    let made = [0, width].map(|of| summaries[id * 2 * width + of + c]);
-                    ensure!(made == [most, least], "bounds {made:?}, not {most} {least}");
-                    for member in 0..group {
-                        let q = q[(row * group + member) * width + c];
-                        expected += (q * most).max(q * least) / group as f64;
-                    }
-                }
-                ensure_within("score", *score, expected, 1e-5 * width as f64)?;
-            }
-            let mut order: Vec<usize> = (0..pages - 1).collect();
-            order.sort_by(|a, b| own[*b].total_cmp(&own[*a]));
-            order.truncate(keep - 1);
-            order.push(pages - 1);
-            order.sort_unstable();
-            let mut expected: Vec<i32> = order.iter().map(|page| *page as i32).collect();
-            expected.resize(keep, -1);
-            ensure!(picks == expected, "picks {picks:?}, not {expected:?}");
         }
         Ok(())
     }

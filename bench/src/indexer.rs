@@ -1,13 +1,11 @@
 //! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, the keys of the highest scores, and
-//! gradients by sums: times, and equality to loops in f64. `BLOCKSPARSE_PAIRS=0` leaves tensor cores out.
-
-mod indexer_verify;
+//! gradients by sums: times. `BLOCKSPARSE_PAIRS=0` leaves tensor cores out. `check-device dsa` compares what they give.
 
 use anyhow::{Result, ensure};
 use blocksparse::HadamardFp8;
-use blocksparse_bench::device::{self, empty, poisoned, read, upload, upload_ints};
-use blocksparse_bench::numbers::{Dtype, F32, encoded, uniform};
-use blocksparse_bench::runner::{Shard, Timing};
+use blocksparse_bench::device::{self, empty, upload, upload_ints};
+use blocksparse_bench::numbers::{Dtype, F32, uniform};
+use blocksparse_bench::runner::Timing;
 use burn_sparse_select::kernels::indexer::{
     IndexerGradients, KeyBytes, PairInputs, PairSizes, PairSum, TopKKeys, by_keys, by_queries,
     key_bytes, key_parts, pair_sums, round_rows, top_k_keys,
@@ -18,8 +16,6 @@ use cubecl::ir::ElemType;
 use cubecl::server::Handle;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
-
-use indexer_verify::{Numbers, verify};
 
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 enum What {
@@ -51,7 +47,7 @@ impl What {
     }
 }
 
-#[derive(Clone, Parser)]
+#[derive(Parser)]
 #[command(
     about = "Times sums over heads of the pairs of queries and keys, and gradients by them",
     version
@@ -95,11 +91,6 @@ struct Args {
     rounded: bool,
     #[command(flatten)]
     timing: Timing<15>,
-    /// Compare results with loops in f64, of small calls, and run twice, instead of timing.
-    #[arg(long)]
-    verify: bool,
-    #[command(flatten)]
-    shard: Shard,
 }
 
 impl Args {
@@ -130,13 +121,8 @@ impl Args {
     }
 }
 
-/// Rows of queries or keys, and the same rounded to 8 bits if they are to be. The numbers become what is rounded.
-fn rows_of(
-    client: &Client,
-    args: &Args,
-    numbers: &mut [f32],
-    of: HadamardFp8,
-) -> Result<[Handle; 2]> {
+/// Rows of queries or keys, and the same rounded to 8 bits if they are to be.
+fn rows_of(client: &Client, args: &Args, numbers: &[f32], of: HadamardFp8) -> Result<[Handle; 2]> {
     let element = args.dtype.element();
     let rows = upload(client, numbers, element);
     if !args.rounded {
@@ -145,13 +131,6 @@ fn rows_of(
     let out = empty(client, numbers.len(), element);
     let size = [numbers.len() / args.width, args.width];
     round_rows(client, element, &rows, size, of, &out)?;
-    if args.verify {
-        of.round(numbers, args.width);
-        ensure!(
-            encoded(numbers, element) == read(client, &out)?,
-            "rows are rounded to other numbers than on the host"
-        );
-    }
     Ok([rows, out])
 }
 
@@ -176,8 +155,6 @@ struct Call {
     /// Gradients, and how many parts the one by keys has.
     gradients: [Handle; 2],
     parts: usize,
-    /// Where calls are compared.
-    kept: Option<Numbers>,
 }
 
 impl Call {
@@ -208,11 +185,11 @@ impl Call {
         let mut rng = ChaCha8Rng::seed_from_u64(1);
         let mut drawn = |count, element| uniform(count, 1.5, element, &mut rng);
         let element = args.dtype.element();
-        let mut q_numbers = drawn(batch * heads * queries * width, element);
-        let mut k_numbers = drawn(batch * kv_heads * n * width, element);
+        let q_numbers = drawn(batch * heads * queries * width, element);
+        let k_numbers = drawn(batch * kv_heads * n * width, element);
         let row_elements = drawn(batch * heads * queries, F32);
-        let [raw_q, q] = rows_of(client, args, &mut q_numbers, HadamardFp8::Queries)?;
-        let [raw_k, k] = rows_of(client, args, &mut k_numbers, HadamardFp8::Keys)?;
+        let [raw_q, q] = rows_of(client, args, &q_numbers, HadamardFp8::Queries)?;
+        let [raw_k, k] = rows_of(client, args, &k_numbers, HadamardFp8::Keys)?;
         let lists = listed.map(|most| args.lists(most));
         let rows = (args.numbers / (batch * listed.unwrap_or(n))).clamp(1, queries);
         let shapes = ([batch, heads, queries, width], [batch, kv_heads, n, width]);
@@ -240,16 +217,11 @@ impl Call {
             },
         };
         let pairs = sizes.iter().map(PairSizes::elements).max().unwrap_or(0);
-        // Outputs that are compared are no numbers before.
-        let output = |numbers: usize| match args.verify {
-            true => poisoned(client, numbers, F32),
-            false => empty(client, numbers, F32),
-        };
-        let mut pair_numbers = Vec::new();
+        let output = |numbers: usize| empty(client, numbers, F32);
         let of_pairs = match args.what.is_sum() {
             true => output(pairs),
             false => {
-                pair_numbers = drawn(pairs, F32);
+                let mut pair_numbers = drawn(pairs, F32);
                 // What the first queries do not see has none.
                 if listed.is_none() && !is_choice {
                     for (row, numbers) in pair_numbers.chunks_mut(n).enumerate() {
@@ -289,13 +261,6 @@ impl Call {
             of_rows: upload(client, &row_elements, F32),
             keys: lists.as_ref().map(|lists| upload_ints(client, lists)),
             raw: args.rounded.then_some([raw_q, raw_k]),
-            kept: args.verify.then_some(Numbers {
-                q: q_numbers,
-                k: k_numbers,
-                of_rows: row_elements,
-                keys: lists,
-                of_pairs: pair_numbers,
-            }),
         })
     }
 
@@ -372,9 +337,6 @@ impl Call {
 fn main() -> Result<()> {
     let args = Args::parse();
     let client = device::client()?;
-    if args.verify {
-        return verify(&client, &args);
-    }
     let call = Call::new(&client, &args)?;
     let Some(seconds) = args.timing.seconds(&client, || call.run())? else {
         return device::sync(&client);

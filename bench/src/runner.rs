@@ -72,7 +72,7 @@ pub struct Tally {
     shard: Shard,
     /// Calls so far, of any shard.
     pub number: usize,
-    pub compared: usize,
+    compared: usize,
     failed: usize,
 }
 
@@ -101,13 +101,6 @@ impl Tally {
     pub fn has_next(&mut self) -> bool {
         self.number += 1;
         self.has(self.number)
-    }
-
-    /// Whether the next call is one of the shard's, which counts as compared.
-    pub fn takes_next(&mut self) -> bool {
-        let takes = self.has_next();
-        self.compared += usize::from(takes);
-        takes
     }
 
     /// Counts a call; what is wrong with it is printed.

@@ -13,8 +13,8 @@ use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{DType, Device, Tensor};
 use burn_blocksparse::layout::TopKOptions;
 use burn_blocksparse::{
-    AccumulatedAttentionOptions, BlockSparseTensor, Pattern, SparseAttentionCall,
-    accumulated_attention,
+    AccumulatedAttentionOptions, AttentionOptions, BlockSparseTensor, Pattern, SparseAttentionCall,
+    WeightsMode, accumulated_attention,
 };
 use burn_blocksparse_tests::devices::devices;
 use burn_sparse_select::top_k_blocks_on_device;
@@ -127,6 +127,12 @@ impl Bench {
         self.time("forward and backward", || {
             run(&q, &k, &v, &layout).backward()
         });
+        self.time("forward and backward, weights stored", || {
+            let options = AttentionOptions::default().weights(WeightsMode::Store);
+            let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout);
+            let out = call.options(options).run().expect("shapes fit").out;
+            out.backward()
+        });
     }
 
     /// Layouts made of scores, one after the other: a plan for each.
@@ -183,18 +189,26 @@ impl Bench {
 
     /// Burn's own `attention`, causal.
     fn of_burn(&self) {
-        for n in [self.n, 4 * self.n] {
-            let [q, k, v] = self.inputs(n, &self.device);
+        let attend = |inputs: &[Tensor<4>; 3]| {
             let options = AttentionModuleOptions {
                 scale: None,
                 softcap: None,
                 is_causal: true,
             };
+            let [q, k, v] = inputs.clone();
+            attention_of_burn(q, k, v, None, None, options).sum()
+        };
+        for n in [self.n, 4 * self.n] {
+            let inputs = self.inputs(n, &self.device);
             self.time(&format!("Burn's attention, causal, {n}"), || {
-                let [q, k, v] = [&q, &k, &v].map(Tensor::clone);
-                attention_of_burn(q, k, v, None, None, options).sum()
+                attend(&inputs)
             });
         }
+        let tracked = self.device.clone().autodiff();
+        let inputs = self.inputs(self.n, &tracked).map(Tensor::require_grad);
+        self.time("Burn's attention, forward and backward", || {
+            attend(&inputs).backward()
+        });
         #[cfg(feature = "fusion")]
         println!("{}", burn_blocksparse::module::accelerated_attention());
     }

@@ -4,8 +4,9 @@ use burn_sparse_select::{
     BlockEstimator, Budget, EstimateKind, FlexPrefill, MeanPool, VerticalSlash, XAttention,
 };
 
+use burn_blocksparse_tests::judge::estimate::Estimate;
 use burn_blocksparse_tests::judge::planted::{BLOCK, DIM, HEADS, ROWS, mix, structures, uniform};
-use burn_blocksparse_tests::judge::recall::{Attention, Dense, kept, square_grid};
+use burn_blocksparse_tests::judge::recall::{Attention, kept, square_grid};
 
 /// A recall is printed of four digits, a density of three.
 fn assert_printed(what: &str, got: f64, printed: f64) {
@@ -79,16 +80,8 @@ fn planted_structure_is_found() {
     assert!((uniform(1, 0, 5, 7) - 0.282853).abs() < 5e-7);
     let grid = square_grid(BLOCK, ROWS);
     for (column, (name, q, k)) in structures().into_iter().enumerate() {
-        let dense = Dense {
-            q,
-            k,
-            heads: HEADS,
-            kv_heads: 1,
-            seq: ROWS,
-            head_dim: DIM,
-            scale: 0.125,
-        };
-        let call = dense.call();
+        let dense = Estimate::of([HEADS, 1, ROWS, DIM], 0.125, q, k);
+        let call = dense.entry(0);
         let means = MeanPool { block: BLOCK }.reference(&call);
         let sums = ANTIDIAGONALS.map(|(stride, ..)| {
             let estimator = XAttention {

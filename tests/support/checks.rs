@@ -24,8 +24,8 @@ macro_rules! registry {
             $($other_group::$other_file: $($other),+;)+
         };
 
-        /// Checks that run only if they are named: one that needs a large GPU, one that takes as long as it is asked to, and
-        /// those whose loops take long.
+        /// Checks that run only if they are named: those that need a large GPU, take as long as they are asked to, have loops that
+        /// take long, or change the process.
         pub const NAMED: &[(&str, Check)] = table! { $($named)+ };
 
         /// Makes the tests of a module of the suite, on the devices of [`devices`](crate::devices::devices).
@@ -210,14 +210,15 @@ registry! {
     [checks that the suite runs in a way of its own]
     graph::decoding: decoding_reserves_nothing_more;
     fuzz::selection: some_random_choices;
-    [checks that run only if they are named: large, or as long as they are asked to be]
+    [checks that run only if they are named: large, as long as they are asked to be, or the first of a process]
     attention::plain: more_than_2_31_elements;
     training::gates: gated_sums_of_more_than_2_31_elements;
+    training::linear: accelerated_matmuls_equal_f64;
     attention::widths: more_batch_entries_and_heads_than_a_grid, far_strides;
     attention::narrow_blocks: narrow_blocks_in_half_precision, narrow_blocks_with_options;
     fuzz::attention: fuzz;
     fuzz::decoding: pieces_are_rows_of_the_whole;
-    selection::long: long_calls_choose_as_loops, long_gates_choose_as_loops;
+    selection::long: long_calls_choose_as_loops, gates_choose_as_loops;
     selection::choices: antidiagonals_in_half_precision_equal_those_of_loops, lines_in_half_precision_equal_those_of_loops;
     fuzz::selection: random_choices;
 }

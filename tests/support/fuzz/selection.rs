@@ -1,10 +1,9 @@
 //! Random choices by content: methods, rules, forced blocks, shapes, patterns that cut, padding and inputs of many kinds, against f64. A seed is a case.
 
-use burn_sparse_select::{
-    Candidates, EstimateInputs, ReferenceInputs, Selection, attention_selected_with_lse,
-};
+use burn_sparse_select::{Candidates, EstimateInputs, Selection, attention_selected_with_lse};
 
 use crate::fuzz::attention::{SEED, assert_none, failing_seeds, number, pick};
+use crate::judge::estimate::entry_of;
 use crate::prelude::*;
 
 /// Cases; `BURN_SPARSE_FUZZ_SEED` is that of the first.
@@ -237,22 +236,8 @@ impl Fuzz {
         };
         let (q, k) = (shaken(q), shaken(k));
         let entry = |entry: usize| {
-            let part = |x: &[f64], heads: usize, seq: usize| {
-                let numbers = heads * seq * s.head_dim;
-                x[entry * numbers..][..numbers].to_vec()
-            };
-            let (q, k) = (part(&q, s.heads, s.seq_q), part(&k, s.kv_heads, s.seq_kv));
-            let call = ReferenceInputs {
-                q: &q,
-                k: &k,
-                heads: s.heads,
-                kv_heads: s.kv_heads,
-                seq_q: s.seq_q,
-                seq_kv: s.seq_kv,
-                head_dim: s.head_dim,
-                scale: 1.0 / (s.head_dim as f64).sqrt(),
-                causal: self.causal,
-            };
+            let scale = 1.0 / (s.head_dim as f64).sqrt();
+            let call = entry_of(s, entry, [&q, &k], scale, self.causal);
             let mut within = Candidates::default();
             (within.layout, within.lengths) = (layout, self.lengths.as_deref());
             match self.is_by_query() {

@@ -3,6 +3,7 @@
 pub mod attention;
 pub mod compare;
 pub mod dsa;
+pub mod estimate;
 pub mod golden;
 pub mod moba;
 pub mod msa;

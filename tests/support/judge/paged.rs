@@ -26,6 +26,8 @@ pub struct Case {
     selected: bool,
     /// Whether some entries of the table are −1.
     holes: bool,
+    /// Whether sequences are so long that several cubes share each.
+    long: bool,
     softcap: Option<f64>,
     pub sinks: bool,
     fixed_split: Option<usize>,
@@ -44,6 +46,7 @@ pub const PLAIN: Case = Case {
     visibility: false,
     selected: false,
     holes: false,
+    long: false,
     softcap: None,
     sinks: false,
     fixed_split: None,
@@ -68,6 +71,11 @@ const TABLE: &str = "
     page 128, timed, holes, fixed_split 1
     timed, sinks, fixed_split 2
     heads 8 2, own tables, rows 5, page 32, widths 64 128, timed, visibility, selected, holes, sinks
+    heads 8 1, rows 3, page 16, widths 256 256, visibility
+    heads 4 4, page 32, widths 96 128
+    batch 3, heads 4 2, rows 35, page 32, widths 64 64, visibility
+    heads 8 2, page 64, widths 64 64, timed, long
+    heads 4 2, page 4, widths 16 40, timed, long
 ";
 
 pub fn cases() -> Vec<Case> {
@@ -85,6 +93,7 @@ pub fn cases() -> Vec<Case> {
                 "visibility" => case.visibility = true,
                 "selected" => case.selected = true,
                 "holes" => case.holes = true,
+                "long" => case.long = true,
                 "sinks" => case.sinks = true,
                 "softcap" => case.softcap = Some(one(numbers)),
                 "fixed_split" => case.fixed_split = Some(one(numbers)),
@@ -131,7 +140,10 @@ impl Problem {
         let page = case.page;
         let tables = if case.own_tables { case.kv_heads } else { 1 };
         let rows = case.batch * tables;
-        let lengths = [0, 1, page - 1, page, page + 1, 5 * page + 3];
+        let lengths = match case.long {
+            true => [1000, 0, 700, page - 1, 2500, page + 1],
+            false => [0, 1, page - 1, page, page + 1, 5 * page + 3],
+        };
         let spans: Vec<[usize; 4]> = (0..rows)
             .map(|row| {
                 let permanent = lengths[(row + row / 6) % 6];

@@ -1,60 +1,21 @@
 //! Full attention in f64, and how much of it a choice keeps.
 
-use burn_sparse_select::{
-    Always, Budget, EstimateGrid, EstimateKind, ReferenceInputs, Rule, ScoreGrid,
-};
+use burn_sparse_select::{Always, Budget, EstimateGrid, EstimateKind, Rule, ScoreGrid};
 
-/// Queries and keys of one batch entry.
-pub struct Dense {
-    pub q: Vec<f64>,
-    pub k: Vec<f64>,
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub seq: usize,
-    pub head_dim: usize,
-    pub scale: f64,
-}
+use crate::judge::estimate::Estimate;
+use crate::prelude::{dot, softmax};
 
-impl Dense {
-    /// The causal call.
-    pub fn call(&self) -> ReferenceInputs<'_> {
-        ReferenceInputs {
-            q: &self.q,
-            k: &self.k,
-            heads: self.heads,
-            kv_heads: self.kv_heads,
-            seq_q: self.seq,
-            seq_kv: self.seq,
-            head_dim: self.head_dim,
-            scale: self.scale,
-            causal: true,
-        }
-    }
-
+impl Estimate {
     /// Attention of a head's queries from the first one given, as `[queries][keys]`.
     pub fn attention(&self, head: usize, first: usize) -> Attention {
-        let call = self.call();
-        let rows = (first..self.seq).map(|i| {
-            let q = call.query(head, i);
-            let mut row: Vec<f64> = (0..=i)
-                .map(|j| {
-                    let k = call.key(head, j);
-                    let mut sum = 0.0;
-                    for c in 0..self.head_dim {
-                        sum += q[c] * k[c];
-                    }
-                    sum * self.scale
-                })
-                .collect();
-            let largest = row.iter().fold(f64::NEG_INFINITY, |a, b| a.max(*b));
-            row.iter_mut().for_each(|x| *x = (*x - largest).exp());
-            let sum: f64 = row.iter().sum();
-            row.iter_mut().for_each(|x| *x /= sum);
-            row
-        });
+        let call = self.entry(0);
+        let row = |i: usize| {
+            let score = |j| dot(call.query(head, i), call.key(head, j)) * self.scale;
+            softmax(&(0..=i).map(score).collect::<Vec<_>>())
+        };
         Attention {
             first,
-            rows: rows.collect(),
+            rows: (first..self.sizes.seq_q).map(row).collect(),
         }
     }
 }

@@ -24,7 +24,7 @@ pub fn paged_attention_equals_f64(devices: &[Device]) {
 
 pub fn paged_attention_in_half_precision(devices: &[Device]) {
     for (device, dtype) in halves(devices) {
-        for index in [0, 2, 3, 4, 7, 8, 12, 16] {
+        for index in [0, 2, 3, 4, 7, 8, 12, 16, 17, 18, 19, 20, 21] {
             let mut problem = Problem::new(5200 + 10 * index as u64, cases()[index]);
             problem.round(dtype);
             round_to(&mut problem.sinks, DType::F32);
@@ -37,13 +37,14 @@ pub fn paged_attention_in_half_precision(devices: &[Device]) {
 
 pub fn paged_attention_gives_the_same_bits(devices: &[Device]) {
     for device in devices {
-        for case in [cases()[7], cases()[5]] {
-            let problem = Problem::new(5300, case);
-            let first = problem.run(device, DType::F32);
+        let dtypes = half_dtypes(device).into_iter().chain([DType::F32]);
+        for (index, dtype) in dtypes.flat_map(|dtype| [7, 5, 20].map(|index| (index, dtype))) {
+            let problem = Problem::new(5300, cases()[index]);
+            let first = problem.run(device, dtype);
             for _ in 0..2 {
-                let again = problem.run(device, DType::F32);
+                let again = problem.run(device, dtype);
                 for (first, again) in first.iter().zip(&again) {
-                    assert_eq!(first.as_bytes(), again.as_bytes(), "{device:?}");
+                    assert_eq!(first.as_bytes(), again.as_bytes(), "{device:?}, {dtype:?}");
                 }
             }
         }

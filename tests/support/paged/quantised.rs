@@ -236,7 +236,7 @@ pub fn quantised_attention_equals_f64(devices: &[Device]) {
 
 pub fn quantised_attention_in_half_precision(devices: &[Device]) {
     for (device, dtype) in halves(devices) {
-        for index in [0, 2, 3, 7, 16] {
+        for index in [0, 2, 3, 7, 16, 17, 19, 20] {
             let kind = KINDS[index % 2];
             let Some(mut problem) = Problem::quantised(5900 + index as u64, cases()[index], kind)
             else {

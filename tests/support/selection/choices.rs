@@ -4,25 +4,23 @@ use burn_sparse_select::{
     Budget, EstimateInputs, EstimateKind, GqaReduction, ReferenceInputs, ScoreGrid, Selection,
 };
 
+use crate::judge::estimate::Estimate;
 use crate::prelude::*;
 
-/// Sizes of a call.
-#[derive(Clone, Copy, Debug)]
-struct Sizes {
-    batch: usize,
-    heads: usize,
-    kv_heads: usize,
-    seq_q: usize,
-    seq_kv: usize,
+/// Of this width, if nothing else is said.
+const DIM: usize = 16;
+
+const fn sizes(heads: [usize; 3], seq: [usize; 2]) -> Sizes {
+    Sizes::new(heads, seq, [DIM; 2])
 }
 
 const SIZES: [Sizes; 6] = [
-    Sizes::new([2, 4, 2], [96, 96]),
-    Sizes::new([1, 4, 1], [77, 77]),
-    Sizes::new([2, 2, 2], [30, 101]),
-    Sizes::new([1, 3, 1], [101, 30]),
-    Sizes::new([1, 2, 1], [1, 45]),
-    Sizes::new([2, 6, 2], [5, 5]),
+    sizes([2, 4, 2], [96, 96]),
+    sizes([1, 4, 1], [77, 77]),
+    sizes([2, 2, 2], [30, 101]),
+    sizes([1, 3, 1], [101, 30]),
+    sizes([1, 2, 1], [1, 45]),
+    sizes([2, 6, 2], [5, 5]),
 ];
 
 /// Every method and every rule, and whether it takes calls of every key. The first rows of a causal call sum to whole numbers: no share of a few is one.
@@ -51,88 +49,6 @@ const SELECTIONS: [(&str, bool); 23] = [
     ("minference:16,0,1,64,sinks=3,window=1,share=sum", false),
     ("minference:8,20,9,1,sinks=0,window=4,share=max", false),
 ];
-
-impl Sizes {
-    const fn new([batch, heads, kv_heads]: [usize; 3], [seq_q, seq_kv]: [usize; 2]) -> Self {
-        Self {
-            batch,
-            heads,
-            kv_heads,
-            seq_q,
-            seq_kv,
-        }
-    }
-}
-
-const DIM: usize = 16;
-
-/// A call with inputs that are exact in all dtypes, and so small that no head attends to a single key.
-struct Problem {
-    sizes: Sizes,
-    causal: bool,
-    q: Vec<f64>,
-    k: Vec<f64>,
-}
-
-impl Problem {
-    fn new(sizes: Sizes, causal: bool, seed: u64) -> Self {
-        let mut rng = seeded(seed);
-        let mut numbers = |heads: usize, seq: usize| -> Vec<f64> {
-            let numbers = drawn(&mut rng, sizes.batch * heads * seq * DIM, -24..25);
-            numbers
-                .into_iter()
-                .map(|x: i32| f64::from(x) / 16.0)
-                .collect()
-        };
-        let q = numbers(sizes.heads, sizes.seq_q);
-        let k = numbers(sizes.kv_heads, sizes.seq_kv);
-        Self {
-            sizes,
-            causal,
-            q,
-            k,
-        }
-    }
-
-    fn dense(&self, entry: usize) -> ReferenceInputs<'_> {
-        let Sizes {
-            heads,
-            kv_heads,
-            seq_q,
-            seq_kv,
-            ..
-        } = self.sizes;
-        let (q_len, k_len) = (heads * seq_q * DIM, kv_heads * seq_kv * DIM);
-        ReferenceInputs {
-            q: &self.q[entry * q_len..][..q_len],
-            k: &self.k[entry * k_len..][..k_len],
-            heads,
-            kv_heads,
-            seq_q,
-            seq_kv,
-            head_dim: DIM,
-            scale: 0.25,
-            causal: self.causal,
-        }
-    }
-
-    fn call(&self, device: &Device) -> EstimateInputs {
-        self.call_in(device, DType::F32)
-    }
-
-    fn call_in(&self, device: &Device, dtype: DType) -> EstimateInputs {
-        let Sizes {
-            batch,
-            heads,
-            kv_heads,
-            seq_q,
-            seq_kv,
-        } = self.sizes;
-        let q = tensor(&self.q, [batch, heads, seq_q, DIM], device, dtype);
-        let k = tensor(&self.k, [batch, kv_heads, seq_kv, DIM], device, dtype);
-        EstimateInputs::new(q, k).causal(self.causal)
-    }
-}
 
 /// Which blocks a row of a head has.
 fn row(layout: &BlockLayout, entry: usize, head: usize, row: usize) -> Vec<bool> {
@@ -165,7 +81,7 @@ fn shared(scores: &[f64], sharing: GqaReduction, call: &ReferenceInputs, head: u
 /// Scores on a device, of which those of some rows alone are the same.
 fn scores_of(
     selection: &Selection,
-    problem: &Problem,
+    problem: &Estimate,
     call: &EstimateInputs,
     what: &str,
 ) -> Vec<f64> {
@@ -206,64 +122,96 @@ fn assert_scores(what: &str, grid: &ScoreGrid, got: &[f64], expected: &[f64], to
     }
 }
 
-/// Sums over antidiagonals of numbers in half precision, of blocks of 8 to 64 groups, which tensor cores may sum up before they write. Devices without
+/// A selection, heads and heads of keys, queries and keys, and a width.
+type Call = (&'static str, [usize; 2], [usize; 2], usize);
+
+/// Sums over antidiagonals of numbers in half precision, of blocks of 8 to 128 groups, which tensor cores may sum up before they write. Devices without
 /// kernels round products to half precision.
 pub fn antidiagonals_in_half_precision_equal_those_of_loops(devices: &[Device]) {
     let calls = [
-        ("xattention:64,8,0.9", [3, 1], [300, 300]),
-        ("xattention:128,8,0.9", [2, 2], [130, 333]),
-        ("xattention:128,4,0.9", [2, 1], [333, 100]),
-        ("xattention:128,2,0.9", [2, 1], [301, 290]),
+        ("xattention:64,8,0.9", [3, 1], [300, 300], 16),
+        ("xattention:128,8,0.9", [2, 2], [130, 333], 16),
+        ("xattention:128,4,0.9", [2, 1], [333, 100], 16),
+        ("xattention:128,2,0.9", [2, 1], [301, 290], 16),
+        ("xattention:64,8,0.9", [4, 1], [1000, 1000], 64),
+        ("xattention:128,4,0.9", [2, 1], [901, 400], 32),
+        ("xattention:128,1,0.9", [2, 1], [500, 500], 16),
+        ("xattention:128,16,0.9", [6, 2], [1500, 1500], 128),
     ];
     let ran = in_half_precision(devices, &calls, &[true, false]);
     assert_ran("antidiagonals_in_half_precision_equal_those_of_loops", ran);
 }
 
 /// Blocks that kept keys and distances touch, of last queries in half precision, whose attention tensor cores may sum up before it is written: of no more
-/// queries than a warpgroup has, of a tile's, and of more; of heads that means decide for, of others, of both, and with a least.
+/// queries than a warpgroup has, of a tile's, and of more; of heads that means decide for, of others, of both, and with a least; of several widths.
 pub fn lines_in_half_precision_equal_those_of_loops(devices: &[Device]) {
     let calls = [
-        ("flexprefill:64,0.73,0", [4, 2], [900, 900]),
-        ("flexprefill:64,0.73,2", [2, 1], [300, 300]),
-        ("flexprefill:64,0.6,0.03", [6, 2], [200, 520]),
-        ("flexprefill:128,0.31,0.1,200", [3, 1], [515, 515]),
-        ("flexprefill:32,0.47,0", [2, 2], [130, 333]),
-        ("flexprefill:128,0.5,0", [2, 1], [333, 100]),
-        ("minference:64,9,12,sinks=3,window=5", [4, 2], [900, 900]),
+        ("flexprefill:64,0.73,0", [4, 2], [900, 900], 16),
+        ("flexprefill:64,0.73,2", [2, 1], [300, 300], 16),
+        ("flexprefill:64,0.6,0.03", [6, 2], [200, 520], 16),
+        ("flexprefill:128,0.31,0.1,200", [3, 1], [515, 515], 16),
+        ("flexprefill:32,0.47,0", [2, 2], [130, 333], 16),
+        ("flexprefill:128,0.5,0", [2, 1], [333, 100], 16),
+        (
+            "minference:64,9,12,sinks=3,window=5",
+            [4, 2],
+            [900, 900],
+            16,
+        ),
         (
             "minference:32,9,12,100,sinks=3,window=5",
             [2, 1],
             [301, 290],
+            16,
         ),
         (
             "minference:16,9,12,150,sinks=3,window=5",
             [2, 1],
             [200, 300],
+            16,
+        ),
+        ("flexprefill:128,0.5,0", [4, 1], [1000, 1000], 128),
+        ("flexprefill:64,0.5,0", [8, 2], [500, 4099], 64),
+        ("flexprefill:64,0.47,0", [6, 2], [65, 2048], 192),
+        (
+            "minference:16,9,12,16,sinks=3,window=5",
+            [2, 1],
+            [333, 333],
+            128,
+        ),
+        (
+            "minference:8,9,12,1,sinks=3,window=5",
+            [1, 1],
+            [40, 257],
+            256,
+        ),
+        (
+            "minference:16,9,12,150,sinks=3,window=5",
+            [2, 1],
+            [600, 600],
+            32,
         ),
     ];
     let ran = in_half_precision(devices, &calls, &[true]);
     assert_ran("lines_in_half_precision_equal_those_of_loops", ran);
 }
 
-/// Scores of numbers in half precision equal those of loops, of calls with a selection, heads of queries and of keys, and lengths. How many were compared.
-fn in_half_precision(
-    devices: &[Device],
-    calls: &[(&str, [usize; 2], [usize; 2])],
-    causals: &[bool],
-) -> usize {
+/// Scores of numbers in half precision equal those of loops, of a part of the calls with `BURN_SPARSE_SHARD`. How many were compared.
+fn in_half_precision(devices: &[Device], calls: &[Call], causals: &[bool]) -> usize {
     let mut ran = 0;
-    for (index, &(text, [heads, kv_heads], seq)) in calls.iter().enumerate() {
+    let numbered = calls.iter().enumerate();
+    for (index, &(text, [heads, kv_heads], seq, width)) in some_of(numbered, calls.len()) {
         let selection: Selection = text.parse().unwrap();
-        let sizes = Sizes::new([2, heads, kv_heads], seq);
+        let sizes = Sizes::new([2, heads, kv_heads], seq, [width; 2]);
         for &causal in causals {
-            let problem = Problem::new(sizes, causal, 9870 + index as u64);
+            let problem = Estimate::drawn(sizes, causal, 9870 + index as u64);
             for (device, dtype) in halves(devices) {
-                let call = problem.call_in(device, dtype);
+                let call = problem.inputs(device, dtype);
                 let grid = call.grid(selection.estimator().grid());
                 let what = format!("{text}, {sizes:?}, causal {causal}, {dtype:?}, {device:?}");
                 let scores = scores_of(&selection, &problem, &call, &what);
                 for entry in 0..sizes.batch {
-                    let expected = selection.estimator().reference(&problem.dense(entry));
+                    let expected = selection.estimator().reference(&problem.entry(entry));
                     let scores = &scores[entry * expected.len()..][..expected.len()];
                     assert_scores(&format!("{what}, {entry}"), &grid, scores, &expected, 1e-4);
                 }
@@ -276,19 +224,19 @@ fn in_half_precision(
 
 /// Scores on a device equal those of loops, and so does what is chosen, but for scores that are as good as equal to one of the other side. True if all
 /// is the same.
-fn check(selection: &Selection, problem: &Problem, device: &Device) -> bool {
+fn check(selection: &Selection, problem: &Estimate, device: &Device) -> bool {
     let what = format!(
         "{selection}, {:?}, causal {}, {device:?}",
         problem.sizes, problem.causal
     );
-    let call = problem.call(device);
+    let call = problem.inputs(device, DType::F32);
     let estimator = selection.estimator();
     let grid = call.grid(estimator.grid());
     let scores = scores_of(selection, problem, &call, &what);
     let chosen = selection.choose(&call).unwrap().layout.to_host().unwrap();
     let mut is_same = true;
     for entry in 0..problem.sizes.batch {
-        let dense = problem.dense(entry);
+        let dense = problem.entry(entry);
         let expected = estimator.reference(&dense);
         let scores = &scores[entry * expected.len()..][..expected.len()];
         let reference = selection.choose_reference(&dense).unwrap();
@@ -323,11 +271,11 @@ fn finite(x: Tensor<4>) -> burn::tensor::TensorData {
 }
 
 /// Attention over what was chosen on a device equals that over the layout that loops choose.
-fn check_attention(selection: &Selection, problem: &Problem, device: &Device) {
-    let call = problem.call(device);
+fn check_attention(selection: &Selection, problem: &Estimate, device: &Device) {
+    let call = problem.inputs(device, DType::F32);
     let chosen = selection.choose(&call).unwrap().layout;
     let entries = (0..problem.sizes.batch).map(|entry| {
-        let layout = selection.choose_reference(&problem.dense(entry));
+        let layout = selection.choose_reference(&problem.entry(entry));
         layout.unwrap()
     });
     let reference = BlockLayout::stack_batch(&entries.collect::<Vec<_>>()).unwrap();
@@ -356,7 +304,7 @@ pub fn choices_equal_those_of_loops(devices: &[Device]) {
                 if !causal && !every_key {
                     continue;
                 }
-                let problem = Problem::new(sizes, causal, 9800 + (index * 10 + number) as u64);
+                let problem = Estimate::drawn(sizes, causal, 9800 + (index * 10 + number) as u64);
                 for device in devices {
                     ran += 1;
                     if check(&selection, &problem, device) {
@@ -378,8 +326,8 @@ pub fn choices_equal_those_of_loops(devices: &[Device]) {
 /// A call of every key is none of the methods that count distances back from a query.
 pub fn methods_of_earlier_keys_say_so(devices: &[Device]) {
     for device in devices {
-        let problem = Problem::new(SIZES[0], false, 1);
-        let call = problem.call(device);
+        let problem = Estimate::drawn(SIZES[0], false, 1);
+        let call = problem.inputs(device, DType::F32);
         for (text, every_key) in SELECTIONS {
             let selection: Selection = text.parse().unwrap();
             let traits = selection.estimator().traits();
@@ -398,7 +346,7 @@ pub fn methods_of_earlier_keys_say_so(devices: &[Device]) {
 
 /// Of queries and keys that are no numbers something is chosen, and the same each time.
 pub fn choices_of_what_is_no_number(devices: &[Device]) {
-    let mut problem = Problem::new(SIZES[0], true, 9899);
+    let mut problem = Estimate::drawn(SIZES[0], true, 9899);
     let odd = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e30];
     let mut rng = seeded(9899);
     for number in odd {
@@ -408,7 +356,7 @@ pub fn choices_of_what_is_no_number(devices: &[Device]) {
         }
     }
     for device in devices {
-        let call = problem.call(device);
+        let call = problem.inputs(device, DType::F32);
         for (text, _) in SELECTIONS {
             let selection: Selection = text.parse().unwrap();
             let v = call.q.zeros_like().slice_dim(1, 0..problem.sizes.kv_heads) + 1.0;

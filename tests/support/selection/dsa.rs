@@ -136,6 +136,11 @@ pub fn dsa_choices_equal_f64(devices: &[Device]) {
         ([3, 9001], 2048, 0, 1 << 24),
         // Few rows so long are cut.
         ([3, 50_001], 2048, 3, 1 << 24),
+        ([2, 140_001], 2048, 7, 1 << 24),
+        ([5, 65_536], 2048, 16, 2 * 65_536),
+        // Nearly all that there are.
+        ([1, 9001], 9000, 0, 1 << 24),
+        ([60, 4100], 4000, 3, 1 << 24),
     ];
     for device in devices {
         // Scores are up to 10, and sums of terms as large.
@@ -442,6 +447,12 @@ pub fn dsa_in_half_precision(devices: &[Device]) {
         ([20, 2, 40], [8, 200], [20, 90], 1 << 20, [33, 3]),
         ([144, 2, 16], [72, 8], [9, 270], 1 << 20, [20, 2]),
         ([40, 1, 256], [24, 256], [21, 260], 1 << 20, [30, 0]),
+        // Heads of the indexer that fill the columns of a step.
+        ([2, 1, 64], [16, 128], [130, 300], 1 << 20, [64, 16]),
+        ([2, 2, 48], [128, 128], [33, 300], 1 << 20, [40, 0]),
+        ([1, 1, 64], [8, 128], [130, 600], 600 * 50, [64, 2]),
+        ([4, 2, 64], [32, 128], [150, 400], 1 << 20, [64, 0]),
+        ([4, 2, 48], [40, 64], [60, 300], 1 << 20, [30, 16]),
     ];
     for device in devices {
         // Others have one kernel for all sizes. Kernels of each size take long to compile, so processes may share these.

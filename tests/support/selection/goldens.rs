@@ -1,45 +1,34 @@
 //! Selection on the golden input, against numbers that were computed elsewhere.
 
 use burn_sparse_select::{
-    Always, BlockEstimator, Budget, EstimateInputs, EstimateKind, FlexPrefill, MeanPool, Quest,
-    Rule, ScoreGrid, SpargeAttn, VerticalSlash, XAttention,
+    Always, BlockEstimator, Budget, EstimateKind, FlexPrefill, MeanPool, Quest, Rule, ScoreGrid,
+    SpargeAttn, VerticalSlash, XAttention,
 };
 
+use crate::judge::estimate::Estimate;
 use crate::judge::golden::vals;
-use crate::judge::recall::{Attention, Dense, kept, places, square_grid};
+use crate::judge::recall::{Attention, kept, places, square_grid};
 use crate::prelude::*;
 
 const ROWS: usize = 16;
 const BLOCK: usize = 4;
 
 /// Two heads of queries on one of keys.
-fn golden(scale: f64) -> Dense {
-    Dense {
-        q: vals(0, 2, ROWS),
-        k: vals(1, 1, ROWS),
-        heads: 2,
-        kv_heads: 1,
-        seq: ROWS,
-        head_dim: 4,
-        scale,
-    }
+fn golden(scale: f64) -> Estimate {
+    Estimate::of([2, 1, ROWS, 4], scale, vals(0, 2, ROWS), vals(1, 1, ROWS))
 }
 
 /// The scores of an estimator in loops, `[heads][rows][blocks]`, which those of devices equal where they are of blocks that are seen.
-fn scores(estimator: &impl BlockEstimator, dense: &Dense, devices: &[Device]) -> Vec<f64> {
-    let expected = estimator.reference(&dense.call());
-    let grid = square_grid(BLOCK, dense.seq);
+fn scores(estimator: &impl BlockEstimator, dense: &Estimate, devices: &[Device]) -> Vec<f64> {
+    let expected = estimator.reference(&dense.entry(0));
+    let grid = square_grid(BLOCK, ROWS);
     for device in devices {
-        let q = tensor(&dense.q, [1, dense.heads, dense.seq, 4], device, DType::F32);
-        let k = tensor(
-            &dense.k,
-            [1, dense.kv_heads, dense.seq, 4],
-            device,
-            DType::F32,
-        );
-        let call = EstimateInputs::new(q, k).scale(dense.scale);
+        let call = dense.inputs(device, DType::F32);
         let got = estimator.scores(&call, 0..grid.rows()).unwrap();
-        assert_eq!(got.dims(), [1, dense.heads, grid.rows(), grid.blocks()]);
+        assert_eq!(
+            got.dims(),
+            [1, dense.sizes.heads, grid.rows(), grid.blocks()]
+        );
         assert_eq!(got.dtype(), DType::F32);
         let got = to_f64(got.into_data());
         for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
@@ -77,11 +66,11 @@ fn lists(kept: &[Vec<bool>]) -> Vec<Vec<usize>> {
 }
 
 /// The mean over queries 8 to 15.
-fn late(dense: &Dense, head: usize) -> Attention {
+fn late(dense: &Estimate, head: usize) -> Attention {
     dense.attention(head, 8)
 }
 
-fn recall(dense: &Dense, head: usize, kept: &[Vec<bool>]) -> f64 {
+fn recall(dense: &Estimate, head: usize, kept: &[Vec<bool>]) -> f64 {
     late(dense, head).recall_of_blocks(kept, BLOCK)[0]
 }
 
@@ -124,11 +113,7 @@ fn block_means(devices: &[Device]) {
     // Queries that are unit vectors show the means of keys.
     let unit = |head: usize, c: usize| f64::from(u8::from(head == c));
     let queries = (0..4 * ROWS * 4).map(|at| unit(at / 4 / ROWS, at % 4));
-    let units = Dense {
-        q: queries.collect(),
-        heads: 4,
-        ..golden(1.0)
-    };
+    let units = Estimate::of([4, 1, ROWS, 4], 1.0, queries.collect(), golden(1.0).k);
     let got = scores(&estimator, &units, devices);
     let means = [
         [0.15625, 0.34375, -0.1875, 0.0],
@@ -184,7 +169,7 @@ fn antidiagonals(devices: &[Device]) {
             stride: 2,
         },
     );
-    let last = estimator.probabilities_reference(&dense.call(), 0, 7);
+    let last = estimator.probabilities_reference(&dense.entry(0), 0, 7);
     let printed = [
         0.1177, 0.1554, 0.0946, 0.2296, 0.1253, 0.1110, 0.0778, 0.0885,
     ];
@@ -228,15 +213,15 @@ fn sparge(devices: &[Device]) {
         similarity: 0.15,
         smooth: false,
     };
-    let [_, of_keys] = estimator.similarities_reference(&dense.call(), 0);
+    let [_, of_keys] = estimator.similarities_reference(&dense.entry(0), 0);
     assert_printed("keys", &of_keys, &[0.0813, 0.2636, 0.2420, 0.4443]);
-    let [of_queries, _] = estimator.similarities_reference(&dense.call(), 1);
+    let [of_queries, _] = estimator.similarities_reference(&dense.entry(0), 1);
     assert_printed("queries", &of_queries, &[0.0934, 0.2004, 0.1721, 0.1222]);
     let smoothed = SpargeAttn {
         smooth: true,
         ..estimator
     };
-    let [_, of_keys] = smoothed.similarities_reference(&dense.call(), 0);
+    let [_, of_keys] = smoothed.similarities_reference(&dense.entry(0), 0);
     assert_printed("smoothed keys", &of_keys, &[0.1845, 0.2045, 0.0838, 0.3864]);
     scores(&smoothed, &dense, devices);
 
@@ -267,7 +252,7 @@ fn vertical_slash(devices: &[Device]) {
         (0, [0, 4, 6, 12], [0, 9, 10], 62, 0.5143),
         (1, [0, 5, 9, 12], [0, 9, 12], 58, 0.4558),
     ] {
-        let lines = estimator.lines_reference(&dense.call(), head);
+        let lines = estimator.lines_reference(&dense.entry(0), head);
         assert_eq!(
             lines.each_ref().map(|kept| places(kept)),
             [columns.to_vec(), slashes.to_vec()]
@@ -281,7 +266,7 @@ fn vertical_slash(devices: &[Device]) {
     // A block is kept if one of its pairs is.
     let got = scores(&estimator, &dense, devices);
     for head in 0..2 {
-        let lines = estimator.lines_reference(&dense.call(), head);
+        let lines = estimator.lines_reference(&dense.entry(0), head);
         let chosen = choice(
             &got,
             head,
@@ -307,7 +292,7 @@ fn flex(devices: &[Device]) {
         threshold: 0.1,
         min_budget: 0,
     };
-    let head = flex(0.5).head_reference(&dense.call(), 0);
+    let head = flex(0.5).head_reference(&dense.entry(0), 0);
     assert_printed(
         "estimate",
         &head.estimate,
@@ -321,7 +306,7 @@ fn flex(devices: &[Device]) {
     assert!((head.divergence - 0.103963).abs() < 5e-7);
     assert_eq!(places(&head.lines[0]), [0, 1, 4, 5, 6, 12]);
     assert_eq!(places(&head.lines[1]), [2, 7, 9, 10, 11, 13]);
-    let head = flex(0.9).head_reference(&dense.call(), 1);
+    let head = flex(0.9).head_reference(&dense.entry(0), 1);
     assert_printed(
         "estimate",
         &head.estimate,
@@ -353,7 +338,7 @@ fn flex(devices: &[Device]) {
 }
 
 /// Two blocks of keys and two distances between blocks, of each head: the first and a query's own, and the heaviest of the others, in both kinds of heads.
-fn least_of_flex(dense: &Dense, devices: &[Device]) {
+fn least_of_flex(dense: &Estimate, devices: &[Device]) {
     for (threshold, min_budget) in [(0.1, 5), (0.1, 8), (0.0, 8), (1.0, 8)] {
         // Next to nothing is kept otherwise.
         let estimator = FlexPrefill {
@@ -387,7 +372,7 @@ fn least_of_flex(dense: &Dense, devices: &[Device]) {
                 VerticalSlash::DEFAULT_BUDGET,
                 [0, 0],
             );
-            let alone = without.head_reference(&dense.call(), head).pairs;
+            let alone = without.head_reference(&dense.entry(0), head).pairs;
             for (row, block) in (0..4).flat_map(|row| (0..=row).map(move |block| (row, block))) {
                 let is_heavy =
                     [0, column].contains(&block) || [0, distance].contains(&(row - block));
@@ -427,12 +412,12 @@ fn quest(devices: &[Device]) {
         let rule = Rule { kind, keep, forced };
         places(&rule.selects(&grid, 15, scores))
     };
-    let reference = estimator.reference(&dense.call());
+    let reference = estimator.reference(&dense.entry(0));
     let of_head = |scores: &[f64], head: usize| scores[(head * ROWS + 15) * 4..][..4].to_vec();
     for (head, (bounds, largest)) in bounds.iter().zip(&largest).enumerate() {
         let scores = of_head(&reference, head);
         assert_printed("bounds of pages", &scores, bounds);
-        let call = dense.call();
+        let call = dense.entry(0);
         let products = (0..ROWS).map(|key| dot(call.query(head, 15), call.key(head, key)));
         let products: Vec<f64> = products.collect();
         let most: Vec<f64> = products
@@ -453,11 +438,8 @@ fn quest(devices: &[Device]) {
     assert_printed("sums of bounds", &sums, &[3.7656, 3.8281, 2.8438, 2.2812]);
     assert_eq!(chosen(&sums), [1, 3]);
     for device in devices {
-        let q = tensor(&dense.q, [1, 2, ROWS, 4], device, DType::F32);
-        let k = tensor(&dense.k, [1, 1, ROWS, 4], device, DType::F32);
-        let got = estimator
-            .scores(&EstimateInputs::new(q, k), 0..ROWS)
-            .unwrap();
+        let call = dense.inputs(device, DType::F32);
+        let got = estimator.scores(&call, 0..ROWS).unwrap();
         let got = to_f64(got.into_data());
         for (head, bounds) in bounds.iter().enumerate() {
             assert_printed("bounds on a device", &of_head(&got, head), bounds);

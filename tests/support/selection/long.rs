@@ -1,11 +1,12 @@
 //! Calls so long that kernels make their scores in several parts, on a device, against loops over some heads.
 
-use burn_sparse_select::{EstimateInputs, EstimateKind, ReferenceInputs, Selection};
+use burn_sparse_select::{EstimateKind, Selection};
 
+use crate::judge::estimate::Estimate;
 use crate::prelude::*;
 
 /// A selection, and batch entries, heads of queries and of keys, tokens and width of a call.
-const CALLS: [(&str, [usize; 5]); 8] = [
+const CALLS: [(&str, [usize; 5]); 9] = [
     ("topk:128,4", [1, 8, 2, 8_192, 32]),
     // 1,024 groups of 32 heads: more than 2²⁴ products.
     ("xattention:128,16,0.9", [1, 32, 8, 16_384, 16]),
@@ -16,61 +17,13 @@ const CALLS: [(&str, [usize; 5]); 8] = [
     ("flexprefill:128,0.5", [1, 4, 2, 32_768, 16]),
     ("flexprefill:128,0.5,2", [2, 4, 2, 16_384, 16]),
     ("flexprefill:128,0.01,0.1,1024", [1, 4, 2, 20_000, 16]),
+    // Lines that have several cubes each.
+    ("flexprefill:128,0.5,0", [1, 2, 1, 131_072, 16]),
 ];
 
-/// Numbers that both a device and loops have exactly.
-struct Problem {
-    dims: [usize; 5],
-    q: Vec<f32>,
-    k: Vec<f32>,
-}
-
-impl Problem {
-    fn new(dims: [usize; 5], seed: u64) -> Self {
-        let [batch, heads, kv_heads, seq, dim] = dims;
-        let mut rng = seeded(seed);
-        let mut numbers = |heads: usize| -> Vec<f32> {
-            (0..batch * heads * seq * dim)
-                .map(|_| rng.random_range(-24..25) as f32 / 16.0)
-                .collect()
-        };
-        let q = numbers(heads);
-        let k = numbers(kv_heads);
-        Self { dims, q, k }
-    }
-
-    fn call(&self, device: &Device, dtype: DType) -> EstimateInputs {
-        let [batch, heads, kv_heads, seq, dim] = self.dims;
-        let tensor = |numbers: &[f32], heads: usize| {
-            floats(numbers, [batch, heads, seq, dim], device).cast(dtype)
-        };
-        EstimateInputs::new(tensor(&self.q, heads), tensor(&self.k, kv_heads))
-    }
-
-    /// Queries and keys of one head.
-    fn head(&self, entry: usize, head: usize) -> [Vec<f64>; 2] {
-        let [_, heads, kv_heads, seq, dim] = self.dims;
-        let kv_head = entry * kv_heads + head / (heads / kv_heads);
-        let of = |numbers: &[f32], head: usize| -> Vec<f64> {
-            let numbers = &numbers[head * seq * dim..][..seq * dim];
-            numbers.iter().map(|&number| number.into()).collect()
-        };
-        [of(&self.q, entry * heads + head), of(&self.k, kv_head)]
-    }
-}
-
-fn dense<'a>([q, k]: [&'a [f64]; 2], seq: usize, dim: usize) -> ReferenceInputs<'a> {
-    ReferenceInputs {
-        q,
-        k,
-        heads: 1,
-        kv_heads: 1,
-        seq_q: seq,
-        seq_kv: seq,
-        head_dim: dim,
-        scale: 1.0 / (dim as f64).sqrt(),
-        causal: true,
-    }
+fn drawn([batch, heads, kv_heads, seq, width]: [usize; 5], seed: u64) -> Estimate {
+    let sizes = Sizes::new([batch, heads, kv_heads], [seq; 2], [width; 2]);
+    Estimate::drawn(sizes, true, seed)
 }
 
 /// Scores of long calls, in f32 and in half precision.
@@ -91,16 +44,13 @@ fn choose_as_loops(devices: &[Device], calls: &[(&str, [usize; 5])]) -> usize {
     for (index, &(text, dims)) in calls.iter().enumerate() {
         let selection: Selection = text.parse().unwrap();
         let estimator = selection.estimator();
-        let problem = Problem::new(dims, 9900 + index as u64);
-        let [batch, heads, _, seq, dim] = dims;
+        let problem = drawn(dims, 9900 + index as u64);
+        let [batch, heads, ..] = dims;
         // The first, the last and one between.
         let wanted = [(0, 0), (0, heads / 2), (batch - 1, heads - 1)];
-        let expected = wanted.map(|(entry, head)| {
-            let [q, k] = problem.head(entry, head);
-            estimator.reference(&dense([&q, &k], seq, dim))
-        });
+        let expected = wanted.map(|(entry, head)| estimator.reference(&problem.head(entry, head)));
         for (device, dtype) in with_each(devices, &[DType::F32, DType::BF16, DType::F16]) {
-            let call = problem.call(device, dtype);
+            let call = problem.inputs(device, dtype);
             let grid = call.grid(estimator.grid());
             let scores = estimator.scores(&call, 0..grid.rows()).unwrap();
             let scores = to_f64(scores.into_data());
@@ -130,28 +80,29 @@ fn choose_as_loops(devices: &[Device], calls: &[(&str, [usize; 5])]) -> usize {
     ran
 }
 
-/// Every query's blocks of a long call, in f32 and in half precision: their scores are the highest.
-pub fn long_gates_choose_as_loops(devices: &[Device]) {
-    let mut ran = 0;
-    for (index, (text, dims)) in [
+/// Every query's blocks, of long calls and of each width, in f32 and in half precision: their scores are the highest.
+pub fn gates_choose_as_loops(devices: &[Device]) {
+    let calls = [
         ("moba:128,4", [1, 8, 2, 16_384, 16]),
         ("moba:512,7", [2, 4, 4, 9_000, 32]),
-    ]
-    .into_iter()
-    .enumerate()
-    {
+        ("moba:16,3", [1, 4, 1, 1000, 64]),
+        ("moba:32,4", [1, 2, 2, 901, 128]),
+        ("moba:8,9", [1, 2, 1, 510, 32]),
+        ("moba:128,2", [1, 1, 1, 700, 96]),
+    ];
+    let mut ran = 0;
+    for (index, (text, dims)) in some_of(calls.into_iter().enumerate(), calls.len()) {
         let selection: Selection = text.parse().unwrap();
-        let problem = Problem::new(dims, 9950 + index as u64);
-        let [batch, heads, _, seq, dim] = dims;
+        let problem = drawn(dims, 9950 + index as u64);
+        let [batch, heads, _, seq, _] = dims;
         for (device, dtype) in with_each(devices, &[DType::F32, DType::BF16, DType::F16]) {
-            let call = problem.call(device, dtype);
+            let call = problem.inputs(device, dtype);
             let block = selection.estimator().grid().block;
             let lists = selection.query_lists(&call).unwrap().unwrap();
             let [.., most] = lists.blocks.dims();
             let picks = to_f64(lists.blocks.into_data());
             for (entry, head) in [(0, 0), (batch - 1, heads - 1)] {
-                let [q, k] = problem.head(entry, head);
-                let scores = selection.estimator().reference(&dense([&q, &k], seq, dim));
+                let scores = (selection.estimator()).reference(&problem.head(entry, head));
                 let blocks = seq.div_ceil(block);
                 let first = (entry * heads + head) * seq * most;
                 for row in 0..seq {
@@ -174,5 +125,5 @@ pub fn long_gates_choose_as_loops(devices: &[Device]) {
             ran += 1;
         }
     }
-    assert_ran("long_gates_choose_as_loops", ran);
+    assert_ran("gates_choose_as_loops", ran);
 }

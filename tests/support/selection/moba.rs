@@ -5,6 +5,7 @@ use burn_sparse_select::{
     attention_selected, attention_selected_with_lse,
 };
 
+use crate::judge::estimate::entry_of;
 use crate::judge::moba::{CASE, Case, cases, selected};
 use crate::prelude::*;
 use crate::selection::moba_lists::check_lists;
@@ -73,13 +74,8 @@ pub fn selected_attention_equals_its_layout(devices: &[Device]) {
         let problem = problems.into_iter().find(is_clear);
         let problem = problem.expect("one of a hundred has no near ties");
         let problem = problem.options(Some(0.3), Some(2.0));
-        let s = problem.sizes;
-        let layouts = (0..s.batch).map(|batch| {
-            let [q, k] = part(&problem, batch);
-            selection
-                .choose_reference(&dense_call(&problem, &q, &k))
-                .unwrap()
-        });
+        let layouts = (0..problem.sizes.batch)
+            .map(|batch| selection.choose_reference(&entry(&problem, batch)).unwrap());
         let layouts: Vec<_> = layouts.collect();
         let layout = BlockLayout::stack_batch(&layouts).unwrap();
         for device in devices {
@@ -96,42 +92,17 @@ pub fn selected_attention_equals_its_layout(devices: &[Device]) {
     }
 }
 
-/// The queries and keys of a batch entry.
-fn part(problem: &Problem, batch: usize) -> [Vec<f64>; 2] {
-    let s = problem.sizes;
-    let part = |x: &[f64], heads: usize, seq: usize| {
-        let numbers = heads * seq * s.head_dim;
-        x[batch * numbers..][..numbers].to_vec()
-    };
-    [
-        part(&problem.q, s.heads, s.seq_q),
-        part(&problem.k, s.kv_heads, s.seq_kv),
-    ]
-}
-
-fn dense_call<'a>(problem: &Problem, q: &'a [f64], k: &'a [f64]) -> ReferenceInputs<'a> {
-    let s = problem.sizes;
-    ReferenceInputs {
-        q,
-        k,
-        heads: s.heads,
-        kv_heads: s.kv_heads,
-        seq_q: s.seq_q,
-        seq_kv: s.seq_kv,
-        head_dim: s.head_dim,
-        scale: 0.3,
-        causal: true,
-    }
+fn entry(problem: &Problem, batch: usize) -> ReferenceInputs<'_> {
+    entry_of(problem.sizes, batch, [&problem.q, &problem.k], 0.3, true)
 }
 
 /// By how much at least the last block that a query chooses between its forced ones scores higher than the next.
 fn smallest_gap(problem: &Problem, case: &Case, batch: usize, sharing: GqaReduction) -> f64 {
     let s = problem.sizes;
-    let [q, k] = part(problem, batch);
     let selection = case.selection();
     let Always { first, local } = case.forced;
     let count = case.keep - first - local;
-    let scores = (selection.estimator()).reference(&dense_call(problem, &q, &k));
+    let scores = (selection.estimator()).reference(&entry(problem, batch));
     let block = selection.estimator().grid().block;
     let blocks = s.seq_kv.div_ceil(block);
     let group = match sharing {

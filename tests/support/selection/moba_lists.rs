@@ -7,6 +7,7 @@ use burn_sparse_select::{
     Moba, ReferenceInputs, Rule, Selection, attention_selected, attention_selected_with_lse,
 };
 
+use crate::judge::estimate::Estimate;
 use crate::judge::golden::val;
 use crate::judge::moba::{Case, OWN, choices};
 use crate::prelude::*;
@@ -242,17 +243,7 @@ pub fn moba_golden(devices: &[Device]) {
     };
     let close = |what: &str, got: f64, expected: f64| assert_printed(what, &[got], &[expected]);
     let (q, k) = (tensor_of(0, 2, 1), tensor_of(1, 1, 1));
-    let call = ReferenceInputs {
-        q: &q,
-        k: &k,
-        heads: 2,
-        kv_heads: 1,
-        seq_q: 16,
-        seq_kv: 16,
-        head_dim: 4,
-        scale: 0.5,
-        causal: true,
-    };
+    let single = Estimate::of([2, 1, 16, 4], 0.5, q, k);
     let check_gates = |what: &str, scores: &[f64]| {
         for (row, gates) in gates.iter().enumerate() {
             let (head, i) = (row / 4, 12 + row % 4);
@@ -262,16 +253,16 @@ pub fn moba_golden(devices: &[Device]) {
             }
         }
     };
-    check_gates("reference", &estimator.reference(&call));
+    check_gates("reference", &estimator.reference(&single.entry(0)));
     for device in devices {
-        let place = |values: &[f64], heads: usize, copies: usize| {
-            tensor(values, [1, heads, 16 * copies, 4], device, DType::F32)
-        };
-        let single = EstimateInputs::new(place(&q, 2, 1), place(&k, 1, 1));
-        let scores = estimator.scores(&single, 0..16).unwrap();
+        let place =
+            |values: &[f64], heads: usize| tensor(values, [1, heads, 32, 4], device, DType::F32);
+        let scores = estimator
+            .scores(&single.inputs(device, DType::F32), 0..16)
+            .unwrap();
         check_gates(&format!("{device:?}"), &to_f64(scores.into_data()));
         let [q, k, v] =
-            [(0, 2), (1, 1), (2, 1)].map(|(of, heads)| place(&tensor_of(of, heads, 2), heads, 2));
+            [(0, 2), (1, 1), (2, 1)].map(|(of, heads)| place(&tensor_of(of, heads, 2), heads));
         let twice = EstimateInputs::new(q.clone(), k.clone());
         let found = selection.query_lists(&twice).unwrap().unwrap();
         let (blocks, places) = (read_ints(found.blocks), read_ints(found.queries));

@@ -115,13 +115,15 @@ pub fn msa_equals_f64(devices: &[Device]) {
     }
 }
 
-/// The same of queries, keys and an index in half precision, also of blocks that are long enough to meet the queries that list them.
+/// The same of queries, keys and an index in half precision, of several widths, also of blocks that are long enough to meet the queries that list them.
 pub fn msa_in_half_precision(devices: &[Device]) {
     let is_tried = |(at, case): &(usize, Case)| *at < 4 || case.block == 128;
-    for (_, case) in cases().into_iter().enumerate().filter(is_tried) {
+    let widths = [16, 64, 96, 32, 128];
+    let tried = cases().into_iter().enumerate().filter(is_tried);
+    for ((_, case), index_dim) in tried.zip(widths) {
         let case = Case {
             dims: [64, 64],
-            index_dim: 16,
+            index_dim,
             ..case
         };
         for (device, dtype) in halves(devices) {

@@ -115,3 +115,74 @@ pub fn products_bits_and_constants(devices: &[Device]) {
     case(([2, 20, 33], &[20])).gives_the_same_bits(devices, products_within(devices));
     case(([1, 30, 6], &[4, 3, 5])).has_constants(devices, products_within(devices));
 }
+
+/// How a factor lies: contiguous, transposed, heads of a projection, one matrix for the batch.
+const FORMS: [&str; 4] = ["plain", "transposed", "heads", "one"];
+
+fn factor(
+    values: &[f64],
+    form: &str,
+    [outer, inner, rows, columns]: [usize; 4],
+    on: (&Device, DType),
+) -> Tensor<4> {
+    let shaped = |shape: [usize; 4]| {
+        let count = shape.iter().product();
+        tensor::<4>(&values[..count], shape, on.0, on.1)
+    };
+    match form {
+        "plain" => shaped([outer, inner, rows, columns]),
+        "transposed" => shaped([outer, inner, columns, rows]).swap_dims(2, 3),
+        "heads" => shaped([outer, rows, inner, columns]).swap_dims(1, 2),
+        _ => shaped([1, 1, rows, columns]),
+    }
+}
+
+/// Burn's own products, some of which `accelerate_matmul` takes: of many shapes and strides. It must be the first thing that a process does.
+pub fn accelerated_matmuls_equal_f64(devices: &[Device]) {
+    #[cfg(feature = "fusion")]
+    burn_fused_ops::accelerate_matmul().unwrap();
+    let shapes = [
+        [1, 1, 128, 64, 64],
+        [2, 3, 128, 96, 72],
+        [2, 4, 200, 136, 64],
+        [3, 1, 64, 768, 256],
+        [1, 1, 1, 64, 64],
+        [2, 2, 130, 33, 65],
+    ];
+    // CPUs round sums, too.
+    for (device, dtype) in halves(devices).filter(|(device, _)| is_cuda(device)) {
+        for [outer, inner, m, n, k] in some_of(shapes, shapes.len()) {
+            let count = outer * inner * k * m.max(n);
+            let values = [51, 52].map(|seed| numbers(seed, count));
+            for (lhs, rhs) in FORMS.iter().flat_map(|lhs| FORMS.map(|rhs| (*lhs, rhs))) {
+                let a = factor(&values[0], lhs, [outer, inner, m, k], (device, dtype));
+                let b = factor(&values[1], rhs, [outer, inner, k, n], (device, dtype));
+                // Read before: what is used once may be written over.
+                let [x, y] = [&a, &b].map(|x| (x.dims(), to_f64(read(x.clone()))));
+                let out = read(a.matmul(b));
+                let heads = out.shape()[1];
+                let what = format!("{device:?}, {dtype:?}, {lhs} [{m}, {k}] · {rhs} [{k}, {n}]");
+                for (at, got) in to_f64(out).chunks(m * n).enumerate() {
+                    let of = |(dims, values): &([usize; 4], Vec<f64>)| {
+                        let [z, h] = [at / heads % dims[0], at % heads % dims[1]];
+                        let count = dims[2] * dims[3];
+                        values[(z * dims[1] + h) * count..][..count].to_vec()
+                    };
+                    let (x, y) = (of(&x), of(&y));
+                    let sums = product([m, k, n], |r, i| x[r * k + i], |i, c| y[i * n + c]);
+                    let sizes = |r: usize, i: usize| x[r * k + i].abs();
+                    let sizes = product([m, k, n], sizes, |i, c| y[i * n + c].abs());
+                    for ((got, sum), size) in got.iter().zip(sums).zip(sizes) {
+                        let within = 1.01 * unit(dtype) * sum.abs() + size * 2f64.powi(-20) + 1e-6;
+                        assert_near(&what, &[*got], &[sum], within);
+                    }
+                }
+            }
+        }
+    }
+    #[cfg(feature = "fusion")]
+    println!(
+        "{} products accelerated",
+        burn_fused_ops::accelerated_products()
+    );
+}
