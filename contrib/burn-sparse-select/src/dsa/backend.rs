@@ -2,9 +2,9 @@
 
 use crate::kernels::indexer as kernels;
 use crate::kernels::indexer::{
-    Compared, IndexerGradients, KeyBytes, PairInputs, PairSizes, PairSum, TopKKeys, by_keys,
-    by_queries, check, check_rounding, compare, key_bytes, key_parts, pair_sums, round_rows,
-    spread_listed, top_k_keys,
+    Compared, IndexerGradients, KeyBytes, PairInputs, PairSizes, PairSum, QueriesOfBlocks,
+    TopKKeys, block_sums, by_keys, by_queries, check, check_rounding, compare, key_bytes,
+    key_parts, pair_sums, round_rows, spread_listed, top_k_keys,
 };
 use crate::kernels::selection::{RowsView, RunMaxima};
 use blocksparse::HadamardFp8;
@@ -26,6 +26,9 @@ use burn_blocksparse::internal::cube::{
 
 /// Numbers that rows begin at multiples of, of half precision.
 const ALIGNMENT: usize = 8;
+
+/// Slabs of queries whose lists by blocks are in memory at a time.
+const SLABS: usize = 32;
 
 /// Returns whether kernels take pairs of such sizes and of elements of a type on a device.
 pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) -> bool {
@@ -196,14 +199,20 @@ fn choice_in_blocks(
             of_rows: &of_rows,
             ..pairs.inputs(None, None)
         };
-        for sizes in &slabs {
-            let own = behind(blocks, (entry * seq_q + sizes.rows[0]) * count);
-            let (own, out) = ((&own, call.block), &scores.handle);
-            launched(kernels::block_sums(
-                client, sizes, &inputs, own, factor, out,
-            ));
-            let numbers = [out, &lists];
-            launched(top_k_keys(client, sizes, &top_k, numbers, Some(&seen)));
+        // Slabs of as many rows have their lists made at once.
+        let as_long = slabs.chunk_by(|a, b| a.rows[1] == b.rows[1]);
+        for slabs in as_long.flat_map(|slabs| slabs.chunks(SLABS)) {
+            let first = &slabs[0];
+            let own = behind(blocks, (entry * seq_q + first.rows[0]) * count);
+            let queries = QueriesOfBlocks::new(client, first, slabs.len(), (&own, call.block));
+            launched(queries.and_then(|queries| {
+                slabs.iter().enumerate().try_for_each(|(slab, sizes)| {
+                    let of = (&queries, slab);
+                    block_sums(client, sizes, &inputs, of, factor, &scores.handle)?;
+                    let numbers = [&scores.handle, &lists];
+                    top_k_keys(client, sizes, &top_k, numbers, Some(&seen))
+                })
+            }));
         }
     }
     let dims = [batch * seq_q, call.most, count];

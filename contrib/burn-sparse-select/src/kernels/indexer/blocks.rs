@@ -19,9 +19,52 @@ pub fn has_block_sums(client: &Client, element: ElemType, sizes: &PairSizes, blo
     check(client, element, sizes).is_ok() && BlockSums::new(client, element, sizes, block).is_some()
 }
 
-/// [`pair_sums`](crate::kernels::indexer::pair_sums) of the queries of one batch entry that are computed with the keys of the blocks that each of them lists, i32
-/// `[rows, listed / block]`, below 0 behind the last: f32 `[rows, listed]`. Numbers of what is not listed are not written. Rows of inputs begin at multiples of 16
-/// bytes.
+/// The queries that list each block, of slabs of as many rows each.
+pub struct QueriesOfBlocks {
+    /// The choice at each place, `[slabs, tiles · PLACES]`.
+    choices: Handle,
+    /// `[slabs, tiles]`.
+    tile_blocks: Handle,
+    /// Of a slab.
+    tiles: usize,
+    block: usize,
+}
+
+impl QueriesOfBlocks {
+    /// Of `slabs` slabs of the sizes' rows, whose rows follow each other in `lists`, i32 `[slabs · rows, listed / block]`, below 0 behind the last block of a row.
+    ///
+    /// # Errors
+    /// [`KernelError`] if there are more numbers than the device counts.
+    pub fn new(
+        client: &Client,
+        sizes: &PairSizes,
+        slabs: usize,
+        (lists, block): (&Handle, usize),
+    ) -> Result<Self, KernelError> {
+        let choices = sizes.rows[1] * (sizes.columns() / block);
+        let blocks = sizes.seq[1].div_ceil(block);
+        let tiles = (choices + (PLACES - 1) * blocks) / PLACES;
+        let made = |len: usize| client.empty(slabs * len * size_of::<i32>());
+        let places = made(choices);
+        let of = Self {
+            choices: made(tiles * PLACES),
+            tile_blocks: made(tiles),
+            tiles,
+            block,
+        };
+        let buffers = ListBuffers {
+            places: &places,
+            choices: &of.choices,
+            tile_blocks: &of.tile_blocks,
+        };
+        let list_sizes = ListSizes::new([slabs, choices, blocks], [tiles, PLACES]);
+        list_queries(client, &list_sizes, lists, &buffers)?;
+        Ok(of)
+    }
+}
+
+/// [`pair_sums`](crate::kernels::indexer::pair_sums) of the queries of one batch entry that are computed with the keys of the blocks that each of them lists, those
+/// of a slab: f32 `[rows, listed]`. Numbers of what is not listed are not written. Rows of inputs begin at multiples of 16 bytes.
 ///
 /// # Errors
 /// [`KernelError`] if there is no such kernel ([`has_block_sums`]), or there are more numbers than the device counts.
@@ -29,33 +72,27 @@ pub fn block_sums(
     client: &Client,
     sizes: &PairSizes,
     inputs: &PairInputs,
-    (lists, block): (&Handle, usize),
+    (of, slab): (&QueriesOfBlocks, usize),
     factor: f64,
     out: &Handle,
 ) -> Result<(), KernelError> {
-    let Some(t) = BlockSums::new(client, inputs.element, sizes, block) else {
+    let Some(t) = BlockSums::new(client, inputs.element, sizes, of.block) else {
         let dtype = "what tensor cores take for an indexer's blocks".into();
         return Err(KernelError::Dtype { dtype });
     };
-    let choices = sizes.rows[1] * (sizes.columns() / block);
-    let blocks = sizes.seq[1].div_ceil(block);
-    let tiles = (choices + (PLACES - 1) * blocks) / PLACES;
-    let made = |len: usize| client.empty(len * size_of::<i32>());
-    let (places, at_places, tile_blocks) = (made(choices), made(tiles * PLACES), made(tiles));
-    let buffers = ListBuffers {
-        places: &places,
-        choices: &at_places,
-        tile_blocks: &tile_blocks,
-    };
-    let list_sizes = ListSizes::new([1, choices, blocks], [tiles, PLACES]);
-    list_queries(client, &list_sizes, lists, &buffers)?;
     let sum = PairSum::Scores {
         factor,
         near: 0,
         all: true,
     };
     let epilogue = Epilogue::new(sizes, &sum);
-    let lists = ([&at_places, &tile_blocks], tiles);
+    let behind = |of: &Handle, len: usize| {
+        let bytes = slab * len * size_of::<i32>();
+        of.clone().offset_start(bytes as u64)
+    };
+    let choices = behind(&of.choices, of.tiles * PLACES);
+    let tile_blocks = behind(&of.tile_blocks, of.tiles);
+    let lists = ([&choices, &tile_blocks], of.tiles);
     launch_blocks(client, sizes, inputs, lists, epilogue, out, t)
 }
 

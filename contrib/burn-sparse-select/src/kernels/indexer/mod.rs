@@ -43,7 +43,7 @@ mod top_k_rows;
 mod wanted;
 mod warpgroups;
 
-pub use blocks::{block_sums, has_block_sums, keys_of_places};
+pub use blocks::{QueriesOfBlocks, block_sums, has_block_sums, keys_of_places};
 pub use compare::{Compared, compare, spread_listed};
 pub use gradients::{IndexerGradients, by_keys, by_queries, key_parts};
 pub use pairs::{KeyBytes, MOST_WIDTH, PairInputs, PairSizes, check};
