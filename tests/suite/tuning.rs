@@ -87,9 +87,9 @@ fn wrong_variables_are_errors_of_every_op() {
             "BLOCKSPARSE_TIER must be simt, simt-unfused, simt-fused, mma, hopper-forward, hopper-unfused, hopper-alone or mma-bias, got \"hoper\"",
         ),
         (
-            "BLOCKSPARSE_LOG_SUMS",
+            "BLOCKSPARSE_COARSE",
             "no",
-            "BLOCKSPARSE_LOG_SUMS must be 0 or 1, got \"no\"",
+            "BLOCKSPARSE_COARSE must be 0 or 1, got \"no\"",
         ),
     ] {
         let name = "tuning::calls_in_a_process_of_their_own";

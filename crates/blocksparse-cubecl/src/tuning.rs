@@ -25,18 +25,6 @@ const FORMER_PREFIX: &str = "BURN_BLOCKSPARSE_";
 pub struct Tuning {
     /// `BLOCKSPARSE_TIER`: tiers that are left out.
     pub tier: TierLimit,
-    /// `BLOCKSPARSE_LOG_SUMS`: whether `xattention` has products that sum their exponentials.
-    pub log_sums: bool,
-    /// `BLOCKSPARSE_LINE_SUMS`: whether `flexprefill` and `minference` have products that sum columns and diagonals.
-    pub line_sums: bool,
-    /// `BLOCKSPARSE_PICKS`: whether `moba` has products of which queries pick.
-    pub picks: bool,
-    /// `BLOCKSPARSE_PAIRS`: whether an indexer's scores are made on tensor cores.
-    pub pairs: bool,
-    /// `BLOCKSPARSE_KEY_PICKS`: whether few long rows, of which an indexer's keys are picked, have several cubes each.
-    pub key_picks: bool,
-    /// `BLOCKSPARSE_FEW_ROWS`: rows that products without a backward pass have at most, without tensor cores where there are some, and on them, 64 at most.
-    pub few_rows: [usize; 2],
     /// `BLOCKSPARSE_COARSE`: coarse steps, nowhere or wherever they can be. `None`: where they should be faster.
     pub coarse: Option<bool>,
     /// `BLOCKSPARSE_SIMT_TILE`: rows, columns and rows of a unit of the `simt` tier's tile.
@@ -49,8 +37,6 @@ pub struct Tuning {
     pub listed: Option<ListedWay>,
     /// `BLOCKSPARSE_RECORDS`: MiB of records of pairs at a time.
     pub records: usize,
-    /// `BLOCKSPARSE_LISTED_TILE`: of mainloops over lists, forward and for dQ, each: keys of a step, stages.
-    pub listed_tile: [Option<[usize; 2]>; 2],
     /// `BLOCKSPARSE_UNFENCED`: whether the fused backward pass of the `hopper` tier adds to dQ without fences: 3 to 6% faster, and in an order that the hardware
     /// keeps and PTX's memory model does not promise.
     pub unfenced: bool,
@@ -64,19 +50,12 @@ impl Default for Tuning {
     fn default() -> Self {
         Self {
             tier: TierLimit::None,
-            log_sums: true,
-            line_sums: true,
-            picks: true,
-            pairs: true,
-            key_picks: true,
-            few_rows: [2, 16],
             coarse: None,
             simt_tile: None,
             simt_sums: 1024,
             mma_tile: [None; 3],
             listed: None,
             records: 512,
-            listed_tile: [None; 2],
             unfenced: false,
             reference: false,
             poison: false,
@@ -132,8 +111,6 @@ struct Variable {
 
 const SWITCH: &str = "0 or 1";
 const MIB: &str = "a whole number of MiB";
-/// Steps of a mainloop over a list that there are bits for.
-pub const MOST_LISTED_STAGES: usize = 32;
 
 macro_rules! variables {
     ($($name:expr, $expected:expr => $field:ident: $read:expr;)+) => {
@@ -152,19 +129,10 @@ macro_rules! variables {
 
 variables! {
     "BLOCKSPARSE_COARSE", SWITCH => coarse: |text| switch(text).map(Some);
-    "BLOCKSPARSE_FEW_ROWS", "two numbers with a comma between" => few_rows: two_numbers;
-    "BLOCKSPARSE_KEY_PICKS", SWITCH => key_picks: switch;
-    "BLOCKSPARSE_LINE_SUMS", SWITCH => line_sums: switch;
     "BLOCKSPARSE_LISTED", "queries, neighbours, blocks or tiles" => listed: |text| listed_way(text).map(Some);
-    "BLOCKSPARSE_LISTED_TILE",
-        "KEYSxSTAGES of forward, or two of them with a comma between, forward and dQ: 16 or 32 keys, 2 to 32 stages"
-        => listed_tile: listed_tiles;
-    "BLOCKSPARSE_LOG_SUMS", SWITCH => log_sums: switch;
     "BLOCKSPARSE_MMA_TILE",
         "WARPSxWARP_TILESxCOLSxSTAGES of forward, or up to three of them with commas between, forward, dQ and dK, dV"
         => mma_tile: shapes;
-    "BLOCKSPARSE_PAIRS", SWITCH => pairs: switch;
-    "BLOCKSPARSE_PICKS", SWITCH => picks: switch;
     "BLOCKSPARSE_POISON", SWITCH => poison: switch;
     "BLOCKSPARSE_RECORDS", MIB => records: number;
     "BLOCKSPARSE_REFERENCE", SWITCH => reference: switch;
@@ -194,11 +162,6 @@ fn number(text: &str) -> Option<usize> {
     text.parse().ok()
 }
 
-fn two_numbers(text: &str) -> Option<[usize; 2]> {
-    let (first, second) = text.split_once(',')?;
-    Some([number(first)?, number(second)?])
-}
-
 fn listed_way(text: &str) -> Option<ListedWay> {
     match text {
         "queries" => Some(ListedWay::Queries),
@@ -207,13 +170,6 @@ fn listed_way(text: &str) -> Option<ListedWay> {
         "tiles" => Some(ListedWay::Tiles),
         _ => None,
     }
-}
-
-fn listed_tiles(text: &str) -> Option<[Option<[usize; 2]>; 2]> {
-    let fits = |&[keys, stages]: &[usize; 2]| {
-        matches!(keys, 16 | 32) && (2..=MOST_LISTED_STAGES).contains(&stages)
-    };
-    shapes(text).filter(|tiles| tiles.iter().flatten().all(fits))
 }
 
 /// As many numbers with an x between, each at least 1.
@@ -368,24 +324,14 @@ mod tests {
     }
 
     /// A wrong value of each variable, and what is said of it.
-    const WRONG: [(&str, &str, &str); 25] = [
+    const WRONG: [(&str, &str, &str); 15] = [
         ("UNFENCED", "yes", "0 or 1"),
         ("COARSE", "2", "0 or 1"),
-        ("FEW_ROWS", "8", "two numbers with a comma between"),
-        ("KEY_PICKS", "whole", "0 or 1"),
-        ("LINE_SUMS", "off", "0 or 1"),
         ("LISTED", "query", "queries, neighbours, blocks or tiles"),
-        ("LISTED_TILE", "32", "KEYSxSTAGES"),
-        ("LISTED_TILE", "64x2", "KEYSxSTAGES"),
-        ("LISTED_TILE", "16x1", "KEYSxSTAGES"),
-        ("LISTED_TILE", "16x2,16x2,16x2", "KEYSxSTAGES"),
-        ("LOG_SUMS", "false", "0 or 1"),
         ("MMA_TILE", "4x2x64", "WARPSxWARP_TILESxCOLSxSTAGES"),
         ("MMA_TILE", "4x2x64x2x1", "WARPSxWARP_TILESxCOLSxSTAGES"),
         ("MMA_TILE", "4x2x0x2", "WARPSxWARP_TILESxCOLSxSTAGES"),
         ("MMA_TILE", "4x2x64x2,", "WARPSxWARP_TILESxCOLSxSTAGES"),
-        ("PAIRS", "no", "0 or 1"),
-        ("PICKS", "00", "0 or 1"),
         ("POISON", "yes", "0 or 1"),
         ("RECORDS", "512MiB", "a whole number of MiB"),
         ("REFERENCE", "true", "0 or 1"),
@@ -446,19 +392,11 @@ mod tests {
             "UNFENCED", "1" => unfenced: true;
             "COARSE", "0" => coarse: Some(false);
             "COARSE", "1" => coarse: Some(true);
-            "FEW_ROWS", "0,16" => few_rows: [0, 16];
-            "KEY_PICKS", "0" => key_picks: false;
-            "LINE_SUMS", "0" => line_sums: false;
-            "LINE_SUMS", "1" => line_sums: true;
             "LISTED", "queries" => listed: Some(ListedWay::Queries);
             "LISTED", "neighbours" => listed: Some(ListedWay::Neighbours);
             "LISTED", "blocks" => listed: Some(ListedWay::Blocks);
             "LISTED", "tiles" => listed: Some(ListedWay::Tiles);
-            "LISTED_TILE", "32x3,16x4" => listed_tile: [Some([32, 3]), Some([16, 4])];
-            "LOG_SUMS", "0" => log_sums: false;
             "MMA_TILE", "4x2x64x2" => mma_tile: [Some([4, 2, 64, 2]), None, None];
-            "PAIRS", "0" => pairs: false;
-            "PICKS", "0" => picks: false;
             "POISON", "1" => poison: true;
             "RECORDS", "64" => records: 64;
             "REFERENCE", "1" => reference: true;

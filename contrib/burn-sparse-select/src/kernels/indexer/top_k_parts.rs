@@ -25,7 +25,6 @@ use blocksparse_cubecl::primitives::radix_select::{
 };
 use blocksparse_cubecl::shared::bins::Bins;
 use blocksparse_cubecl::shared::unit_sums::before_and_all;
-use blocksparse_cubecl::tuning::Tuning;
 
 /// Elements of a part, at least.
 const PART: usize = 8192;
@@ -59,9 +58,7 @@ impl Parts {
     }
 
     fn of(multiprocessors: usize, rows: usize, columns: usize) -> Option<Self> {
-        // For comparing.
-        let is_left_out = !Tuning::or_default().key_picks;
-        if is_left_out || FEW * rows > multiprocessors || columns <= (FEWEST_PARTS - 1) * PART {
+        if FEW * rows > multiprocessors || columns <= (FEWEST_PARTS - 1) * PART {
             return None;
         }
         let len = columns.div_ceil(MOST_PARTS).next_multiple_of(PART);

@@ -15,7 +15,6 @@ use blocksparse_cubecl::call::ScoreKind;
 use blocksparse_cubecl::mma::tile::{Outputs, Tile};
 use blocksparse_cubecl::on_device::most_of_neighbours;
 use blocksparse_cubecl::tensor::{TOO_LARGE, is_u32};
-use blocksparse_cubecl::tuning::Tuning;
 
 /// Rows of a matrix of mma.sync.
 const ROWS: usize = 16;
@@ -184,11 +183,6 @@ fn plain(
     }
 }
 
-/// `BLOCKSPARSE_LISTED_TILE=COLSxSTAGES`, two of them with a comma between, are the steps of forward and dQ: for measuring them.
-fn forced(backward: bool) -> Option<[usize; 2]> {
-    Tuning::or_default().listed_tile[usize::from(backward)]
-}
-
 /// The mainloop of a query: bytes on their way to a multiprocessor are what counts. With four warps a multiprocessor, forward up to 16, or cubes of more warps,
 /// its shared memory is full of steps, of 32 keys where three of them fit a cube and otherwise of 16.
 fn mainloop_tile(
@@ -209,10 +203,6 @@ fn mainloop_tile(
         backward,
     };
     let most = hardware.max_shared_memory_size;
-    if let Some(forced) = forced(backward) {
-        let tile = shape(forced);
-        return (tile.shared_bytes() <= most).then_some(tile).ok_or(NO_ROOM);
-    }
     // Forward 16 warps, as far as cubes of them fit: some multiply while others wait. Wide ones take the registers of two.
     let cubes = match backward || wide {
         true => (4 / warps).max(2),

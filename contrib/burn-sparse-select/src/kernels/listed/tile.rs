@@ -2,18 +2,12 @@
 
 use crate::kernels::listed::rows::CubeRows;
 use blocksparse_cubecl::mma::tile::Tile;
-use blocksparse_cubecl::tuning::MOST_LISTED_STAGES;
 
-/// Bytes at the beginning of shared memory: for each step that is there, which of its keys exist, a bit each.
+/// Bytes at the beginning of shared memory: for each step that is there, which of its keys exist, a bit each; of 32 steps.
 const BITS: usize = 128;
 
 /// Bytes of shared memory of a multiprocessor that a cube takes besides its own.
 pub const RESERVED: usize = 1024;
-
-/// Steps that there are bits for.
-pub const MOST_STAGES: usize = BITS / 4;
-// What the environment may ask for.
-const _: () = assert!(MOST_STAGES == MOST_LISTED_STAGES);
 
 /// The comptime shape of a mainloop of queries: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

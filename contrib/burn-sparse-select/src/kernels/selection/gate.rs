@@ -45,14 +45,12 @@ impl GateSizes {
         })
     }
 
-    /// Whether a kernel picks. `BLOCKSPARSE_PICKS=0` leaves it out, for comparing.
+    /// Whether a kernel picks.
     pub fn is_served(&self, client: &Client, element: ElemType) -> bool {
         let columns = pitch(self.blocks() * PARTS);
         let sizes = [self.lists[0], self.seq[0], columns, self.width];
         let request = request_of(element, sizes, self.epilogue());
-        self.most > 0
-            && blocksparse_cubecl::Tuning::or_default().picks
-            && request.is_some_and(|request| ProductPlan::new(client, request).is_ok())
+        self.most > 0 && request.is_some_and(|request| ProductPlan::new(client, request).is_ok())
     }
 }
 

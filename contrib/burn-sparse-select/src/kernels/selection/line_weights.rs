@@ -18,7 +18,6 @@ use crate::kernels::selection::{NUMBERS, UNITS, across_cube};
 use blocksparse_cubecl::args::{buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
-use blocksparse_cubecl::tuning::Tuning;
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, LINE_GROUPS, LINE_ROWS, ProductPlan, ProductRequest, SeenColumns,
     UNWANTED, line_elements, multiply,
@@ -60,15 +59,12 @@ pub(crate) fn product_of_sums(
     factors: [&Handle; 2],
     of: &LineSizes,
 ) -> Result<ProductPlan, &'static str> {
-    if !Tuning::or_reason()?.line_sums {
-        return Err("BLOCKSPARSE_LINE_SUMS is 0");
-    }
     let [queries, keys] = of.seq;
     if of.lists[0] * queries * keys.div_ceil(RUN) > NUMBERS {
         return Err("there are too many sums over runs");
     }
     let [q, k] = views(factors, of);
-    if !run_sums(of).is_planned(client, element, [&q, &k]) {
+    if !run_sums(of).is_served(client, element, [&q, &k]) {
         return Err("the device or the type of numbers has no sums over runs");
     }
     planned(client, element, [&q, &k])

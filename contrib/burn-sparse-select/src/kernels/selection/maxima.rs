@@ -26,13 +26,12 @@ pub struct RunMaxima {
 }
 
 impl RunMaxima {
-    /// Whether a kernel makes them. `BLOCKSPARSE_LOG_SUMS=0` leaves it out, for comparing.
+    /// Whether a kernel makes them.
     pub fn is_served(&self, client: &Client, element: ElemType) -> bool {
         let [batch, rows] = self.rows;
         let sizes = [batch, rows, self.columns, self.width];
         let request = request_of(element, sizes, Epilogue::Maxima { run: self.run });
-        blocksparse_cubecl::Tuning::or_default().log_sums
-            && request.is_some_and(|request| ProductPlan::new(client, request).is_ok())
+        request.is_some_and(|request| ProductPlan::new(client, request).is_ok())
     }
 
     /// Makes them, `[a.matrices, a.rows, b.rows / run]` in f32. NaN counts only where all of a run are.

@@ -205,14 +205,8 @@ impl RunSums {
         Some((views, ProductPlan::new(client, request).ok()?))
     }
 
-    /// Whether tensor cores make them with such a product. `BLOCKSPARSE_LOG_SUMS=0` leaves it out, for comparing.
+    /// Whether tensor cores make them with such a product.
     pub fn is_served(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
-        blocksparse_cubecl::Tuning::or_default().log_sums
-            && self.is_planned(client, element, factors)
-    }
-
-    /// Whether there is such a product.
-    pub fn is_planned(&self, client: &Client, element: ElemType, factors: [&RowsView; 2]) -> bool {
         self.planned(client, element, factors).is_some()
     }
 

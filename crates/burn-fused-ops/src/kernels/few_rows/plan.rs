@@ -9,10 +9,12 @@ use crate::kernels::few_rows::units;
 use crate::kernels::few_rows::units::MOST_UNIT_ROWS;
 use crate::kernels::few_rows::warps::{self, WarpsPlan};
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::tuning::Tuning;
 
 /// Rows that a product has at most.
-pub const MOST_ROWS: usize = 64;
+pub const MOST_ROWS: usize = 16;
+
+/// Rows that `units` multiplies where tensor cores could, at most.
+const ROWS_OF_UNITS: usize = 2;
 
 /// How a product of few rows runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,13 +43,12 @@ impl FewRowsPlan {
     pub fn all(client: &Client, request: &FewRowsRequest) -> Vec<Self> {
         let [rows, _] = request.lengths;
         let units = (rows <= MOST_UNIT_ROWS).then_some(Self::Units);
-        let [by_units, by_warps] = Tuning::or_default().few_rows;
-        let warps = match rows <= by_warps {
+        let warps = match rows <= MOST_ROWS {
             true => WarpsPlan::all(client, request).unwrap_or_default(),
             false => Vec::new(),
         };
         let warps = warps.into_iter().map(Self::Warps);
-        match rows <= by_units {
+        match rows <= ROWS_OF_UNITS {
             true => units.into_iter().chain(warps).collect(),
             false => warps.chain(units).collect(),
         }

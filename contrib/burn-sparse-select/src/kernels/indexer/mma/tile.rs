@@ -65,13 +65,8 @@ impl SumTile {
     ) -> Result<Self, &'static str> {
         let properties = client.properties();
         check_ampere(properties)?;
-        let tuning = Tuning::or_reason()?;
-        if tuning.tier.is_simt() {
+        if Tuning::or_reason()?.tier.is_simt() {
             return Err("BLOCKSPARSE_TIER says simt");
-        }
-        // For comparing, where other kernels are to stay on tensor cores.
-        if !tuning.pairs {
-            return Err("BLOCKSPARSE_PAIRS says 0");
         }
         let half = half_of(inputs.element)?;
         let begins = |of: &cubecl::server::Handle| of.offset_start.unwrap_or(0) as usize;

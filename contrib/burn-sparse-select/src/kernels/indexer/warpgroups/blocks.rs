@@ -55,8 +55,7 @@ impl BlockSums {
         };
         let sizes_of_blocks = GROUP_KEYS..=WARPGROUPS * GROUP_KEYS;
         let is_whole = block.is_power_of_two() && sizes_of_blocks.contains(&block);
-        let tuning = Tuning::or_default();
-        let is_left_out = tuning.tier.is_simt() || !tuning.pairs;
+        let is_left_out = Tuning::or_default().tier.is_simt();
         let found = Self {
             half: half_of(element).ok()?,
             of: HeadSums {
