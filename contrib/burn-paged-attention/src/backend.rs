@@ -2,9 +2,9 @@
 
 pub use crate::paged::ops::PagedOps;
 pub use crate::paged::values::{
-    AppendInputs, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
+    AppendInputs, OptInt, PackedRows, PagedCall, PagedInputs, PagedRows, StoredPages, StoredRows,
     SumsInputs,
 };
 pub use crate::sampling::ops::SamplingOps;
 pub use crate::summaries::ops::PageSummaryOps;
-pub use crate::summaries::values::{PackedKeys, PageScoreInputs, StoredKeys, SummarizeInputs};
+pub use crate::summaries::values::{PageScoreInputs, SummarizeInputs};

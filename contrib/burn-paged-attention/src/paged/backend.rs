@@ -1,7 +1,7 @@
 //! Attention over pages on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
 
 #[cfg(feature = "cube")]
-pub use kernels::{in_place, text};
+pub use kernels::{contiguous_rows, in_place, text};
 
 #[cfg(feature = "cube")]
 mod kernels {
@@ -20,8 +20,8 @@ mod kernels {
     use crate::paged::ops::PagedOps;
     use crate::paged::options::{PagedKeysValues, PagedOptions};
     use crate::paged::values::{
-        AppendInputs, OptInt, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages,
-        SumsInputs,
+        AppendInputs, OptInt, PackedRows, PagedCall, PagedInputs, PagedRows, StoredPages,
+        StoredRows, SumsInputs,
     };
     use crate::paged::{reference, slots_reference};
     use burn_blocksparse::internal::cube::{
@@ -66,10 +66,7 @@ mod kernels {
             [width, value_width],
             dtype_to_elem_type(inputs.q.dtype),
         );
-        shape.quantization = match &inputs.pages {
-            StoredPages::Plain(_) => None,
-            StoredPages::Quantized(pages) => Some(pages.quantization),
-        };
+        shape.quantization = inputs.pages.keys.quantization();
         shape.softcap = call.softcap.is_some();
         shape.visibility = matches!(inputs.positions, OptInt::Some(_));
         shape.selected = match &inputs.selected {
@@ -94,6 +91,29 @@ mod kernels {
         writable(pages)
     }
 
+    /// Rows, or the words of those in eight bits and their scales.
+    pub fn contiguous_rows(rows: StoredRows<CubeBackend>) -> (CubeTensor, Option<CubeTensor>) {
+        match rows {
+            StoredRows::Plain(rows) => (into_contiguous(rows), None),
+            StoredRows::Packed(rows) => {
+                let scales = into_contiguous(rows.scales);
+                (into_contiguous(rows.words), Some(scales))
+            }
+        }
+    }
+
+    /// Rows that a kernel writes.
+    fn rows_in_place(rows: StoredRows<CubeBackend>) -> StoredRows<CubeBackend> {
+        match rows {
+            StoredRows::Plain(rows) => StoredRows::Plain(in_place(rows)),
+            StoredRows::Packed(rows) => StoredRows::Packed(PackedRows {
+                quantization: rows.quantization,
+                words: in_place(rows.words),
+                scales: in_place(rows.scales),
+            }),
+        }
+    }
+
     impl PagedOps for CubeBackend {
         fn paged_attention(inputs: PagedInputs<Self>, call: PagedCall) -> PagedRows<Self> {
             let shape = shape_of(&inputs, &call);
@@ -113,14 +133,9 @@ mod kernels {
             let out = empty(&inputs.q, [batch, heads, rows, value_width], inputs.q.dtype);
             let lse = empty(&inputs.q, [batch, heads, rows], sums);
             let q = into_contiguous(inputs.q);
-            let (keys, values, scales) = match inputs.pages {
-                StoredPages::Plain(Pages { keys, values }) => (keys, values, None),
-                StoredPages::Quantized(pages) => {
-                    let scales = [pages.key_scales, pages.value_scales].map(into_contiguous);
-                    (pages.keys, pages.values, Some(scales))
-                }
-            };
-            let [keys, values] = [keys, values].map(into_contiguous);
+            let (keys, key_scales) = contiguous_rows(inputs.pages.keys);
+            let (values, value_scales) = contiguous_rows(inputs.pages.values);
+            let scales = key_scales.as_ref().zip(value_scales.as_ref());
             let [table, spans] = [inputs.table, inputs.spans].map(integers);
             let sight = [inputs.positions, inputs.last, inputs.query_positions].map(maybe_integers);
             let selected = maybe_integers(inputs.selected);
@@ -137,9 +152,7 @@ mod kernels {
                 q: &q.handle,
                 keys: &keys.handle,
                 values: &values.handle,
-                scales: scales
-                    .as_ref()
-                    .map(|scales| scales.each_ref().map(|x| &x.handle)),
+                scales: scales.map(|(keys, values)| [&keys.handle, &values.handle]),
                 table: &table.handle,
                 spans: &spans.handle,
                 visibility,
@@ -164,9 +177,9 @@ mod kernels {
                 dtype_to_elem_type(inputs.k.dtype),
             );
             let client = inputs.k.client.clone();
-            let is_taken = match &inputs.pages {
-                StoredPages::Plain(_) => paged::check_append(&client, &shape),
-                StoredPages::Quantized(_) => paged::check_append_quantized(&client, &shape),
+            let is_taken = match inputs.pages.keys.quantization() {
+                None => paged::check_append(&client, &shape),
+                Some(_) => paged::check_append_quantized(&client, &shape),
             };
             if uses_reference() || is_taken.is_err() {
                 recording::fails(&client, Failure::NotInPlace("the pages"));
@@ -175,39 +188,21 @@ mod kernels {
             let [k, v] = [inputs.k, inputs.v].map(into_contiguous);
             let rows = [&k.handle, &v.handle];
             let slots = integers(inputs.slots);
-            match inputs.pages {
-                StoredPages::Plain(Pages { keys, values }) => {
-                    let [keys, values] = [keys, values].map(in_place);
+            let keys = rows_in_place(inputs.pages.keys);
+            let values = rows_in_place(inputs.pages.values);
+            checked(match (&keys, &values) {
+                (StoredRows::Plain(keys), StoredRows::Plain(values)) => {
                     let to = [&keys.handle, &values.handle];
-                    checked(paged::append_rows(&client, &shape, rows, &slots.handle, to));
-                    StoredPages::Plain(Pages { keys, values })
+                    paged::append_rows(&client, &shape, rows, &slots.handle, to)
                 }
-                StoredPages::Quantized(PackedPages {
-                    quantization,
-                    keys,
-                    values,
-                    key_scales,
-                    value_scales,
-                }) => {
-                    let [keys, values, key_scales, value_scales] =
-                        [keys, values, key_scales, value_scales].map(in_place);
-                    checked(paged::append_quantized(
-                        &client,
-                        &shape,
-                        quantization,
-                        rows,
-                        &slots.handle,
-                        [&keys, &values, &key_scales, &value_scales].map(|tensor| &tensor.handle),
-                    ));
-                    StoredPages::Quantized(PackedPages {
-                        quantization,
-                        keys,
-                        values,
-                        key_scales,
-                        value_scales,
-                    })
+                (StoredRows::Packed(keys), StoredRows::Packed(values)) => {
+                    let to = [&keys.words, &values.words, &keys.scales, &values.scales];
+                    let (of, to) = (keys.quantization, to.map(|tensor| &tensor.handle));
+                    paged::append_quantized(&client, &shape, of, rows, &slots.handle, to)
                 }
-            }
+                _ => unreachable!("keys and values are stored alike"),
+            });
+            StoredPages { keys, values }
         }
 
         fn page_list_slots(table: CubeTensor, spans: CubeTensor, page: usize) -> CubeTensor {
@@ -280,8 +275,8 @@ mod kernels {
             let client = inputs.q.client.clone();
             let is_f32 = inputs.sums.dtype == DType::F32;
             let is_taken = is_f32 && paged::check_attention_sums(&client, &shape, sizes).is_ok();
-            let keys = match &inputs.pages {
-                StoredPages::Plain(pages) if is_taken && !uses_reference() => pages.keys.clone(),
+            let keys = match &inputs.pages.keys {
+                StoredRows::Plain(keys) if is_taken && !uses_reference() => keys.clone(),
                 _ => {
                     recording::fails(&client, Failure::NotInPlace("sums of attention"));
                     return reference::attention_sums::<Self>(inputs, &call);

@@ -91,14 +91,14 @@ mod meta {
     use burn::backend::fusion::custom::TensorSpec;
 
     use super::*;
-    use crate::paged::values::{PagedInputsMetadata, PagedRowsMetadata, StoredPagesMetadata};
+    use crate::paged::values::{PagedInputsMetadata, PagedRowsMetadata, StoredRowsMetadata};
     use burn_blocksparse::internal::dtype::sums_of;
 
     pub fn attention(inputs: &PagedInputsMetadata, _call: &PagedCall) -> PagedRowsMetadata {
         let [batch, heads, rows, _] = inputs.q.shape.dims::<4>();
-        let width = match &inputs.pages {
-            StoredPagesMetadata::Plain(pages) => pages.values.shape[2],
-            StoredPagesMetadata::Quantized(pages) => 4 * pages.values.shape[2],
+        let width = match &inputs.pages.values {
+            StoredRowsMetadata::Plain(rows) => rows.shape[2],
+            StoredRowsMetadata::Packed(rows) => 4 * rows.words.shape[2],
         };
         let sums = sums_of(inputs.q.dtype);
         PagedRowsMetadata {

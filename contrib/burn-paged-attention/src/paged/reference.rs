@@ -8,7 +8,8 @@ use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData, try_read_sync};
 
 use crate::paged::values::{
-    AppendInputs, PackedPages, PagedCall, PagedInputs, PagedRows, Pages, StoredPages, SumsInputs,
+    AppendInputs, PackedRows, PagedCall, PagedInputs, PagedRows, StoredPages, StoredRows,
+    SumsInputs,
 };
 use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::dtype::accumulate_in;
@@ -55,7 +56,7 @@ pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedR
         }),
         _ => None,
     };
-    let [keys, values] = Stored::of(inputs.pages);
+    let StoredPages { keys, values } = inputs.pages;
     let q = B::float_mul_scalar(B::float_cast(inputs.q, sums), call.scale.into());
     // Heads that share a head of keys are rows of it.
     let group_rows = heads / kv_heads * rows;
@@ -113,7 +114,7 @@ pub fn attention_sums<B: Backend>(inputs: SumsInputs<B>, call: &PagedCall) -> Fl
     let q = B::float_reshape(q, Shape::new([batch, kv_heads, group_rows, width]));
     let lse = B::float_reshape(inputs.lse, Shape::new([batch, kv_heads, group_rows, 1]));
     let lse = B::float_cast(lse, sums);
-    let [keys, values] = Stored::of(inputs.pages);
+    let StoredPages { keys, values } = inputs.pages;
     let call = Rows::<B> {
         shape: [kv_heads, rows, group_rows],
         keys,
@@ -213,8 +214,8 @@ pub fn attention_sums<B: Backend>(inputs: SumsInputs<B>, call: &PagedCall) -> Fl
 struct Rows<B: Backend> {
     /// Heads of keys, queries of a head, and queries of a head of keys.
     shape: [usize; 3],
-    keys: Stored<B>,
-    values: Stored<B>,
+    keys: StoredRows<B>,
+    values: StoredRows<B>,
     value_width: usize,
     /// `[1, kv_heads, group_rows, 1]`
     sinks: Option<FloatTensor<B>>,
@@ -303,62 +304,43 @@ impl<B: Backend> Rows<B> {
     }
 
     /// Rows of the slots of a page list, `[1, heads, slots, width]`.
-    fn gather(&self, of: &Stored<B>, heads: &Range<usize>, page_list: &[Slot]) -> FloatTensor<B> {
+    fn gather(
+        &self,
+        of: &StoredRows<B>,
+        heads: &Range<usize>,
+        page_list: &[Slot],
+    ) -> FloatTensor<B> {
         let row = |head: usize| page_list.iter().map(move |slot| (head, slot));
         let ids: Vec<i64> = (heads.clone())
             .flat_map(row)
             .map(|(head, slot)| slot.row(head, &self.page_lists) as i64)
             .collect();
-        let rows = of.select(ids, &self.page_lists.table);
+        let device = match of {
+            StoredRows::Plain(rows) => rows.device(),
+            StoredRows::Packed(rows) => rows.scales.device(),
+        };
+        recording::doom_by_upload(&device, "slots of pages");
+        let ids = B::int_from_data(int_data(ids, &self.page_lists.table), &device);
+        let rows = rows_at(of, ids);
         let shape = Shape::new([1, heads.len(), page_list.len(), rows.shape()[1]]);
         B::float_cast(B::float_reshape(rows, shape), self.sums)
     }
 }
 
-/// Rows of all pages.
-enum Stored<B: Backend> {
-    /// `[pages · page, width]`
-    Plain(FloatTensor<B>),
-    /// `[pages · page, width / 4]` and `[pages · page]`
-    Quantized(Quantization, IntTensor<B>, FloatTensor<B>),
-}
-
-impl<B: Backend> Stored<B> {
-    fn of(pages: StoredPages<B>) -> [Self; 2] {
-        match pages {
-            StoredPages::Plain(Pages { keys, values }) => [keys, values].map(|rows| {
-                let [pages, page, width] = rows.shape().dims();
-                Self::Plain(B::float_reshape(rows, Shape::new([pages * page, width])))
-            }),
-            StoredPages::Quantized(PackedPages {
-                quantization,
-                keys,
-                values,
-                key_scales,
-                value_scales,
-            }) => [(keys, key_scales), (values, value_scales)].map(|(words, scales)| {
-                let [pages, page, width] = words.shape().dims();
-                let words = B::int_reshape(words, Shape::new([pages * page, width]));
-                let scales = B::float_reshape(scales, Shape::new([pages * page]));
-                Self::Quantized(quantization, words, scales)
-            }),
+/// Rows of some slots of all pages, `[rows, width]`: of those in eight bits what they stand for.
+pub fn rows_at<B: Backend>(of: &StoredRows<B>, ids: IntTensor<B>) -> FloatTensor<B> {
+    let [pages, page, width] = of.dims();
+    let all = pages * page;
+    match of {
+        StoredRows::Plain(rows) => {
+            let rows = B::float_reshape(rows.clone(), Shape::new([all, width]));
+            B::float_select(rows, 0, ids)
         }
-    }
-
-    /// The rows of a list, `[rows, width]`.
-    fn select(&self, ids: Vec<i64>, like: &HostInts) -> FloatTensor<B> {
-        let upload = |device: &B::Device| {
-            recording::doom_by_upload(device, "slots of pages");
-            B::int_from_data(int_data(ids, like), device)
-        };
-        match self {
-            Self::Plain(rows) => B::float_select(rows.clone(), 0, upload(&rows.device())),
-            Self::Quantized(quantization, words, scales) => {
-                let ids = upload(&scales.device());
-                let words = B::int_select(words.clone(), 0, ids.clone());
-                let scales = B::float_select(scales.clone(), 0, ids);
-                dequantize::<B>(*quantization, words, scales)
-            }
+        StoredRows::Packed(rows) => {
+            let words = B::int_reshape(rows.words.clone(), Shape::new([all, width / 4]));
+            let words = B::int_select(words, 0, ids.clone());
+            let scales = B::float_reshape(rows.scales.clone(), Shape::new([all]));
+            dequantize::<B>(rows.quantization, words, B::float_select(scales, 0, ids))
         }
     }
 }
@@ -428,62 +410,54 @@ pub fn append<B: Backend>(inputs: AppendInputs<B>) -> StoredPages<B> {
     let device = k.device();
     recording::doom_by_upload(&device, "slots of pages");
     let ids = |list: Vec<i64>| B::int_from_data(int_data(list, &slots), &device);
-    let (to, written) = (ids(to), from.len());
-    match pages {
-        StoredPages::Plain(Pages { keys, values }) => {
-            let from = ids(from);
-            let write = |into: FloatTensor<B>, rows: FloatTensor<B>| {
-                let shape = into.shape();
-                let width = shape[2];
-                let all = rows.shape().num_elements() / width;
-                let rows = B::float_reshape(rows, Shape::new([all, width]));
-                let rows = B::float_select(rows, 0, from.clone());
-                let into = B::float_reshape(into, Shape::new([count * page, width]));
-                B::float_reshape(assign::<B>(into, to.clone(), rows), shape)
-            };
-            StoredPages::Plain(Pages {
-                keys: write(keys, k),
-                values: write(values, v),
-            })
+    let (from_ids, to) = (ids(from.clone()), ids(to));
+    let all = count * page;
+    let write = |into: StoredRows<B>, rows: FloatTensor<B>| match into {
+        StoredRows::Plain(into) => {
+            let shape = into.shape();
+            let width = shape[2];
+            let new = rows.shape().num_elements() / width;
+            let rows = B::float_reshape(rows, Shape::new([new, width]));
+            let rows = B::float_select(rows, 0, from_ids.clone());
+            let into = B::float_reshape(into, Shape::new([all, width]));
+            StoredRows::Plain(B::float_reshape(assign::<B>(into, to.clone(), rows), shape))
         }
-        StoredPages::Quantized(pages) => {
-            let quantization = pages.quantization;
-            let write = |words: IntTensor<B>, scales: FloatTensor<B>, rows: FloatTensor<B>| {
-                let [_, _, _, width] = rows.shape().dims();
-                let shape = words.shape();
-                let numbers = try_read_sync(B::float_into_data(rows))
-                    .expect("a device that can be waited for")
-                    .expect("a tensor that can be read");
-                let numbers: Vec<f32> = numbers.iter::<f32>().collect();
-                let rows = from.iter().map(|&row| {
-                    let row = &numbers[row as usize * width..][..width];
-                    quantization.quantize(row)
-                });
-                let (new_words, new_scales): (Vec<_>, Vec<_>) = rows.unzip();
-                let new_words = TensorData::new(new_words.concat(), [written, width / 4]);
-                let new_words = B::int_from_data(new_words, &device);
-                let flat = B::int_reshape(words, Shape::new([count * page, width / 4]));
-                let places = B::int_reshape(to.clone(), Shape::new([written, 1]));
-                let words = B::int_scatter_nd(flat, places, new_words, IndexingUpdateOp::Assign);
-                let new_scales = TensorData::new(new_scales, [written, 1]);
-                let new_scales = B::float_from_data(new_scales, &device);
-                let flat = B::float_reshape(scales, Shape::new([count * page, 1]));
-                let scales = assign::<B>(flat, to.clone(), new_scales);
-                (
-                    B::int_reshape(words, shape),
-                    B::float_reshape(scales, Shape::new(sizes)),
-                )
-            };
-            let (keys, key_scales) = write(pages.keys, pages.key_scales, k);
-            let (values, value_scales) = write(pages.values, pages.value_scales, v);
-            StoredPages::Quantized(PackedPages {
+        StoredRows::Packed(PackedRows {
+            quantization,
+            words,
+            scales,
+        }) => {
+            let [_, _, _, width] = rows.shape().dims();
+            let shape = words.shape();
+            let numbers = try_read_sync(B::float_into_data(rows))
+                .expect("a device that can be waited for")
+                .expect("a tensor that can be read");
+            let numbers: Vec<f32> = numbers.iter::<f32>().collect();
+            let rows = from.iter().map(|&row| {
+                let row = &numbers[row as usize * width..][..width];
+                quantization.quantize(row)
+            });
+            let written = from.len();
+            let (new_words, new_scales): (Vec<_>, Vec<_>) = rows.unzip();
+            let new_words = TensorData::new(new_words.concat(), [written, width / 4]);
+            let new_words = B::int_from_data(new_words, &device);
+            let flat = B::int_reshape(words, Shape::new([all, width / 4]));
+            let places = B::int_reshape(to.clone(), Shape::new([written, 1]));
+            let words = B::int_scatter_nd(flat, places, new_words, IndexingUpdateOp::Assign);
+            let new_scales = TensorData::new(new_scales, [written, 1]);
+            let new_scales = B::float_from_data(new_scales, &device);
+            let flat = B::float_reshape(scales, Shape::new([all, 1]));
+            let scales = assign::<B>(flat, to.clone(), new_scales);
+            StoredRows::Packed(PackedRows {
                 quantization,
-                keys,
-                values,
-                key_scales,
-                value_scales,
+                words: B::int_reshape(words, shape),
+                scales: B::float_reshape(scales, Shape::new(sizes)),
             })
         }
+    };
+    StoredPages {
+        keys: write(pages.keys, k),
+        values: write(pages.values, v),
     }
 }
 

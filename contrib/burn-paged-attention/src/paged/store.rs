@@ -5,7 +5,7 @@ use burn::backend::Dispatch;
 use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Int, Tensor};
 
-use crate::paged::values::{PackedPages, Pages, StoredPages};
+use crate::paged::values::{PackedRows, StoredPages, StoredRows};
 use crate::paged::{append, check_append, check_page_sizes, reference};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
@@ -190,36 +190,46 @@ impl PagedStore {
     }
 
     pub fn stored(self) -> StoredPages<Dispatch> {
+        let plain = |rows: Tensor<3>| StoredRows::Plain(rows.without_autodiff().into_dispatch());
         match self {
-            Self::Plain { keys, values } => StoredPages::Plain(Pages {
-                keys: keys.without_autodiff().into_dispatch(),
-                values: values.without_autodiff().into_dispatch(),
-            }),
-            Self::Quantized(pages) => StoredPages::Quantized(PackedPages {
-                quantization: pages.quantization,
-                keys: pages.keys.without_autodiff().into_dispatch(),
-                values: pages.values.without_autodiff().into_dispatch(),
-                key_scales: pages.key_scales.without_autodiff().into_dispatch(),
-                value_scales: pages.value_scales.without_autodiff().into_dispatch(),
-            }),
+            Self::Plain { keys, values } => StoredPages {
+                keys: plain(keys),
+                values: plain(values),
+            },
+            Self::Quantized(pages) => {
+                let packed = |words: Tensor<3, Int>, scales: Tensor<2>| {
+                    StoredRows::Packed(PackedRows {
+                        quantization: pages.quantization,
+                        words: words.without_autodiff().into_dispatch(),
+                        scales: scales.without_autodiff().into_dispatch(),
+                    })
+                };
+                StoredPages {
+                    keys: packed(pages.keys, pages.key_scales),
+                    values: packed(pages.values, pages.value_scales),
+                }
+            }
         }
     }
 }
 
 impl From<StoredPages<Dispatch>> for PagedStore {
     fn from(pages: StoredPages<Dispatch>) -> Self {
-        match pages {
-            StoredPages::Plain(Pages { keys, values }) => Self::Plain {
+        match (pages.keys, pages.values) {
+            (StoredRows::Plain(keys), StoredRows::Plain(values)) => Self::Plain {
                 keys: Tensor::from_dispatch(keys),
                 values: Tensor::from_dispatch(values),
             },
-            StoredPages::Quantized(pages) => Self::Quantized(QuantizedPages {
-                quantization: pages.quantization,
-                keys: Tensor::from_dispatch(pages.keys),
-                values: Tensor::from_dispatch(pages.values),
-                key_scales: Tensor::from_dispatch(pages.key_scales),
-                value_scales: Tensor::from_dispatch(pages.value_scales),
-            }),
+            (StoredRows::Packed(keys), StoredRows::Packed(values)) => {
+                Self::Quantized(QuantizedPages {
+                    quantization: keys.quantization,
+                    keys: Tensor::from_dispatch(keys.words),
+                    values: Tensor::from_dispatch(values.words),
+                    key_scales: Tensor::from_dispatch(keys.scales),
+                    value_scales: Tensor::from_dispatch(values.scales),
+                })
+            }
+            _ => unreachable!("keys and values are stored alike"),
         }
     }
 }

@@ -83,42 +83,40 @@ pub struct PagedRows<B: Backend> {
     pub lse: FloatTensor<B>,
 }
 
-/// Keys and values as floats.
+/// Keys or values as pages store them.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct Pages<B: Backend> {
-    /// `[pages, P, d_k]`
-    pub keys: FloatTensor<B>,
-    /// `[pages, P, d_v]`
-    pub values: FloatTensor<B>,
+pub enum StoredRows<B: Backend> {
+    /// As floats, `[pages, P, width]`.
+    Plain(FloatTensor<B>),
+    /// In eight bits a number.
+    Packed(#[extension_type] PackedRows<B>),
 }
 
-/// Keys and values in eight bits a number.
+/// Keys or values in eight bits a number.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
-pub struct PackedPages<B: Backend> {
+pub struct PackedRows<B: Backend> {
     /// Type of the elements.
     pub quantization: Quantization,
-    /// `[pages, P, d_k / 4]`
-    pub keys: IntTensor<B>,
-    /// `[pages, P, d_v / 4]`
-    pub values: IntTensor<B>,
+    /// `[pages, P, width / 4]`
+    pub words: IntTensor<B>,
     /// `[pages, P]`
-    pub key_scales: FloatTensor<B>,
-    /// `[pages, P]`
-    pub value_scales: FloatTensor<B>,
+    pub scales: FloatTensor<B>,
 }
 
-/// Keys and values as pages store them.
+/// Keys and values, which are stored alike.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
-pub enum StoredPages<B: Backend> {
-    /// As floats.
-    Plain(#[extension_type] Pages<B>),
-    /// In eight bits a number.
-    Quantized(#[extension_type] PackedPages<B>),
+#[non_exhaustive]
+pub struct StoredPages<B: Backend> {
+    /// Rows of `d_k` numbers.
+    #[extension_type]
+    pub keys: StoredRows<B>,
+    /// Rows of `d_v` numbers.
+    #[extension_type]
+    pub values: StoredRows<B>,
 }
 
 /// The tensors of [`append_rows`](crate::paged::append_rows) and [`append_quantized`](crate::paged::append_quantized).
@@ -159,23 +157,36 @@ pub struct SumsInputs<B: Backend> {
     pub sums: FloatTensor<B>,
 }
 
+impl<B: Backend> StoredRows<B> {
+    /// Pages, slots of a page, and the width of a row.
+    pub fn dims(&self) -> [usize; 3] {
+        match self {
+            Self::Plain(rows) => rows.shape().dims(),
+            Self::Packed(rows) => {
+                let [pages, page, words] = rows.words.shape().dims();
+                [pages, page, 4 * words]
+            }
+        }
+    }
+
+    /// Type of the elements, if they have eight bits.
+    pub fn quantization(&self) -> Option<Quantization> {
+        match self {
+            Self::Plain(_) => None,
+            Self::Packed(rows) => Some(rows.quantization),
+        }
+    }
+}
+
 impl<B: Backend> StoredPages<B> {
     /// Pages, and slots of a page.
     pub fn pages(&self) -> [usize; 2] {
-        let shape = match self {
-            Self::Plain(pages) => pages.keys.shape(),
-            Self::Quantized(pages) => pages.keys.shape(),
-        };
-        [shape[0], shape[1]]
+        let [pages, page, _] = self.keys.dims();
+        [pages, page]
     }
 
     /// Widths of keys and values.
     pub fn widths(&self) -> [usize; 2] {
-        match self {
-            Self::Plain(pages) => [&pages.keys, &pages.values].map(|rows| rows.shape()[2]),
-            Self::Quantized(pages) => {
-                [&pages.keys, &pages.values].map(|words| 4 * words.shape()[2])
-            }
-        }
+        [&self.keys, &self.values].map(|rows| rows.dims()[2])
     }
 }

@@ -39,11 +39,7 @@ impl Layer<'_> {
         }
         let [query, key, value] = self.project_heads(x, &step.positions)?;
         let (store, (at, group), evictor) = pool.layer(step, layer);
-        if cfg!(debug_assertions) {
-            store.poison(&group.freed, self.n_kv_heads() / group.slots.dims()[1]);
-        }
-        let pair = [key.clone(), value.clone()];
-        store.write(group.copies.as_ref(), pair, group.slots.clone())?;
+        group.write(store, [key.clone(), value.clone()])?;
         let mut rows = watch::Rows::of(&query);
         let watched = step.watch.as_ref().zip(evictor);
         let heads = match &group.road {

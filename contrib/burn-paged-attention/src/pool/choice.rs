@@ -1,6 +1,6 @@
 //! Layers of a pool whose queries choose pages by content.
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 use burn_sparse_select::PageSummary;
 use burn_sparse_select::msa::Msa;
 use burn_sparse_select::pages::PageChoice;
@@ -15,14 +15,14 @@ use super::store::{Store, as_stored, ints};
 use super::{KvPoolConfig, dsa, nsa};
 use crate::pages::{EvictionScore, Writes};
 use crate::summaries::select_pages;
-use crate::{PagedKeysValues, PagedOptions, PagedStore, paged_attention};
+use crate::{PagedKeysValues, paged_attention};
 
 /// Slots of a page, if neither the configuration nor a selection says.
 const PAGE_SIZE: usize = 32;
 /// Scores of pages that are in memory at a time.
-pub(super) const SCORES: usize = 1 << 24;
+const SCORES: usize = 1 << 24;
 /// Queries of a call, at most: every part of a call looks at all of its page lists.
-pub(super) const PAGE_LISTS: usize = 512;
+const PAGE_LISTS: usize = 512;
 
 /// Slots of a page, if the configuration does not say: as many as the layers' selections have, where pages are all that they choose.
 pub(super) fn page_size(layers: &[&SparseMultiHeadAttention], config: &KvPoolConfig) -> usize {
@@ -162,84 +162,112 @@ impl Layer<'_> {
         store: &Store,
         (page_lists, shared): (&PageLists, &mut Shared),
     ) -> Result<Tensor<4>, TransformerError> {
+        let (kv_heads, [.., entries]) = (self.n_kv_heads(), page_lists.table.dims());
+        self.attend_by_row(
+            query,
+            store,
+            page_lists,
+            kv_heads * entries,
+            |rows, _, lists| {
+                // Where there is no more than what is chosen, there is no choice.
+                let selected = shared.piece(|| match &page_lists.choice {
+                    Some(choice) if entries > choice.selected_pages() => {
+                        let (rows, summaries) = (rows.clone(), store.summaries()?);
+                        let (table, spans) = (&lists.table, &lists.spans);
+                        let chosen = select_pages(rows, summaries, kv_heads, table, spans, choice)?;
+                        Ok(Some(chosen))
+                    }
+                    _ => Ok(None),
+                })?;
+                Ok(PagedKeysValues { selected, ..lists })
+            },
+        )
+    }
+
+    /// Attention of queries `[batch, heads, s, d_k]`, each of which has a page list of its own: to what `choose` makes of the lists of some of the rows `[rows, heads, d_k]`
+    /// at a time, each of which looks at so many numbers for it.
+    pub(super) fn attend_by_row(
+        &self,
+        query: Tensor<4>,
+        store: &Store,
+        page_lists: &PageLists,
+        numbers: usize,
+        mut choose: impl FnMut(
+            &Tensor<3>,
+            (usize, usize),
+            PagedKeysValues,
+        ) -> Result<PagedKeysValues, TransformerError>,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let dtype = FloatDType::from(query.dtype());
         let (pages, options) = (store.pages()?, self.paged_options());
         let query = as_stored(query, &pages);
-        let [batch, _, seq, _] = query.dims();
-        let [_, _, entries] = page_lists.table.dims();
+        let [batch, heads, seq, _] = query.dims();
         let queries = batch * seq;
         let rows = by_rows(query);
         // More than one row at a time, whatever a context is.
-        let together = (SCORES / (self.n_kv_heads() * entries).max(1)).clamp(1, PAGE_LISTS);
+        let together = (SCORES / numbers.max(1)).clamp(1, PAGE_LISTS);
         let mut outs = Vec::with_capacity(queries.div_ceil(together));
-        for (first, count) in pieces(queries, together) {
-            let part = match count == queries {
-                true => (
-                    rows.clone(),
-                    page_lists.table.clone(),
-                    page_lists.spans.clone(),
-                ),
-                false => (
-                    rows.clone().narrow(0, first, count),
-                    page_lists.table.clone().narrow(0, first, count),
-                    page_lists.spans.clone().narrow(0, first, count),
-                ),
-            };
-            let (rows, table, spans) = &part;
-            // Where there is no more than what is chosen, there is no choice.
-            let selected = shared.piece(|| match &page_lists.choice {
-                Some(choice) if entries > choice.selected_pages() => {
-                    let (rows, summaries) = (rows.clone(), store.summaries()?);
-                    let kv_heads = self.n_kv_heads();
-                    let chosen = select_pages(rows, summaries, kv_heads, table, spans, choice)?;
-                    Ok(Some(chosen))
-                }
-                _ => Ok(None),
-            })?;
-            outs.push(self.attend_page_lists(part, selected, &pages, page_lists, &options)?);
+        for piece @ (first, count) in pieces(queries, together) {
+            let (mut rows, lists) = (rows.clone(), [&page_lists.table, &page_lists.spans]);
+            let mut lists = lists.map(Tensor::clone);
+            if count < queries {
+                rows = rows.narrow(0, first, count);
+                lists = lists.map(|lists| lists.narrow(0, first, count));
+            }
+            let [table, spans] = lists;
+            let all = PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans);
+            let mut chosen = choose(&rows, piece, all)?;
+            chosen.counters = page_lists.counters_of(count * heads);
+            outs.push(paged_attention(rows.unsqueeze_dim(2), &chosen, &options)?.out);
         }
-        Ok(by_heads(outs, [batch, seq]))
+        Ok(by_heads(outs, [batch, seq]).cast(dtype))
     }
 
-    /// The same of one query for each page list: `[queries, heads, 1, d_v]`.
-    pub(super) fn attend_page_lists(
+    /// The same of some rows of each sequence at a time, to the pages that `choose` finds of a piece with its spans; each looks at so many numbers for it, of all
+    /// sequences together.
+    pub(super) fn attend_by_sequence(
         &self,
-        (rows, table, spans): (Tensor<3>, Tensor<3, Int>, Tensor<3, Int>),
-        selected: Option<Tensor<3, Int>>,
-        pages: &PagedStore,
+        query: Tensor<4>,
+        store: &Store,
         page_lists: &PageLists,
-        options: &PagedOptions,
+        numbers: usize,
+        mut choose: impl FnMut(
+            (usize, usize),
+            &Tensor<3, Int>,
+        ) -> Result<Option<Tensor<3, Int>>, TransformerError>,
     ) -> Result<Tensor<4>, TransformerError> {
-        let [queries, heads, width] = rows.dims();
-        let mut of_lists =
-            PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans);
-        of_lists.selected = selected;
-        of_lists.counters = page_lists.counters_of(queries * heads);
-        let query = rows.reshape([queries, heads, 1, width]);
-        Ok(paged_attention(query, &of_lists, options)?.out)
-    }
-
-    /// The same of some rows of each sequence, `[batch, heads, rows, d_k]`, as their page lists follow each other: `[batch, heads, rows, d_v]`.
-    pub(super) fn attend_rows(
-        &self,
-        rows: Tensor<4>,
-        [table, spans]: [Tensor<3, Int>; 2],
-        selected: Option<Tensor<3, Int>>,
-        pages: &PagedStore,
-        page_lists: &PageLists,
-        options: &PagedOptions,
-    ) -> Result<Tensor<4>, TransformerError> {
-        let [batch, heads, count, width] = rows.dims();
-        let rows = rows.swap_dims(1, 2).reshape([batch * count, heads, width]);
-        let out =
-            self.attend_page_lists((rows, table, spans), selected, pages, page_lists, options)?;
-        let [.., width] = out.dims();
-        let out = out.reshape([batch, count, heads, width]);
-        Ok(out.swap_dims(1, 2))
+        let dtype = FloatDType::from(query.dtype());
+        let (pages, options) = (store.pages()?, self.paged_options());
+        let query = as_stored(query, &pages);
+        let [batch, heads, seq, width] = query.dims();
+        // More than one row at a time, whatever a context is.
+        let together = (SCORES / numbers.max(1)).min(PAGE_LISTS / batch);
+        let together = together.clamp(1, seq);
+        let mut outs = Vec::with_capacity(seq.div_ceil(together));
+        for piece @ (first, count) in pieces(seq, together) {
+            let lists = [&page_lists.table, &page_lists.spans];
+            let [table, spans] = lists.map(|lists| of_rows(lists, batch, piece));
+            let selected = choose(piece, &spans)?;
+            let lists = PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans);
+            let counters = page_lists.counters_of(batch * count * heads);
+            let lists = PagedKeysValues {
+                selected,
+                counters,
+                ..lists
+            };
+            // As the page lists follow each other.
+            let rows = query.clone().narrow(2, first, count).swap_dims(1, 2);
+            let rows = rows.reshape([batch * count, heads, 1, width]);
+            let out = paged_attention(rows, &lists, &options)?.out;
+            let [.., width] = out.dims();
+            outs.push(out.reshape([batch, count, heads, width]).swap_dims(1, 2));
+        }
+        Ok(joined(outs, 2).cast(dtype))
     }
 }
 
 /// Pieces of so many rows: the first of each, and how many it has.
-pub(super) fn pieces(rows: usize, together: usize) -> impl Iterator<Item = (usize, usize)> {
+fn pieces(rows: usize, together: usize) -> impl Iterator<Item = (usize, usize)> {
     let firsts = (0..rows).step_by(together);
     firsts.map(move |first| (first, together.min(rows - first)))
 }
@@ -275,7 +303,7 @@ pub(super) fn by_rows(query: Tensor<4>) -> Tensor<3> {
 }
 
 /// What rows see, some of them after the other, `[rows, heads, 1, width]` each: `[batch, heads, s, width]`.
-pub(super) fn by_heads(outs: Vec<Tensor<4>>, [batch, seq]: [usize; 2]) -> Tensor<4> {
+fn by_heads(outs: Vec<Tensor<4>>, [batch, seq]: [usize; 2]) -> Tensor<4> {
     let out = joined(outs, 0);
     let [_, heads, _, width] = out.dims();
     match seq {

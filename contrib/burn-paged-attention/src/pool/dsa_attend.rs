@@ -1,19 +1,19 @@
 //! Attention of new rows to what an indexer chooses of a pool.
 
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::dsa::DsaHeads;
 use burn_sparse_transformer::internal::DsaParts;
 
-use super::choice::{PAGE_LISTS, SCORES, by_heads, by_rows, pieces};
+use super::choice::by_rows;
 use super::dsa::NO_VALUES;
 use super::layer::Layer;
 use super::shared::Shared;
 use super::step::{PageLists, Road};
-use super::store::{Store, as_stored, lost};
+use super::store::{Store, lost};
 use super::{KvPool, Step};
 use crate::dsa::{DsaPages, choose_in_pages};
-use crate::{PagedKeysValues, PagedStore, paged_attention};
+use crate::{PagedKeysValues, PagedStore};
 
 impl Layer<'_> {
     /// What heads of DeepSeek sparse attention see in a step of a pool, `[batch, heads, seq, d_v]`.
@@ -47,13 +47,13 @@ impl Layer<'_> {
                 let weights = index.weights.swap_dims(1, 2);
                 let weights = weights.reshape([batch * seq, index_heads]);
                 let queries = by_rows(index.q);
-                let choose = |first, count| -> Result<Tensor<3, Int>, TransformerError> {
+                let choose = |(first, count), lists: &PagedKeysValues| {
                     let pages_of = DsaPages {
                         q: queries.clone().narrow(0, first, count),
                         weights: weights.clone().narrow(0, first, count),
                         keys: keys.clone(),
-                        table: page_lists.table.clone().narrow(0, first, count),
-                        spans: page_lists.spans.clone().narrow(0, first, count),
+                        table: lists.table.clone(),
+                        spans: lists.spans.clone(),
                     };
                     Ok(choose_in_pages(dsa.op(), &pages_of, self.n_kv_heads())?)
                 };
@@ -75,55 +75,34 @@ impl Layer<'_> {
         let (at, store) = &mut pool.layers[layer];
         let group = &step.groups[*at];
         let keys = pool.indexes[layer].as_mut().ok_or_else(lost)?;
-        if cfg!(debug_assertions) {
-            store.poison(&group.freed, self.n_kv_heads() / group.slots.dims()[1]);
-            keys.poison(&group.freed, 1);
-        }
-        store.write(group.copies.as_ref(), pair, group.slots.clone())?;
+        group.write(store, pair)?;
         let [batch, _, seq, _] = index.dims();
         let none = Tensor::zeros([batch, 1, seq, NO_VALUES], &index.device());
-        let slots = group.slots.clone();
-        keys.write(group.index_copies.as_ref(), [index, none], slots)?;
+        group.write_copied(keys, group.index_copies.as_ref(), [index, none])?;
         Ok((&group.road, [store, keys]))
     }
 
-    /// Attention of queries `[batch, heads, s, d_k]` to up to `keep` keys that an indexer chooses for each of them, where they lie: `choose` finds the slots of so
-    /// many rows from one on.
+    /// Attention of queries `[batch, heads, s, d_k]` to up to `keep` keys that an indexer chooses for each of them, where they lie: `choose` finds the slots of a
+    /// piece of the rows with its page lists.
     pub(super) fn attend_chosen_keys(
         &self,
         query: Tensor<4>,
         store: &Store,
         (page_lists, keep): (&PageLists, usize),
         shared: &mut Shared,
-        choose: impl Fn(usize, usize) -> Result<Tensor<3, Int>, TransformerError>,
+        choose: impl Fn((usize, usize), &PagedKeysValues) -> Result<Tensor<3, Int>, TransformerError>,
     ) -> Result<Tensor<4>, TransformerError> {
-        let dtype = FloatDType::from(query.dtype());
-        let (pages, options) = (store.pages()?, self.paged_options());
-        let query = as_stored(query, &pages);
-        let [batch, heads, seq, _] = query.dims();
-        let total_queries = batch * seq;
-        let rows = by_rows(query);
-        let listed = page_lists.table.dims()[2] * pages.pages()[1];
-        let together = (SCORES / listed.max(1)).clamp(1, PAGE_LISTS);
-        let mut outs = Vec::with_capacity(total_queries.div_ceil(together));
-        for (first, count) in pieces(total_queries, together) {
-            let spans = page_lists.spans.clone().narrow(0, first, count);
+        let listed = page_lists.table.dims()[2] * store.page_size();
+        self.attend_by_row(query, store, page_lists, listed, |_, piece, lists| {
             // Where there is no more than what is chosen, there is no choice.
             let slots = shared.piece(|| match listed > keep {
-                true => choose(first, count).map(Some),
+                true => choose(piece, &lists).map(Some),
                 false => Ok(None),
             })?;
-            let rows = rows.clone().narrow(0, first, count).unsqueeze_dim(2);
-            let mut chosen = match slots {
-                Some(slots) => PagedKeysValues::of_slots(pages.clone(), slots, &spans),
-                None => {
-                    let table = page_lists.table.clone().narrow(0, first, count);
-                    PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans)
-                }
-            };
-            chosen.counters = page_lists.counters_of(count * heads);
-            outs.push(paged_attention(rows, &chosen, &options)?.out);
-        }
-        Ok(by_heads(outs, [batch, seq]).cast(dtype))
+            Ok(match slots {
+                Some(slots) => PagedKeysValues::of_slots(lists.store, slots, &lists.spans),
+                None => lists,
+            })
+        })
     }
 }

@@ -1,15 +1,15 @@
 //! Layers of MiniMax sparse attention: what an index branch chooses of a pool, and attention to it. Its keys lie in pages as an indexer's (`dsa`).
 
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 use burn_sparse_select::msa::MsaIndex;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::msa::MsaHeads;
 
-use super::choice::{PAGE_LISTS, SCORES, joined, of_rows, pieces};
+use super::choice::of_rows;
 use super::layer::Layer;
 use super::shared::Shared;
 use super::step::{PageLists, Road};
-use super::store::{Store, as_stored, lost};
+use super::store::{Store, lost};
 use super::{KvPool, Step};
 
 impl Layer<'_> {
@@ -74,36 +74,15 @@ impl Layer<'_> {
             &Tensor<3, Int>,
         ) -> Result<Tensor<3, Int>, TransformerError>,
     ) -> Result<Tensor<4>, TransformerError> {
-        let dtype = FloatDType::from(query.dtype());
-        let (pages, options) = (store.pages()?, self.paged_options());
         let choice = page_lists.choice.as_ref().ok_or_else(lost)?;
-        let query = as_stored(query, &pages);
-        let [batch, _, seq, _] = query.dims();
-        let [_, _, entries] = page_lists.table.dims();
+        let ([batch, ..], [.., entries]) = (query.dims(), page_lists.table.dims());
         let numbers = batch * self.n_kv_heads() * entries * choice.page;
-        // More than one row at a time, whatever a context is.
-        let together = (SCORES / numbers.max(1))
-            .min(PAGE_LISTS / batch)
-            .clamp(1, seq);
-        let mut outs = Vec::with_capacity(seq.div_ceil(together));
-        for piece @ (first, count) in pieces(seq, together) {
-            let [table, spans] =
-                [&page_lists.table, &page_lists.spans].map(|x| of_rows(x, batch, piece));
-            let selected = shared.piece(|| match entries > choice.selected_pages() {
-                true => choose(piece, &spans).map(Some),
+        self.attend_by_sequence(query, store, page_lists, numbers, |piece, spans| {
+            shared.piece(|| match entries > choice.selected_pages() {
+                true => choose(piece, spans).map(Some),
                 // Where there is no more than what is chosen, there is no choice.
                 false => Ok(None),
-            })?;
-            let rows = query.clone().narrow(2, first, count);
-            outs.push(self.attend_rows(
-                rows,
-                [table, spans],
-                selected,
-                &pages,
-                page_lists,
-                &options,
-            )?);
-        }
-        Ok(joined(outs, 2).cast(dtype))
+            })
+        })
     }
 }

@@ -1,15 +1,15 @@
 //! Native sparse attention of new rows to what a pool holds of its branches.
 
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{FloatDType, Int, Tensor};
 use burn_sparse_select::nsa::NsaBranches;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::nsa::NsaHeads;
 
-use super::choice::{PAGE_LISTS, SCORES, joined, of_rows, pieces};
+use super::choice::{joined, of_rows};
 use super::layer::Layer;
 use super::nsa_step::Ended;
-use super::step::{GroupStep, PageLists, Road};
-use super::store::{Store, as_stored, lost};
+use super::step::{PageLists, Road};
+use super::store::{Store, lost};
 use super::{KvPool, Step};
 
 impl Layer<'_> {
@@ -32,17 +32,12 @@ impl Layer<'_> {
         let branches = pool.branches[layer].as_mut().ok_or_else(lost)?;
         let of_step = group.nsa.as_ref().ok_or_else(lost)?;
         let of_group = |at: usize| &step.groups[at];
-        write(store, group, new.selected.clone(), self.n_kv_heads())?;
+        group.write(store, new.selected.clone())?;
         let tokens = of_group(of_step.groups.tokens);
-        write(
-            &mut branches.tokens,
-            tokens,
-            new.tokens.clone(),
-            self.n_kv_heads(),
-        )?;
+        tokens.write(&mut branches.tokens, new.tokens.clone())?;
         let window = of_step.groups.window.map(of_group);
         if let (Some(store), Some(group)) = (&mut branches.window, window) {
-            write(store, group, new.window.clone(), self.n_kv_heads())?;
+            group.write(store, new.window.clone())?;
         }
         branches.entries.copy(of_step.copies.as_ref())?;
 
@@ -87,7 +82,7 @@ impl Layer<'_> {
             (None, None) => None,
             _ => return Err(lost()),
         };
-        let seen = NsaBranches::new(Some(compressed), selected.cast(dtype), window);
+        let seen = NsaBranches::new(Some(compressed), selected, window);
         Ok(seen.gated(gates)?)
     }
 
@@ -99,49 +94,29 @@ impl Layer<'_> {
         [store, entries]: [&Store; 2],
         page_lists: &PageLists,
     ) -> Result<[Tensor<4>; 2], TransformerError> {
-        let (pages, options) = (store.pages()?, self.paged_options());
         let choice = page_lists.choice.as_ref().ok_or_else(lost)?;
-        let [batch, heads, seq, _] = query.dims();
+        let [batch, heads, ..] = query.dims();
         let [_, _, places] = page_lists.table.dims();
         let table = of_rows(&page_lists.table, batch, (0, 1)).reshape([batch, places]);
         let compressed = entries.of_tables(table, query.dtype().into())?;
         let [_, _, strides, _] = compressed[0].dims();
-        // More than one row at a time, whatever a context is.
-        let numbers = (batch * heads * strides).max(1);
-        let together = (SCORES / numbers).min(PAGE_LISTS / batch).clamp(1, seq);
-        let (mut by_pairs, mut by_pages) = (Vec::new(), Vec::new());
-        for piece @ (first, count) in pieces(seq, together) {
-            let [table, spans] =
-                [&page_lists.table, &page_lists.spans].map(|x| of_rows(x, batch, piece));
+        let numbers = batch * heads * strides;
+        let mut by_pairs = Vec::new();
+        let choose = |(first, count), spans: &Tensor<3, Int>| {
             let rows = query.clone().narrow(2, first, count);
             // A row's page list ends with its own key.
             let positions = spans.clone().narrow(2, 0, 1).sub_scalar(1);
             let positions = positions.reshape([batch, count]);
-            let seen = (nsa.op()).of_strides(rows.clone(), compressed.clone(), &positions)?;
+            let seen = (nsa.op()).of_strides(rows, compressed.clone(), &positions)?;
             by_pairs.push(seen.out);
             // Where there is no more than what is chosen, there is no choice.
-            let selected = match places > choice.selected_pages() {
+            Ok(match places > choice.selected_pages() {
                 true => Some(nsa.op().choose_pages(seen.importance, &positions, choice)?),
                 false => None,
-            };
-            let rows = as_stored(rows, &pages);
-            let out =
-                self.attend_rows(rows, [table, spans], selected, &pages, page_lists, &options)?;
-            by_pages.push(out);
-        }
-        Ok([joined(by_pairs, 2), joined(by_pages, 2)])
+            })
+        };
+        let by_pages =
+            self.attend_by_sequence(query.clone(), store, page_lists, numbers, choose)?;
+        Ok([joined(by_pairs, 2), by_pages])
     }
-}
-
-/// Writes a step's keys and values of a branch.
-fn write(
-    store: &mut Store,
-    step: &GroupStep,
-    pair: [Tensor<4>; 2],
-    kv_heads: usize,
-) -> Result<(), TransformerError> {
-    if cfg!(debug_assertions) {
-        store.poison(&step.freed, kv_heads);
-    }
-    store.write(step.copies.as_ref(), pair, step.slots.clone())
 }

@@ -6,16 +6,16 @@ use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_blocksparse::Pattern;
 use burn_sparse_select::Selection;
 use burn_sparse_select::pages::PageChoice;
-use burn_sparse_transformer::SparseMultiHeadAttention;
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::decoder::Positions;
 use burn_sparse_transformer::dsa::DsaHeadsConfig;
 use burn_sparse_transformer::msa::MsaHeadsConfig;
 use burn_sparse_transformer::nsa::NsaHeadsConfig;
+use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
 use super::KvStep;
 use super::nsa_step::NsaStep;
-use super::store::{Copies, ints};
+use super::store::{Copies, Store, ints};
 use crate::pages::{PagePool, SequenceId, SlotKey, Writes};
 use crate::{PagedKeysValues, PagedStore, PagedVisibility, PoolError};
 
@@ -54,6 +54,31 @@ pub(super) struct GroupStep {
     pub freed: Vec<usize>,
     /// Of native sparse attention.
     pub nsa: Option<NsaStep>,
+}
+
+impl GroupStep {
+    /// Writes a step's keys and values.
+    pub(super) fn write(
+        &self,
+        store: &mut Store,
+        pair: [Tensor<4>; 2],
+    ) -> Result<(), TransformerError> {
+        self.write_copied(store, self.copies.as_ref(), pair)
+    }
+
+    /// The same after other copies than those of keys and values.
+    pub(super) fn write_copied(
+        &self,
+        store: &mut Store,
+        copies: Option<&Copies>,
+        pair: [Tensor<4>; 2],
+    ) -> Result<(), TransformerError> {
+        if cfg!(debug_assertions) {
+            let [_, kv_heads, ..] = pair[0].dims();
+            store.poison(&self.freed, kv_heads / self.slots.dims()[1]);
+        }
+        store.write(copies, pair, self.slots.clone())
+    }
 }
 
 /// How attention is computed.

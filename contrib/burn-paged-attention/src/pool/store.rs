@@ -188,12 +188,19 @@ impl Store {
         &mut self,
         f: impl FnOnce(Tensor<3>) -> Tensor<3>,
     ) -> Result<(), TransformerError> {
+        self.with_plain(|[keys, values]| [f(keys), values])
+    }
+
+    fn with_plain(
+        &mut self,
+        f: impl FnOnce([Tensor<3>; 2]) -> [Tensor<3>; 2],
+    ) -> Result<(), TransformerError> {
         let store = self.pages.take().ok_or_else(lost)?;
         self.pages = Some(match store {
-            PagedStore::Plain { keys, values } => PagedStore::Plain {
-                keys: f(keys),
-                values,
-            },
+            PagedStore::Plain { keys, values } => {
+                let [keys, values] = f([keys, values]);
+                PagedStore::Plain { keys, values }
+            }
             quantized => quantized,
         });
         Ok(())
@@ -209,15 +216,7 @@ impl Store {
                 Tensor::cat(vec![x, zeros], dim)
             })
         };
-        let store = self.pages.take().ok_or_else(lost)?;
-        self.pages = Some(match store {
-            PagedStore::Plain { keys, values } => PagedStore::Plain {
-                keys: grown(keys),
-                values: grown(values),
-            },
-            quantized => quantized,
-        });
-        Ok(())
+        self.with_plain(|pair| pair.map(grown))
     }
 
     /// Plain keys of slots of all pages, `[rows, d_k]`.

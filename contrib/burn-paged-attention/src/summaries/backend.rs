@@ -12,10 +12,11 @@ mod kernels {
 
     use crate::kernels::paged;
     use crate::kernels::paged::{AppendShape, PageScoreBuffers, PageScoreShape, Summary};
-    use crate::paged::backend::in_place;
+    use crate::paged::backend::{contiguous_rows, in_place};
+    use crate::paged::values::StoredRows;
     use crate::summaries::ops::PageSummaryOps;
     use crate::summaries::reference;
-    use crate::summaries::values::{PageScoreInputs, StoredKeys, SummarizeInputs};
+    use crate::summaries::values::{PageScoreInputs, SummarizeInputs};
     use burn_blocksparse::internal::cube::{checked, empty, integers, uses_reference};
     use burn_sparse_select::PageSummary;
     use burn_sparse_select::pages::PageChoice;
@@ -35,9 +36,10 @@ mod kernels {
         ) -> CubeTensor {
             let [pages, page, width] = inputs.keys.dims();
             let [batch, tables, rows] = inputs.slots.meta.shape().dims();
-            let (keys_dtype, quantization) = match &inputs.keys {
-                StoredKeys::Plain(keys) => (keys.dtype, None),
-                StoredKeys::Quantized(keys) => (DType::F32, Some(keys.quantization)),
+            let quantization = inputs.keys.quantization();
+            let keys_dtype = match &inputs.keys {
+                StoredRows::Plain(keys) => keys.dtype,
+                StoredRows::Packed(_) => DType::F32,
             };
             let shape = AppendShape::new(
                 [batch, kv_heads, tables, rows],
@@ -53,13 +55,7 @@ mod kernels {
                 return reference::summarize::<Self>(inputs, kv_heads, summary);
             }
             let summaries = in_place(inputs.summaries);
-            let (keys, scales) = match inputs.keys {
-                StoredKeys::Plain(keys) => (into_contiguous(keys), None),
-                StoredKeys::Quantized(keys) => {
-                    let scales = into_contiguous(keys.scales);
-                    (into_contiguous(keys.words), Some(scales))
-                }
-            };
+            let (keys, scales) = contiguous_rows(inputs.keys);
             let slots = integers(inputs.slots);
             let keys = paged::StoredKeys {
                 keys: &keys.handle,

@@ -15,7 +15,7 @@ use burn_sparse_select::PageSummary;
 use crate::PagedStore;
 use crate::paged::{check_heads, check_shared};
 use crate::summaries::ops::PageSummaryOps;
-use crate::summaries::values::{PackedKeys, PageScoreInputs, StoredKeys, SummarizeInputs};
+use crate::summaries::values::{PageScoreInputs, SummarizeInputs};
 
 pub use burn_sparse_select::pages::{PageChoice, topk_pages};
 
@@ -87,14 +87,11 @@ pub fn summarize_pages(
     kv_heads: usize,
     slots: Tensor<3, Int>,
 ) -> Result<PageSummaries, OpError> {
-    check_summarize(&summaries, keys.dims(), &keys.device(), kv_heads, &slots)?;
-    let keys = keys.clone().without_autodiff().into_dispatch();
-    Ok(summarize(
-        summaries,
-        StoredKeys::Plain(keys),
-        kv_heads,
-        slots,
-    ))
+    let store = PagedStore::Plain {
+        keys: keys.clone(),
+        values: keys.clone(),
+    };
+    summarize_stored(summaries, &store, kv_heads, slots)
 }
 
 /// [`summarize_pages`] of keys as they are stored: of those in eight bits what they stand for, so that bounds are those of the keys that
@@ -125,42 +122,25 @@ pub fn summarize_stored(
     kv_heads: usize,
     slots: Tensor<3, Int>,
 ) -> Result<PageSummaries, OpError> {
-    let pages = match store {
-        PagedStore::Plain { keys, .. } => return summarize_pages(summaries, keys, kv_heads, slots),
-        PagedStore::Quantized(pages) => pages,
-    };
-    let [count, page, _] = pages.keys.dims();
-    let [width, _] = pages.widths();
-    let device = pages.keys.device();
-    check_summarize(&summaries, [count, page, width], &device, kv_heads, &slots)?;
-    pages.check()?;
-    let dtype = summaries.values.dtype();
-    OpError::expect_same("summaries' dtype", DType::F32, "of quantised keys", dtype)?;
-    let keys = StoredKeys::Quantized(PackedKeys {
-        quantization: pages.quantization,
-        words: pages.keys.clone().without_autodiff().into_dispatch(),
-        scales: pages.key_scales.clone().without_autodiff().into_dispatch(),
-    });
-    Ok(summarize(summaries, keys, kv_heads, slots))
-}
-
-/// [`summarize_pages`] of what was checked.
-fn summarize(
-    PageSummaries { summary, values }: PageSummaries,
-    keys: StoredKeys<Dispatch>,
-    kv_heads: usize,
-    slots: Tensor<3, Int>,
-) -> PageSummaries {
+    let ([pages, page], [width, _]) = (store.pages(), store.widths());
+    let device = store.device();
+    check_summarize(&summaries, [pages, page, width], &device, kv_heads, &slots)?;
+    if let PagedStore::Quantized(pages) = store {
+        pages.check()?;
+        let dtype = summaries.values.dtype();
+        OpError::expect_same("summaries' dtype", DType::F32, "of quantised keys", dtype)?;
+    }
+    let PageSummaries { summary, values } = summaries;
     let inputs = SummarizeInputs {
         summaries: values.without_autodiff().into_dispatch(),
-        keys,
+        keys: store.clone().stored().keys,
         slots: slots.without_autodiff().into_dispatch(),
     };
     let values = <Dispatch as PageSummaryOps>::summarize_pages(inputs, kv_heads, summary);
-    PageSummaries {
+    Ok(PageSummaries {
         summary,
         values: Tensor::from_dispatch(values),
-    }
+    })
 }
 
 /// That keys of a shape, summaries and slots fit each other.

@@ -1,6 +1,6 @@
 //! Summaries of pages, and scores by them, in Burn's primitives.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, IntDType, Shape, TensorData};
 use burn_blocksparse::graph::recording;
@@ -8,8 +8,8 @@ use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_sparse_select::PageSummary;
 use burn_sparse_select::pages::PageChoice;
 
-use crate::paged::reference::{HostInts, assign, dequantize, int_data, written};
-use crate::summaries::values::{PageScoreInputs, StoredKeys, SummarizeInputs};
+use crate::paged::reference::{HostInts, assign, int_data, rows_at, written};
+use crate::summaries::values::{PageScoreInputs, SummarizeInputs};
 
 /// A page that has new keys, and how many it has with them.
 struct Touched {
@@ -52,8 +52,9 @@ pub(crate) fn summarize<B: Backend>(
         (0..size).map(|slot| touched.page * size + if slot < touched.keys { slot } else { 0 })
     });
     let ids = B::int_from_data(int_data(ids.collect(), &slots), &device);
-    let rows = B::float_reshape(rows_of::<B>(keys, ids), Shape::new([count, page, width]));
-    let sums = FloatDType::from(rows.dtype());
+    let rows = rows_at(&keys, ids);
+    let sums = accumulate_in(FloatDType::from(rows.dtype()));
+    let rows = B::float_reshape(B::float_cast(rows, sums), Shape::new([count, page, width]));
     let made = match summary {
         PageSummary::Bounds => {
             let most = B::float_max_dim(rows.clone(), 1);
@@ -77,25 +78,6 @@ pub(crate) fn summarize<B: Backend>(
     let shape = summaries.shape();
     let flat = B::float_reshape(summaries, Shape::new([pages, numbers]));
     B::float_reshape(assign::<B>(flat, places, made), shape)
-}
-
-/// Keys in some slots of all pages, in the dtype of sums.
-fn rows_of<B: Backend>(keys: StoredKeys<B>, ids: IntTensor<B>) -> FloatTensor<B> {
-    let [pages, page, width] = keys.dims();
-    let all = pages * page;
-    match keys {
-        StoredKeys::Plain(keys) => {
-            let sums = accumulate_in(FloatDType::from(keys.dtype()));
-            let flat = B::float_reshape(keys, Shape::new([all, width]));
-            B::float_cast(B::float_select(flat, 0, ids), sums)
-        }
-        StoredKeys::Quantized(keys) => {
-            let words = B::int_reshape(keys.words, Shape::new([all, width / 4]));
-            let words = B::int_select(words, 0, ids.clone());
-            let scales = B::float_reshape(keys.scales, Shape::new([all]));
-            dequantize::<B>(keys.quantization, words, B::float_select(scales, 0, ids))
-        }
-    }
 }
 
 pub(crate) fn scores<B: Backend>(
