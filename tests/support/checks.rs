@@ -126,7 +126,7 @@ registry! {
     }
     model_layers {
         content::order: buckets_are_sorted_as_by_the_host, highest_in_rows_are_those_of_a_sort, products_of_rows_are_not_rounded, sums_at_places_are_gradients_of_rows;
-        content::dense: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
+        content::dense: hashes_equal_dense_attention, clusters_equal_dense_attention;
     }
     norm {
         training::norm: residual_norm_equals_f64, residual_norm_without_rows, residual_norm_in_half_precision,
