@@ -1,12 +1,16 @@
 //! Selection on planted structure: how much of full attention each method keeps, against numbers that were computed elsewhere.
 
+use burn::module::Param;
+use burn::tensor::{DType, Device, Tensor};
 use burn_sparse_select::{
     BlockEstimator, Budget, EstimateKind, FlexPrefill, MeanPool, VerticalSlash, XAttention,
 };
+use burn_sparse_transformer::content::{LshOptions, RoutingHeadsConfig, lsh_attention};
 
 use burn_blocksparse_tests::judge::estimate::Estimate;
 use burn_blocksparse_tests::judge::planted::{BLOCK, DIM, HEADS, ROWS, mix, structures, uniform};
 use burn_blocksparse_tests::judge::recall::{Attention, kept, square_grid};
+use burn_blocksparse_tests::prelude::{dot, read_ints, tensor, to_f64};
 
 /// A recall is printed of four digits, a density of three.
 fn assert_printed(what: &str, got: f64, printed: f64) {
@@ -131,5 +135,87 @@ fn planted_structure_is_found() {
             let divergence = flex.head_reference(&call, head).divergence;
             of.check("√JS", divergence, &DIVERGENCE);
         }
+    }
+}
+
+fn unit(x: &[f64]) -> Vec<f64> {
+    let length = dot(x, x).sqrt();
+    x.iter().map(|x| x / length).collect()
+}
+
+/// Rows `[1, 1, rows, dim]`.
+fn head(x: &[f64], device: &Device) -> Tensor<4> {
+    tensor(x, [1, 1, ROWS, DIM], device, DType::F32)
+}
+
+#[test]
+fn hashes_find_topics() {
+    let device = Device::flex();
+    let [(_, _, k), ..] = structures();
+    // Keys are as long as 1 and scores have a factor of 1/8: queries that are 16 times as long have one of 2.
+    let long: Vec<f64> = k.iter().map(|x| 16.0 * x).collect();
+    let qk = head(&long, &device);
+    let k: Vec<&[f64]> = k.chunks(DIM).collect();
+    let keys: Vec<Vec<f64>> = k.iter().map(|k| unit(k)).collect();
+    let full = |i: usize| {
+        let weights = (0..i).map(|j| (2.0 * dot(k[i], &keys[j])).exp());
+        weights.sum::<f64>().ln()
+    };
+    let full: Vec<f64> = (0..ROWS).map(full).collect();
+    for (rounds, expected) in [(1, 0.2148), (2, 0.4402), (4, 0.6974), (8, 0.8921)] {
+        let rotations: Vec<f64> = (0..rounds * DIM * 8)
+            .map(|at| uniform(6, at / (DIM * 8), at / 8 % DIM, at % 8))
+            .collect();
+        let rotations = tensor(&rotations, [rounds, DIM, 8], &device, DType::F32);
+        let options = LshOptions::new(BLOCK.try_into().unwrap()).dedup(true);
+        let (_, lse) = lsh_attention(qk.clone(), qk.clone(), rotations, options).unwrap();
+        let lse = to_f64(lse.into_data());
+        let counted = ROWS / 2..ROWS;
+        let recall: f64 = counted.map(|i| (lse[i] - full[i]).exp()).sum();
+        assert_printed(
+            &format!("hashes, {rounds}"),
+            recall / (ROWS / 2) as f64,
+            expected,
+        );
+    }
+}
+
+/// Ten iterations of k-means are ten updates in which nothing of a mean stays.
+#[test]
+fn clusters_find_topics() {
+    let device = Device::flex().autodiff();
+    let [(_, q, k), ..] = structures();
+    let dense = Estimate::of([HEADS, 1, ROWS, DIM], 0.125, q.clone(), k.clone());
+    let k = head(&k, &device);
+    for (of, expected, expected_density) in [(0, 0.8128, 0.244), (1, 0.8010, 0.251)] {
+        let q = &q[of * ROWS * DIM..][..ROWS * DIM];
+        let config = RoutingHeadsConfig::new(256).with_means_decay(0.0);
+        let mut routing = config.init(1, DIM, ROWS, &device);
+        let first: Vec<f64> = [0, 64, 128, 256]
+            .iter()
+            .flat_map(|&i| unit(&q[i * DIM..][..DIM]))
+            .collect();
+        let first = tensor(&first, [1, 4, DIM], &device, DType::F32);
+        routing.means = Param::from_tensor(first).set_require_grad(false);
+        let q = head(q, &device);
+        for _ in 0..10 {
+            let value = k.clone().slice_dim(3, 0..1);
+            routing.forward_unshared(q.clone(), k.clone(), value);
+            routing.ema_update();
+        }
+        // Whether each token is in each cluster.
+        let members = |x: &Tensor<4>| {
+            let tokens = read_ints(routing.clusters(x.clone()).unwrap());
+            let mut members = vec![[false; 4]; ROWS];
+            for (place, token) in tokens.into_iter().enumerate() {
+                members[token as usize][place / 256] = true;
+            }
+            members
+        };
+        let [of_queries, of_keys] = [&q, &k].map(members);
+        let is_seen = |i: usize, j: usize| (0..4).any(|c| of_queries[i][c] && of_keys[j][c]);
+        let [recall, density] = dense.attention(of, ROWS / 2).recall(is_seen);
+        assert_printed(&format!("clusters, {of}"), recall, expected);
+        assert_printed(&format!("density, {of}"), density, expected_density);
     }
 }

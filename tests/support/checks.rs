@@ -126,7 +126,7 @@ registry! {
     }
     model_layers {
         content::order: buckets_are_sorted_as_by_the_host, highest_in_rows_are_those_of_a_sort, products_of_rows_are_not_rounded, sums_at_places_are_gradients_of_rows;
-        content::dense: hashes_equal_dense_attention, causal_clusters_equal_dense_attention;
+        content::dense: hashes_equal_dense_attention, clusters_equal_dense_attention;
     }
     norm {
         training::norm: residual_norm_equals_f64, residual_norm_without_rows, residual_norm_in_half_precision,
@@ -177,14 +177,14 @@ registry! {
             attention_with_keys_in_half_precision, attention_with_keys_of_other_widths, attention_with_keys_of_many_heads,
             attention_with_keys_gives_the_same_bits, attention_with_keys_plans,
             attention_with_keys_errors, layouts_of_keys_equal_f64;
-        selection::dsa: dsa_golden, dsa_choices_equal_f64, dsa_choices_of_equal_scores, dsa_is_prefix_stable, dsa_losses_equal_f64,
+        selection::dsa: dsa_golden, dsa_choices_equal_f64, dsa_choices_of_equal_scores, dsa_is_prefix_stable,
             dsa_gradients_equal_finite_differences, dsa_gradients_equal_f64, dsa_in_half_precision, dsa_errors;
         selection::dsa_blocks: dsa_blocks_golden, dsa_choices_in_blocks_equal_f64, dsa_wide_choices_in_blocks_equal_f64,
-            dsa_blocks_of_all_keys, dsa_in_blocks_is_prefix_stable, dsa_in_blocks_of_lists, dsa_in_blocks_errors;
+            dsa_blocks_of_all_keys, dsa_in_blocks_of_lists, dsa_in_blocks_errors;
         selection::dsa_fp8: dsa_in_fp8, dsa_in_fp8_of_any_rows, dsa_in_fp8_errors;
         selection::dsa_pages: dsa_chooses_in_pages, dsa_attends_in_pages, dsa_in_pages_errors;
         selection::msa: msa_choices_equal_f64, msa_equals_f64, msa_in_half_precision, msa_losses_equal_f64,
-            msa_gradients_equal_finite_differences, msa_is_prefix_stable, msa_chooses_in_pages, msa_errors;
+            msa_is_prefix_stable, msa_chooses_in_pages, msa_errors;
         selection::planted: moba_on_planted_structure, quest_on_planted_structure;
     }
     selection {

@@ -217,6 +217,24 @@ impl SparseTransformerCache {
         }
     }
 
+    /// What `run` makes of `new` positions from the first that is not here on, by the caches of a model's blocks. After an error the cache is as it was.
+    pub(crate) fn advance<T>(
+        &mut self,
+        blocks: usize,
+        new: usize,
+        run: impl FnOnce(usize, &mut [SparseMhaCache]) -> Result<T, TransformerError>,
+    ) -> Result<T, TransformerError> {
+        let (own, start) = (self.blocks.len(), self.position);
+        let expected = || format!("of {blocks} blocks, the model's");
+        ensure(own == blocks, "cache", expected, format!("{own} blocks"))?;
+        let result = run(start, &mut self.blocks);
+        match &result {
+            Ok(_) => self.position += new,
+            Err(_) => self.truncate(start),
+        }
+        result
+    }
+
     /// Positions seen so far, which is the position of the next token.
     pub fn position(&self) -> usize {
         self.position

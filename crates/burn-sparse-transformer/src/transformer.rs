@@ -18,9 +18,8 @@ use crate::selected::of_layer;
 use crate::shared_choice::ChoiceSharing;
 use crate::stream::Stream;
 use crate::{
-    BlockAttentionConfig, Factorization, PositionEmbedding, Precision, SparseMhaCache,
-    SparseTransformerBlock, SparseTransformerBlockConfig, SparseTransformerCache, TransformerError,
-    init,
+    BlockAttentionConfig, Factorization, PositionEmbedding, Precision, SparseTransformerBlock,
+    SparseTransformerBlockConfig, SparseTransformerCache, TransformerError, init,
 };
 
 /// Configuration of [`SparseTransformer`].
@@ -440,37 +439,15 @@ impl SparseTransformer {
         cache: &mut SparseTransformerCache,
         last: bool,
     ) -> Result<Tensor<3>, TransformerError> {
-        ensure(
-            cache.blocks.len() == self.blocks.len(),
-            "cache",
-            || format!("of {} blocks, the model's", self.blocks.len()),
-            format!("{} blocks", cache.blocks.len()),
-        )?;
         let [_, new] = tokens.dims();
-        let position = cache.position;
-        let x = self.embed(tokens, position)?;
-        match self.decode(x, &mut cache.blocks, last) {
-            Ok(stream) => {
-                cache.position += new;
-                self.head_logits(stream)
-            }
-            Err(error) => {
-                cache.truncate(position);
-                Err(error)
-            }
-        }
-    }
-
-    fn decode(
-        &self,
-        x: Tensor<3>,
-        caches: &mut [SparseMhaCache],
-        last: bool,
-    ) -> Result<Stream, TransformerError> {
-        let mut blocks = self.blocks.iter().zip(caches);
-        blocks.try_fold(Stream::new(x), |stream, (block, cache)| {
-            block.cached(stream, cache, last)
-        })
+        let stream = cache.advance(self.blocks.len(), new, |position, caches| {
+            let x = Stream::new(self.embed(tokens, position)?);
+            let mut blocks = self.blocks.iter().zip(caches);
+            blocks.try_fold(x, |stream, (block, cache)| {
+                block.cached(stream, cache, last)
+            })
+        })?;
+        self.head_logits(stream)
     }
 
     /// An empty cache for [`Self::forward_cache`].
@@ -621,13 +598,7 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
     ) -> Result<Tensor<1>, TransformerError> {
         let x = self.head_input(stream)?;
-        let [batch, seq, width] = x.dims();
-        let x = x.reshape([batch * seq, width]);
-        let targets = targets.without_autodiff().reshape([batch * seq]);
-        // Reading them would wait for the device.
-        let options = CrossEntropyOptions::default().check_targets(false);
-        let weight = self.output.weight.val();
-        Ok(linear_cross_entropy(x, weight, targets, &options)?)
+        mean_loss(x, self.output.weight.val(), targets)
     }
 
     pub(crate) fn check_targets(
@@ -639,4 +610,18 @@ impl SparseTransformer {
         let expected = [Some(batch), Some(seq)];
         ensure_shape("targets", targets.dims(), expected, ["batch", "seq"])
     }
+}
+
+/// Mean cross-entropy of targets `[batch, seq]` by the logits `x · weight`, which are not stored.
+pub(crate) fn mean_loss(
+    x: Tensor<3>,
+    weight: Tensor<2>,
+    targets: Tensor<2, Int>,
+) -> Result<Tensor<1>, TransformerError> {
+    let [batch, seq, width] = x.dims();
+    let x = x.reshape([batch * seq, width]);
+    let targets = targets.without_autodiff().reshape([batch * seq]);
+    // Reading them would wait for the device.
+    let options = CrossEntropyOptions::default().check_targets(false);
+    Ok(linear_cross_entropy(x, weight, targets, &options)?)
 }

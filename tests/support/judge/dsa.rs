@@ -1,9 +1,17 @@
 //! Calls of DeepSeek sparse attention in plain f64 loops: scores, choices, losses and their gradients.
 
-use burn_sparse_select::dsa::DsaIndex;
+use std::slice::from_ref;
+
+use burn_sparse_select::dsa::{Dsa, DsaIndex};
 
 use crate::judge::golden::{val, vals};
 use crate::prelude::*;
+
+/// So many keys are kept, of them near ones, with so many scores in memory at a time.
+pub fn dsa_of([keep, near]: [usize; 2], numbers: usize) -> Dsa {
+    let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+    dsa.with_chunk_elements(numbers).unwrap()
+}
 
 /// An index, and the attention that it is for: one batch entry.
 #[derive(Clone)]
@@ -243,42 +251,21 @@ impl Problem {
         keys.iter().map(|&key| dense(key) / total).collect()
     }
 
-    /// The softmax of the scores of some keys of a query.
-    pub fn found(&self, query: usize, keys: &[usize]) -> Vec<f64> {
-        let scores = self.scores(query);
-        softmax(&keys.iter().map(|&key| scores[key]).collect::<Vec<_>>())
-    }
-
-    /// The mean of `KL(t ‖ softmax x)` over the keys of each query.
-    pub fn loss(&self, scale: f64, keys: impl Fn(usize) -> Vec<usize>) -> f64 {
-        let mut sum = 0.0;
-        for query in 0..self.seq[0] {
-            let keys = keys(query);
-            let wanted = self.wanted(query, scale, &keys);
-            let terms = wanted.iter().zip(self.found(query, &keys));
-            sum += terms
-                .map(|(t, x)| match t {
-                    0.0 => 0.0,
-                    t => t * (t / x).ln(),
-                })
-                .sum::<f64>();
-        }
-        sum / self.seq[0] as f64
-    }
-
-    /// Its gradients by the index.
-    pub fn gradients(&self, scale: f64, keys: impl Fn(usize) -> Vec<usize>) -> [Vec<f64>; 3] {
+    /// The mean of `KL(t ‖ softmax x)` over the keys of each query, and its gradients by the index.
+    pub fn loss(&self, scale: f64, keys: impl Fn(usize) -> Vec<usize>) -> (f64, [Vec<f64>; 3]) {
         let ([q, k, weights], width) = (&self.index, self.index_dim);
+        let mut loss = 0.0;
         let mut grads = self.index.each_ref().map(|x| vec![0.0; x.len()]);
-        let factor = 1.0 / ((self.index_heads * width) as f64).sqrt() / self.seq[0] as f64;
+        let count = self.seq[0] as f64;
+        let factor = 1.0 / ((self.index_heads * width) as f64).sqrt() / count;
         for query in 0..self.seq[0] {
             let keys = keys(query);
-            let pairs = self
-                .found(query, &keys)
-                .into_iter()
-                .zip(self.wanted(query, scale, &keys));
-            for (&key, (found, wanted)) in keys.iter().zip(pairs) {
-                let by_score = (found - wanted) * factor;
+            let scores = self.scores(query);
+            let scores: Vec<f64> = keys.iter().map(|&key| scores[key]).collect();
+            let (own, by_scores) = divergence(&self.wanted(query, scale, &keys), &scores);
+            loss += own / count;
+            for (&key, by_score) in keys.iter().zip(by_scores) {
+                let by_score = by_score * factor;
                 for head in 0..self.index_heads {
                     let row = head * self.seq[0] + query;
                     let at = |c: usize| (row * width + c, key * width + c);
@@ -293,27 +280,48 @@ impl Problem {
                 }
             }
         }
-        grads
+        (loss, grads)
     }
 
-    pub fn index(&self, device: &Device, dtype: DType) -> DsaIndex {
-        let [seq_q, seq_kv] = self.seq;
-        let [q, k, weights] = &self.index;
-        let (heads, width) = (self.index_heads, self.index_dim);
-        let q = tensor(q, [1, heads, seq_q, width], device, dtype);
-        let k = tensor(k, [1, 1, seq_kv, width], device, dtype);
-        let weights = tensor(weights, [1, heads, seq_q], device, dtype);
+    /// The numbers of a part of the indices of problems, one after the other.
+    pub fn parts(problems: &[Self], part: usize) -> Vec<f64> {
+        let parts = problems.iter().flat_map(|problem| &problem.index[part]);
+        parts.copied().collect()
+    }
+
+    /// The indices of problems of one size as one batch.
+    pub fn index_of(problems: &[Self], device: &Device, dtype: DType) -> DsaIndex {
+        let Self {
+            index_heads: heads,
+            index_dim: width,
+            seq: [seq_q, seq_kv],
+            ..
+        } = problems[0];
+        let batch = problems.len();
+        let [q, k, weights] = [0, 1, 2].map(|part| Self::parts(problems, part));
+        let q = tensor(&q, [batch, heads, seq_q, width], device, dtype);
+        let k = tensor(&k, [batch, 1, seq_kv, width], device, dtype);
+        let weights = tensor(&weights, [batch, heads, seq_q], device, dtype);
         DsaIndex::new(q, k, weights).unwrap()
     }
 
-    pub fn queries_and_keys(&self, device: &Device, dtype: DType) -> [Tensor<4>; 2] {
-        let [seq_q, seq_kv] = self.seq;
-        let of = |x: &[f64], heads: usize, seq: usize| {
-            tensor(x, [1, heads, seq, self.head_dim], device, dtype)
-        };
+    pub fn index(&self, device: &Device, dtype: DType) -> DsaIndex {
+        Self::index_of(from_ref(self), device, dtype)
+    }
+
+    /// The queries and keys of problems of one size as one batch.
+    pub fn queries_and_keys_of(problems: &[Self], device: &Device, dtype: DType) -> [Tensor<4>; 2] {
+        let (batch, of) = (problems.len(), &problems[0]);
+        let all = |part: fn(&Self) -> &[f64]| problems.iter().flat_map(part).copied().collect();
+        let [q, k]: [Vec<f64>; 2] = [all(|x| &x.q), all(|x| &x.k)];
+        let [seq_q, seq_kv] = of.seq;
         [
-            of(&self.q, self.heads, seq_q),
-            of(&self.k, self.kv_heads, seq_kv),
+            tensor(&q, [batch, of.heads, seq_q, of.head_dim], device, dtype),
+            tensor(&k, [batch, of.kv_heads, seq_kv, of.head_dim], device, dtype),
         ]
+    }
+
+    pub fn queries_and_keys(&self, device: &Device, dtype: DType) -> [Tensor<4>; 2] {
+        Self::queries_and_keys_of(from_ref(self), device, dtype)
     }
 }

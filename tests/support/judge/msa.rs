@@ -227,15 +227,11 @@ impl Index {
                     *sum += weight / (heads / groups) as f64;
                 }
             }
-            let found = softmax(
-                &keys
-                    .iter()
-                    .map(|&key| self.score(row, key))
-                    .collect::<Vec<_>>(),
-            );
-            for ((&key, t), x) in keys.iter().zip(wanted).zip(found) {
-                loss += t * (t / x).ln() / count;
-                let by_score = (x - t) / count / (case.index_dim as f64).sqrt();
+            let scores: Vec<f64> = keys.iter().map(|&key| self.score(row, key)).collect();
+            let (divergence, by_scores) = divergence(&wanted, &scores);
+            loss += divergence / count;
+            for (&key, by_score) in keys.iter().zip(by_scores) {
+                let by_score = by_score / count / (case.index_dim as f64).sqrt();
                 let [q, k] = self.places(row, key);
                 for c in 0..case.index_dim {
                     grads[0][q + c] += by_score * self.k[k + c];

@@ -207,50 +207,50 @@ impl Inputs {
         tokens
     }
 
-    /// `p[batch][heads][rows][entries]`, the attention to compressed blocks.
-    pub fn compressed_attention(&self) -> Vec<f64> {
+    /// `p[batch][heads][rows][entries]`, the attention to compressed blocks of these keys, `[batch · kv_heads][entries][width]`.
+    pub fn compressed_attention(&self, keys: &[f64]) -> Vec<f64> {
         let case = &self.case;
         let ([heads, kv_heads], [head_dim, _]) = (case.heads, case.dims);
         let (rows, entries) = (case.seq[0], case.entries());
-        let keys = self.means(&self.keys[0], head_dim);
         let mut p = vec![0.0; case.batch * heads * rows * entries];
         for (at, p) in p.chunks_mut(entries.max(1)).enumerate() {
             let (row, head) = (at % rows, at / rows);
-            let (entry, head) = (head / heads, head % heads);
-            let kv_head = entry * kv_heads + head / (heads / kv_heads);
+            let list = head / heads * kv_heads + head % heads / (heads / kv_heads);
             let q = &self.q[at * head_dim..][..head_dim];
-            for (entry, p) in p.iter_mut().enumerate() {
-                if case.sees_entry(row, entry) {
-                    let k = &keys[(kv_head * entries + entry) * head_dim..][..head_dim];
-                    *p = (dot(q, k) / (head_dim as f64).sqrt()).exp();
-                }
-            }
-            let sum: f64 = p.iter().sum();
-            if sum > 0.0 {
-                p.iter_mut().for_each(|p| *p /= sum);
-            }
+            let seen = (0..entries).take_while(|&entry| case.sees_entry(row, entry));
+            let score = |entry: usize| {
+                let k = &keys[(list * entries + entry) * head_dim..][..head_dim];
+                dot(q, k) / (head_dim as f64).sqrt()
+            };
+            let weights = softmax(&seen.map(score).collect::<Vec<_>>());
+            p[..weights.len()].copy_from_slice(&weights);
         }
         p
     }
 
-    /// What blocks are chosen by, `[batch · kv_heads · rows][blocks]`.
-    pub fn attention_sums(&self) -> Vec<Vec<f64>> {
+    /// What blocks are chosen by, `[batch · kv_heads · rows][blocks]`, of keys of compressed blocks.
+    pub fn attention_sums(&self, keys: &[f64]) -> Vec<Vec<f64>> {
         let case = &self.case;
         let ([heads, kv_heads], rows, entries) = (case.heads, case.seq[0], case.entries());
         let group = heads / kv_heads;
-        let p = self.compressed_attention();
+        let p = self.compressed_attention(keys);
+        let shares = |entry: usize| -> Vec<(usize, f64)> {
+            let shares = (0..case.blocks()).map(|block| (block, case.overlap(entry, block)));
+            shares.filter(|(_, share)| *share > 0.0).collect()
+        };
+        let shares: Vec<_> = (0..entries).map(shares).collect();
         let lists = (0..case.batch * kv_heads * rows).map(|at| {
             let (row, kv_head) = (at % rows, at / rows);
-            let of = |block: usize| {
-                let members = kv_head * group..(kv_head + 1) * group;
-                let pairs = members.flat_map(|head| (0..entries).map(move |entry| (head, entry)));
-                pairs
-                    .map(|(head, entry)| {
-                        p[(head * rows + row) * entries + entry] * case.overlap(entry, block)
-                    })
-                    .sum::<f64>()
-            };
-            (0..case.blocks()).map(of).collect()
+            let mut sums = vec![0.0; case.blocks()];
+            for head in kv_head * group..(kv_head + 1) * group {
+                let p = &p[(head * rows + row) * entries..][..entries];
+                for (p, shares) in p.iter().zip(&shares) {
+                    shares
+                        .iter()
+                        .for_each(|&(block, share)| sums[block] += p * share);
+                }
+            }
+            sums
         });
         lists.collect()
     }

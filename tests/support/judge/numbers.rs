@@ -108,6 +108,14 @@ pub fn softmax(scores: &[f64]) -> Vec<f64> {
     weights.into_iter().map(|weight| weight / total).collect()
 }
 
+/// `KL(wanted ‖ softmax scores)`, and its gradient by the scores.
+pub fn divergence(wanted: &[f64], scores: &[f64]) -> (f64, Vec<f64>) {
+    let pairs = wanted.iter().zip(softmax(scores));
+    let term = |(&t, x): (&f64, f64)| if t == 0.0 { 0.0 } else { t * (t / x).ln() };
+    let by_scores = pairs.clone().map(|(t, x)| x - t).collect();
+    (pairs.map(term).sum(), by_scores)
+}
+
 /// The places of scores, the highest first, of equal ones the earlier.
 pub fn by_falling_score(
     places: impl IntoIterator<Item = usize>,

@@ -5,9 +5,10 @@ use std::slice::from_ref;
 use burn_sparse_select::TokenIndices;
 use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
 
-use crate::judge::dsa::Problem;
+use crate::judge::dsa::{Problem, dsa_of};
 use crate::judge::golden::{val, vals};
 use crate::prelude::*;
+use crate::selection::prefix::Prefix;
 
 /// The keys of each query.
 pub fn rows(lists: &TokenIndices) -> Vec<Vec<usize>> {
@@ -72,8 +73,8 @@ pub fn dsa_golden(devices: &[Device]) {
     assert_printed("row 15", &problem.scores(15), &row15);
     let dsa = Dsa::new(5).unwrap();
     let last = problem.last_query();
-    let all = problem.last_query().loss(0.5, |_| (0..16).collect());
-    let over_chosen = last.loss(0.5, |_| vec![0, 1, 2, 4, 8]);
+    let (all, _) = last.loss(0.5, |_| (0..16).collect());
+    let (over_chosen, _) = last.loss(0.5, |_| vec![0, 1, 2, 4, 8]);
     assert!((all - 0.087519).abs() < 6e-7, "{all}");
     assert!((over_chosen - 0.000943).abs() < 6e-7, "{over_chosen}");
     for (device, dtype, _) in exact(devices) {
@@ -147,8 +148,7 @@ pub fn dsa_choices_equal_f64(devices: &[Device]) {
         let tolerance = 10.0 * product_tolerance(device, DType::F32, 1e-6);
         for (seed, (seq, keep, near, numbers)) in (0..).zip(sizes) {
             let problem = Problem::random(10_800 + seed, seq);
-            let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
-            let dsa = dsa.with_chunk_elements(numbers).unwrap();
+            let dsa = dsa_of([keep, near], numbers);
             let index = problem.index(device, DType::F32);
             let scores = to_f64(dsa.scores(&index).into_data());
             let lists = dsa.choose(&index).unwrap();
@@ -226,54 +226,48 @@ pub fn dsa_choices_of_equal_scores(devices: &[Device]) {
     }
 }
 
-/// Later tokens change no choice, and the queries of new tokens choose as they do among all.
+/// Of keys, and of blocks first: later tokens change nothing, and queries alone choose and see what they do among all.
 pub fn dsa_is_prefix_stable(devices: &[Device]) {
-    let problem = Problem::random(10_900, [60, 60]);
-    let dsa = Dsa::new(8).unwrap().with_near(2).unwrap();
+    const BLOCKS: [usize; 2] = [4, 7];
+    let (rows, keep) = (70, [8, 2]);
+    let problem = Problem::random(10_900, [rows; 2]);
+    let dsa = dsa_of(keep, 1 << 24);
+    let [blocks, block] = BLOCKS;
     for device in devices {
-        let run =
-            |problem: &Problem| rows(&dsa.choose(&problem.index(device, DType::F32)).unwrap());
-        let before = run(&problem);
-        let mut changed = problem.clone();
-        for (part, width) in [(0, 6), (1, 6), (2, 1)] {
-            for head in changed.index[part].chunks_mut(60 * width) {
-                head[40 * width..].iter_mut().for_each(|x| *x = 1.25 - *x);
-            }
-        }
-        let after = run(&changed);
-        assert_eq!(before[..40], after[..40], "{device:?}");
-        assert!(before[40..] != after[40..], "{device:?}");
-        assert_eq!(before[59..], run(&problem.last_query()), "{device:?}");
-    }
-}
-
-/// What the indexer learns by, over all keys and over chosen ones.
-pub fn dsa_losses_equal_f64(devices: &[Device]) {
-    for (seed, seq) in [(11_000, [30, 30]), (11_001, [11, 50])] {
-        let problem = Problem::random(seed, seq);
-        let dsa = Dsa::new(7).unwrap();
-        for (device, dtype, tolerance) in exact(devices) {
-            let index = problem.index(device, dtype);
-            let [q, k] = problem.queries_and_keys(device, dtype);
-            let lists = dsa.choose(&index).unwrap();
-            let chosen = rows(&lists);
-            for (over, expected) in [
-                (
-                    DsaTarget::All,
-                    problem.loss(0.7, |query| (0..=problem.position(query)).collect()),
-                ),
-                (
-                    DsaTarget::Chosen(&lists),
-                    problem.loss(0.7, |query| chosen[query].clone()),
-                ),
-            ] {
-                let loss = dsa.loss(&index, [&q, &k], Some(0.7), over).unwrap();
-                let loss = to_f64(loss.into_data())[0];
-                assert!(
-                    (loss - expected).abs() < 10.0 * tolerance,
-                    "{device:?}, {dtype:?}, {over:?}: {loss}, {expected}"
-                );
-            }
+        // Scores are up to 10, and sums of terms as large.
+        let tolerance = 10.0 * product_tolerance(device, DType::F32, 1e-6);
+        let index = problem.index(device, DType::F32);
+        let [q, k] = problem.queries_and_keys(device, DType::F32);
+        for dsa in [dsa, dsa.with_blocks(blocks, block).unwrap()] {
+            let choose = |queries: &[Tensor<4>], keys: &[Tensor<4>]| {
+                let weights = queries[1].clone().squeeze_dim(3);
+                let index = DsaIndex::new(queries[0].clone(), keys[0].clone(), weights);
+                dsa.choose(&index.unwrap()).unwrap()
+            };
+            let prefix = Prefix {
+                what: format!("{device:?}, {:?}", dsa.blocks()),
+                queries: vec![
+                    index.q.clone(),
+                    index.weights.clone().unsqueeze_dim(3),
+                    q.clone(),
+                ],
+                keys: vec![index.k.clone(), k.clone()],
+                attend: &|queries, keys| {
+                    let [q, k] = [&queries[2], &keys[1]].map(Clone::clone);
+                    let (lists, options) = (choose(queries, keys), AttentionOptions::default());
+                    dsa.attention(q, k.clone(), k, lists, options).unwrap()
+                },
+                choose: &|queries, keys| choose(queries, keys).keys().clone(),
+                is_clear: &|row| {
+                    let (_, gap) = match dsa.blocks() {
+                        None => problem.choice(row % rows, keep[0], keep[1]),
+                        Some(_) => problem.choice_in_blocks(row % rows, keep, BLOCKS, DType::F32),
+                    };
+                    gap > 2.0 * tolerance
+                },
+                within: tolerance,
+            };
+            prefix.assert_stable();
         }
     }
 }
@@ -317,57 +311,50 @@ pub fn dsa_gradients_equal_finite_differences(devices: &[Device]) {
     }
 }
 
-/// The loss of problems as one batch with its gradients, twice with the same bits, against f64: each number within a share of the largest of its kind, and an
+/// What a loss is over: a target, and the keys of each query that it has, or all.
+type Over<'a> = (DsaTarget<'a>, Option<&'a [Vec<usize>]>);
+
+/// The losses of problems as one batch with their gradients, twice with the same bits, against f64: each number within a share of the largest of its kind, and an
 /// absolute error.
-fn check_gradients(
+fn check_losses(
     what: &str,
+    (dsa, scale): (&Dsa, f64),
     problems: &[Problem],
-    scale: f64,
-    listed: Option<&[Vec<usize>]>,
-    run: impl Fn() -> [TensorData; 4],
+    (index, [q, k]): (&DsaIndex, &[Tensor<4>; 2]),
+    targets: &[Over],
     within: impl Fn(usize) -> [f64; 2],
 ) {
-    let got = run();
-    for (got, again) in got.iter().zip(run()) {
-        assert_eq!(got.as_bytes(), again.as_bytes(), "{what}");
-    }
     let count = problems.len() as f64;
-    let mut expected = [const { Vec::new() }; 4];
-    expected[0].push(0.0);
-    for (entry, problem) in problems.iter().enumerate() {
-        let keys = |query: usize| match listed {
-            Some(lists) => lists[entry * problem.seq[0] + query].clone(),
-            None => (0..=problem.position(query)).collect(),
+    for &(over, listed) in targets {
+        let run = || {
+            let loss = dsa.loss(index, [q, k], Some(scale), over);
+            differentiated_loss(loss.unwrap(), index)
         };
-        // Of the mean over all entries.
-        expected[0][0] += problem.loss(scale, keys) / count;
-        for (all, own) in expected[1..].iter_mut().zip(problem.gradients(scale, keys)) {
-            all.extend(own.into_iter().map(|x| x / count));
+        let what = format!("{what}, {over:?}");
+        let got = run();
+        for (got, again) in got.iter().zip(run()) {
+            assert_eq!(got.as_bytes(), again.as_bytes(), "{what}");
+        }
+        let mut expected = [const { Vec::new() }; 4];
+        expected[0].push(0.0);
+        for (entry, problem) in problems.iter().enumerate() {
+            let (loss, grads) = problem.loss(scale, |query| match listed {
+                Some(lists) => lists[entry * problem.seq[0] + query].clone(),
+                None => (0..=problem.position(query)).collect(),
+            });
+            // Of the mean over all entries.
+            expected[0][0] += loss / count;
+            for (all, own) in expected[1..].iter_mut().zip(grads) {
+                all.extend(own.into_iter().map(|x| x / count));
+            }
+        }
+        for (part, (got, expected)) in got.into_iter().zip(&expected).enumerate() {
+            let ([share, size], largest) = (within(part), largest(expected));
+            assert!(part == 0 || largest > 1e-4, "{what}: {largest}");
+            let what = format!("{what}, {part}");
+            assert_near(&what, &to_f64(got), expected, share * largest + size);
         }
     }
-    for (part, (got, expected)) in got.into_iter().zip(&expected).enumerate() {
-        let [share, size] = within(part);
-        let tolerance = share * largest(expected) + size;
-        assert_near(
-            &format!("{what}, {part}"),
-            &to_f64(got),
-            expected,
-            tolerance,
-        );
-    }
-}
-
-/// Two entries as one batch.
-fn batch_of(
-    indices: [DsaIndex; 2],
-    [first, second]: [[Tensor<4>; 2]; 2],
-) -> (DsaIndex, [Tensor<4>; 2]) {
-    let [a, b] = indices;
-    let join = |a: Tensor<4>, b: Tensor<4>| Tensor::cat(vec![a, b], 0);
-    let weights = Tensor::cat(vec![a.weights, b.weights], 0);
-    let index = DsaIndex::new(join(a.q, b.q), join(a.k, b.k), weights).unwrap();
-    let ([q, k], [other_q, other_k]) = (first, second);
-    (index, [join(q, other_q), join(k, other_k)])
 }
 
 /// Losses and all gradients of calls in several slabs, of batches, odd sizes and in half precision, twice with the same bits.
@@ -392,16 +379,9 @@ pub fn dsa_gradients_equal_f64(devices: &[Device]) {
                 // As the device has them.
                 let problems = problems.each_ref().map(|problem| problem.rounded(dtype));
                 let autodiff = device.clone().autodiff();
-                let (index, [q, k]) = batch_of(
-                    problems
-                        .each_ref()
-                        .map(|problem| problem.index(&autodiff, dtype)),
-                    problems
-                        .each_ref()
-                        .map(|x| x.queries_and_keys(&autodiff, dtype)),
-                );
-                let index = require_grad(index);
-                let dsa = Dsa::new(7).unwrap().with_chunk_elements(numbers).unwrap();
+                let index = require_grad(Problem::index_of(&problems, &autodiff, dtype));
+                let pairs = Problem::queries_and_keys_of(&problems, &autodiff, dtype);
+                let dsa = dsa_of([7, 0], numbers);
                 let lists = dsa.choose(&index).unwrap();
                 // Lists of any keys, also of later ones.
                 let wild = (0..2 * seq[0] * 6).map(|at| ((at * at + at / 7) % seq[1]) as i32);
@@ -409,27 +389,17 @@ pub fn dsa_gradients_equal_f64(devices: &[Device]) {
                 let wild = ints(&wild, [2, 1, seq[0], 6], device);
                 let wild = TokenIndices::new(wild, seq[1], false).unwrap();
                 let (chosen, any) = (rows(&lists), rows(&wild));
-                for (over, listed) in [
+                let targets = [
                     (DsaTarget::All, None),
                     (DsaTarget::Chosen(&lists), Some(&chosen[..])),
                     (DsaTarget::Chosen(&wild), Some(&any[..])),
-                ] {
-                    let run = || {
-                        let loss = dsa.loss(&index, [&q, &k], Some(0.4), over);
-                        differentiated_loss(loss.unwrap(), &index)
-                    };
-                    // Gradients are rounded to half precision, losses are not.
-                    let share = if dtype.size() == 2 { 8e-3 } else { 0.0 };
-                    let size = 10.0 * tolerance.max(1e-12);
-                    let within = |part| [if part > 0 { share } else { 0.0 }, size];
-                    let what = format!("{what}, {over:?}");
-                    check_gradients(&what, &problems, 0.4, listed, run, within);
-                    let sizes = run().map(|got| largest(&to_f64(got)));
-                    assert!(
-                        sizes[1..].iter().all(|size| *size > 100.0 * 1e-6),
-                        "{what}: {sizes:?}"
-                    );
-                }
+                ];
+                // Gradients are rounded to half precision, losses are not.
+                let share = if dtype.size() == 2 { 8e-3 } else { 0.0 };
+                let size = 10.0 * tolerance.max(1e-12);
+                let within = |part| [if part > 0 { share } else { 0.0 }, size];
+                let of = (&index, &pairs);
+                check_losses(&what, (&dsa, 0.4), &problems, of, &targets, within);
             }
         }
     }
@@ -473,28 +443,22 @@ pub fn dsa_in_half_precision(devices: &[Device]) {
                 let problem = problem.rounded(dtype);
                 let autodiff = device.clone().autodiff();
                 let index = require_grad(problem.index(&autodiff, dtype));
-                let [q, k] = problem.queries_and_keys(&autodiff, dtype);
-                let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
-                let dsa = dsa.with_chunk_elements(numbers).unwrap();
+                let pairs = problem.queries_and_keys(&autodiff, dtype);
+                let dsa = dsa_of([keep, near], numbers);
                 let scores = to_f64(dsa.scores(&index).into_data());
                 let lists = dsa.choose(&index).unwrap();
                 let chosen = rows(&lists);
                 let of = (&problem, &problem);
                 assert_choices(&what, of, &scores, &chosen, [keep, near], 2e-5);
                 let scale = 1.0 / (heads[2] as f64).sqrt();
-                for (over, listed) in [
+                let targets = [
                     (DsaTarget::All, None),
                     (DsaTarget::Chosen(&lists), Some(&chosen[..])),
-                ] {
-                    let run = || {
-                        let loss = dsa.loss(&index, [&q, &k], Some(scale), over);
-                        differentiated_loss(loss.unwrap(), &index)
-                    };
-                    // Gradients are rounded to half precision, losses are not.
-                    let within = |part| if part > 0 { [8e-3, 0.0] } else { [0.0, 1e-3] };
-                    let (what, problems) = (format!("{what}, {over:?}"), from_ref(&problem));
-                    check_gradients(&what, problems, scale, listed, run, within);
-                }
+                ];
+                // Gradients are rounded to half precision, losses are not.
+                let within = |part| if part > 0 { [8e-3, 0.0] } else { [0.0, 1e-3] };
+                let (of, problems) = ((&index, &pairs), from_ref(&problem));
+                check_losses(&what, (&dsa, scale), problems, of, &targets, within);
             }
         }
     }

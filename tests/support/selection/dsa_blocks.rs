@@ -2,19 +2,9 @@
 
 use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaLists};
 
-use crate::judge::dsa::Problem;
+use crate::judge::dsa::{Problem, dsa_of};
 use crate::prelude::*;
 use crate::selection::dsa::rows;
-
-/// Problems of one size as one batch.
-fn batch(problems: &[Problem], device: &Device, dtype: DType) -> DsaIndex {
-    let all = problems.iter().map(|problem| problem.index(device, dtype));
-    let all: Vec<DsaIndex> = all.collect();
-    let join = |of: fn(&DsaIndex) -> Tensor<4>| Tensor::cat(all.iter().map(of).collect(), 0);
-    let weights = all.iter().map(|index| index.weights.clone()).collect();
-    let (q, k) = (join(|index| index.q.clone()), join(|index| index.k.clone()));
-    DsaIndex::new(q, k, Tensor::cat(weights, 0)).unwrap()
-}
 
 /// Numbers that were computed elsewhere.
 pub fn dsa_blocks_golden(devices: &[Device]) {
@@ -78,13 +68,12 @@ pub fn dsa_wide_choices_in_blocks_equal_f64(devices: &[Device]) {
 /// Compares the choices of a batch with loops in f64, and in half precision also those in fp8, whose rows are what the device has.
 fn compare(sizes: Sizes, entries: u64, device: &Device, dtype: DType, seed: u64) {
     let (of_index, seq, [keep, near], [blocks, block], numbers) = sizes;
-    let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
+    let dsa = dsa_of([keep, near], numbers);
     let dsa = dsa.with_blocks(blocks, block).unwrap();
-    let dsa = dsa.with_chunk_elements(numbers).unwrap();
     let shape = Problem::of([1, 1, 4], of_index, seq);
     let problem = |entry| shape.clone().filled(seed + 100 * entry).rounded(dtype);
     let mut problems: Vec<Problem> = (0..entries).map(problem).collect();
-    let index = batch(&problems, device, dtype);
+    let index = Problem::index_of(&problems, device, dtype);
     let what = format!("{device:?}, {dtype:?}, {of_index:?}, {seq:?}");
     let tolerance = 10.0 * product_tolerance(device, DType::F32, 2e-6);
     check(&what, &dsa, &index, &problems, dtype, tolerance);
@@ -158,32 +147,6 @@ pub fn dsa_blocks_of_all_keys(devices: &[Device]) {
     }
 }
 
-/// Later tokens change no choice, and the queries of new tokens choose as they do among all.
-pub fn dsa_in_blocks_is_prefix_stable(devices: &[Device]) {
-    let problem = Problem::random(12_200, [60, 60]);
-    let dsa = Dsa::new(8).unwrap().with_near(2).unwrap();
-    let dsa = dsa.with_blocks(4, 7).unwrap();
-    for device in devices {
-        let run =
-            |problem: &Problem| rows(&dsa.choose(&problem.index(device, DType::F32)).unwrap());
-        let before = run(&problem);
-        for first in [40, 44, 50] {
-            let mut changed = problem.clone();
-            for (part, width) in [(0, 6), (1, 6), (2, 1)] {
-                for head in changed.index[part].chunks_mut(60 * width) {
-                    head[first * width..]
-                        .iter_mut()
-                        .for_each(|x| *x = 1.25 - *x);
-                }
-            }
-            let after = run(&changed);
-            assert_eq!(before[..first], after[..first], "{device:?}");
-            assert!(before[first..] != after[first..], "{device:?}");
-        }
-        assert_eq!(before[59..], run(&problem.last_query()), "{device:?}");
-    }
-}
-
 /// Among keys that lists name: queries of sequences of unequal lengths choose as each does by itself.
 pub fn dsa_in_blocks_of_lists(devices: &[Device]) {
     let (lengths, listed, width) = ([61, 9, 40, 1, 80], 80, 6);
@@ -193,10 +156,7 @@ pub fn dsa_in_blocks_of_lists(devices: &[Device]) {
     let problems: Vec<Problem> = problems.collect();
     let dsa = Dsa::new(8).unwrap().with_near(1).unwrap();
     let dsa = dsa.with_blocks(3, 8).unwrap();
-    let of = |part: usize| -> Vec<f64> {
-        let parts = problems.iter().map(|problem| &problem.index[part]);
-        parts.flatten().copied().collect()
-    };
+    let of = |part| Problem::parts(&problems, part);
     // The keys of each behind those of the one before, from its last to its first.
     let (mut slots, mut ends) = (Vec::new(), Vec::new());
     let mut end = 0;

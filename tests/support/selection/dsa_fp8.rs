@@ -2,7 +2,7 @@
 
 use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget, HadamardFp8};
 
-use crate::judge::dsa::Problem;
+use crate::judge::dsa::{Problem, dsa_of};
 use crate::prelude::*;
 use crate::selection::dsa::{assert_choices, rows};
 
@@ -47,8 +47,7 @@ pub fn dsa_in_fp8(devices: &[Device]) {
                 let again = index.clone().in_fp8().unwrap();
                 assert_eq!(again.q.to_data(), index.q.to_data());
 
-                let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
-                let dsa = dsa.with_chunk_elements(numbers).unwrap();
+                let dsa = dsa_of([keep, near], numbers);
                 let scores = to_f64(dsa.scores(&index).into_data());
                 let lists = dsa.choose(&index).unwrap();
                 let tolerance = match tensor_cores {

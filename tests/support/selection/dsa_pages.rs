@@ -5,7 +5,7 @@ use burn_paged_attention::{PagedKeysValues, PagedOptions, PagedStore, paged_atte
 use burn_sparse_select::dsa::Dsa;
 use rand::seq::SliceRandom;
 
-use crate::judge::dsa::Problem;
+use crate::judge::dsa::{Problem, dsa_of};
 use crate::prelude::*;
 
 /// Page lists of these lengths in any order, and the queries of each.
@@ -65,23 +65,16 @@ impl PageLists {
                 keys[self.slot(page_list, key) * width..][..width].copy_from_slice(row);
             }
         }
-        let of = |part: usize| -> Vec<f64> {
-            let parts = self.problems.iter().map(|problem| &problem.index[part]);
-            parts.flatten().copied().collect()
-        };
-        let floats = |values: Vec<f64>, shape: &[usize]| {
-            TensorData::new(values, shape.to_vec()).convert_dtype(dtype)
-        };
+        let of = |part| Problem::parts(&self.problems, part);
         let spans = self.problems.iter().flat_map(|problem| {
             let seen = problem.seq[1] as i32;
             [seen, 0, 0, 0]
         });
         let spans: Vec<i32> = spans.collect();
-        let on = (device, dtype);
         DsaPages {
-            q: Tensor::from_data(floats(of(0), &[page_lists, heads, width]), on),
-            weights: Tensor::from_data(floats(of(2), &[page_lists, heads]), on),
-            keys: Tensor::from_data(floats(keys, &[self.pages, self.page, width]), on),
+            q: tensor(&of(0), [page_lists, heads, width], device, dtype),
+            weights: tensor(&of(2), [page_lists, heads], device, dtype),
+            keys: tensor(&keys, [self.pages, self.page, width], device, dtype),
             table: ints(&self.table, [page_lists, 1, self.entries], device),
             spans: ints(&spans, [page_lists, 1, 4], device),
         }
@@ -118,8 +111,7 @@ pub fn dsa_chooses_in_pages(devices: &[Device]) {
                 for problem in &mut page_lists.problems {
                     *problem = problem.rounded(dtype);
                 }
-                let dsa = Dsa::new(keep).unwrap().with_near(near).unwrap();
-                let dsa = dsa.with_chunk_elements(numbers).unwrap();
+                let dsa = dsa_of([keep, near], numbers);
                 let slots = choose_in_pages(&dsa, &page_lists.index(device, dtype), kv_heads);
                 let slots = slots.unwrap();
                 let most = keep.min(page_lists.entries * page);

@@ -170,32 +170,6 @@ pub fn msa_losses_equal_f64(devices: &[Device]) {
     }
 }
 
-/// The gradients of the judge, and with them those of devices, are slopes of its loss.
-pub fn msa_gradients_equal_finite_differences(_: &[Device]) {
-    let case = cases()[0];
-    let index = Index::clear(case, 45_000, DType::F64, 1e-4);
-    let problem = index.problem(45_500, DType::F64);
-    for all in [false, true] {
-        let (_, grads) = index.loss(&problem, 0.25, all);
-        for (part, at) in
-            (0..2).flat_map(|part| (0..grads[part].len()).step_by(97).map(move |at| (part, at)))
-        {
-            let loss = |step: f64| {
-                let mut moved = index.clone();
-                let numbers = if part == 0 {
-                    &mut moved.q
-                } else {
-                    &mut moved.k
-                };
-                numbers[at] += step;
-                moved.loss(&problem, 0.25, all).0
-            };
-            let slope = (loss(1e-6) - loss(-1e-6)) / 2e-6;
-            assert_near("slope", &[grads[part][at]], &[slope], 1e-8);
-        }
-    }
-}
-
 /// Later tokens change no choice and no output, and queries alone choose and see as they do among all.
 pub fn msa_is_prefix_stable(devices: &[Device]) {
     let case = cases()[0];

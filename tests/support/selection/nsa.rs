@@ -19,58 +19,75 @@ fn attention_sum_tolerance(device: &Device, dtype: DType) -> f64 {
     }
 }
 
-/// The blocks that queries chose on a device, `[batch · kv_heads · rows]`, once they are known to be what the rule says of the device's own attention sums, and
-/// these to be as near to those of f64 as the dtype allows.
+/// The blocks that queries chose on a device, `[batch · kv_heads · rows]`, and in how many lists no rounding decides: once the choices are known to be what the rule
+/// says of the device's own attention sums, these to be as near to those of f64 as `tolerance`, and choices that no rounding decides to be those of f64.
+pub fn check_choices(
+    what: &str,
+    inputs: &Inputs,
+    expected: &[Vec<f64>],
+    found: TensorData,
+    picks: Option<&Tensor<4, Int>>,
+    tolerance: f64,
+) -> (Vec<Vec<usize>>, usize) {
+    let flat: Vec<f64> = expected.iter().flatten().copied().collect();
+    let sums = format!("{what}: attention sums");
+    assert_close(&sums, found.clone(), &flat, tolerance);
+    let found = to_f64(found);
+    let found: Vec<Vec<f64>> = (found.chunks(inputs.case.blocks()))
+        .map(<[f64]>::to_vec)
+        .collect();
+    let (own, _) = inputs.chosen(&found);
+    let picks: Vec<Vec<usize>> = match picks {
+        None => vec![Vec::new(); expected.len()],
+        Some(blocks) => {
+            let most = blocks.dims()[3];
+            let picks = read_ints(blocks.clone());
+            let row = |row: &[i32]| {
+                let blocks = named(row);
+                // None stand behind all others.
+                assert!(row[blocks.len()..].iter().all(|&b| b == -1), "{what}");
+                blocks
+            };
+            picks.chunks(most).map(row).collect()
+        }
+    };
+    assert_eq!(picks, own, "{what}");
+    let (exact, gaps) = inputs.chosen(expected);
+    let scale = flat.iter().fold(0.1, |a: f64, &b| a.max(b));
+    let mut clear = 0;
+    for (at, gap) in gaps.iter().enumerate() {
+        if *gap > 2.0 * scale * tolerance {
+            assert_eq!(picks[at], exact[at], "{what}, list {at}");
+            clear += 1;
+        }
+    }
+    (picks, clear)
+}
+
+/// The blocks that queries chose on a device, checked.
 fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
     let (case, nsa) = (inputs.case, inputs.case.nsa());
     let what = format!("{}, {device:?}, {dtype:?}", case.name);
     let x = inputs.tensors(device, dtype);
     let keys_values = x.keys_values(&nsa);
     let found = nsa.block_importance(x.q.clone(), &keys_values).unwrap();
-    let [batch, lists, rows, blocks] = found.dims();
     let expected = [case.batch, case.heads[1], case.seq[0], case.blocks()];
     assert_eq!(
-        ([batch, lists, rows, blocks], found.dtype()),
+        (found.dims(), found.dtype()),
         (expected, DType::F32),
         "{what}"
     );
-    let attention_sums = inputs.attention_sums();
+    let lists = nsa.query_lists(x.q, &keys_values).unwrap();
+    let picks = lists.as_ref().map(|lists| &lists.blocks);
+    let sums = inputs.attention_sums(&inputs.means(&inputs.keys[0], case.dims[0]));
     let tolerance = attention_sum_tolerance(device, dtype);
-    let found = found.into_data();
-    let flat: Vec<f64> = attention_sums.iter().flatten().copied().collect();
-    assert_close(
-        &format!("{what}: attention sums"),
-        found.clone(),
-        &flat,
-        tolerance,
-    );
-    let found = to_f64(found);
-    let found: Vec<Vec<f64>> = found.chunks(blocks).map(<[f64]>::to_vec).collect();
-    let (own, _) = inputs.chosen(&found);
-    let got = nsa.query_lists(x.q, &keys_values).unwrap();
-    let picks: Vec<Vec<usize>> = match got {
-        None => vec![Vec::new(); batch * lists * rows],
-        Some(lists) => {
-            let most = lists.blocks.dims()[3];
-            let picks = read_ints(lists.blocks);
-            picks.chunks(most).map(named).collect()
-        }
-    };
-    assert_eq!(picks, own, "{what}");
-    let (exact, gaps) = inputs.chosen(&attention_sums);
-    let scale = flat.iter().fold(0.1, |a: f64, &b| a.max(b));
-    for (at, gap) in gaps.iter().enumerate() {
-        if *gap > 2.0 * scale * tolerance {
-            assert_eq!(picks[at], exact[at], "{what}, list {at}");
-        }
-    }
-    picks
+    check_choices(&what, inputs, &sums, found.into_data(), picks, tolerance).0
 }
 
 /// Whether the choice of a query does not hang on a rounding: `[batch · heads · rows]`.
 fn clear_choices(inputs: &Inputs, tolerance: f64) -> Vec<bool> {
     let ([heads, kv_heads], [rows, _]) = (inputs.case.heads, inputs.case.seq);
-    let attention_sums = inputs.attention_sums();
+    let attention_sums = inputs.attention_sums(&inputs.means(&inputs.keys[0], inputs.case.dims[0]));
     let largest = attention_sums
         .iter()
         .flatten()
@@ -324,8 +341,9 @@ pub fn nsa_golden(devices: &[Device]) {
         assert!(others.map(|i| case.overlap(i, of)).all(|x| x == 0.0));
     }
     let inputs = golden(1);
-    let p = inputs.compressed_attention();
-    let attention_sums = inputs.attention_sums();
+    let keys = inputs.means(&inputs.keys[0], 4);
+    let p = inputs.compressed_attention(&keys);
+    let attention_sums = inputs.attention_sums(&keys);
     let (chosen, _) = inputs.chosen(&attention_sums);
     for (position, seen) in [(2, 0), (3, 1), (7, 3), (15, 7)] {
         let row = &p[position * 7..][..7];

@@ -6,6 +6,7 @@ use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
 
 use crate::judge::nsa::{CASE, Case, Inputs, cases};
 use crate::prelude::*;
+use crate::selection::nsa::check_choices;
 
 /// How near attention sums are where the kernel makes them: sums in f32, of weights that are powers of two of sums in f32.
 const KERNEL_TOLERANCE: f64 = 2e-4;
@@ -28,44 +29,12 @@ const PLAIN: Case = Case {
     ..CASE
 };
 
-/// Attention sums of each list and row, by keys of compressed blocks `[batch · kv_heads][entries][width]`.
-fn attention_sums(inputs: &Inputs, keys: &[f64]) -> Vec<Vec<f64>> {
-    let case = &inputs.case;
-    let ([heads, kv_heads], [rows, seq]) = (case.heads, case.seq);
-    let ([block, stride], [width, _]) = (case.compressed, case.dims);
-    let (group, entries) = (heads / kv_heads, case.entries());
-    let mut all = Vec::new();
-    for list in 0..case.batch * kv_heads {
-        for row in 0..rows {
-            let position = row + seq - rows;
-            let seen = (0..entries).filter(|entry| entry * stride + block <= position + 1);
-            let mut of_blocks = vec![0.0; case.blocks()];
-            for head in list * group..(list + 1) * group {
-                let q = &inputs.q[(head * rows + row) * width..][..width];
-                let score = |entry: usize| {
-                    let k = &keys[(list * entries + entry) * width..][..width];
-                    dot(q, k) / (width as f64).sqrt()
-                };
-                let scores: Vec<f64> = seen.clone().map(score).collect();
-                for (entry, weight) in softmax(&scores).into_iter().enumerate() {
-                    for token in (entry * stride..entry * stride + block).step_by(stride) {
-                        of_blocks[token / case.selected] += weight;
-                    }
-                }
-            }
-            all.push(of_blocks);
-        }
-    }
-    all
-}
-
 /// What a device gives: attention sums, and the blocks that each query chose.
-fn found(nsa: &Nsa, q: &Tensor<4>, keys_values: &NsaKeysValues) -> (Tensor<4>, Vec<i32>, usize) {
+fn found(nsa: &Nsa, q: &Tensor<4>, keys_values: &NsaKeysValues) -> (TensorData, Tensor<4, Int>) {
     let attention_sums = nsa.block_importance(q.clone(), keys_values).unwrap();
     let lists = nsa.query_lists(q.clone(), keys_values).unwrap();
     let blocks = lists.expect("there is a choice").blocks;
-    let most = blocks.dims()[3];
-    (attention_sums, blocks.into_data().to_vec().unwrap(), most)
+    (attention_sums.into_data(), blocks)
 }
 
 /// Attention sums are those of f64, choices follow from the device's own attention sums, and are those of f64 where these are not almost equal; with the kernel and without.
@@ -106,10 +75,7 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) -> [usize; 2] {
         compressed: Some([k, v]),
         ..NsaKeysValues::shared(x.keys[1].clone(), x.values[1].clone())
     };
-    let expected = attention_sums(&inputs, &keys);
-    let flat: Vec<f64> = expected.iter().flatten().copied().collect();
-    let largest = flat.iter().fold(0.1, |a: f64, &b| a.max(b));
-    let (exact, gaps) = inputs.chosen(&expected);
+    let expected = inputs.attention_sums(&keys);
     let general = case.nsa().without_importance_kernel();
     let is_half = dtype != DType::F32;
     let mut of_kernels = [0, 0];
@@ -127,46 +93,18 @@ fn check(case: Case, seed: u64, device: &Device, dtype: DType) -> [usize; 2] {
                 false => 2e-5,
             },
         };
-        let (attention_sums, picks, most) = found(&nsa, &x.q, &keys_values);
+        let (sums, picks) = found(&nsa, &x.q, &keys_values);
         // The same queries as a layer's projection has them.
         let again = found(&nsa, &by_rows(&inputs, device, dtype), &keys_values);
-        let attention_sums = attention_sums.into_data();
-        assert_eq!(
-            attention_sums.as_bytes(),
-            again.0.into_data().as_bytes(),
-            "{what}"
-        );
-        assert_eq!(picks, again.1, "{what}");
-        assert_close(
-            &format!("{what}: attention sums"),
-            attention_sums.clone(),
-            &flat,
-            tolerance,
-        );
-        let attention_sums = to_f64(attention_sums);
-        let attention_sums: Vec<Vec<f64>> = attention_sums
-            .chunks(case.blocks())
-            .map(<[f64]>::to_vec)
-            .collect();
-        let (own, _) = inputs.chosen(&attention_sums);
-        let mut clear = 0;
-        for (at, picks) in picks.chunks(most).enumerate() {
-            let some = named(picks);
-            assert_eq!(some, own[at], "{what}, list {at}");
-            // None stand behind all others.
-            assert!(
-                picks[some.len()..].iter().all(|&b| b == -1),
-                "{what}, list {at}"
-            );
-            if gaps[at] > 2.0 * largest * tolerance {
-                assert_eq!(some, exact[at], "{what}, list {at}");
-                clear += 1;
-            }
-        }
+        assert_eq!(sums.as_bytes(), again.0.as_bytes(), "{what}");
+        assert_eq!(picks.to_data(), again.1.into_data(), "{what}");
+        let (picks, clear) =
+            check_choices(&what, &inputs, &expected, sums, Some(&picks), tolerance);
         if plan.is_kernels() {
             // The more are chosen, the more alike are the last that is and the first that is not: 691 of 1,400 in one case, 107 of 420 in another.
-            assert!(clear * 8 > gaps.len(), "{what}: {clear} of {}", gaps.len());
-            of_kernels = [clear, gaps.len()];
+            let all = picks.len();
+            assert!(clear * 8 > all, "{what}: {clear} of {all}");
+            of_kernels = [clear, all];
         }
     }
     of_kernels

@@ -3,17 +3,17 @@ use burn::nn::{Embedding, Linear, RmsNorm};
 use burn::tensor::{Int, Tensor};
 use burn_blocksparse::Pattern;
 use burn_fused_ops::{
-    Activation, AddNormOptions, CrossEntropyOptions, LinearOptions, NormKind, NormParams,
-    embedding, linear, linear_cross_entropy,
+    Activation, AddNormOptions, LinearOptions, NormKind, NormParams, embedding, linear,
 };
 use burn_sparse_select::Selection;
 
 use crate::decoder::{Attend, Decoder};
-use crate::error::{ensure, ensure_shape, or_panics};
+use crate::error::{ensure_shape, or_panics};
 use crate::heads::Positions;
 use crate::layouts::LayoutPool;
 use crate::selected::of_layer;
 use crate::stream::{Projected, Stream};
+use crate::transformer::mean_loss;
 use crate::{
     Precision, SparseMhaInput, SparseMultiHeadAttention, SparseTransformerCache, TransformerError,
 };
@@ -137,17 +137,7 @@ impl Llama {
         let expected = tokens.dims().map(Some);
         ensure_shape("targets", targets.dims(), expected, ["batch", "seq"])?;
         let hidden = self.try_forward_hidden(tokens)?;
-        let [batch, seq, width] = hidden.dims();
-        let rows = hidden.reshape([batch * seq, width]);
-        let targets = targets.without_autodiff().reshape([batch * seq]);
-        // Reading them would wait for the device.
-        let options = CrossEntropyOptions::default().check_targets(false);
-        Ok(linear_cross_entropy(
-            rows,
-            self.head_weight(),
-            targets,
-            &options,
-        )?)
+        mean_loss(hidden, self.head_weight(), targets)
     }
 
     /// An empty cache for [`Self::forward_cache`].
@@ -177,24 +167,13 @@ impl Llama {
         tokens: Tensor<2, Int>,
         cache: &mut SparseTransformerCache,
     ) -> Result<Tensor<3>, TransformerError> {
-        let (layers, start) = (self.layers.len(), cache.position());
-        let expected = || format!("one of {layers} layers, the model's");
-        ensure(
-            cache.blocks.len() == layers,
-            "cache",
-            expected,
-            cache.blocks.len(),
-        )?;
         let [_, new] = tokens.dims();
-        let blocks = &mut cache.blocks;
-        let hidden = self.run(tokens, |layer, attention, x| {
-            let input = SparseMhaInput::self_attn(x);
-            attention.forward_cache_projected(input, &mut blocks[layer], false)
+        let hidden = cache.advance(self.layers.len(), new, |_, caches| {
+            self.run(tokens, |layer, attention, x| {
+                let input = SparseMhaInput::self_attn(x);
+                attention.forward_cache_projected(input, &mut caches[layer], false)
+            })
         });
-        match hidden {
-            Ok(_) => cache.position = start + new,
-            Err(_) => cache.truncate(start),
-        }
         self.logits(hidden?)
     }
 

@@ -11,7 +11,6 @@ mod attention;
 mod block_sparse;
 mod config;
 mod content;
-mod content_planted;
 mod convert;
 mod decoding;
 mod dsa;

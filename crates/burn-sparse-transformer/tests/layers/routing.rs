@@ -10,7 +10,7 @@ use burn_sparse_transformer::content::{
 
 use crate::common::{apart, assert_close, random, seed};
 use crate::golden::{
-    assert_near, attend, devices, differences, dot, filled, numbers, scattered, tensor, unit, vals,
+    assert_near, devices, differences, dot, filled, numbers, scattered, tensor, unit, vals,
 };
 
 /// Heads with these means, `[heads, clusters, dim]`.
@@ -107,158 +107,29 @@ fn means_follow_queries_in_training_alone() {
     }
 }
 
-/// Sizes of a case.
-#[derive(Clone, Copy, Debug)]
-struct Sizes {
-    batch: usize,
-    heads: usize,
-    seq: usize,
-    dim: usize,
-    value_dim: usize,
-    clusters: usize,
-    window: usize,
-}
-
-const SIZES: Sizes = Sizes {
-    batch: 2,
-    heads: 3,
-    seq: 50,
-    dim: 5,
-    value_dim: 6,
-    clusters: 6,
-    window: 9,
-};
-
-/// The tokens of the clusters of a head, by a sort.
-fn clusters(x: &[Vec<f64>], means: &[&[f64]], window: usize) -> Vec<Vec<usize>> {
-    let of_mean = |mean: &&[f64]| {
-        let similarity: Vec<f64> = x.iter().map(|x| dot(&unit(x), mean)).collect();
-        let mut order: Vec<usize> = (0..x.len()).collect();
-        order.sort_by(|&a, &b| similarity[b].total_cmp(&similarity[a]).then(a.cmp(&b)));
-        order.truncate(window);
-        order.sort_unstable();
-        order
-    };
-    means.iter().map(of_mean).collect()
-}
-
-/// Attention in loops, of `[batch, heads, seq, ..]`; without keys queries are those, and see earlier tokens. Keys may be seen up to a query's position alone.
-fn reference(
-    sizes: Sizes,
-    q: &[f64],
-    k: Option<(&[f64], bool)>,
-    v: &[f64],
-    means: &[f64],
-) -> Vec<f64> {
-    let Sizes {
-        seq,
-        dim,
-        value_dim,
-        ..
-    } = sizes;
-    let mut out = Vec::new();
-    for group in 0..sizes.batch * sizes.heads {
-        let rows = |x: &[f64], width: usize| -> Vec<Vec<f64>> {
-            let own = &x[group * seq * width..][..seq * width];
-            own.chunks(width).map(<[f64]>::to_vec).collect()
-        };
-        let (q, v) = (rows(q, dim), rows(v, value_dim));
-        let keys = k.map_or(q.clone(), |(k, _)| rows(k, dim));
-        let head = group % sizes.heads;
-        let means = &means[head * sizes.clusters * dim..][..sizes.clusters * dim];
-        let means: Vec<&[f64]> = means.chunks(dim).collect();
-        let of_queries = clusters(&q, &means, sizes.window);
-        let of_keys = clusters(&keys, &means, sizes.window);
-        let mut sums = vec![vec![0.0; value_dim]; seq];
-        let mut counts = vec![0; seq];
-        for (queries, among) in of_queries.iter().zip(&of_keys) {
-            for (place, &i) in queries.iter().enumerate() {
-                let earlier = among.partition_point(|&j| j <= i);
-                let seen = match (k, place) {
-                    (Some((_, true)), _) => &among[..earlier],
-                    (Some(_), _) => &among[..],
-                    (None, 0) => &among[..1],
-                    (None, _) => &among[..place],
-                };
-                let scores = seen.iter().map(|&j| {
-                    let score = dot(&q[i], &unit(&keys[j])) / (dim as f64).sqrt();
-                    (score, &v[j][..])
-                });
-                counts[i] += 1;
-                if seen.is_empty() {
-                    continue;
-                }
-                let (row, _) = attend(&scores.collect::<Vec<_>>());
-                sums[i].iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
-            }
-        }
-        for (sum, count) in sums.iter().zip(counts) {
-            out.extend(sum.iter().map(|x| x / f64::from(count.max(1))));
-        }
-    }
-    out
-}
-
-/// Queries, keys, values and means.
-fn problem(sizes: Sizes) -> [Vec<f64>; 4] {
-    let rows = sizes.batch * sizes.heads * sizes.seq;
-    let widths = [
-        rows * sizes.dim,
-        rows * sizes.dim,
-        rows * sizes.value_dim,
-        sizes.heads * sizes.clusters * sizes.dim,
-    ];
-    std::array::from_fn(|of| scattered(widths[of], of + 7))
-}
-
+/// The tokens of clusters are those of a sort by similarity, in the order of their positions.
 #[test]
-fn clusters_attend_as_in_loops() {
+fn clusters_are_those_of_a_sort() {
     let device = Device::flex();
-    let of_width = |window, seq| Sizes {
-        window,
-        seq,
-        ..SIZES
-    };
-    for sizes in [
-        SIZES,
-        of_width(64, 200),
-        of_width(1, 20),
-        of_width(16, 7),
-        of_width(3, 1),
-    ] {
-        let [q, k, v, means] = problem(sizes);
-        let Sizes {
-            batch,
-            heads: count,
-            seq,
-            dim,
-            value_dim,
-            clusters,
-            window,
-        } = sizes;
-        let shape = [batch, count, seq, dim];
-        for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
-            let [tq, tk] = [&q, &k].map(|x| tensor(x, shape, &device, dtype));
-            let tv = tensor(&v, [batch, count, seq, value_dim], &device, dtype);
-            let segment_mean = tensor(&means, [count, clusters, dim], &device, dtype);
+    for (seq, window) in [(50, 9), (200, 64), (20, 1), (7, 16), (1, 3)] {
+        let (x, means) = (scattered(6 * seq * 5, 7), scattered(3 * 6 * 5, 10));
+        for dtype in [DType::F64, DType::F32] {
+            let segment_mean = tensor(&means, [3, 6, 5], &device, dtype);
             let routing = heads(RoutingHeadsConfig::new(window), segment_mean);
-            let got = routing.forward(tq.clone(), tv.clone()).context;
-            let sizes = Sizes {
-                window: window.min(seq),
-                ..sizes
-            };
-            let expected = reference(sizes, &q, None, &v, &means);
-            assert_near(&format!("{sizes:?}"), &numbers(got), &expected, tolerance);
-            for causal in [false, true] {
-                let [q_at, k_at, v_at] = [&tq, &tk, &tv].map(Clone::clone);
-                let got = match causal {
-                    false => routing.try_forward_unshared(q_at, k_at, v_at),
-                    true => routing.try_forward_unshared_causal(q_at, k_at, v_at),
-                };
-                let expected = reference(sizes, &q, Some((&k, causal)), &v, &means);
-                let what = format!("{sizes:?}, unshared, {causal}");
-                assert_near(&what, &numbers(got.unwrap().context), &expected, tolerance);
+            let got = routing.clusters(tensor(&x, [2, 3, seq, 5], &device, dtype));
+            let got: Vec<i32> = got.unwrap().into_data().iter().collect();
+            let mut expected = Vec::new();
+            for (group, x) in x.chunks(seq * 5).enumerate() {
+                for mean in means[group % 3 * 30..][..30].chunks(5) {
+                    let similarity: Vec<f64> = x.chunks(5).map(|x| dot(&unit(x), mean)).collect();
+                    let mut order: Vec<usize> = (0..seq).collect();
+                    order.sort_by(|&a, &b| similarity[b].total_cmp(&similarity[a]));
+                    order.truncate(window);
+                    order.sort_unstable();
+                    expected.extend(order.into_iter().map(|token| token as i32));
+                }
             }
+            assert_eq!(got, expected, "{seq}, {window}, {dtype:?}");
         }
     }
 }
@@ -266,50 +137,31 @@ fn clusters_attend_as_in_loops() {
 /// Clusters that are gathered some at a time give what all at once give: here one cluster is more than is gathered together.
 #[test]
 fn many_clusters_are_gathered_in_parts() {
-    let sizes = Sizes {
-        batch: 1,
-        heads: 1,
-        seq: 700,
-        dim: 4,
-        value_dim: 8_188,
-        clusters: 7,
-        window: 100,
-    };
+    const WIDTH: usize = 8_188;
     let device = Device::flex();
-    let [q, _, v, means] = problem(sizes);
-    let tq = tensor(&q, [1, 1, 700, 4], &device, DType::F32);
-    let tv = tensor(&v, [1, 1, 700, 8_188], &device, DType::F32);
-    let segment_mean = tensor(&means, [1, 7, 4], &device, DType::F32);
-    let routing = heads(RoutingHeadsConfig::new(100), segment_mean);
-    let got = routing.forward(tq, tv).context;
+    let q = tensor(&scattered(700 * 4, 7), [1, 1, 700, 4], &device, DType::F32);
+    let v = scattered(700 * WIDTH, 9);
+    let v = tensor(&v, [1, 1, 700, WIDTH], &device, DType::F32);
+    let means = tensor(&scattered(7 * 4, 10), [1, 7, 4], &device, DType::F32);
+    let routing = heads(RoutingHeadsConfig::new(100), means);
+    let forward = |v: Tensor<4>| routing.forward(q.clone(), v).context;
     // The first eight columns alone, which fit at once.
-    let narrow: Vec<f64> = v.chunks(8_188).flat_map(|row| row[..8].to_vec()).collect();
-    let sizes = Sizes {
-        value_dim: 8,
-        ..sizes
-    };
-    let expected = reference(sizes, &q, None, &narrow, &means);
-    assert_near("parts", &numbers(got.slice_dim(3, 0..8)), &expected, 1e-5);
+    let columns = |x: Tensor<4>| x.slice_dim(3, 0..8);
+    assert_close(columns(forward(v.clone())), forward(columns(v)), 1e-5);
 }
 
+/// Of attention with the commitment's loss.
 #[test]
 fn gradients_are_those_of_differences() {
-    let sizes = Sizes {
-        batch: 1,
-        heads: 1,
-        seq: 11,
-        dim: 3,
-        value_dim: 2,
-        clusters: 3,
-        window: 6,
+    let device = Device::flex().autodiff();
+    let widths = [3, 3, 2];
+    let all: [Vec<f64>; 3] = std::array::from_fn(|of| scattered(11 * widths[of], of + 7));
+    let rows = |of: usize, x: &[f64], device: &Device| {
+        tensor(x, [1, 1, 11, widths[of]], device, DType::F64)
     };
-    let plain = Device::flex();
-    let device = plain.clone().autodiff();
-    let [q, k, v, means] = problem(sizes);
     let weights = scattered(11 * 2, 40);
-    let shapes = [[1, 1, 11, 3], [1, 1, 11, 3], [1, 1, 11, 2]];
     let routing = |device: &Device| {
-        let means = tensor(&means, [1, 3, 3], device, DType::F64);
+        let means = tensor(&scattered(9, 10), [1, 3, 3], device, DType::F64);
         heads(RoutingHeadsConfig::new(6).with_commitment(3.0), means)
     };
     for shared in [true, false] {
@@ -321,23 +173,17 @@ fn gradients_are_those_of_differences() {
                 false => routing(&device).try_forward_unshared(q, k, v),
             };
             let out = out.unwrap();
-            let weights = tensor(&weights, [1, 1, 11, 2], &device, DType::F64);
+            let weights = rows(2, &weights, &device);
             (out.context * weights).sum() + out.commitment.unwrap()
         };
-        let all = [&q, &k, &v];
-        let leaves: [Tensor<4>; 3] = std::array::from_fn(|of| {
-            tensor(all[of], shapes[of], &device, DType::F64).require_grad()
-        });
+        let leaves: [Tensor<4>; 3] =
+            std::array::from_fn(|of| rows(of, &all[of], &device).require_grad());
         let grads = value(leaves.clone()).backward();
-        for of in 0..3 {
-            if shared && of == 1 {
-                continue;
-            }
+        for of in (0..3).filter(|&of| !(shared && of == 1)) {
             let got = numbers(leaves[of].grad(&grads).unwrap());
-            let expected = differences(all[of], |x| {
+            let expected = differences(&all[of], |x| {
                 let inputs = std::array::from_fn(|other| {
-                    let x = if other == of { x } else { all[other] };
-                    tensor(x, shapes[other], &device, DType::F64)
+                    rows(other, if other == of { x } else { &all[other] }, &device)
                 });
                 numbers(value(inputs))[0]
             });

@@ -15,6 +15,7 @@ use rstest::rstest;
 
 use crate::common::{apart, assert_close, random, randomise, seed, small, tokens};
 use crate::decoding::assert_decodes_and_sees_no_future;
+use crate::golden::{attend, dot, numbers};
 
 const SEQ: usize = 45;
 /// Four heads of queries on two of keys, four channels each.
@@ -50,14 +51,6 @@ fn config(text: &str, every: Option<usize>) -> SparseTransformerConfig {
 
 fn model(text: &str, every: usize, device: &Device) -> SparseTransformer {
     randomise(config(text, Some(every)).init(device))
-}
-
-fn numbers<const D: usize>(x: Tensor<D>) -> Vec<f64> {
-    x.into_data().iter::<f64>().collect()
-}
-
-fn dot(a: &[f64], b: &[f64]) -> f64 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
 /// The `most` highest scores, ties go to the earlier.
@@ -143,22 +136,18 @@ fn attend_in_loops(
         .project_heads(x.clone(), &Positions::From(0))
         .unwrap()
         .map(numbers);
+    fn row(x: &[f64], at: usize) -> &[f64] {
+        &x[at * 4..][..4]
+    }
     let mut out = Vec::new();
     for (head, rows) in seen.iter().enumerate() {
         let of_keys = head / (HEADS[0] / HEADS[1]) * SEQ;
         for (i, seen) in rows.iter().enumerate() {
-            let q = &q[(head * SEQ + i) * 4..][..4];
+            let q = row(&q, head * SEQ + i);
             let keys: Vec<usize> = (0..SEQ).filter(|&j| seen[j]).collect();
-            let row = |x: &[f64], j: usize| x[(of_keys + j) * 4..][..4].to_vec();
-            let scores: Vec<f64> = keys.iter().map(|&j| dot(q, &row(&k, j)) / 2.0).collect();
-            let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
-            let sum: f64 = weights.iter().sum();
-            out.extend((0..4).map(|c| {
-                let parts = keys.iter().zip(&weights);
-                let sums = parts.map(|(&j, weight)| weight / sum * row(&v, j)[c]);
-                sums.sum::<f64>() as f32
-            }));
+            let row = |x, j| row(x, of_keys + j);
+            let seen = keys.iter().map(|&j| (dot(q, row(&k, j)) / 2.0, row(&v, j)));
+            out.extend(attend(&seen.collect::<Vec<_>>()).0);
         }
     }
     Tensor::from_data(TensorData::new(out, [1, HEADS[0], SEQ, 4]), &x.device())
