@@ -1,4 +1,4 @@
-//! The table of `docs/sequence-parallel.md`: what each pattern sends, and how long that takes, over 8 to 512 devices and 8M to 1B positions.
+//! The table of `docs/dev/benchmark-details.md`: what each pattern sends, and how long that takes, over 8 to 512 devices and 8M to 1B positions.
 //!
 //! Plans of up to 32M positions are made. What is longer follows from three of them: shards, and so pairs and keys of the busiest device, grow by whole periods
 //! of these patterns, pairs as a polynomial of degree 2 and keys of degree 1. A fourth plan checks that.

@@ -402,7 +402,7 @@ mod tests {
     }
 
     /// A batch of another length every step: what is built is used, and what is kept stays bounded. The time is in
-    /// `docs/benchmarks.md`.
+    /// `docs/dev/benchmark-tables.md`.
     #[test]
     fn a_hundred_lengths_in_a_row() {
         let layouts = Layouts::new(Pattern::fixed(128, 32), 8, 32).unwrap();

@@ -171,7 +171,7 @@ mod tests {
                 "{preset}: {least}"
             );
         }
-        // docs/benchmarks.md: 590 MiB a layer, with the attention in bf16.
+        // docs/dev/benchmark-tables.md: 590 MiB a layer, with the attention in bf16.
         let paper =
             RunConfig::read(Preset::Paper, "--batch 4 --precision bf16 --recompute none").unwrap();
         let layer = paper.least_kept() / 30.0 / f64::from(1 << 20);
