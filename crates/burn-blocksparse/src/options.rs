@@ -109,13 +109,13 @@ impl AttentionOptions {
         dropout: Some(Dropout),
         /// Skips tiles of queries and keys that hardly matter: those whose scores, after scale, softcap and biases, are all below the largest
         /// scores of their rows so far by more than `t`. Each skipped weight is below `exp(−t)`, so a row of `n` keys misses less than
-        /// `n · exp(−t)` of its weight, and out and lse change by as much: with `t = 16` and 64K keys by less than 0.8%. The unit is that of scores, natural
-        /// logarithms. Default: nothing is skipped.
+        /// `n · exp(−t)` of its weight: with `t = 16` and 64K keys less than 0.8%. The unit is that of scores, natural logarithms.
+        /// Default: nothing is skipped.
         ///
         /// A kernel still computes all scores. It leaves out exponentials and the product with values, and in the backward pass, where a tile's
         /// weights are all below `exp(−t)`, four of five products. Tiles are the kernel's, so devices and dtypes skip other pairs; the same call
         /// gives the same bits. Largest scores, returned weights and stored ones are those of all pairs. What does not skip computes exactly: CPU
-        /// backends, and what the [plan](crate::AttentionPlan) says so of.
+        /// backends, decoding over pages, and what the [plan](crate::AttentionPlan) says so of.
         softmax_threshold: Some(f64),
         /// Sets what is stored for the backward pass.
         weights: WeightsMode,
