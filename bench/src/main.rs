@@ -66,6 +66,9 @@ struct Args {
     /// Softcap of the scores.
     #[arg(long)]
     softcap: Option<f64>,
+    /// Skip tiles whose scores are below the largest ones of their rows by more than this.
+    #[arg(long)]
+    softmax_threshold: Option<f64>,
     /// ALiBi biases: slopes from 1/2 down to 1/256.
     #[arg(long)]
     alibi: bool,

@@ -45,6 +45,7 @@ pub fn request_of(workload: &Workload, args: &Args) -> Request {
         seeds: false,
         bias: args.bias.is_some(),
         relative: args.relative.is_some(),
+        threshold: args.softmax_threshold.is_some(),
     };
     Request::new(
         [workload.batch, workload.kv_heads],
@@ -98,6 +99,7 @@ fn score_options(
     let heads = workload.heads;
     let mut options = ScoreOptions::new(scale_of(workload, args));
     options.softcap = args.softcap;
+    options.threshold = args.softmax_threshold;
     options.slopes = (args.alibi)
         .then(|| (1..=heads).map(|head| 2f64.powf(-8.0 * head as f64 / heads as f64)))
         .map(|slopes| slopes.collect());

@@ -46,6 +46,10 @@ fn shapes(
 #[case(AttentionOptions::default().dropout(Dropout::new(1.0, 0)), "options.dropout's probability must be at least 0 and less than 1, got 1")]
 #[case(AttentionOptions::default().dropout(Dropout::new(-0.1, 0)), "options.dropout's probability must be at least 0 and less than 1, got -0.1")]
 #[case(AttentionOptions::default().softcap(-1.0), "options.softcap must be positive and finite in f32, got -1")]
+#[case(AttentionOptions::default().softmax_threshold(0.0), "options.softmax_threshold must be positive and finite in f32, got 0")]
+#[case(AttentionOptions::default().softmax_threshold(-1.0), "options.softmax_threshold must be positive and finite in f32, got -1")]
+#[case(AttentionOptions::default().softmax_threshold(f64::INFINITY), "options.softmax_threshold must be positive and finite in f32, got inf")]
+#[case(AttentionOptions::default().softmax_threshold(f64::NAN), "options.softmax_threshold must be positive and finite in f32, got NaN")]
 fn option_values(#[case] options: AttentionOptions, #[case] message: &str) {
     for device in devices() {
         let x = zeros([1, 4, 32, 8], &device);

@@ -52,4 +52,4 @@ macro_rules! modules_of_checks {
     };
 }
 
-modules_of_checks!(attention autodiff device_layout eviction gradients max_scores options sharing tiles widths);
+modules_of_checks!(attention autodiff device_layout eviction gradients max_scores options sharing threshold tiles widths);

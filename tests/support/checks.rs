@@ -121,6 +121,11 @@ registry! {
         attention::max_scores: max_scores_equal_f64, max_scores_in_half_precision, max_scores_change_nothing_else,
             max_scores_of_other_layouts, max_scores_of_disjoint_parts;
     }
+    threshold {
+        attention::threshold: far_tiles_are_skipped, far_tiles_are_skipped_with_options, far_tiles_are_skipped_on_device,
+            far_tiles_are_skipped_in_wide_heads, thresholds_equal_f64, skipped_weights_are_bounded, thresholds_see_no_later_tile,
+            plans_say_what_skips;
+    }
     mlp {
         training::mlp: mlp_equals_its_parts, mlp_constants, mlp_equals_f64;
     }

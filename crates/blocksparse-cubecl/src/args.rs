@@ -39,6 +39,8 @@ pub struct ScoreOptions {
     pub bias: Option<BiasView>,
     /// A bias of each distance, likewise.
     pub relative: Option<TableView>,
+    /// How far all scores of a tile are below the largest ones of their rows, at least, where it is skipped.
+    pub threshold: Option<f64>,
 }
 
 impl ScoreOptions {
@@ -51,6 +53,7 @@ impl ScoreOptions {
             dropout: None,
             bias: None,
             relative: None,
+            threshold: None,
         }
     }
 
@@ -163,15 +166,21 @@ impl ScoreOptions {
             log2_scale as f32,
             softcap as f32,
             cap_scale as f32,
+            (self.threshold)
+                .map(|threshold| (threshold * std::f64::consts::LOG2_E) as f32)
+                .into(),
         )
     }
 
-    /// Scale and softcap of the `simt` tier.
+    /// The same of the `simt` tier.
     pub fn score_inputs(&self, accumulator: ElemType) -> ScoreInputsLaunch {
         let softcap = self.softcap.unwrap_or(1.0);
         ScoreInputsLaunch::new(
             InputScalar::new(self.scale, accumulator),
             InputScalar::new(softcap, accumulator),
+            (self.threshold)
+                .map(|threshold| InputScalar::new(threshold, accumulator))
+                .into(),
         )
     }
 

@@ -170,6 +170,8 @@ pub struct ScoreKind {
     pub dropout: bool,
     /// Whether dropout has its seed from a table on the device.
     pub seeds: bool,
+    /// Whether tiles are skipped whose scores are below a threshold.
+    pub threshold: bool,
 }
 
 impl ScoreKind {

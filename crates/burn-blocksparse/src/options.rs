@@ -25,6 +25,9 @@ pub struct AttentionOptions {
     pub alibi: Option<Arc<[f64]>>,
     /// Attention dropout.
     pub dropout: Option<Dropout>,
+    /// Threshold `t`: tiles whose scores are all below the largest ones of their rows by more than `t` are skipped. See
+    /// [`softmax_threshold`](Self::softmax_threshold).
+    pub softmax_threshold: Option<f64>,
     /// Storage for the backward pass.
     pub weights: WeightsMode,
     /// Precision of matmuls of f32 tensors.
@@ -104,6 +107,16 @@ impl AttentionOptions {
         /// uses the same mask; lse and returned weights are those before dropout. The mask follows from the seed and the pair alone
         /// ([`Dropout`]), so give every training step, and every layer, a seed of its own.
         dropout: Some(Dropout),
+        /// Skips tiles of queries and keys that hardly matter: those whose scores, after scale, softcap and biases, are all below the largest
+        /// scores of their rows so far by more than `t`. Each skipped weight is below `exp(−t)`, so a row of `n` keys misses less than
+        /// `n · exp(−t)` of its weight: with `t = 16` and 64K keys less than 0.8%. The unit is that of scores, natural logarithms.
+        /// Default: nothing is skipped.
+        ///
+        /// A kernel still computes all scores. It leaves out exponentials and the product with values, and in the backward pass, where a tile's
+        /// weights are all below `exp(−t)`, four of five products. Tiles are the kernel's, so devices and dtypes skip other pairs; the same call
+        /// gives the same bits. Largest scores, returned weights and stored ones are those of all pairs. What does not skip computes exactly: CPU
+        /// backends, decoding over pages, and what the [plan](crate::AttentionPlan) says so of.
+        softmax_threshold: Some(f64),
         /// Sets what is stored for the backward pass.
         weights: WeightsMode,
         /// Sets the precision of matmuls of f32 tensors.
@@ -133,6 +146,8 @@ impl AttentionOptions {
             self.scale.is_none_or(finite) => "options.scale", format!("finite in {number}"), self.scale.unwrap_or_default();
             self.softcap.is_none_or(|softcap| finite(softcap) && softcap >= least) =>
                 "options.softcap", format!("positive and finite in {number}"), self.softcap.unwrap_or_default();
+            self.softmax_threshold.is_none_or(|threshold| finite(threshold) && threshold > 0.0) =>
+                "options.softmax_threshold", format!("positive and finite in {number}"), self.softmax_threshold.unwrap_or_default();
             (0.0..1.0).contains(&probability) => "options.dropout's probability", "at least 0 and less than 1", probability;
         }
         let Some(slopes) = &self.alibi else {

@@ -57,6 +57,9 @@ pub struct SparseMultiHeadAttentionConfig {
     pub head_dim: Option<usize>,
     /// Bounds the scores to ±`softcap` with a tanh before the softmax. Default: no bound.
     pub softcap: Option<f64>,
+    /// Skips tiles of queries and keys whose scores are below the largest ones of their rows by more than this, in training and in prompts
+    /// ([`AttentionOptions::softmax_threshold`]). Default: nothing is skipped.
+    pub softmax_threshold: Option<f64>,
     /// Factor of the scores. Default: `1 / √d_k`.
     pub scale: Option<f64>,
     /// Rotary position embeddings of queries and keys (Su et al., 2021); its `d_model` is the width of a query head. Rotations are
@@ -242,6 +245,7 @@ impl SparseMultiHeadAttentionConfig {
             options.weights = WeightsMode::Store;
         }
         options.softcap = self.softcap;
+        options.softmax_threshold = self.softmax_threshold;
         options.alibi = (self.alibi).then(|| alibi_slopes(self.n_heads).into());
         options.scale = match &self.rope_scaling {
             Some(scaling) => {
@@ -301,6 +305,7 @@ impl SparseMultiHeadAttentionConfig {
             reach,
         )?;
         ensure_scores(self.scale, self.softcap)?;
+        ensure_above_zero("softmax_threshold", self.softmax_threshold.unwrap_or(1.0))?;
         ensure_above_zero("qk_norm_eps", self.qk_norm_eps)
     }
 }

@@ -58,6 +58,8 @@ pub struct SparseTransformerBlockConfig {
     pub dropout: f64,
     /// Bounds the attention scores to ±`softcap`. Default: no bound.
     pub softcap: Option<f64>,
+    /// Skips tiles of the attention whose scores are below the largest ones by more than this. Default: none.
+    pub softmax_threshold: Option<f64>,
     /// Options of the attention that the paper does not have. Default: nothing.
     pub attention: Option<BlockAttentionConfig>,
     /// Longest sequence, in positions, which `rope_theta` of `attention` needs to know.
@@ -182,6 +184,7 @@ impl SparseTransformerBlockConfig {
             .with_n_kv_heads(self.n_kv_heads)
             .with_d_key(self.d_key)
             .with_softcap(self.softcap)
+            .with_softmax_threshold(self.softmax_threshold)
             .with_store_weights(self.store_weights)
             .with_precision(self.precision);
         match &self.attention {

@@ -97,6 +97,8 @@ pub struct SparseTransformerConfig {
     pub dropout: f64,
     /// Bounds the attention scores to ±`softcap`. Default: no bound.
     pub softcap: Option<f64>,
+    /// Skips tiles of the attention whose scores are below the largest ones of their rows by more than this: [`SparseMultiHeadAttentionConfig::softmax_threshold`](crate::SparseMultiHeadAttentionConfig). Default: none.
+    pub softmax_threshold: Option<f64>,
     /// Options of the attention of every block that the paper does not have: rotary embeddings, ALiBi, relative position
     /// biases, sinks, normalised queries and keys, attention dropout. Default: nothing.
     pub attention: Option<BlockAttentionConfig>,
@@ -222,6 +224,7 @@ impl SparseTransformerConfig {
                 .with_activation(self.activation)
                 .with_dropout(self.dropout)
                 .with_softcap(self.softcap)
+                .with_softmax_threshold(self.softmax_threshold)
                 .with_attention(self.attention.clone())
                 .with_context(Some(self.context))
                 .with_store_weights(self.store_weights)

@@ -26,6 +26,9 @@ pub struct ModelArgs {
     /// f32, tf32 or bf16 [default: the run's]
     #[arg(long, value_parser = precision, value_name = "DTYPE")]
     precision: Option<Precision>,
+    /// Skip tiles of queries and keys whose scores are all below the largest ones by more than T [default: the run's]
+    #[arg(long, value_parser = above_zero, value_name = "T")]
+    softmax_threshold: Option<f64>,
     /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
     #[arg(long)]
     device: Option<String>,
@@ -40,6 +43,8 @@ impl ModelArgs {
         if let Some(precision) = self.precision {
             checkpoint.header.config.model.precision = precision;
         }
+        let threshold = &mut checkpoint.header.config.model.softmax_threshold;
+        *threshold = self.softmax_threshold.or(*threshold);
         Ok((device, path, checkpoint))
     }
 }

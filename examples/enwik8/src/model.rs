@@ -56,6 +56,7 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
             .with_precision(config.precision)
             .with_d_ff(config.d_ff)
             .with_d_key(config.d_key)
+            .with_softmax_threshold(config.softmax_threshold)
             .with_embedding_channels(config.pictures.map(|_| CHANNELS))
             .with_selections((!config.selections.is_empty()).then(|| config.selections.clone()))
             .with_full_last_layers(Some(config.full_last_layers))

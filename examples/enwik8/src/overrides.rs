@@ -67,6 +67,9 @@ pub struct Overrides {
     /// Block size of the attention layout: 8, 16, 32, 64 or 128
     #[arg(long, value_parser = arguments::positive, help_heading = ATTENTION)]
     pub block: Option<usize>,
+    /// Skip tiles of queries and keys whose scores are all below the largest ones by more than T
+    #[arg(long, value_parser = arguments::above_zero, value_name = "T", help_heading = ATTENTION)]
+    pub softmax_threshold: Option<f64>,
     /// Columns of the position matrix [default: the pattern's stride]
     #[arg(long, value_parser = arguments::positive, value_name = "N")]
     pub position_width: Option<usize>,
@@ -201,6 +204,7 @@ impl Overrides {
         model.d_ff = self.d_ff.or(model.d_ff);
         model.kv_heads = self.kv_heads.or(model.kv_heads);
         model.d_key = self.d_key.or(model.d_key);
+        model.softmax_threshold = self.softmax_threshold.or(model.softmax_threshold);
         let changed = self.picture_size.is_some() || self.classes.is_some() || self.halve;
         if let Some(mut pictures) = model.pictures.filter(|_| changed) {
             set(&mut pictures.side, self.picture_size);

@@ -86,6 +86,7 @@ impl Preset {
             local_heads: Vec::new(),
             kv_heads: None,
             d_key: None,
+            softmax_threshold: None,
             pictures: None,
         };
         // The shapes of lucidrains' enwik8 scripts of both models.
@@ -405,6 +406,9 @@ pub struct ModelConfig {
     /// Width of the query and the key projections, all heads together. None: the model's.
     #[serde(default)]
     pub d_key: Option<usize>,
+    /// How far the scores of tiles that are skipped are below the largest ones. None: nothing is skipped.
+    #[serde(default)]
+    pub softmax_threshold: Option<f64>,
     /// What the pictures are like, if the bytes are pictures. None: they are text.
     #[serde(default)]
     pub pictures: Option<Pictures>,

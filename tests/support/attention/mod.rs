@@ -13,5 +13,6 @@ pub mod options;
 pub mod plain;
 pub mod run;
 pub mod sharing;
+pub mod threshold;
 pub mod tiles;
 pub mod widths;

@@ -74,6 +74,8 @@ pub struct Problem {
     pub bias: Option<Bias>,
     /// Added to the scores by distance: `[heads or 1, 2 · reach + 1]`.
     pub relative: Option<Relative>,
+    /// Asked for, and not computed: what is skipped is for a check to bound.
+    pub threshold: Option<f64>,
 }
 
 /// Biases of distances.
@@ -259,6 +261,7 @@ impl Problem {
             dropout: None,
             bias: None,
             relative: None,
+            threshold: None,
         }
     }
 
@@ -341,6 +344,7 @@ impl Problem {
         options.softcap = self.softcap;
         options.alibi = self.slopes.clone().map(Into::into);
         options.dropout = self.dropout;
+        options.softmax_threshold = self.threshold;
         options
     }
 

@@ -130,7 +130,7 @@ impl PagedOptions {
         fixed_split: Some(usize),
     }
 
-    /// The options that attention over a layout has: scale, softcap and sinks.
+    /// The options that attention over a layout has: scale, softcap and sinks. Nothing is skipped below a softmax threshold.
     ///
     /// # Errors
     /// [`OpError::Argument`] for what attention over pages does not have: ALiBi, dropout, biases, stored weights and largest scores.

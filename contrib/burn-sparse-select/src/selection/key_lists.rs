@@ -238,8 +238,13 @@ fn check(
     options.validate(heads, q.dtype())?;
     crate::selection::lists::check_options(options)?;
     let expected = "none with lists of single keys";
-    if let Some(softcap) = options.softcap {
-        return Err(OpError::argument("options.softcap", expected, softcap));
+    for (argument, given) in [
+        ("options.softcap", options.softcap),
+        ("options.softmax_threshold", options.softmax_threshold),
+    ] {
+        if let Some(given) = given {
+            return Err(OpError::argument(argument, expected, given));
+        }
     }
     blocksparse::ensure! { OpError; !options.max_scores => "options.max_scores", expected, true; }
     let [list_batch, of_heads, queries, _] = lists.keys.dims();

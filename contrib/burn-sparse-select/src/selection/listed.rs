@@ -38,6 +38,7 @@ pub(crate) fn choose(
         && options.alibi.is_none()
         && options.active_dropout().is_none()
         && options.weights == WeightsMode::Recompute
+        && options.softmax_threshold.is_none()
         && !options.max_scores;
     if !plain {
         return why("the options ask for more than scaled scores");

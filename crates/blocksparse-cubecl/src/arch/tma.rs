@@ -96,6 +96,16 @@ pub fn named_sync(id: u32, #[comptime] units: u32) {
     gpu_asm!("bar.sync {b}, {n};", b = in(_) val::<u32>(id), n = const units);
 }
 
+/// Waits likewise, and says whether it is so in any of the units.
+#[cube]
+pub fn named_any(id: u32, is_so: bool, #[comptime] units: u32) -> bool {
+    let x = select(is_so, 1u32, 0u32);
+    let o: u32;
+    gpu_asm!("{{ .reg .pred p, q; setp.ne.u32 p, {x}, 0; bar.red.or.pred q, {b}, {n}, p; selp.u32 {o}, 1, 0, q; }}",
+        o = out(_) o, x = in(_) val::<u32>(x), b = in(_) val::<u32>(id), n = const units);
+    o != 0
+}
+
 /// Arrives at a named barrier without waiting.
 #[cube]
 pub fn named_arrive(id: u32, #[comptime] units: u32) {

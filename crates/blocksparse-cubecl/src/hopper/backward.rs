@@ -20,6 +20,9 @@
 //!     dK, s done        nothing is on its way where the loop ends, or ptxas would serialise all products
 //! ```
 //!
+//! With a threshold dp is started behind p. Where no weight of the tile and the step's queries is above `exp(−threshold)`, the visit and s of the
+//! next step are all that is left of the step.
+//!
 //! The scratch is f32 and belongs to all tiles of a head. Tiles add to 16 queries in launch order: the plan says
 //! how many visits come before, and a counter says how many there were. A tile waits only for tiles launched
 //! before it, so the first of those that run never waits. With `apart` tiles that are much longer than the others have a second scratch. Each warp has its own 16 queries, and so a chain of its own. The first
@@ -237,16 +240,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     // Keys, and behind them values.
     let own_at = own_address(base, turn, t);
     wait_for_own(base, turn, t);
-    let mut s_next = s;
-    if chain.started.read() == 0 {
-        let stage = chain.done.read() % comptime!(t.stages as u32);
-        if cursor.loaded.read() > chain.done.read() {
-            let parity = (chain.done.read() / comptime!(t.stages as u32)) & 1;
-            barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
-        }
-        let s_started = start::<S>(own_at, q_address + stage * comptime!(t.b_bytes() as u32), t);
-        s_next = wait::<S>(s_started, 0usize, width);
-    }
+    let mut s_next = first_products::<S>(s, own_at, q_address, base, cursor, chain, t);
     let rows = rows_of_unit(plan, own.rows, t);
     let of_rows = no_row_stats();
     for of_group in 0..heads_of_cube(lengths, t) {
@@ -289,11 +283,11 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                     pairs,
                 );
             }
-            let dp_started = start::<S>(
-                own_at + comptime!(t.a_bytes() as u32),
-                do_address + offset,
-                t,
-            );
+            let (v_at, do_at) = (own_at + comptime!(t.a_bytes() as u32), do_address + offset);
+            let mut dp_started = Vector::<f32, S>::zeroed();
+            if comptime!(!t.options.score.threshold) {
+                dp_started = start::<S>(v_at, do_at, t);
+            }
             // Which queries the unit adds dQ to, should it be one of the two.
             let word = step
                 + (chain.query / comptime!(t.group as u32) * comptime!(t.entry_words() as u32))
@@ -321,100 +315,116 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 + stage * comptime!(t.stats_bytes() as u32)
                 + (unit() % 4) * 16;
             let mut p = weights_of::<S>(s, &of_rows, stats_at, blocks, numbers, weight_shape);
-            let weights = pack_all::<S, P>(p, t.half);
-            let mut left = weights;
-            if comptime!(t.options.score.dropout) {
-                left = pack_all::<S, P>(drop_out::<S>(p, &kept, comptime!(t.options)), t.half);
-            }
-            // Of weights nothing but gradients is left to make, so that no register has scores from here on.
-            if comptime!(!t.options.biased()) {
-                capped = s;
-            }
-            p = slope_weights::<S>(p, capped, numbers.softcap, t.options.score.softcap);
-            let mut sloped = weights;
-            if comptime!(t.options.score.softcap && t.packed()) {
-                sloped = pack_all::<S, P>(p, t.half);
-            }
-            // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
-            let do_wide = descriptor(do_address + offset, comptime!(t.cols * ROW));
-            let grad_v_started = accumulate::<P, O>(grad_v, left, do_wide, t.half, t.dim);
-            let dp = wait::<S>(dp_started, 1usize, width);
-            let turned = kept_again(&kept, pairs);
-            let ds = gradients_of_scores::<S, P>(
-                dp,
-                &p,
-                &sloped,
-                &of_rows,
-                stats_at,
-                &turned,
-                args,
-                weight_shape,
-            );
-            let left = pack_all::<S, P>(ds, t.half);
-            let other = (done & 1) * comptime!(t.ds_bytes() as u32);
-            let ds_address = base + comptime!(t.ds_offset() as u32) + other;
-            store_left::<P>(left, swizzled(ds_address), comptime!(t.rows() * ROW));
-            let q_wide = descriptor(q_address + offset, comptime!(t.cols * ROW));
-            let mut grad_k_started = grad_k;
-            if comptime!(t.dk_first()) {
-                grad_k_started = accumulate::<P, O>(grad_k, left, q_wide, t.half, t.dim);
-            }
-            let visit = visit_of(chain, visit, row_of_scratch, t);
-            async_fence();
-            named_sync(1u32, comptime!(t.units() as u32));
-            let group = uniform(unit() / 128);
-            let dq_started = start_queries::<C>(ds_address, own_at, group, t);
-            if comptime!(!t.dk_first()) {
-                grad_k_started = accumulate_shared::<O>(
-                    grad_k,
-                    descriptor(ds_address + group * comptime!((64 * ROW) as u32), 16usize),
-                    q_wide,
-                    t.half,
-                    t.dim,
-                    t.cols,
-                    comptime!(t.rows() * ROW),
+            if weights_count::<S>(&p, numbers, 1u32, comptime!(t.units() as u32), weight_shape) {
+                if comptime!(t.options.score.threshold) {
+                    dp_started = start::<S>(v_at, do_at, t);
+                }
+                let weights = pack_all::<S, P>(p, t.half);
+                let mut left = weights;
+                if comptime!(t.options.score.dropout) {
+                    left = pack_all::<S, P>(drop_out::<S>(p, &kept, comptime!(t.options)), t.half);
+                }
+                // Of weights nothing but gradients is left to make, so that no register has scores from here on.
+                if comptime!(!t.options.biased()) {
+                    capped = s;
+                }
+                p = slope_weights::<S>(p, capped, numbers.softcap, t.options.score.softcap);
+                let mut sloped = weights;
+                if comptime!(t.options.score.softcap && t.packed()) {
+                    sloped = pack_all::<S, P>(p, t.half);
+                }
+                // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
+                let do_wide = descriptor(do_address + offset, comptime!(t.cols * ROW));
+                let grad_v_started = accumulate::<P, O>(grad_v, left, do_wide, t.half, t.dim);
+                let dp = wait::<S>(dp_started, 1usize, width);
+                let turned = kept_again(&kept, pairs);
+                let ds = gradients_of_scores::<S, P>(
+                    dp,
+                    &p,
+                    &sloped,
+                    &of_rows,
+                    stats_at,
+                    &turned,
+                    args,
+                    weight_shape,
                 );
-            }
-            let its_own = wait_for_next(own_at, turn, loads, cursor, chain, t);
-            let next_stage = (done + 1) % comptime!(t.stages as u32);
-            // After the last step of whatever is there, for nobody.
-            let s_started = start::<S>(
-                its_own,
-                q_address + next_stage * comptime!(t.b_bytes() as u32),
-                t,
-            );
-            if comptime!(t.persistent) {
-                if unit() == 0 && done == before {
-                    cache_tile(words, parts, lengths, base, ticket, turn, t);
+                let left = pack_all::<S, P>(ds, t.half);
+                let other = (done & 1) * comptime!(t.ds_bytes() as u32);
+                let ds_address = base + comptime!(t.ds_offset() as u32) + other;
+                store_left::<P>(left, swizzled(ds_address), comptime!(t.rows() * ROW));
+                let q_wide = descriptor(q_address + offset, comptime!(t.cols * ROW));
+                let mut grad_k_started = grad_k;
+                if comptime!(t.dk_first()) {
+                    grad_k_started = accumulate::<P, O>(grad_k, left, q_wide, t.half, t.dim);
                 }
-            }
-            if comptime!(!t.unfenced) {
-                // All products of the step are under way: the fence is behind them.
-                if unit() % 32 < comptime!(t.counters() as u32) {
-                    close(chain, t);
+                let visit = visit_of(chain, visit, row_of_scratch, t);
+                async_fence();
+                named_sync(1u32, comptime!(t.units() as u32));
+                let group = uniform(unit() / 128);
+                let dq_started = start_queries::<C>(ds_address, own_at, group, t);
+                if comptime!(!t.dk_first()) {
+                    grad_k_started = accumulate_shared::<O>(
+                        grad_k,
+                        descriptor(ds_address + group * comptime!((64 * ROW) as u32), 16usize),
+                        q_wide,
+                        t.half,
+                        t.dim,
+                        t.cols,
+                        comptime!(t.rows() * ROW),
+                    );
                 }
-            }
-            grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
-            if comptime!(t.dk_first()) {
-                grad_k = wait::<O>(grad_k_started, 2usize, comptime!(t.dim / 2));
-            }
-            // What may still be on its way: s, and dK where it is behind dQ.
-            let behind = comptime!(2 - usize::from(t.dk_first()));
-            let dq_width = C::value();
-            let dq = wait::<C>(dq_started, behind, dq_width);
+                let s_started = start_next::<S>(
+                    words, parts, lengths, loads, cursor, chain, own_at, turn, ticket, done,
+                    before, t,
+                );
+                grad_v = wait::<O>(grad_v_started, 3usize, comptime!(t.dim / 2));
+                if comptime!(t.dk_first()) {
+                    grad_k = wait::<O>(grad_k_started, 2usize, comptime!(t.dim / 2));
+                }
+                // What may still be on its way: s, and dK where it is behind dQ.
+                let behind = comptime!(2 - usize::from(t.dk_first()));
+                let dq_width = C::value();
+                let dq = wait::<C>(dq_started, behind, dq_width);
 
-            let lane = unit() % 32;
-            let listing = &plan.listing;
-            let scale = numbers.scale;
-            add_queries::<C>(grad_q, dq, base, chain, &visit, listing, lengths, scale, t);
+                let lane = unit() % 32;
+                let listing = &plan.listing;
+                let scale = numbers.scale;
+                add_queries::<C>(
+                    grad_q, dq, base, chain, &visit, listing, lengths, scale, false, t,
+                );
 
-            if comptime!(!t.dk_first()) {
-                grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
+                if comptime!(!t.dk_first()) {
+                    grad_k = wait::<O>(grad_k_started, 1usize, comptime!(t.dim / 2));
+                }
+                if lane == 0 {
+                    barrier_arrive(base + comptime!(t.empty()) + stage * 8);
+                }
+                s_next = wait::<S>(s_started, 0usize, width);
+            } else {
+                // Nothing to add, but it is the tile's turn.
+                let visit = visit_of(chain, visit, row_of_scratch, t);
+                let s_started = start_next::<S>(
+                    words, parts, lengths, loads, cursor, chain, own_at, turn, ticket, done,
+                    before, t,
+                );
+                let (none, scale) = (Vector::<f32, C>::zeroed(), numbers.scale);
+                add_queries::<C>(
+                    grad_q,
+                    none,
+                    base,
+                    chain,
+                    &visit,
+                    &plan.listing,
+                    lengths,
+                    scale,
+                    true,
+                    t,
+                );
+                if unit() % 32 == 0 {
+                    barrier_arrive(base + comptime!(t.empty()) + stage * 8);
+                }
+                s_next = wait::<S>(s_started, 0usize, width);
             }
-            if lane == 0 {
-                barrier_arrive(base + comptime!(t.empty()) + stage * 8);
-            }
-            s_next = wait::<S>(s_started, 0usize, width);
             chain.done.store(done + 1);
         }
     }
@@ -445,6 +455,69 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
         t,
     );
     s_next
+}
+
+/// The products of a tile's first step, unless the tile before has made them: `s`.
+#[cube]
+fn first_products<S: Size>(
+    s: Vector<f32, S>,
+    own_at: u32,
+    q_address: u32,
+    base: u32,
+    cursor: &Cursor,
+    chain: &Chain,
+    #[comptime] t: BackwardTile,
+) -> Vector<f32, S> {
+    let mut s_next = s;
+    if chain.started.read() == 0 {
+        let stage = chain.done.read() % comptime!(t.stages as u32);
+        if cursor.loaded.read() > chain.done.read() {
+            let parity = (chain.done.read() / comptime!(t.stages as u32)) & 1;
+            barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
+        }
+        let s_started = start::<S>(own_at, q_address + stage * comptime!(t.b_bytes() as u32), t);
+        s_next = wait::<S>(s_started, 0usize, S::value());
+    }
+    s_next
+}
+
+/// Starts the products of the next step, behind all others of this one, and closes the visit of the step before. All warps call this together.
+#[cube]
+fn start_next<S: Size>(
+    words: &[u32],
+    parts: &PlanParts,
+    lengths: &Lengths,
+    loads: &Loads,
+    cursor: &Cursor,
+    chain: &Chain,
+    own_at: u32,
+    turn: u32,
+    ticket: u32,
+    done: u32,
+    before: u32,
+    #[comptime] t: BackwardTile,
+) -> Vector<f32, S> {
+    let base = loads.base;
+    let its_own = wait_for_next(own_at, turn, loads, cursor, chain, t);
+    let next_stage = (done + 1) % comptime!(t.stages as u32);
+    // After the last step of whatever is there, for nobody.
+    let s_started = start::<S>(
+        its_own,
+        base + comptime!(t.q_offset() as u32) + next_stage * comptime!(t.b_bytes() as u32),
+        t,
+    );
+    if comptime!(t.persistent) {
+        if unit() == 0 && done == before {
+            cache_tile(words, parts, lengths, base, ticket, turn, t);
+        }
+    }
+    if comptime!(!t.unfenced) {
+        // All products of the step are under way: the fence is behind them.
+        if unit() % 32 < comptime!(t.counters() as u32) {
+            close(chain, t);
+        }
+    }
+    s_started
 }
 
 /// Starts `dsᵀ · k` over all keys of the tile. Which columns, or which queries, are a warpgroup's is its `group`'s.

@@ -112,6 +112,7 @@ pub fn add_queries<C: Size>(
     listing: &Listing,
     lengths: &Lengths,
     scale: f32,
+    #[comptime] is_zero: bool,
     #[comptime] t: BackwardTile,
 ) {
     // With fences the caller has closed the visit of a step ago: the buffer is free.
@@ -151,7 +152,7 @@ pub fn add_queries<C: Size>(
             let source = source + lane * comptime!(bytes as u32);
             if turn == 0 {
                 bulk_store(target, source, bytes, false);
-            } else {
+            } else if comptime!(!is_zero) {
                 bulk_store(target, source, bytes, true);
             }
         }

@@ -93,7 +93,7 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
             group: shape.cols.min(layout.block_size()),
             stages: shape.stages,
             lag: shape.lag,
-            overlap: shape.overlap,
+            overlap: shape.overlap && !request.score.threshold,
             max_scores: request.max_scores,
             options: options(request),
             residue: part.residue.is_some(),
@@ -144,7 +144,7 @@ fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize) -> Option<Tile>
             group: shape.cols,
             stages: shape.stages,
             lag: shape.lag,
-            overlap: shape.overlap,
+            overlap: shape.overlap && !part.request.score.threshold,
             clustered: false,
             coarse: Some(part.layout.block_size()),
             ..gathered

@@ -13,6 +13,9 @@
 //! its own: `o += p · V(j − 1)` is computed while the softmax of step j is; two such warpgroups take turns at
 //! the tensor cores. That needs more registers, and pays where few warps share a multiprocessor.
 //!
+//! With a threshold a warpgroup leaves out the exponentials and the second product of a step whose scores are all below `m` by more. Its values have
+//! been loaded ahead. Nothing overlaps then: which product comes next is known too late.
+//!
 //! There is no producer warp: 256 units may have all 255 registers, 288 only 168, and CubeCL sets no bound on the
 //! cubes per multiprocessor, without which ptxas ignores `setmaxnreg`. Instead the boxes of a step are dealt
 //! to the warps, since each takes a warp some thirty instructions.
@@ -273,18 +276,30 @@ fn one_by_one<S: Size, P: Size, O: Size>(
         let s_started = product::<S>(operands.q, keys, comptime!(t.scores(t.dim)));
         load_later(next, loads, plan, &pairs.steps, j, t);
         let step = step_pairs(plan, args, pairs, j, t);
-        let soft = step_weights::<S, O>(
-            s_started, 0usize, &step, now, loads, plan, args, pairs, j, &*sums, numbers, t,
+        let s = step_scores::<S>(
+            s_started, 0usize, &step, now, loads, plan, args, pairs, j, numbers, t,
         );
-        sums.take::<S>(&soft, t);
-        let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
-        let p = pack_all::<S, P>(weights, t.half);
-        wait_values(base, j, t);
-        // Into registers of its own: as an accumulator, ptxas would move o out of the scores' way and back.
-        let v_desc = values(operands.v, now, t);
-        let started = weigh::<P, O>(p, v_desc, t.half, t.value_dim);
-        let x = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
-        sums.o = add_scaled::<O>(sums.o, x, soft.a0, soft.a1, t.value_dim);
+        if sums.counts::<S>(s, &step, numbers, t) {
+            let soft = weights_of_scores::<S, O>(s, &step, &*sums, numbers, t);
+            sums.take::<S>(&soft, t);
+            let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
+            let p = pack_all::<S, P>(weights, t.half);
+            wait_values(base, j, t);
+            let v_desc = values(operands.v, now, t);
+            if comptime!(t.sums_apart()) {
+                // Into registers of its own: as an accumulator, ptxas would move o out of the scores' way and back.
+                let started = weigh::<P, O>(p, v_desc, t.half, t.value_dim);
+                let x = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
+                sums.o = add_scaled::<O>(sums.o, x, soft.a0, soft.a1, t.value_dim);
+            } else {
+                let o = rescale::<O>(sums.o, soft.a0, soft.a1, t);
+                let started = accumulate::<P, O>(o, p, v_desc, t.half, t.value_dim);
+                sums.o = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
+            }
+        } else {
+            // A buffer is not filled again before it is full.
+            wait_values(base, j, t);
+        }
         if loads.lane == 0 {
             barrier_arrive(base + comptime!(t.v_empty()) + now * 8);
         }

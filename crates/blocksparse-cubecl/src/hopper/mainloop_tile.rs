@@ -5,6 +5,7 @@ use std::fmt;
 use super::gradient::StoreShape;
 use super::options::{Options, PairShape};
 use crate::arch::sm90::Half;
+use crate::shared::score::described_threshold;
 use blocksparse::plan::{Mainloop, Tiling};
 
 /// The comptime shape of the kernels of the two mainloops.
@@ -141,6 +142,8 @@ impl MainloopTile {
 impl fmt::Display for MainloopTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.describe(f)?;
+        // Two warpgroups with the same rows would have to agree on what they leave out.
+        f.write_str(described_threshold(self.options.score, !self.shared))?;
         match self.shared {
             true => write!(f, ", dV and dK by a warpgroup each"),
             false => Ok(()),

@@ -15,6 +15,8 @@
 //!     out1 += ds · b1  wgmma
 //! ```
 //!
+//! With a threshold dp is started behind p, and only where a weight of the warpgroup is not below `exp(−threshold)`: else the step ends there.
+//!
 //! p and ds are left operands in registers: they never go through shared memory. In a loop over columns s, p, dp and ds
 //! are transposes, and lse and delta belong to columns; TMA brings them along. `out1 · scale` is dQ or dK, out2 is dV.
 
@@ -58,6 +60,7 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
 ) {
     let columns = comptime!(matches!(mainloop, Mainloop::Columns));
     let (pairs, weights) = comptime!((t.pairs(mainloop), t.weights(mainloop)));
+    let skips = comptime!(t.options.score.threshold);
     let plan = &schedule.plan;
     let listing = &plan.listing;
     let heads_per_kv = lengths.heads_per_kv;
@@ -120,13 +123,16 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
             let offset = u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32));
             barrier_wait(base + comptime!(t.full()) + stage * 8, parity);
             let s_started = product::<S>(a1_desc, b1_desc + offset, comptime!(t.scores(t.dim)));
-            let dp_started =
-                product::<S>(a2_desc, b2_desc + offset, comptime!(t.scores(t.value_dim)));
+            let scores = comptime!(t.scores(t.value_dim));
+            let mut dp_started = Vector::<f32, S>::zeroed();
+            if comptime!(!skips) {
+                dp_started = product::<S>(a2_desc, b2_desc + offset, scores);
+            }
             cube.load(&schedule, columns, t);
             let entry = turn.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
             let kept = kept_pairs(&args, &turn.of_head, &rows, plan, entry, pairs);
             let width = S::value();
-            let mut s = wait::<S>(s_started, 1usize, width);
+            let mut s = wait::<S>(s_started, comptime!(usize::from(!skips)), width);
             let is_capped = comptime!(t.options.score.softcap);
             cap::<S>(&mut s, numbers.softcap, numbers.cap_scale, is_capped);
             let mut capped = s;
@@ -142,42 +148,48 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
                 + stage * comptime!(t.stats_bytes() as u32)
                 + (lane % 4) * 16;
             let mut p = weights_of::<S>(s, &of_rows, stats_at, 0u32, &numbers, weights);
-            let mut out2_started = out2;
-            if comptime!(columns && !t.bias_sums) {
-                let kept = drop_out::<S>(p, &kept, comptime!(t.options));
-                let left = pack_all::<S, P>(kept, t.half);
-                let wide = b2_wide + offset;
-                out2_started = accumulate::<P, O>(out2, left, wide, t.half, t.value_dim);
-            }
-            if comptime!(!t.options.biased()) {
-                capped = s;
-            }
-            // The bias is added to what was softcapped.
-            let slopes = comptime!(t.options.score.softcap && !t.bias_sums);
-            p = slope_weights::<S>(p, capped, numbers.softcap, slopes);
-            let pending = comptime!(usize::from(columns && !t.bias_sums));
-            let dp = wait::<S>(dp_started, pending, width);
-            let turned = kept_again(&kept, pairs);
-            let none = Vector::<u32, P>::zeroed();
-            let ds = gradients_of_scores::<S, P>(
-                dp, &p, &none, &of_rows, stats_at, &turned, &args, weights,
-            );
-            if comptime!(t.bias_sums) {
-                #[unroll]
-                for i in 0..S::value() {
-                    if comptime!(i % 4 < 2) {
-                        sum0 += ds.extract(i);
-                    } else {
-                        sum1 += ds.extract(i);
+            if weights_count::<S>(&p, &numbers, 1 + group, 128u32, weights) {
+                if comptime!(skips) {
+                    dp_started = product::<S>(a2_desc, b2_desc + offset, scores);
+                }
+                let mut out2_started = out2;
+                if comptime!(columns && !t.bias_sums) {
+                    let kept = drop_out::<S>(p, &kept, comptime!(t.options));
+                    let left = pack_all::<S, P>(kept, t.half);
+                    let wide = b2_wide + offset;
+                    out2_started = accumulate::<P, O>(out2, left, wide, t.half, t.value_dim);
+                }
+                if comptime!(!t.options.biased()) {
+                    capped = s;
+                }
+                // The bias is added to what was softcapped.
+                let slopes = comptime!(t.options.score.softcap && !t.bias_sums);
+                p = slope_weights::<S>(p, capped, numbers.softcap, slopes);
+                let pending = comptime!(usize::from(columns && !t.bias_sums));
+                let dp = wait::<S>(dp_started, pending, width);
+                let turned = kept_again(&kept, pairs);
+                let none = Vector::<u32, P>::zeroed();
+                let ds = gradients_of_scores::<S, P>(
+                    dp, &p, &none, &of_rows, stats_at, &turned, &args, weights,
+                );
+                if comptime!(t.bias_sums) {
+                    #[unroll]
+                    for i in 0..S::value() {
+                        if comptime!(i % 4 < 2) {
+                            sum0 += ds.extract(i);
+                        } else {
+                            sum1 += ds.extract(i);
+                        }
                     }
+                } else {
+                    let left = pack_all::<S, P>(ds, t.half);
+                    let out1_started =
+                        accumulate::<P, O>(out1, left, b1_wide + offset, t.half, t.dim);
+                    if comptime!(columns) {
+                        out2 = wait::<O>(out2_started, 1usize, comptime!(t.value_dim / 2));
+                    }
+                    out1 = wait::<O>(out1_started, 0usize, comptime!(t.dim / 2));
                 }
-            } else {
-                let left = pack_all::<S, P>(ds, t.half);
-                let out1_started = accumulate::<P, O>(out1, left, b1_wide + offset, t.half, t.dim);
-                if comptime!(columns) {
-                    out2 = wait::<O>(out2_started, 1usize, comptime!(t.value_dim / 2));
-                }
-                out1 = wait::<O>(out1_started, 0usize, comptime!(t.dim / 2));
             }
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + stage * 8);

@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::options::{Options, PairShape};
 use crate::arch::sm90::{Half, ROW};
+use crate::shared::score::described_threshold;
 use blocksparse::plan::{Mainloop, Tiling};
 
 /// A tile of pairs: one step of one tile of queries.
@@ -130,13 +131,14 @@ impl fmt::Display for PairTile {
         write!(
             f,
             "hopper  {} × {} tiles gathered from {}-wide blocks{like_rows}, summed over what shares the bias, {} units, \
-             {} products in {} KiB shared",
+             {} products in {} KiB shared{}",
             self.rows(),
             self.cols,
             self.group,
             self.units(),
             self.stages,
             self.shared_bytes().div_ceil(1024),
+            described_threshold(self.options.score, false),
         )
     }
 }

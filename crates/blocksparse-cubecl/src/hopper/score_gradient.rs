@@ -99,6 +99,28 @@ pub fn weights_of<S: Size>(
     p
 }
 
+/// Whether any weight of the `units` that meet at a barrier is not below `exp(−threshold)`.
+#[cube]
+pub fn weights_count<S: Size>(
+    p: &Vector<f32, S>,
+    numbers: &ScoreScalars,
+    barrier: u32,
+    #[comptime] units: u32,
+    #[comptime] t: WeightShape,
+) -> bool {
+    if comptime!(t.options.score.threshold) {
+        let mut most = p.extract(0usize);
+        #[unroll]
+        for i in 1..S::value() {
+            most = larger(most, p.extract(i));
+        }
+        let near = most >= exp2(-numbers.threshold.unwrap());
+        named_any(barrier, near, units)
+    } else {
+        true.runtime()
+    }
+}
+
 /// `ds = p ∘ (dp − delta)`, with dropout of the `kept` pairs, the weights being `packed` where the shape says so.
 #[cube]
 pub fn gradients_of_scores<S: Size, P: Size>(

@@ -86,10 +86,33 @@ impl<O: Size> RowSums<O> {
         self.l1 = step.l1;
         self.tops.raise(step.top0, step.top1, t);
     }
+
+    /// Whether any score of the warpgroup's rows is not below its maximum by more than the threshold. The four warps call this together.
+    pub fn counts<S: Size>(
+        &mut self,
+        s: Vector<f32, S>,
+        step: &StepPairs,
+        numbers: &ScoreScalars,
+        #[comptime] t: Tile,
+    ) -> bool {
+        if comptime!(t.options.score.threshold) {
+            let x = if comptime!(t.coarse.is_some()) {
+                largest_of_blocks::<S>(s, step.blocks, comptime!(t.bits().unwrap()))
+            } else {
+                largest::<S>(s)
+            };
+            let (top0, top1) = (quad_max(x.upper()), quad_max(x.lower()));
+            self.tops.raise(top0, top1, t);
+            let above = larger(top0 - self.m0, top1 - self.m1) * numbers.log2_scale;
+            let near = above >= -numbers.threshold.unwrap();
+            named_any(1 + uniform(unit() / 128), near, 128u32)
+        } else {
+            true.runtime()
+        }
+    }
 }
 
-/// The weights of step `j`, whose products `started` were started before the last `pending` ones. Its keys are then free to be
-/// overwritten, at `stage`.
+/// The weights of step `j`, whose products `started` were started before the last `pending` ones.
 #[cube]
 pub fn step_weights<S: Size, O: Size>(
     started: Vector<f32, S>,
@@ -105,11 +128,43 @@ pub fn step_weights<S: Size, O: Size>(
     numbers: &ScoreScalars,
     #[comptime] t: Tile,
 ) -> Softmax<S> {
+    let s = step_scores::<S>(
+        started, pending, step, stage, loads, plan, args, pairs, j, numbers, t,
+    );
+    weights_of_scores::<S, O>(s, step, sums, numbers, t)
+}
+
+/// The scores of step `j`. Its keys are then free to be overwritten, at `stage`.
+#[cube]
+pub fn step_scores<S: Size>(
+    started: Vector<f32, S>,
+    #[comptime] pending: usize,
+    step: &StepPairs,
+    stage: u32,
+    loads: &Loads,
+    plan: &PlanWords,
+    args: &ComptimeOption<PairArgs>,
+    pairs: &UnitPairs,
+    j: u32,
+    numbers: &ScoreScalars,
+    #[comptime] t: Tile,
+) -> Vector<f32, S> {
     let s = wait::<S>(started, pending, comptime!(t.cols / 2));
     if loads.lane == 0 {
         barrier_arrive(loads.base + comptime!(t.k_empty()) + stage * 8);
     }
-    let s = score::<S>(s, step, plan, args, pairs, j, numbers, t);
+    score::<S>(s, step, plan, args, pairs, j, numbers, t)
+}
+
+/// The weights of a step's scores.
+#[cube]
+pub fn weights_of_scores<S: Size, O: Size>(
+    s: Vector<f32, S>,
+    step: &StepPairs,
+    sums: &RowSums<O>,
+    numbers: &ScoreScalars,
+    #[comptime] t: Tile,
+) -> Softmax<S> {
     let (m0, m1, l0, l1) = (sums.m0, sums.m1, sums.l0, sums.l1);
     if comptime!(t.coarse.is_some()) {
         let shape = comptime!(t.bits().unwrap());
@@ -265,20 +320,10 @@ pub fn softmax<S: Size>(
 ) -> Softmax<S> {
     let width = S::value();
     let eights = comptime!(width / 4);
-    let mut x0 = s.extract(0usize);
-    let mut x1 = s.extract(2usize);
-    let mut x2 = s.extract(1usize);
-    let mut x3 = s.extract(3usize);
-    #[unroll]
-    for j in 1..eights {
-        x0 = larger(x0, s.extract(comptime!(4 * j)));
-        x2 = larger(x2, s.extract(comptime!(4 * j + 1)));
-        x1 = larger(x1, s.extract(comptime!(4 * j + 2)));
-        x3 = larger(x3, s.extract(comptime!(4 * j + 3)));
-    }
-    let top0 = quad_max(larger(x0, x2));
+    let x = largest::<S>(s);
+    let top0 = quad_max(x.upper());
     let m0 = next_max(old_m0, top0, log2_scale);
-    let top1 = quad_max(larger(x1, x3));
+    let top1 = quad_max(x.lower());
     let m1 = next_max(old_m1, top1, log2_scale);
     let n0 = -m0 * log2_scale;
     let n1 = -m1 * log2_scale;
@@ -343,32 +388,10 @@ fn softmax_of_blocks<S: Size>(
     #[comptime] t: BitShape,
 ) -> Softmax<S> {
     let infinity = f32::new(f32::NEG_INFINITY);
-    let mut x0 = infinity;
-    let mut x1 = infinity;
-    #[unroll]
-    for block in 0..comptime!(t.blocks()) {
-        let first = comptime!(4 * block * t.eights());
-        let mut y0 = larger(s.extract(first), s.extract(comptime!(first + 1)));
-        let mut y1 = larger(
-            s.extract(comptime!(first + 2)),
-            s.extract(comptime!(first + 3)),
-        );
-        #[unroll]
-        for eight in 1..comptime!(t.eights()) {
-            let at = comptime!(first + 4 * eight);
-            y0 = larger(y0, larger(s.extract(at), s.extract(comptime!(at + 1))));
-            y1 = larger(
-                y1,
-                larger(s.extract(comptime!(at + 2)), s.extract(comptime!(at + 3))),
-            );
-        }
-        let its = keeps(kept, block);
-        x0 = larger(x0, select(its, y0, infinity));
-        x1 = larger(x1, select(its, y1, infinity));
-    }
-    let top0 = quad_max(x0);
+    let x = largest_of_blocks::<S>(s, kept, t);
+    let top0 = quad_max(x.x0);
     let m0 = next_max(old_m0, top0, log2_scale);
-    let top1 = quad_max(x1);
+    let top1 = quad_max(x.x1);
     let m1 = next_max(old_m1, top1, log2_scale);
     let n0 = -m0 * log2_scale;
     let n1 = -m1 * log2_scale;
@@ -413,6 +436,79 @@ fn softmax_of_blocks<S: Size>(
         a1,
         top0,
         top1,
+    }
+}
+
+/// The largest scores of two rows: `x0` and `x2` of the upper one, `x1` and `x3` of the lower one.
+#[derive(CubeType, Clone, Copy)]
+struct Largest {
+    x0: f32,
+    x1: f32,
+    x2: f32,
+    x3: f32,
+}
+
+#[cube]
+impl Largest {
+    fn upper(&self) -> f32 {
+        larger(self.x0, self.x2)
+    }
+
+    fn lower(&self) -> f32 {
+        larger(self.x1, self.x3)
+    }
+}
+
+/// Those of the unit's columns.
+#[cube]
+fn largest<S: Size>(s: Vector<f32, S>) -> Largest {
+    let width = S::value();
+    let mut x0 = s.extract(0usize);
+    let mut x1 = s.extract(2usize);
+    let mut x2 = s.extract(1usize);
+    let mut x3 = s.extract(3usize);
+    #[unroll]
+    for j in 1..comptime!(width / 4) {
+        x0 = larger(x0, s.extract(comptime!(4 * j)));
+        x2 = larger(x2, s.extract(comptime!(4 * j + 1)));
+        x1 = larger(x1, s.extract(comptime!(4 * j + 2)));
+        x3 = larger(x3, s.extract(comptime!(4 * j + 3)));
+    }
+    Largest { x0, x1, x2, x3 }
+}
+
+/// Those of the blocks that the warp's rows keep, all of them in `x0` and `x1`.
+#[cube]
+fn largest_of_blocks<S: Size>(s: Vector<f32, S>, kept: u32, #[comptime] t: BitShape) -> Largest {
+    let infinity = f32::new(f32::NEG_INFINITY);
+    let mut x0 = infinity;
+    let mut x1 = infinity;
+    #[unroll]
+    for block in 0..comptime!(t.blocks()) {
+        let first = comptime!(4 * block * t.eights());
+        let mut y0 = larger(s.extract(first), s.extract(comptime!(first + 1)));
+        let mut y1 = larger(
+            s.extract(comptime!(first + 2)),
+            s.extract(comptime!(first + 3)),
+        );
+        #[unroll]
+        for eight in 1..comptime!(t.eights()) {
+            let at = comptime!(first + 4 * eight);
+            y0 = larger(y0, larger(s.extract(at), s.extract(comptime!(at + 1))));
+            y1 = larger(
+                y1,
+                larger(s.extract(comptime!(at + 2)), s.extract(comptime!(at + 3))),
+            );
+        }
+        let its = keeps(kept, block);
+        x0 = larger(x0, select(its, y0, infinity));
+        x1 = larger(x1, select(its, y1, infinity));
+    }
+    Largest {
+        x0,
+        x1,
+        x2: x0,
+        x3: x1,
     }
 }
 

@@ -9,6 +9,7 @@ use super::options::{Options, PairShape};
 use super::pair_tile::PairTile;
 use crate::arch::sm90::{Half, ProductShape, ROW, ROW_ELEMENTS};
 use crate::shared::own_rows::OwnShape;
+use crate::shared::score::described_threshold;
 use blocksparse::plan::{Mainloop, Tiling};
 
 /// Rows of a warpgroup.
@@ -260,6 +261,11 @@ impl Tile {
         self.warpgroups == 2 && self.overlap
     }
 
+    /// Whether there are registers for a step's second product beside the sums, where nothing overlaps.
+    pub(super) fn sums_apart(&self) -> bool {
+        self.value_dim <= 128
+    }
+
     /// Columns of the sums.
     fn sum_width(&self) -> usize {
         self.value_dim
@@ -340,7 +346,8 @@ impl Tile {
 
 impl fmt::Display for Tile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.describe(f)
+        self.describe(f)?;
+        f.write_str(described_threshold(self.options.score, true))
     }
 }
 
@@ -573,6 +580,7 @@ impl BackwardTile {
 impl fmt::Display for BackwardTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.describe(f)?;
+        f.write_str(described_threshold(self.options.score, true))?;
         if self.persistent {
             write!(f, ", tile after tile")?;
         }

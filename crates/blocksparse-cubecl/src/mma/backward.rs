@@ -10,7 +10,7 @@
 //! While step j is computed, the rows of step j + 1 are copied, and the positions of step j + 2 worked out. p and ds
 //! are left operands in registers. In a loop over columns s, p, dp and ds are transposes, and lse and delta belong to columns:
 //! they are copied with the step. `out1 · scale` is dQ or dK, out2 is dV. Biases are added to s as forward; with dropout p in `p · b2`, and
-//! dp, have the factors of the forward pass.
+//! dp, have the factors of the forward pass. With a threshold a warp leaves out what follows p where all of it is below `exp(−threshold)`.
 
 // What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
@@ -243,39 +243,41 @@ pub fn backward(
                 columns,
                 t,
             );
-            if comptime!(columns && t.outputs.second()) {
-                let p = pack_kept(&s, &kept, t);
-                accumulate(
-                    &p,
-                    places.b2_rows + b2_stage,
-                    &mut out2,
-                    comptime!(t.value_dim),
-                    t,
-                );
-            }
-            if comptime!(t.outputs.first()) {
-                let b2_cols = places.b2_cols + b2_stage;
-                let dim = comptime!(t.value_dim);
-                let mut ds = product(places.a2_rows, &none, b2_cols, false, dim, t);
-                gradients_of_scores(
-                    &mut ds,
-                    &s,
-                    &of_rows,
-                    stats_stage,
-                    &kept,
-                    dropout.factor,
-                    &slopes,
-                    columns,
-                    t,
-                );
-                if comptime!(!t.bias_gradient) {
-                    let left = pack_left(&ds, t);
-                    let b1_rows = places.b1_rows + b1_stage;
-                    accumulate(&left, b1_rows, &mut out1, comptime!(t.head_dim), t);
-                } else if comptime!(columns) {
-                    sum_queries(&ds, &mut key_sums, t);
-                } else {
-                    add_pairs(&s, &ds, &gradient, own, cols, t);
+            if weights_count(&s, &numbers, t) {
+                if comptime!(columns && t.outputs.second()) {
+                    let p = pack_kept(&s, &kept, t);
+                    accumulate(
+                        &p,
+                        places.b2_rows + b2_stage,
+                        &mut out2,
+                        comptime!(t.value_dim),
+                        t,
+                    );
+                }
+                if comptime!(t.outputs.first()) {
+                    let b2_cols = places.b2_cols + b2_stage;
+                    let dim = comptime!(t.value_dim);
+                    let mut ds = product(places.a2_rows, &none, b2_cols, false, dim, t);
+                    gradients_of_scores(
+                        &mut ds,
+                        &s,
+                        &of_rows,
+                        stats_stage,
+                        &kept,
+                        dropout.factor,
+                        &slopes,
+                        columns,
+                        t,
+                    );
+                    if comptime!(!t.bias_gradient) {
+                        let left = pack_left(&ds, t);
+                        let b1_rows = places.b1_rows + b1_stage;
+                        accumulate(&left, b1_rows, &mut out1, comptime!(t.head_dim), t);
+                    } else if comptime!(columns) {
+                        sum_queries(&ds, &mut key_sums, t);
+                    } else {
+                        add_pairs(&s, &ds, &gradient, own, cols, t);
+                    }
                 }
             }
             store_place(base, done + 2, &found, listing, b_len, t);

@@ -9,6 +9,7 @@
 //!     o = a · o + p · V(j)       mma.sync            o = a · o + p · V(j)
 //! ```
 //!
+//! With a threshold a warp leaves out the rest of a step whose scores are all below `m` by more: its values lie in shared memory by then.
 //! Biases are added to s, softcapped or scaled, before its maximum is taken; dropout takes pairs out of p once they are summed.
 //!
 //! Two cubes share a multiprocessor and fill each other's gaps. Positions of a step's columns are worked out one step
@@ -239,15 +240,17 @@ pub fn forward(
             let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
             mask(&mut s, plan, parts.masks, entry, own.row, quad, t);
         }
-        softmax(&mut s, &mut m, &mut l, &mut o, &mut top, log2_scale, t);
-        let p = pack_kept(&s, &kept_bits, t);
-        accumulate(
-            &p,
-            v_rows + stage * comptime!(t.b2_bytes() as u32),
-            &mut o,
-            comptime!(t.value_dim),
-            t,
-        );
+        if scores_count(&s, &m, &mut top, &numbers, t) {
+            softmax(&mut s, &mut m, &mut l, &mut o, &mut top, log2_scale, t);
+            let p = pack_kept(&s, &kept_bits, t);
+            accumulate(
+                &p,
+                v_rows + stage * comptime!(t.b2_bytes() as u32),
+                &mut o,
+                comptime!(t.value_dim),
+                t,
+            );
+        }
         store_position(slots, j + 2, place, listing, strides.k.len, t);
     }
 
@@ -422,6 +425,51 @@ fn store_position(
     }
 }
 
+/// The largest score of the unit's row `i`, over the columns of all lanes.
+#[cube]
+fn row_top(s: &Array<Vector<f32, Four>>, #[comptime] i: usize, #[comptime] t: Tile) -> f32 {
+    let eights = comptime!(t.eights());
+    let first = comptime!(i / 2 * eights);
+    let low = comptime!(i % 2 * 2);
+    let mut x = s[first].extract(low);
+    let mut y = s[first].extract(comptime!(low + 1));
+    #[unroll]
+    for n in 1..eights {
+        let four = s[comptime!(first + n)];
+        x = larger(x, four.extract(low));
+        y = larger(y, four.extract(comptime!(low + 1)));
+    }
+    let x = larger(x, y);
+    let x = larger(x, shuffle_xor(x, 1u32));
+    larger(x, shuffle_xor(x, 2u32))
+}
+
+/// Whether any score of the warp's rows is not below its maximum by more than the threshold.
+#[cube]
+fn scores_count(
+    s: &Array<Vector<f32, Four>>,
+    m: &Array<f32>,
+    top: &mut Array<f32>,
+    numbers: &ScoreScalars,
+    #[comptime] t: Tile,
+) -> bool {
+    if comptime!(t.score.threshold) {
+        let threshold = numbers.threshold.unwrap();
+        let mut near = false.runtime();
+        #[unroll]
+        for i in 0..comptime!(2 * t.warp_tiles) {
+            let x = row_top(s, i, t);
+            if comptime!(t.max_scores) {
+                top[i] = larger(top[i], x);
+            }
+            near = near || (m[i] - x) * numbers.log2_scale <= threshold;
+        }
+        above_any(select(near, 1u32, 0u32)) != 0
+    } else {
+        true.runtime()
+    }
+}
+
 /// One step of online softmax: scores to weights, and what was summed before rescaled.
 #[cube]
 pub fn softmax(
@@ -440,17 +488,7 @@ pub fn softmax(
     for i in 0..comptime!(2 * t.warp_tiles) {
         let first = comptime!(i / 2 * eights);
         let low = comptime!(i % 2 * 2);
-        let mut x = s[first].extract(low);
-        let mut y = s[first].extract(comptime!(low + 1));
-        #[unroll]
-        for n in 1..eights {
-            let four = s[comptime!(first + n)];
-            x = larger(x, four.extract(low));
-            y = larger(y, four.extract(comptime!(low + 1)));
-        }
-        let x = larger(x, y);
-        let x = larger(x, shuffle_xor(x, 1u32));
-        let x = larger(x, shuffle_xor(x, 2u32));
+        let x = row_top(&*s, i, t);
         if comptime!(t.max_scores) {
             top[i] = larger(top[i], x);
         }

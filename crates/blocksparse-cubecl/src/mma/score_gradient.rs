@@ -8,6 +8,7 @@ use super::tile::*;
 use crate::arch::sm80::*;
 use crate::shared::addressing::Four;
 use crate::shared::own_rows::own_place;
+use crate::shared::score::ScoreScalars;
 
 /// lse and delta of the queries of a step: of the unit's rows, or in a loop over columns in shared memory.
 #[derive(CubeType)]
@@ -110,6 +111,29 @@ pub fn weigh(
             }
             s[at] = four;
         }
+    }
+}
+
+/// Whether any of the warp's weights is not below `exp(−threshold)`.
+#[cube]
+pub fn weights_count(
+    p: &Array<Vector<f32, Four>>,
+    numbers: &ScoreScalars,
+    #[comptime] t: Tile,
+) -> bool {
+    if comptime!(t.score.threshold) {
+        let mut most = f32::new(0.0);
+        #[unroll]
+        for n in 0..comptime!(t.warp_tiles * t.eights()) {
+            #[unroll]
+            for i in 0..4usize {
+                most = larger(most, p[n].extract(i));
+            }
+        }
+        let near = most >= exp2(-numbers.threshold.unwrap());
+        above_any(select(near, 1u32, 0u32)) != 0
+    } else {
+        true.runtime()
     }
 }
 

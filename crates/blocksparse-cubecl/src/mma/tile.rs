@@ -5,6 +5,7 @@ use std::fmt;
 use crate::arch::sm80::*;
 use crate::call::{Kernel, ScoreKind};
 use crate::shared::own_rows::OwnShape;
+use crate::shared::score::described_threshold;
 use blocksparse::plan::{Mainloop, Tiling};
 
 /// Stands for a position outside of the sequence.
@@ -241,13 +242,14 @@ impl fmt::Display for Described {
         };
         write!(
             f,
-            "mma     {tf32}{} × {} tiles gathered from {}-wide blocks{like}, {} units, {} stages in {} KiB shared{split}",
+            "mma     {tf32}{} × {} tiles gathered from {}-wide blocks{like}, {} units, {} stages in {} KiB shared{split}{}",
             tile.rows(),
             tile.cols,
             tile.group,
             tile.units(),
             tile.stages,
             tile.shared_bytes(kernel != Kernel::Forward).div_ceil(1024),
+            described_threshold(tile.score, true),
         )
     }
 }

@@ -2,6 +2,8 @@
 
 use cubecl::prelude::*;
 
+use crate::call::ScoreKind;
+
 /// What products are multiplied by on their way to scores, of the tensor-core tiers.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct ScoreScalars {
@@ -13,6 +15,8 @@ pub struct ScoreScalars {
     pub softcap: f32,
     /// From products to the argument of the softcap's tanh, times 2 log2 e; without a softcap the factor of products that biases are added to.
     pub cap_scale: f32,
+    /// The softmax threshold, in powers of two.
+    pub threshold: ComptimeOption<f32>,
 }
 
 /// The same of the `simt` tier.
@@ -22,6 +26,17 @@ pub struct ScoreInputs {
     pub scale: InputScalar,
     /// Bound of the scores.
     pub softcap: InputScalar,
+    /// The softmax threshold.
+    pub threshold: ComptimeOption<InputScalar>,
+}
+
+/// What a kernel's line of a plan says of a threshold.
+pub fn described_threshold(score: ScoreKind, skips: bool) -> &'static str {
+    match (score.threshold, skips) {
+        (false, _) => "",
+        (true, true) => ", tiles below the softmax threshold skipped",
+        (true, false) => ", no tile skipped",
+    }
 }
 
 /// Scores of masked pairs. `exp(LOW − m)` is 0 for every `m ≥ LOWEST_MAX`, without infinities, which

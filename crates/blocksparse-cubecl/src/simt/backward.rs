@@ -55,6 +55,8 @@ pub struct MainloopOutputs<E: Float, A: Float, N: Size> {
 /// With a softcap `ds` has the factor `1 − (s / softcap)²`, s being softcapped, before biases are added to it. With dropout p in
 /// `p · b2`, and dp, have the factors of the forward pass. The stored weights, if there are any, take the place of `exp(s − lse)`.
 ///
+/// With a threshold a step whose weights are all below `exp(−threshold)`, of a plane's pairs, needs nothing but s.
+///
 /// Key heads serve `heads_per_kv` query heads: a loop over columns goes through all of them.
 ///
 /// With `t.bias_gradient` the kernel makes the gradient of the bias instead, `ds` without the softcap's factor: a loop over rows adds it
@@ -121,11 +123,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     } else {
         1
     }));
-    let mut key_sums = Array::<A>::new(comptime!(t.unit_rows));
-    #[unroll]
-    for i in 0..comptime!(t.unit_rows) {
-        key_sums[i] = A::new(0.0);
-    }
+    let mut key_sums = no_numbers::<A>(comptime!(t.unit_rows));
     // A fused pass has a cube for a group of tiles, and sums of dQ for each group.
     let group_rows = CUBE_POS_X as usize * schedule.slice.batches * heads * b_len;
     if comptime!(t.fused) {
@@ -231,7 +229,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
                         &seq_lengths,
                         t,
                     );
-                    let pairs = if comptime!(t.store.is_some()) {
+                    let mut pairs = if comptime!(t.store.is_some()) {
                         let places = StoredPlaces {
                             first: place0,
                             entry,
@@ -247,36 +245,46 @@ pub fn backward<E: Float, A: Float, N: Size>(
                             &mut s, &sums, &of_rows, &of_cols, &of_head, masked, bits, t,
                         )
                     };
-                    let dp = product_rows(&a2_tile, &b2_tile, &unit, dims[1], t);
-                    let kept = factors::<A>(&dropout, &positions, batch, head, t);
-                    let ds = pairs.gradients(&dp, &kept, &of_rows, &of_cols, t);
-                    if comptime!(t.bias_gradient) {
-                        if comptime!(columns) {
-                            add_rows(&mut key_sums, &ds, t);
+                    if pairs.count(&numbers.threshold, t) {
+                        let dp = product_rows(&a2_tile, &b2_tile, &unit, dims[1], t);
+                        let kept = factors::<A>(&dropout, &positions, batch, head, t);
+                        let ds = pairs.gradients(&dp, &kept, &of_rows, &of_cols, t);
+                        if comptime!(t.bias_gradient) {
+                            if comptime!(columns) {
+                                add_rows(&mut key_sums, &ds, t);
+                            } else {
+                                let strides = &biases.strides;
+                                let bias = &mut outputs.bias;
+                                add_pairs(bias, &pairs, &ds, &positions, &of_head, strides, t);
+                            }
+                        } else if comptime!(t.fused) {
+                            put_rows(&mut ds_tile, &pairs.given(&kept, t), &unit, t);
+                            sync_row(t);
+                            let dim = dims[1];
+                            accumulate_product(
+                                &ds_tile, &b2_tile, &mut out2, &unit, halves, dim, t,
+                            );
+                            sync_row(t);
+                            put_rows(&mut ds_tile, &ds, &unit, t);
                         } else {
-                            let strides = &biases.strides;
-                            let bias = &mut outputs.bias;
-                            add_pairs(bias, &pairs, &ds, &positions, &of_head, strides, t);
+                            put_rows(&mut ds_tile, &ds, &unit, t);
+                            if comptime!(columns) {
+                                put_rows(&mut p_tile, &pairs.given(&kept, t), &unit, t);
+                            }
+                            sync_row(t);
+                            let dim = dims[0];
+                            accumulate_product(
+                                &ds_tile, &b1_tile, &mut out1, &unit, halves, dim, t,
+                            );
+                            if comptime!(columns) {
+                                let dim = dims[1];
+                                accumulate_product(
+                                    &p_tile, &b2_tile, &mut out2, &unit, halves, dim, t,
+                                );
+                            }
                         }
                     } else if comptime!(t.fused) {
-                        put_rows(&mut ds_tile, &pairs.given(&kept, t), &unit, t);
-                        sync_row(t);
-                        let dim = dims[1];
-                        accumulate_product(&ds_tile, &b2_tile, &mut out2, &unit, halves, dim, t);
-                        sync_row(t);
-                        put_rows(&mut ds_tile, &ds, &unit, t);
-                    } else {
-                        put_rows(&mut ds_tile, &ds, &unit, t);
-                        if comptime!(columns) {
-                            put_rows(&mut p_tile, &pairs.given(&kept, t), &unit, t);
-                        }
-                        sync_row(t);
-                        let dim = dims[0];
-                        accumulate_product(&ds_tile, &b1_tile, &mut out1, &unit, halves, dim, t);
-                        if comptime!(columns) {
-                            let dim = dims[1];
-                            accumulate_product(&p_tile, &b2_tile, &mut out2, &unit, halves, dim, t);
-                        }
+                        clear_rows(&mut ds_tile, &unit, t);
                     }
                 }
                 if comptime!(t.fused) {

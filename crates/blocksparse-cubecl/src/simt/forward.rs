@@ -18,6 +18,7 @@ use crate::shared::score::{LOW, ScoreInputs};
 /// m = −∞  l = 0  o = 0                         per row of the tile
 /// for each step:
 ///     s  = scale · q · kᵀ                      softcap, biases, masked pairs to LOW
+///     next step if s < m − threshold           of all pairs of a unit's rows, and a threshold is given
 ///     m' = max(m, max(s))
 ///     p  = exp(s − m')                         a = exp(m − m')
 ///     l  = a · l + Σ p                         o = a · o + p · v      with dropout, of the p that are kept
@@ -85,7 +86,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     }
     let of_head = head_scores::<E, A>(&numbers, &biases, slope, batch, head);
     let head_row = batch * schedule.slice.heads + head;
-    let mut softmax = Softmax::<A>::begin(t);
+    let mut softmax = Softmax::<A>::begin(&numbers.threshold, t);
     if comptime!(t.carry) {
         let rows = unit_rows(&schedule, own.rows, head_row, lengths.queries, &unit, t);
         softmax.carry_on::<E, N>(&outputs, &rows, &unit, t);
@@ -121,9 +122,11 @@ pub fn forward<E: Float, A: Float, N: Size>(
                 mask(&mut s, bits, t);
             }
             let kept = factors::<A>(&dropout, &positions, batch, head, t);
-            softmax.step(&s, &kept, &mut p_tile, &mut scratch, &unit, t);
+            let counts = softmax.step(&s, &kept, &mut p_tile, &mut scratch, &unit, t);
             sync_row(t);
-            accumulate_product(&p_tile, &v_tile, &mut softmax.o, &unit, halves, dims[1], t);
+            if counts {
+                accumulate_product(&p_tile, &v_tile, &mut softmax.o, &unit, halves, dims[1], t);
+            }
         }
     }
     let rows = unit_rows(&schedule, own.rows, head_row, lengths.queries, &unit, t);

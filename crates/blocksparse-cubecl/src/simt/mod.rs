@@ -26,6 +26,7 @@ pub use tile::Tile;
 
 use super::call::{Kernel, PartRequest};
 use super::error::KernelError;
+use super::shared::score::described_threshold;
 use super::tuning::Tuning;
 use blocksparse::plan::{Grouping, Mainloop, Tiling};
 use tile::pitch;
@@ -117,7 +118,7 @@ pub fn tiling(tile: &Tile) -> Tiling {
 /// A tile as plans print it, with sums of `accumulator` bytes.
 pub fn describe(tile: &Tile, kernel: Kernel, accumulator: usize) -> String {
     format!(
-        "simt  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} KiB shared{}",
+        "simt  {} × {} tiles gathered from {}-wide blocks{}, {} units, {} KiB shared{}{}",
         tile.rows,
         tile.cols(),
         tile.group,
@@ -129,6 +130,7 @@ pub fn describe(tile: &Tile, kernel: Kernel, accumulator: usize) -> String {
         tile.units(),
         shared_bytes(tile, kernel, accumulator).div_ceil(1024),
         if tile.planes { ", planes" } else { "" },
+        described_threshold(tile.score, true),
     )
 }
 

@@ -24,11 +24,7 @@ pub fn product_rows<A: Float>(
 ) -> Array<A> {
     let rows = comptime!(t.unit_rows);
     let pitch = comptime!(pitch(dim));
-    let mut product = Array::<A>::new(comptime!(rows * 4));
-    #[unroll]
-    for i in 0..comptime!(rows * 4) {
-        product[i] = A::new(0.0);
-    }
+    let mut product = no_numbers::<A>(comptime!(rows * 4));
     let together = comptime!(1 << fours(dim).trailing_zeros().min(2));
     for first in range_stepped(0usize, comptime!(fours(dim)), together) {
         let a_at = bounded(unit.y * rows * pitch + first, comptime!(t.rows * pitch));
@@ -139,6 +135,17 @@ pub fn scratch_len(t: Tile) -> usize {
         true => 1,
         false => t.rows * t.units_x,
     }
+}
+
+/// Numbers before the first is added.
+#[cube]
+pub fn no_numbers<A: Float>(#[comptime] count: usize) -> Array<A> {
+    let mut sums = Array::<A>::new(count);
+    #[unroll]
+    for i in 0..count {
+        sums[i] = A::new(0.0);
+    }
+    sums
 }
 
 /// A unit's sums before the first product.

@@ -174,6 +174,30 @@ pub fn weights_of_products<A: Float>(
 
 #[cube]
 impl<A: Float> PairWeights<A> {
+    /// Whether any weight of the unit's plane is not below `exp(−threshold)`. Without planes a step has barriers, at which all units have to
+    /// meet: low weights of a unit become 0.
+    pub fn count(&mut self, threshold: &ComptimeOption<InputScalar>, #[comptime] t: Tile) -> bool {
+        if comptime!(t.score.threshold) {
+            let least = (-threshold.as_ref().unwrap().get::<A>()).exp();
+            let mut near = false.runtime();
+            #[unroll]
+            for i in 0..comptime!(t.unit_rows * 4) {
+                near = near || self.p[i] >= least;
+            }
+            if comptime!(t.planes) {
+                plane_any(near)
+            } else {
+                #[unroll]
+                for i in 0..comptime!(t.unit_rows * 4) {
+                    self.p[i] = select(near, self.p[i], A::new(0.0));
+                }
+                true.runtime()
+            }
+        } else {
+            true.runtime()
+        }
+    }
+
     /// The weights as values got them, with dropout.
     pub fn given(&self, kept: &Array<A>, #[comptime] t: Tile) -> Array<Vector<A, Four>> {
         let mut fours = Array::<Vector<A, Four>>::new(comptime!(t.unit_rows));

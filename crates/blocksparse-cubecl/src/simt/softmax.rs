@@ -19,12 +19,14 @@ pub struct Softmax<A: Float> {
     pub o: Array<Vector<A, Four>>,
     /// The largest score, where it is written.
     top: Array<A>,
+    /// By how much scores are below the largest ones where they are left out.
+    threshold: A,
 }
 
 #[cube]
 impl<A: Float> Softmax<A> {
     /// Of no step.
-    pub fn begin(#[comptime] t: Tile) -> Softmax<A> {
+    pub fn begin(threshold: &ComptimeOption<InputScalar>, #[comptime] t: Tile) -> Softmax<A> {
         let rows = comptime!(t.unit_rows);
         let fours = comptime!(rows * t.unit_fours(t.value_dim));
         let mut m = Array::<A>::new(rows);
@@ -45,7 +47,18 @@ impl<A: Float> Softmax<A> {
         for i in 0..tops {
             top[i] = A::new(LOWEST_MAX);
         }
-        Softmax::<A> { m, l, o, top }
+        let threshold = if comptime!(t.score.threshold) {
+            threshold.as_ref().unwrap().get::<A>()
+        } else {
+            A::new(0.0)
+        };
+        Softmax::<A> {
+            m,
+            l,
+            o,
+            top,
+            threshold,
+        }
     }
 
     /// Carries on from what an earlier part of the pattern left in the outputs: a finished part is a row of the softmax with maximum lse and
@@ -91,7 +104,8 @@ impl<A: Float> Softmax<A> {
         }
     }
 
-    /// With the scores of a step, whose weights go to shared memory, with dropout times the factors of what is kept.
+    /// With the scores of a step, whose weights go to shared memory, with dropout times the factors of what is kept. Returns whether there are
+    /// any: all units of a row know the same, and with a threshold leave out scores that are all too low.
     pub fn step(
         &mut self,
         s: &Array<A>,
@@ -100,9 +114,8 @@ impl<A: Float> Softmax<A> {
         scratch: &mut Shared<[A]>,
         unit: &Unit,
         #[comptime] t: Tile,
-    ) {
+    ) -> bool {
         let rows = comptime!(t.unit_rows);
-        let unit_fours = comptime!(t.unit_fours(t.value_dim));
         let mut largest = Array::<A>::new(rows);
         #[unroll]
         for i in 0..rows {
@@ -117,6 +130,39 @@ impl<A: Float> Softmax<A> {
                 self.top[i] = self.top[i].max(largest[i]);
             }
         }
+        let counts = self.counts(&largest, t);
+        if counts {
+            self.weigh(s, &largest, kept, p_tile, unit, t);
+        }
+        counts
+    }
+
+    /// Whether the largest score of any row is not below its maximum by more than the threshold.
+    fn counts(&self, largest: &Array<A>, #[comptime] t: Tile) -> bool {
+        if comptime!(t.score.threshold) {
+            let mut near = false.runtime();
+            #[unroll]
+            for i in 0..comptime!(t.unit_rows) {
+                near = near || self.m[i] - largest[i] <= self.threshold;
+            }
+            near
+        } else {
+            true.runtime()
+        }
+    }
+
+    /// Weights of scores, the largest of which are known, and what was summed before rescaled.
+    fn weigh(
+        &mut self,
+        s: &Array<A>,
+        largest: &Array<A>,
+        kept: &Array<A>,
+        p_tile: &mut Shared<[Vector<A, Four>]>,
+        unit: &Unit,
+        #[comptime] t: Tile,
+    ) {
+        let rows = comptime!(t.unit_rows);
+        let unit_fours = comptime!(t.unit_fours(t.value_dim));
         #[unroll]
         for i in 0..rows {
             let next = self.m[i].max(largest[i]);

@@ -69,6 +69,7 @@ pub(crate) fn request(
                 .is_some_and(|dropout| matches!(dropout.seed, Seed::Place(_))),
             bias,
             relative,
+            threshold: options.softmax_threshold.is_some(),
         })
         .with_scale(options.scale_for(head_dim))
         .with_stored_weights(options.weights == WeightsMode::Store)
@@ -311,6 +312,7 @@ impl Call {
         scores.softcap = self.options.softcap;
         scores.slopes = self.options.alibi.clone();
         scores.dropout = self.options.active_dropout();
+        scores.threshold = self.options.softmax_threshold;
         scores.bias = self.bias.as_ref().map(bias_view);
         scores.relative = self.relative.as_ref().map(table_view);
         scores

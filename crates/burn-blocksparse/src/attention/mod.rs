@@ -145,6 +145,8 @@ impl<'a> SparseAttentionCall<'a> {
         softcap => options.softcap: Some(f64),
         /// Applies attention dropout after the softmax: [`AttentionOptions::dropout`].
         dropout => options.dropout: Some(Dropout),
+        /// Skips tiles whose scores are far below the largest ones: [`AttentionOptions::softmax_threshold`].
+        softmax_threshold => options.softmax_threshold: Some(f64),
         /// Sets the precision of matmuls of f32 tensors.
         precision => options.precision: ProductPrecision,
         /// Sets what is stored for the backward pass. [`weights`](Self::weights), which returns them, implies [`WeightsMode::Store`].

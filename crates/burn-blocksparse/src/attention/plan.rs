@@ -80,7 +80,7 @@ impl AttentionPlan {
             let plan =
                 crate::attention::backend::plan(inner, packed.as_ref().unwrap_or(own), request)?;
             if crate::base::cube::uses_reference() {
-                return Ok(Chosen::reference(&device, layout));
+                return Ok(Chosen::reference(&device, layout, options));
             }
             let autodiff = [q, k, v].into_iter().any(|x| x.device().is_autodiff());
             if autodiff || is_autodiff(biases) {
@@ -91,7 +91,7 @@ impl AttentionPlan {
                 packed,
             });
         }
-        Ok(Chosen::reference(&device, layout))
+        Ok(Chosen::reference(&device, layout, options))
     }
 }
 
@@ -104,8 +104,12 @@ pub struct Chosen {
 }
 
 impl Chosen {
-    fn reference(device: &Device, layout: Layout) -> Self {
-        let device = place(device, layout);
+    fn reference(device: &Device, layout: Layout, options: &AttentionOptions) -> Self {
+        let skips = match options.softmax_threshold {
+            Some(_) => ", no tile skipped",
+            None => "",
+        };
+        let device = place(device, layout) + skips;
         Self {
             plan: AttentionPlan::Reference { device },
             packed: None,

@@ -281,6 +281,7 @@ impl SparseMultiHeadAttentionConfig {
             ("head_dim", self.head_dim.is_some()),
             ("rope_scaling", self.rope_scaling.is_some()),
             ("softcap", self.softcap.is_some()),
+            ("softmax_threshold", self.softmax_threshold.is_some()),
             ("dropout", self.dropout > 0.0),
             ("alibi", self.alibi),
             ("relative_reach", self.relative_reach.is_some()),

@@ -203,6 +203,7 @@ fn configurations_that_do_not_fit_are_refused() {
         init(config(32, 4).with_d_value(Some(10))) => "d_value must be a positive multiple of n_heads = 4, got 10";
         init(config(32, 4).with_n_kv_heads(Some(3))) => "n_heads must be a positive multiple of n_kv_heads = 3, got 4";
         init(config(32, 4).with_softcap(Some(-1.0))) => "softcap must be positive and finite, got -1";
+        init(config(32, 4).with_softmax_threshold(Some(0.0))) => "softmax_threshold must be positive and finite, got 0";
     }
     for block_size in [0, 7, 256] {
         let error = config(32, 4).with_block_size(block_size).try_init(&device);

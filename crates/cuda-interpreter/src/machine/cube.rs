@@ -17,6 +17,8 @@ struct Named {
     /// Threads it waits for, where not for all of the cube.
     threads: Option<u32>,
     rounds: u64,
+    /// Whether any of those that have come says so, and of the round before.
+    any: [bool; 2],
 }
 
 pub struct Cube {
@@ -100,6 +102,7 @@ impl Cube {
             if named.arrived > 0 && named.arrived == named.threads.unwrap_or(self.alive) {
                 named.arrived = 0;
                 named.rounds += 1;
+                named.any = [false, named.any[0]];
                 self.events += 1;
                 if let Some(races) = &mut self.races {
                     races.pass(Meeting::Named(id as u64));
@@ -110,6 +113,18 @@ impl Cube {
 
     pub fn is_past(&self, id: u64, round: u64) -> bool {
         self.named[id as usize].rounds > round
+    }
+
+    /// Threads that arrive next at a barrier say so.
+    pub fn say(&mut self, id: u64) {
+        if let Some(named) = self.named.get_mut(id as usize) {
+            named.any[0] = true;
+        }
+    }
+
+    /// Whether any thread of a barrier's last round said so.
+    pub fn said(&self, id: u64) -> bool {
+        self.named[id as usize].any[1]
     }
 
     pub fn end(&mut self, threads: u32) {

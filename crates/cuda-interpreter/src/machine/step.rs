@@ -122,12 +122,23 @@ impl Warp {
             }
             Op::Exit => return Ok(Flow::End { lanes: active }),
             Op::Trap => return Err(Fault::Trap),
-            Op::Barrier { id, threads, waits } => {
+            Op::Barrier {
+                id,
+                threads,
+                waits,
+                any,
+            } => {
                 let threads = threads.map(|slot| self.uniform(slot, active) & u64::from(u32::MAX));
                 let id = self.uniform(*id, active) & u64::from(u32::MAX);
+                if any
+                    .is_some_and(|[_, from]| each(active).any(|lane| self.at(from)[lane] & 1 != 0))
+                {
+                    cube.say(id);
+                }
                 let round = cube.arrive(self.number, id, active.count_ones(), threads)?;
                 if *waits {
-                    return Ok(Flow::Wait(Wait::Barrier { id, round }));
+                    let any = any.map(|[to, _]| to);
+                    return Ok(Flow::Wait(Wait::Barrier { id, round, any }));
                 }
             }
             Op::WarpBarrier { members } if missing(self, *members) => return Ok(Flow::Again),

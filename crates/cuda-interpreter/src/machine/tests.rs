@@ -151,6 +151,20 @@ fn a_barrier_is_waited_at_and_a_missing_one_shows() {
 }
 
 #[test]
+fn threads_at_a_barrier_know_whether_any_says_so() {
+    let vote = |who: u32| {
+        let text = format!(
+            "{{ .reg .pred p, q; setp.eq.u32 p, %tid, {who}; bar.red.or.pred q, 1, 64, p; selp.u32 %r5, 1, 0, q; \
+             setp.eq.u32 p, %tid, 99; bar.red.or.pred q, 1, 64, p; selp.u32 %r6, 2, 0, q; }} \
+             add.u32 %r5, %r5, %r6; st.global.u32 [%mine], %r5;"
+        );
+        output(&text, 64)
+    };
+    assert_eq!(vote(40), [1; 64]);
+    assert_eq!(vote(64), [0; 64]);
+}
+
+#[test]
 fn what_a_device_would_not_do_stops_a_kernel() {
     assert!(matches!(
         fault("st.global.u32 [%mine+4], %tid;", 8),

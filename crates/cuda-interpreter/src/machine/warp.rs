@@ -14,8 +14,12 @@ use crate::ptx::{Address, Lanes, Slot, Space, Special};
 /// What a group of threads waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
-    /// A round of a barrier by number.
-    Barrier { id: u64, round: u64 },
+    /// A round of a barrier by number, and where whether any thread said so goes.
+    Barrier {
+        id: u64,
+        round: u64,
+        any: Option<Slot>,
+    },
     /// Other threads of the warp, to come to the same place.
     Others,
 }
@@ -231,10 +235,14 @@ impl Warp {
     /// The group that goes on next: of those that can the first in the text, which others at the same place join.
     pub fn choose(&mut self, cube: &mut Cube) -> Option<usize> {
         for group in &mut self.groups {
-            if let Some(Wait::Barrier { id, round }) = group.wait
+            if let Some(Wait::Barrier { id, round, any }) = group.wait
                 && cube.is_past(id, round)
             {
                 group.wait = None;
+                if let Some(to) = any {
+                    let said = cube.said(id).into();
+                    each(group.lanes).for_each(|lane| self.registers[to as usize][lane] = said);
+                }
                 if let Some(races) = &mut cube.races {
                     races.wait(self.number, Meeting::Named(id));
                 }

@@ -254,14 +254,27 @@ fn barrier(reader: &mut Reader) -> Decoded<Op> {
             members: reader.slot()?,
         });
     }
-    let waits = reader.has("sync");
+    let votes = reader.has("red");
+    let waits = reader.has("sync") || votes && reader.has("or");
     if reader.has("cluster") || !(waits || reader.has("arrive")) {
         return reader.unknown();
+    }
+    if votes {
+        let to = reader.slot()?;
+        let (id, threads) = (reader.slot()?, Some(reader.slot()?));
+        let any = Some([to, reader.slot()?]);
+        return Ok(Op::Barrier {
+            id,
+            threads,
+            waits,
+            any,
+        });
     }
     Ok(Op::Barrier {
         id: reader.slot()?,
         threads: reader.optional()?,
         waits,
+        any: None,
     })
 }
 

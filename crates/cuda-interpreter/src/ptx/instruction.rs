@@ -249,6 +249,8 @@ pub enum Op {
         id: Slot,
         threads: Option<Slot>,
         waits: bool,
+        /// Where whether any thread says so goes, and what a thread says.
+        any: Option<[Slot; 2]>,
     },
     WarpBarrier {
         members: Slot,

@@ -182,7 +182,7 @@ fn negative_numbers_are_refused_by_name_and_range() {
         train | batch steps eval-every eval-windows checkpoint-every log-every | must be a whole number, at least 1
         train | warmup seed | must be a whole number, at least 0
         train | dropout beta1 beta2 | must be a number from 0 up to, not including, 1
-        train | init-scale epochs lr epsilon clip | must be a number above 0
+        train | init-scale epochs lr epsilon clip softmax-threshold | must be a number above 0
         train | weight-decay | must be a number, at least 0
         eval | min-context | must be a whole number, at least 0
         eval | batch windows chunk | must be a whole number, at least 1
