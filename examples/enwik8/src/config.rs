@@ -640,6 +640,7 @@ mod tests {
             (0, "precision", "bf16"),
             (0, "d-ff", "256"),
             (0, "d-key", "64"),
+            (0, "softmax-threshold", "20"),
             (1, "picture-size", "8"),
             (1, "classes", "3"),
             (1, "halve", ""),
