@@ -55,7 +55,7 @@ fn every_size_has_a_limit() {
     let bytes: Vec<u8> = (0..40_000u32).map(|i| (i * i % 61) as u8 + 32).collect();
     let data = folder.file("data", bytes);
     // Of which large ones are harmless, or which are no sizes.
-    let harmless = "seed steps warmup selection-until eval-every checkpoint-every log-every eval-windows lr weight-decay epsilon clip init-scale commitment peak-tflops run";
+    let harmless = "seed steps warmup selection-until eval-every checkpoint-every log-every eval-windows lr weight-decay epsilon clip init-scale commitment softmax-threshold peak-tflops run";
     let mut flags = flags("train");
     flags.retain(|flag| !harmless.split(' ').any(|harmless| harmless == flag));
     for flag in flags {
