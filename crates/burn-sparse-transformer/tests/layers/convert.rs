@@ -106,7 +106,7 @@ fn a_quiet_softmax_stays_quiet() {
     let input = MhaInput::new(x.clone(), x.clone(), values.clone());
     let expected = dense.forward(input).weights;
     let least = expected.clone().sum_dim(3).min().into_scalar::<f32>();
-    assert!(least < 0.9, "weights that all sum to {least} are not quiet");
+    assert!(least < 0.99, "weights that all sum to {least} are not quiet");
     let sparse = convert(&dense, Pattern::dense());
     let input = SparseMhaInput::new(x.clone(), x.clone(), values);
     let got = sparse.forward(input.clone()).context;
