@@ -1,5 +1,5 @@
 //! `bench-indexer`: sums over heads of the pairs of queries and keys, an indexer's scores or what attention gives to keys, the keys of the highest scores, and
-//! gradients by sums: times. `BLOCKSPARSE_TIER=simt` leaves tensor cores out. `check-device dsa` compares what they give.
+//! gradients of these sums: times. `BLOCKSPARSE_TIER=simt` leaves tensor cores out. `check-device dsa` compares what they give.
 
 use anyhow::{Result, ensure};
 use blocksparse::HadamardFp8;

@@ -152,7 +152,7 @@ fn head(x: &[f64], device: &Device) -> Tensor<4> {
 fn hashes_find_topics() {
     let device = Device::flex();
     let [(_, _, k), ..] = structures();
-    // Keys are as long as 1 and scores have a factor of 1/8: queries that are 16 times as long have one of 2.
+    // Keys have norm 1 and scores a factor of 1/8: queries of norm 16 have a factor of 2.
     let long: Vec<f64> = k.iter().map(|x| 16.0 * x).collect();
     let qk = head(&long, &device);
     let k: Vec<&[f64]> = k.chunks(DIM).collect();

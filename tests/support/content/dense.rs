@@ -29,7 +29,7 @@ fn unit(x: Tensor<4>) -> Tensor<4> {
     x.clone() / x.square().sum_dim(3).sqrt()
 }
 
-/// Attention with keys that are made as long as 1, out and lse `[.., 1]`: `shares`, `[batch, heads, n, n]`, are what each pair's weight is multiplied by, and pairs of
+/// Attention with keys scaled to norm 1, out and lse `[.., 1]`: `shares`, `[batch, heads, n, n]`, are what each pair's weight is multiplied by, and pairs of
 /// 0 are not seen. Rows without a pair have `alone`, and its lse.
 fn dense(
     [q, k, v]: [&Tensor<4>; 3],

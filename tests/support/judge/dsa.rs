@@ -251,7 +251,7 @@ impl Problem {
         keys.iter().map(|&key| dense(key) / total).collect()
     }
 
-    /// The mean of `KL(t ‖ softmax x)` over the keys of each query, and its gradients by the index.
+    /// The mean of `KL(t ‖ softmax x)` over the keys of each query, and its gradients with respect to the index.
     pub fn loss(&self, scale: f64, keys: impl Fn(usize) -> Vec<usize>) -> (f64, [Vec<f64>; 3]) {
         let ([q, k, weights], width) = (&self.index, self.index_dim);
         let mut loss = 0.0;
@@ -283,7 +283,7 @@ impl Problem {
         (loss, grads)
     }
 
-    /// The numbers of a part of the indices of problems, one after the other.
+    /// The elements of one tensor of the problems' indices, one after the other.
     pub fn parts(problems: &[Self], part: usize) -> Vec<f64> {
         let parts = problems.iter().flat_map(|problem| &problem.index[part]);
         parts.copied().collect()

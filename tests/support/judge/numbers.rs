@@ -108,7 +108,7 @@ pub fn softmax(scores: &[f64]) -> Vec<f64> {
     weights.into_iter().map(|weight| weight / total).collect()
 }
 
-/// `KL(wanted ‖ softmax scores)`, and its gradient by the scores.
+/// `KL(wanted ‖ softmax scores)`, and its gradient with respect to the scores.
 pub fn divergence(wanted: &[f64], scores: &[f64]) -> (f64, Vec<f64>) {
     let pairs = wanted.iter().zip(softmax(scores));
     let term = |(&t, x): (&f64, f64)| if t == 0.0 { 0.0 } else { t * (t / x).ln() };

@@ -24,7 +24,7 @@ pub fn rows(lists: &TokenIndices) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// The loss, and its gradients by the index.
+/// The loss, and its gradients with respect to the index.
 fn differentiated_loss(loss: Tensor<1>, index: &DsaIndex) -> [TensorData; 4] {
     let grads = loss.backward();
     let [by_q, by_k] = [&index.q, &index.k].map(|x| x.grad(&grads).unwrap().into_data());

@@ -30,7 +30,7 @@ fn attended(msa: &Msa, index: &Index, problem: &Problem, device: &Device, dtype:
     })
 }
 
-/// The loss, and its gradients by the index.
+/// The loss, and its gradients with respect to the index.
 fn learned(
     msa: &Msa,
     index: &Index,

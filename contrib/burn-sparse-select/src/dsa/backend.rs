@@ -161,13 +161,13 @@ fn index_pairs(index: IndexInputs<CubeBackend>) -> Pairs {
 /// The keys of the highest scores among those of blocks that queries list.
 fn choice_in_blocks(
     index: IndexInputs<CubeBackend>,
-    [blocks, seen]: [&CubeTensor; 2],
+    ([blocks, seen], block): ([&CubeTensor; 2], usize),
     call: &IndexerChoice,
 ) -> CubeTensor {
     let [q, k] = [index.q, index.k].map(|x| readable(into_contiguous(x), ALIGNMENT));
     let pairs = Pairs::new([q, k, index.weights]);
     let [batch, seq_q, count] = blocks.meta.shape().dims();
-    let (listed, factor) = (count * call.block, pairs.factor());
+    let (listed, factor) = (count * block, pairs.factor());
     let top_k = TopKKeys {
         most: call.most,
         near: call.near,
@@ -204,7 +204,7 @@ fn choice_in_blocks(
         for slabs in as_long.flat_map(|slabs| slabs.chunks(SLABS)) {
             let first = &slabs[0];
             let own = behind(blocks, (entry * seq_q + first.rows[0]) * count);
-            let queries = QueriesOfBlocks::new(client, first, slabs.len(), (&own, call.block));
+            let queries = QueriesOfBlocks::new(client, first, slabs.len(), (&own, block));
             launched(queries.and_then(|queries| {
                 slabs.iter().enumerate().try_for_each(|(slab, sizes)| {
                     let of = (&queries, slab);
@@ -217,7 +217,7 @@ fn choice_in_blocks(
     }
     let dims = [batch * seq_q, call.most, count];
     let [of, by] = [&lists.handle, &blocks.handle];
-    launched(kernels::keys_of_places(client, of, by, dims, call.block));
+    launched(kernels::keys_of_places(client, of, by, dims, block));
     lists
 }
 
@@ -241,8 +241,8 @@ impl IndexerOps for CubeBackend {
     ) -> CubeTensor {
         let lists = among.lists.into_option().map(integers);
         let seen = among.seen.into_option().map(integers);
-        if let (1.., Some(blocks), Some(seen)) = (call.block, &lists, &seen) {
-            return choice_in_blocks(index, [blocks, seen], &call);
+        if let (Some(block), Some(blocks), Some(seen)) = (call.block, &lists, &seen) {
+            return choice_in_blocks(index, ([blocks, seen], block), &call);
         }
         let pairs = index_pairs(index);
         let [batch, _, seq_q, _] = pairs.q.meta.shape().dims();

@@ -120,7 +120,7 @@ pub(crate) fn top_k(
         near,
         chunk_elements: numbers,
         in_fp8: index.is_in_fp8(),
-        block: 0,
+        block: None,
     };
     let inputs = Index::new(index).inputs();
     Some(choice(inputs, None, seen.cloned(), call))
@@ -166,7 +166,7 @@ pub(crate) fn top_k_in_blocks(
         near,
         chunk_elements: numbers,
         in_fp8: false,
-        block,
+        block: Some(block),
     };
     let (lists, seen) = (Some(lists.clone()), Some(seen.clone()));
     Some(choice(index.inputs(), lists, seen, call))
@@ -203,7 +203,7 @@ pub(crate) fn top_k_in_lists(
         near,
         chunk_elements: numbers,
         in_fp8: false,
-        block: 0,
+        block: None,
     };
     let (slots, seen) = (slots.clone().unsqueeze(), seen.clone().unsqueeze());
     Some(choice(inputs, Some(slots), Some(seen), call).squeeze_dim(0))

@@ -34,8 +34,8 @@ pub struct IndexerChoice {
     pub chunk_elements: usize,
     /// As in [`IndexerScores`].
     pub in_fp8: bool,
-    /// Keys of a block, if queries list blocks of keys, 0 otherwise. On devices alone that have a kernel for it.
-    pub block: usize,
+    /// Keys of a block, if queries list blocks of keys. On devices alone that have a kernel for it.
+    pub block: Option<usize>,
 }
 
 /// Request for the highest dot products of blocks.

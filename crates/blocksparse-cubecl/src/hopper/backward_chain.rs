@@ -101,7 +101,8 @@ pub fn close(chain: &Chain, #[comptime] t: BackwardTile) {
     }
 }
 
-/// Adds a warp's dQ of its 16 queries when it is its turn, or writes it, if it is the last. All units call this together.
+/// Adds a warp's dQ of its 16 queries when it is its turn, or writes it, if it is the last; one that `is_zero` takes its turn alone. All units call this
+/// together.
 #[cube]
 pub fn add_queries<C: Size>(
     grad_q: &mut [Vector<u32, Four>],

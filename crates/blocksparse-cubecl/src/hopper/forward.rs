@@ -205,9 +205,10 @@ fn overlapped<S: Size, P: Size, O: Size>(
     let step = step_pairs(plan, args, pairs, 0u32, t);
     barrier_wait(base + comptime!(t.k_full()), 0u32);
     let s_started = product::<S>(operands.q, operands.k, comptime!(t.scores(t.dim)));
-    let soft = step_weights::<S, O>(
-        s_started, 0usize, &step, 0u32, loads, plan, args, pairs, 0u32, &*sums, numbers, t,
+    let s = step_scores::<S>(
+        s_started, 0usize, &step, 0u32, loads, plan, args, pairs, 0u32, numbers, t,
     );
+    let soft = weights_of_scores::<S, O>(s, &step, &*sums, numbers, t);
     sums.take::<S>(&soft, t);
     if comptime!(t.carry) {
         sums.o = rescale::<O>(sums.o, soft.a0, soft.a1, t);
@@ -233,9 +234,10 @@ fn overlapped<S: Size, P: Size, O: Size>(
         }
         load_later(next, loads, plan, &pairs.steps, j, t);
         let step = step_pairs(plan, args, pairs, j, t);
-        let soft = step_weights::<S, O>(
-            s_started, 1usize, &step, now, loads, plan, args, pairs, j, &*sums, numbers, t,
+        let s = step_scores::<S>(
+            s_started, 1usize, &step, now, loads, plan, args, pairs, j, numbers, t,
         );
+        let soft = weights_of_scores::<S, O>(s, &step, &*sums, numbers, t);
         sums.take::<S>(&soft, t);
         // Also keeps ptxas from moving the next wait in front of the softmax.
         if j + 1 < steps {

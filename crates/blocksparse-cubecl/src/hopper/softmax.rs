@@ -101,7 +101,7 @@ impl<O: Size> RowSums<O> {
             } else {
                 largest::<S>(s)
             };
-            let (top0, top1) = (quad_max(x.upper()), quad_max(x.lower()));
+            let (top0, top1) = (quad_max(x.upper), quad_max(x.lower));
             self.tops.raise(top0, top1, t);
             let above = larger(top0 - self.m0, top1 - self.m1) * numbers.log2_scale;
             let near = above >= -numbers.threshold.unwrap();
@@ -112,29 +112,7 @@ impl<O: Size> RowSums<O> {
     }
 }
 
-/// The weights of step `j`, whose products `started` were started before the last `pending` ones.
-#[cube]
-pub fn step_weights<S: Size, O: Size>(
-    started: Vector<f32, S>,
-    #[comptime] pending: usize,
-    step: &StepPairs,
-    stage: u32,
-    loads: &Loads,
-    plan: &PlanWords,
-    args: &ComptimeOption<PairArgs>,
-    pairs: &UnitPairs,
-    j: u32,
-    sums: &RowSums<O>,
-    numbers: &ScoreScalars,
-    #[comptime] t: Tile,
-) -> Softmax<S> {
-    let s = step_scores::<S>(
-        started, pending, step, stage, loads, plan, args, pairs, j, numbers, t,
-    );
-    weights_of_scores::<S, O>(s, step, sums, numbers, t)
-}
-
-/// The scores of step `j`. Its keys are then free to be overwritten, at `stage`.
+/// The scores of step `j`, whose products `started` were started before the last `pending` ones. Its keys are then free to be overwritten, at `stage`.
 #[cube]
 pub fn step_scores<S: Size>(
     started: Vector<f32, S>,
@@ -321,9 +299,9 @@ pub fn softmax<S: Size>(
     let width = S::value();
     let eights = comptime!(width / 4);
     let x = largest::<S>(s);
-    let top0 = quad_max(x.upper());
+    let top0 = quad_max(x.upper);
     let m0 = next_max(old_m0, top0, log2_scale);
-    let top1 = quad_max(x.lower());
+    let top1 = quad_max(x.lower);
     let m1 = next_max(old_m1, top1, log2_scale);
     let n0 = -m0 * log2_scale;
     let n1 = -m1 * log2_scale;
@@ -389,9 +367,9 @@ fn softmax_of_blocks<S: Size>(
 ) -> Softmax<S> {
     let infinity = f32::new(f32::NEG_INFINITY);
     let x = largest_of_blocks::<S>(s, kept, t);
-    let top0 = quad_max(x.x0);
+    let top0 = quad_max(x.upper);
     let m0 = next_max(old_m0, top0, log2_scale);
-    let top1 = quad_max(x.x1);
+    let top1 = quad_max(x.lower);
     let m1 = next_max(old_m1, top1, log2_scale);
     let n0 = -m0 * log2_scale;
     let n1 = -m1 * log2_scale;
@@ -439,24 +417,11 @@ fn softmax_of_blocks<S: Size>(
     }
 }
 
-/// The largest scores of two rows: `x0` and `x2` of the upper one, `x1` and `x3` of the lower one.
+/// The largest scores of a unit's two rows.
 #[derive(CubeType, Clone, Copy)]
 struct Largest {
-    x0: f32,
-    x1: f32,
-    x2: f32,
-    x3: f32,
-}
-
-#[cube]
-impl Largest {
-    fn upper(&self) -> f32 {
-        larger(self.x0, self.x2)
-    }
-
-    fn lower(&self) -> f32 {
-        larger(self.x1, self.x3)
-    }
+    upper: f32,
+    lower: f32,
 }
 
 /// Those of the unit's columns.
@@ -474,15 +439,18 @@ fn largest<S: Size>(s: Vector<f32, S>) -> Largest {
         x1 = larger(x1, s.extract(comptime!(4 * j + 2)));
         x3 = larger(x3, s.extract(comptime!(4 * j + 3)));
     }
-    Largest { x0, x1, x2, x3 }
+    Largest {
+        upper: larger(x0, x2),
+        lower: larger(x1, x3),
+    }
 }
 
-/// Those of the blocks that the warp's rows keep, all of them in `x0` and `x1`.
+/// Those of the blocks that the warp's rows keep.
 #[cube]
 fn largest_of_blocks<S: Size>(s: Vector<f32, S>, kept: u32, #[comptime] t: BitShape) -> Largest {
     let infinity = f32::new(f32::NEG_INFINITY);
-    let mut x0 = infinity;
-    let mut x1 = infinity;
+    let mut upper = infinity;
+    let mut lower = infinity;
     #[unroll]
     for block in 0..comptime!(t.blocks()) {
         let first = comptime!(4 * block * t.eights());
@@ -501,15 +469,10 @@ fn largest_of_blocks<S: Size>(s: Vector<f32, S>, kept: u32, #[comptime] t: BitSh
             );
         }
         let its = keeps(kept, block);
-        x0 = larger(x0, select(its, y0, infinity));
-        x1 = larger(x1, select(its, y1, infinity));
+        upper = larger(upper, select(its, y0, infinity));
+        lower = larger(lower, select(its, y1, infinity));
     }
-    Largest {
-        x0,
-        x1,
-        x2: x0,
-        x3: x1,
-    }
+    Largest { upper, lower }
 }
 
 /// The old maximum, unless the new one exceeds it by more than the slack.

@@ -64,7 +64,8 @@ fn a_quiet_softmax_stays_quiet() {
     let device = Device::flex();
     let quiet = MultiHeadAttentionConfig::new(32, 4).with_quiet_softmax(true);
     let mut dense = randomise(quiet.init(&device));
-    let x = random([2, SEQ, 32], &device);
+    // Small scores: eight of 0 leave a ninth of the weight.
+    let x = random([2, SEQ, 32], &device).mul_scalar(0.3);
     let mask = generate_autoregressive_mask(2, SEQ, &device);
     let lengths = [SEQ, 3];
     let padding: Vec<bool> = lengths
@@ -106,7 +107,7 @@ fn a_quiet_softmax_stays_quiet() {
     let input = MhaInput::new(x.clone(), x.clone(), values.clone());
     let expected = dense.forward(input).weights;
     let least = expected.clone().sum_dim(3).min().into_scalar::<f32>();
-    assert!(least < 0.99, "weights that all sum to {least} are not quiet");
+    assert!(least < 0.9, "weights that all sum to {least} are not quiet");
     let sparse = convert(&dense, Pattern::dense());
     let input = SparseMhaInput::new(x.clone(), x.clone(), values);
     let got = sparse.forward(input.clone()).context;

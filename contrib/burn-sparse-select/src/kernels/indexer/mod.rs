@@ -9,7 +9,7 @@
 //! blocks     the same of the keys of blocks that queries list, where warpgroups make them
 //! top_k      of each query the keys of the highest scores; in top_k_parts of few long rows, whose parts are cubes' own;
 //!            top_k_rows is what both have of a row
-//! compare    of each query how far the softmax of its scores is from the attention, and the gradient by the scores
+//! compare    of each query how far the softmax of its scores is from the attention, and the gradient with respect to the scores
 //! gradients  that gradient through the scores: by queries and weights, or by keys
 //! mma        sums and gradients of half precision on tensor cores
 //! warpgroups sums of many heads on wgmma
