@@ -3,6 +3,7 @@
 
 mod attention;
 mod program;
+mod queued;
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -19,6 +20,7 @@ use burn_blocksparse::{
 use burn_blocksparse_tests::devices::devices;
 use burn_sparse_select::top_k_blocks_on_device;
 use program::{median, number};
+use queued::Ahead;
 
 const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda bench-calls [DTYPE] [N] [REPEATS]
 
@@ -200,9 +202,12 @@ impl Bench {
         };
         for n in [self.n, 4 * self.n] {
             let inputs = self.inputs(n, &self.device);
-            self.time(&format!("Burn's attention, causal, {n}"), || {
-                attend(&inputs)
-            });
+            let name = format!("Burn's attention, causal, {n}");
+            self.time(&name, || attend(&inputs));
+            if let Some(ahead) = Ahead::new(&self.device) {
+                let seconds = ahead.time(20, self.repeats.min(5), &mut || attend(&inputs));
+                println!("{name}, one of 20 on the device: {:.3} ms", 1e3 * seconds);
+            }
         }
         let tracked = self.device.clone().autodiff();
         let inputs = self.inputs(self.n, &tracked).map(Tensor::require_grad);

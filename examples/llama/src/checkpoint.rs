@@ -39,6 +39,9 @@ pub struct ModelArgs {
     /// Block size of patterns
     #[arg(long, default_value_t = 64)]
     pub block_size: usize,
+    /// Skip tiles of prompts' queries and keys whose scores are all below the largest ones by more than T [default: nothing]
+    #[arg(long, value_name = "T")]
+    pub softmax_threshold: Option<f64>,
 }
 
 impl ModelArgs {
@@ -70,6 +73,7 @@ impl ModelArgs {
         let config = config
             .with_block_size(self.block_size)
             .with_context(context)
+            .with_softmax_threshold(self.softmax_threshold)
             .with_precision(match self.dtype {
                 Dtype::F32 => Precision::F32,
                 Dtype::Bf16 => Precision::Bf16,

@@ -350,7 +350,7 @@ fn check_losses(
         }
         for (part, (got, expected)) in got.into_iter().zip(&expected).enumerate() {
             let ([share, size], largest) = (within(part), largest(expected));
-            assert!(part == 0 || largest > 1e-4, "{what}: {largest}");
+            assert!(part == 0 || largest > 1e-5, "{what}: {largest}");
             let what = format!("{what}, {part}");
             assert_near(&what, &to_f64(got), expected, share * largest + size);
         }

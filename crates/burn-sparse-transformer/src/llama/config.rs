@@ -76,6 +76,9 @@ pub struct LlamaConfig {
     /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 64)]
     pub block_size: usize,
+    /// Skips tiles of the attention whose scores are far below the largest ones:
+    /// [`SparseMultiHeadAttentionConfig::softmax_threshold`]. Default: nothing is skipped.
+    pub softmax_threshold: Option<f64>,
     /// Dtype of the matmuls and of the attention; the residual stream has the parameters'.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
@@ -140,6 +143,7 @@ impl LlamaConfig {
             .with_n_kv_heads(self.n_kv_heads)
             .with_head_dim(self.head_dim)
             .with_block_size(self.block_size)
+            .with_softmax_threshold(self.softmax_threshold)
             .with_rope(Some(rope))
             .with_rope_scaling(self.rope_scaling.clone())
             .with_qk_norm(self.qk_norm.then_some(QkNorm::Rms))

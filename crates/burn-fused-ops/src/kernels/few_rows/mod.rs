@@ -4,7 +4,7 @@
 //! ```text
 //! call     what a product is made of
 //! units    the kernel without tensor cores, for up to 8 rows
-//! warps    the kernel on mma.sync, for up to 64 rows in half precision (16 unless asked)
+//! warps    the kernel on mma.sync, in half precision, for up to 16 rows, or 32 of several weights
 //! plan     which of them: or why neither
 //! ```
 

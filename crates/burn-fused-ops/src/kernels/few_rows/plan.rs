@@ -11,7 +11,11 @@ use crate::kernels::few_rows::warps::{self, WarpsPlan};
 use blocksparse_cubecl::error::KernelError;
 
 /// Rows that a product has at most.
-pub const MOST_ROWS: usize = 16;
+pub const MOST_ROWS: usize = 32;
+
+/// Rows of a product that a tile would take in one launch, and bytes of weights that a tile would read faster than these rows here.
+const ROWS_OF_ONE_WEIGHT: usize = 16;
+const LARGE: usize = 16 << 20;
 
 /// Rows that `units` multiplies where tensor cores could, at most.
 const ROWS_OF_UNITS: usize = 2;
@@ -43,7 +47,7 @@ impl FewRowsPlan {
     pub fn all(client: &Client, request: &FewRowsRequest) -> Vec<Self> {
         let [rows, _] = request.lengths;
         let units = (rows <= MOST_UNIT_ROWS).then_some(Self::Units);
-        let warps = match rows <= MOST_ROWS {
+        let warps = match rows <= Self::most_rows(request) {
             true => WarpsPlan::all(client, request).unwrap_or_default(),
             false => Vec::new(),
         };
@@ -51,6 +55,17 @@ impl FewRowsPlan {
         match rows <= ROWS_OF_UNITS {
             true => units.into_iter().chain(warps).collect(),
             false => warps.chain(units).collect(),
+        }
+    }
+
+    /// Tiles need further launches for several weights: copies side by side, or an activation and a product of their outputs.
+    fn most_rows(request: &FewRowsRequest) -> usize {
+        let [_, depth] = request.lengths;
+        let columns: usize = request.widths.iter().sum();
+        let several = request.widths[1] > 0;
+        match several && depth * columns * request.element.size() <= LARGE {
+            true => MOST_ROWS,
+            false => ROWS_OF_ONE_WEIGHT,
         }
     }
 

@@ -4,7 +4,8 @@ use crate::kernels::rows;
 use crate::kernels::rows::heads::HeadsPart;
 use blocksparse_cubecl::KernelError;
 use burn::backend::cubecl::dtype_to_elem_type;
-use burn::tensor::DType;
+use burn::backend::ops::FloatTensorOps;
+use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::{CubeBackend, CubeDevice};
 
@@ -72,6 +73,16 @@ fn join(
     let tensors = tensors.map(|tensor| tensor.map(into_contiguous));
     let like = (tensors.iter().flatten().next()).expect("at least one tensor");
     let [batch, seq] = call.rows;
+    // Heads of one position lie side by side.
+    if let ([Some(only), None, None], 1, None) = (&tensors, seq, call.bias)
+        && only.dtype == call.dtype.into()
+    {
+        let shape = Shape::new([batch, seq, call.width()]);
+        return Ok(Joined {
+            x: CubeBackend::float_reshape(only.clone(), shape),
+            bias: OptFloat::None,
+        });
+    }
     let x = empty(like, [batch, seq, call.width()], call.dtype.into());
     let sums = (call.bias).map(|dtype| empty(like, [call.width()], dtype.into()));
     let read: Vec<_> = (call.parts.iter().zip(&tensors))
