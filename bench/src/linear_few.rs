@@ -48,8 +48,8 @@ const VERIFIED: [Lengths; 12] = [
     (16, 4104, &[40], false),
     (21, 576, &[200, 200], true),
     (32, 576, &[64, 24, 24], false),
-    (33, 1000, &[264], false),
-    (64, 264, &[72, 72], true),
+    (25, 1000, &[264, 64], false),
+    (32, 264, &[72, 72], true),
 ];
 
 /// A product with its tensors.
