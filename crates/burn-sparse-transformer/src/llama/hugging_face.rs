@@ -73,7 +73,8 @@ impl LlamaConfig {
             }) => trained.max((*original_max_position_embeddings as f64 * factor) as usize),
             _ => trained,
         };
-        let attention_bias = of.flag("attention_bias")?;
+        // Qwen2 has biases of its own; neither it nor Mistral reads the key.
+        let attention_bias = of.flag("attention_bias")? && matches!(kind, "llama" | "qwen3");
         let usual_head_dim = (kind == "qwen3").then_some(128);
         Ok(
             Self::new(of.count("hidden_size")?, of.count("num_attention_heads")?)

@@ -357,6 +357,21 @@ fn configurations_of_checkpoints_are_read() {
     ] {
         assert_eq!(of(kind, more).unwrap().pattern, expected, "{kind} {more}");
     }
+    for (kind, [qkv, output]) in [
+        ("llama", [true, true]),
+        ("qwen3", [true, true]),
+        ("qwen2", [true, false]),
+        ("mistral", [false, false]),
+    ] {
+        let json = SMOL_LM2.replace("\"attention_bias\": false", "\"attention_bias\": true");
+        let json = json.replace("\"llama\"", &format!("\"{kind}\""));
+        let config = LlamaConfig::from_hugging_face(&json).unwrap();
+        assert_eq!(
+            [config.qkv_bias, config.output_bias],
+            [qkv, output],
+            "{kind}"
+        );
+    }
     refused! { of("qwen2", &on) => "…in all 30 layers or in none, got a window in 2"; }
     assert_eq!(of("qwen3", window).unwrap().head_dim, Some(128));
     let yarn = r#""rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}"#;
