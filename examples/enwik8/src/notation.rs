@@ -50,8 +50,8 @@ pub fn list() -> String {
             Selection::NOTATION,
         ),
         "  KEEP is a number or a rule: k=12, ratio=0.25, p=0.9 (with min=, max=) or above=0.01. share=sum,\n  \
-         mean or max: with GQA, heads that share keys share a selection. first=1, local=2 force the first\n  \
-         block, and two blocks up to a byte's own."
+         mean, max or no: with GQA, heads that share keys share a selection or not. first=1, local=2 force\n  \
+         the first block, and two blocks up to a byte's own."
             .to_owned(),
         section(
             "--cache TEXT: keys that a cache retains; from h2o on, per layer and KV head, with eviction",
