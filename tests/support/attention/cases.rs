@@ -211,8 +211,8 @@ const TABLE: &str = "
     odd dims, grouped heads, rows without keys         | gaps                                      | 60 60   | 8   | heads 4 2, dims 5 3
     head dim 80, value dim 40                          | causal                                    | 150 150 | 16  | dims 80 40
     head dim 96                                        | fixed:64,16                               | 200 200 | 32  | dims 96 96
-    head dim 128                                       | local:70                                  | 300 300 | 64  | dims 128 128
     head dim 256                                       | causal                                    | 140 140 | 16  | dims 256 256
+    head dim 128                                       | local:70                                  | 300 300 | 64  | dims 128 128
     grouped heads, head dim 64                         | fixed:64,16                               | 200 200 | 32  | heads 4 2, dims 64 64
     merged strided, head dim 64                        | merged-strided:16                         | 256 256 | 16  | dims 64 64
     strided for one head, local for another            | strided:10 / local:33                     | 170 170 | 8   | dims 64 64
