@@ -164,7 +164,7 @@ type Sizes = (&'static str, usize, usize, DType);
 fn calls_of(device: &Device) -> Vec<Sizes> {
     let half = half_dtypes(device).into_iter().next_back();
     let mut calls = vec![("local:100", 32, 64, DType::F32)];
-    if let Some(half) = half {
+    if let Some(half) = half.filter(|_| is_cuda(device)) {
         calls.extend([
             ("causal", 128, 64, half),
             ("local:256", 32, 64, half),
