@@ -206,12 +206,17 @@ pub fn same_input_same_bits(devices: &[Device]) {
         "softcap, head dim 128",
     ];
     let cases = cases();
-    for case in cases.iter().filter(|case| names.contains(&case.name)) {
-        let (problem, layout) = (case.problem(9), case.layout());
-        for device in devices {
-            let mut dtypes = half_dtypes(device);
-            dtypes.push(DType::F32);
-            for dtype in dtypes {
+    for device in devices {
+        let names = if is_cuda(device) {
+            &names[..]
+        } else {
+            &names[..2]
+        };
+        let mut dtypes = half_dtypes(device);
+        dtypes.push(DType::F32);
+        for case in cases.iter().filter(|case| names.contains(&case.name)) {
+            let (problem, layout) = (case.problem(9), case.layout());
+            for &dtype in &dtypes {
                 let device = device.clone().autodiff();
                 let run = || run(&problem, &layout, &device, dtype);
                 assert_same_bits(&format!("{}, {dtype:?}", case.name), run(), run());
