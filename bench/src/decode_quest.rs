@@ -5,9 +5,10 @@ use blocksparse_bench::device::{empty, read_ints, upload_ints};
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_cubecl::KernelError;
 use burn_paged_attention::internal::kernels::{
-    AppendShape, PageScoreBuffers, PageScoreShape, PagedPlan, StoredKeys, Summary, page_scores,
+    AppendShape, PageScoreBuffers, PageScoreShape, PagedPlan, StoredKeys, page_scores,
     summarize_pages,
 };
+use burn_sparse_select::PageSummary;
 use burn_sparse_select::kernels::rows::{TopKPagesShape, topk_pages};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
@@ -89,7 +90,7 @@ fn bounds(
     slots: &Handle,
     summaries: &Handle,
 ) -> Result<(), KernelError> {
-    let (summary, keys) = (Summary::Bounds, &call.keys);
+    let (summary, keys) = (PageSummary::Bounds, &call.keys);
     let scales = call.scales.as_ref().map(|[scales, _]| scales);
     let packed = call.shape.quantization.zip(scales);
     let dtype = if packed.is_some() { F32 } else { BF16 };
@@ -143,7 +144,7 @@ impl Bench {
                 [1, of.entries],
                 [of.pages, page, width],
                 BF16,
-                (Summary::Bounds, of_bounds),
+                (PageSummary::Bounds, of_bounds),
             ),
             highest: TopKPagesShape::new([batch, kv_heads], [1, of.entries], page, [1, keep]),
             rows: rows(1),

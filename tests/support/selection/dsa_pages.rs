@@ -190,25 +190,20 @@ pub fn dsa_in_pages_errors(devices: &[Device]) {
         let page_lists = PageLists::new(11_500, [3, 6], &[40, 20], 8, 0);
         let index = page_lists.index(device, DType::F32);
         let dsa = Dsa::new(4).unwrap();
-        let says = |index: &DsaPages, kv_heads: usize, words: &str| {
-            let error = choose_in_pages(&dsa, index, kv_heads).unwrap_err();
-            assert!(error.to_string().contains(words), "{error}");
+        let refuses = |change: &dyn Fn(&mut DsaPages)| {
+            let mut wrong = index.clone();
+            change(&mut wrong);
+            choose_in_pages(&dsa, &wrong, 1)
         };
-        says(&index, 0, "kv_heads");
-        let mut wrong = index.clone();
-        wrong.keys = Tensor::zeros([4, 6, 6], (device, DType::F32));
-        says(&wrong, 1, "page size");
-        wrong = index.clone();
-        wrong.keys = Tensor::zeros([4, 8, 5], (device, DType::F32));
-        says(&wrong, 1, "index_dim");
-        wrong = index.clone();
-        wrong.weights = Tensor::ones([2, 4], (device, DType::F32));
-        says(&wrong, 1, "weights' shape");
-        wrong = index.clone();
-        wrong.spans = Tensor::<3, Int>::zeros([1, 1, 4], (device, DType::I32));
-        says(&wrong, 1, "spans' shape");
-        wrong = index.clone();
-        wrong.table = Tensor::<3, Int>::zeros([2, 2, 5], (device, DType::I32));
-        says(&wrong, 1, "table's shape");
+        let zeros = |shape: [usize; 3]| Tensor::<3>::zeros(shape, (device, DType::F32));
+        let none = |shape: [usize; 3]| Tensor::<3, Int>::zeros(shape, (device, DType::I32));
+        refused! {
+            choose_in_pages(&dsa, &index, 0) => "…kv_heads…";
+            refuses(&|wrong| wrong.keys = zeros([4, 6, 6])) => "…page size…";
+            refuses(&|wrong| wrong.keys = zeros([4, 8, 5])) => "…index_dim…";
+            refuses(&|wrong| wrong.weights = Tensor::ones([2, 4], (device, DType::F32))) => "…weights' shape…";
+            refuses(&|wrong| wrong.spans = none([1, 1, 4])) => "…spans' shape…";
+            refuses(&|wrong| wrong.table = none([2, 2, 5])) => "…table's shape…";
+        }
     }
 }

@@ -4,11 +4,11 @@ use std::ops::Range;
 
 use burn_sparse_select::{
     Always, BlockEstimator, Budget, EstimateGrid, EstimateInputs, EstimatorTraits, GqaReduction,
-    Moba, ReferenceInputs, Rule, Selection, attention_selected, attention_selected_with_lse,
+    Moba, ReferenceInputs, Rule, Selection, attention_selected,
 };
 
 use crate::judge::estimate::Estimate;
-use crate::judge::golden::val;
+use crate::judge::golden::vals;
 use crate::judge::moba::{Case, OWN, choices};
 use crate::prelude::*;
 
@@ -206,13 +206,8 @@ pub fn chosen_blocks_in_several_slabs(devices: &[Device]) {
     }
 }
 
-/// The definition's example, 16 tokens in blocks of 4, with every token twice, so that blocks are of 8: the second of a pair sees both of each.
-pub fn moba_golden(devices: &[Device]) {
-    let tensor_of = |of: usize, heads: usize, copies: usize| -> Vec<f64> {
-        let rows = (0..heads).flat_map(|head| (0..16 * copies).map(move |i| (head, i / copies)));
-        rows.flat_map(|(head, i)| (0..4).map(move |c| val(of, head, i, c)))
-            .collect()
-    };
+/// The definition's example, 16 tokens in blocks of 4.
+pub fn moba_golden(_: &[Device]) {
     let gates = [
         [-0.4609, -0.8555, -0.0977, 0.3750],
         [0.4688, 0.0352, -0.2461, -0.3750],
@@ -227,82 +222,46 @@ pub fn moba_golden(devices: &[Device]) {
         [0, 0, 0, 0, 1, 1, 1, 0, 2, 0, 1, 1],
         [0, 0, 0, 0, 0, 1, 0, 1, 2, 2, 1, 0],
     ];
-    let lists: [[&[i32]; 3]; 2] = [
-        [&[4, 5, 6, 7, 11, 13], &[8, 9, 10, 14, 15], &[12]],
-        [&[4, 5, 6, 7, 8, 10, 15], &[9, 11, 14], &[12, 13]],
-    ];
     let row_15 = [
         [0.1363, -0.0195, -0.0450, -0.2627],
         [-0.4412, -0.1657, 0.2462, -0.0937],
     ];
     let recalls = [0.5510, 0.6291];
-    let selection: Selection = "moba:8,2".parse().unwrap();
     let estimator = Moba {
         block: 4,
         full_last_layers: 0,
     };
-    let close = |what: &str, got: f64, expected: f64| assert_printed(what, &[got], &[expected]);
-    let (q, k) = (tensor_of(0, 2, 1), tensor_of(1, 1, 1));
-    let single = Estimate::of([2, 1, 16, 4], 0.5, q, k);
-    let check_gates = |what: &str, scores: &[f64]| {
-        for (row, gates) in gates.iter().enumerate() {
-            let (head, i) = (row / 4, 12 + row % 4);
-            for (block, gate) in gates.iter().enumerate() {
-                let got = scores[(head * 16 + i) * 4 + block];
-                close(&format!("{what}, gate {row}, {block}"), got, *gate);
-            }
-        }
+    let sizes = Sizes::new([1, 2, 1], [16; 2], [4; 2]);
+    let dense = Estimate::of([2, 1, 16, 4], 0.5, vals(0, 2, 16), vals(1, 1, 16));
+    let scores = estimator.reference(&dense.entry(0));
+    for (row, gates) in gates.iter().enumerate() {
+        let at = (row / 4 * 16 + 12 + row % 4) * 4;
+        assert_printed(&format!("gates {row}"), &scores[at..][..4], gates);
+    }
+    let problem = |allowed: Box<dyn Fn(usize, usize, usize, usize) -> bool>| {
+        let mut problem = Problem::random(sizes, 0, allowed);
+        let [q, k, v] = [(0, 2), (1, 1), (2, 1)].map(|(of, heads)| vals(of, heads, 16));
+        (problem.q, problem.k, problem.v) = (q, k, v);
+        problem
     };
-    check_gates("reference", &estimator.reference(&single.entry(0)));
-    for device in devices {
-        let place =
-            |values: &[f64], heads: usize| tensor(values, [1, heads, 32, 4], device, DType::F32);
-        let scores = estimator
-            .scores(&single.inputs(device, DType::F32), 0..16)
-            .unwrap();
-        check_gates(&format!("{device:?}"), &to_f64(scores.into_data()));
-        let [q, k, v] =
-            [(0, 2), (1, 1), (2, 1)].map(|(of, heads)| place(&tensor_of(of, heads, 2), heads));
-        let twice = EstimateInputs::new(q.clone(), k.clone());
-        let found = selection.query_lists(&twice).unwrap().unwrap();
-        let (blocks, places) = (read_ints(found.blocks), read_ints(found.queries));
-        let tile_blocks = read_ints(found.tile_blocks);
-        for head in 0..2 {
-            for i in 8..32 {
-                assert_eq!(blocks[head * 32 + i], past[head][i / 2 - 4], "{device:?}");
-            }
-            let length = places.len() / 2;
-            for (block, list) in lists[head].iter().enumerate() {
-                let tiles = tile_blocks[head * length / 8..][..length / 8].iter();
-                let tiles = tiles.enumerate().filter(|(_, of)| **of == block as i32);
-                let queries = tiles.flat_map(|(tile, _)| &places[head * length + tile * 8..][..8]);
-                let queries = queries.filter(|query| **query >= 0);
-                let pairs = list.iter().flat_map(|i| [2 * i, 2 * i + 1]);
-                assert_eq!(
-                    queries.copied().collect::<Vec<_>>(),
-                    pairs.collect::<Vec<_>>(),
-                    "{device:?}, head {head}, block {block}"
-                );
-            }
+    let all = problem(Box::new(|_, _, i, j| j <= i));
+    let (chosen, _) = choices(&all, 4, 2, OWN);
+    for (head, past) in past.iter().enumerate() {
+        for (i, past) in (4..).zip(past) {
+            assert_eq!(chosen[head * 16 + i], [*past], "head {head}, {i}");
         }
-        let options = AttentionOptions::default().scale(0.5);
-        let run = (q.clone(), k.clone(), v.clone());
-        let (out, lse) =
-            attention_selected_with_lse(run.0, run.1, run.2, &selection, options.clone()).unwrap();
-        let full = Pattern::causal().layout(2, 32, 8).unwrap();
-        let (_, all) = attend_with_lse([&q, &k, &v], &full, &options);
-        let (out, share) = (
-            to_f64(out.into_data()),
-            to_f64((lse - all).exp().into_data()),
-        );
-        for head in 0..2 {
-            for c in 0..4 {
-                let got = out[(head * 32 + 31) * 4 + c];
-                close(&format!("{device:?}, row 15"), got, row_15[head][c]);
-            }
-            let rows = (8..16).map(|i| share[head * 32 + 2 * i + 1]);
-            let recall = rows.sum::<f64>() / 8.0;
-            close(&format!("{device:?}, recall"), recall, recalls[head]);
-        }
+    }
+    let is_kept = |chosen: &[Vec<usize>], head: usize, i: usize, j: usize| {
+        j <= i && (i / 4 == j / 4 || chosen[head * 16 + i].contains(&(j / 4)))
+    };
+    for (head, printed) in recalls.iter().enumerate() {
+        let recall = dense.attention(head, 8);
+        let [recall, _] = recall.recall(|i, j| is_kept(&chosen, head, i, j));
+        assert_printed("recall", &[recall], &[*printed]);
+    }
+    let kept = problem(Box::new(move |_, head, i, j| is_kept(&chosen, head, i, j)));
+    let out = kept.options(Some(0.5), None).solve().out;
+    for (head, printed) in row_15.iter().enumerate() {
+        assert_printed("row 15", &out[(head * 16 + 15) * 4..][..4], printed);
     }
 }

@@ -107,9 +107,7 @@ pub fn msa_equals_f64(devices: &[Device]) {
             let what = format!("{}, {device:?}, {dtype:?}", case.name);
             let run = || attended(&case.msa(), &index, &problem, device, dtype);
             let got = run();
-            for ((name, got), (_, again)) in got.iter().zip(run()) {
-                assert_eq!(got.as_bytes(), again.as_bytes(), "{what}, {name}");
-            }
+            assert_same_bits(&what, &got, &run());
             answer.assert(&what, got, &[Near::Tensor(tolerance)]);
         }
     }

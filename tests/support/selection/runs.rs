@@ -1,6 +1,7 @@
 //! What holds of choices by content whatever the method: the same bits in every run, recordings, the bound of outputs by recall, and rules that are nested.
 
 use burn_blocksparse::graph::{CapturedGraph, StaticInput};
+use burn_blocksparse::internal::runs_kernels;
 use burn_sparse_select::{
     Always, Budget, Candidates, EstimateInputs, EstimateKind, Rule, Selection,
     attention_selected_with_lse, recall,
@@ -48,13 +49,6 @@ fn step(
     let gradients = out.clone().square().sum().backward();
     let of = |x: &Tensor<4>| x.grad(&gradients).expect("of an input");
     Ok([out.inner(), of(&q), of(&k)])
-}
-
-fn runs_kernels(device: &Device) -> bool {
-    let [q, k] = inputs(device).map(|x| Tensor::<4>::from_data(x, device));
-    let layout = Pattern::causal().layout(4, SEQ, 8).unwrap();
-    let plan = SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &layout).explain();
-    plan.unwrap().is_kernels()
 }
 
 fn inputs(device: &Device) -> [TensorData; 2] {

@@ -124,33 +124,21 @@ impl GenerateOptions {
             length.min(context)
         });
         // A window hides keys from a prompt's queries, too, and keys are evicted after a prompt: they are all stored until then.
-        let chunk = match self.residency {
-            _ if self.eviction.is_some() => prompts.iter().map(Vec::len).max().unwrap_or(1),
-            KvRetention::Window { .. } | KvRetention::Evict => {
-                prompts.iter().map(Vec::len).max().unwrap_or(1)
-            }
+        let residency = self.eviction.map_or(self.residency, |_| KvRetention::Evict);
+        let chunk = match residency {
             KvRetention::All | KvRetention::Reachable => 1,
+            _ => prompts.iter().map(Vec::len).max().unwrap_or(1),
         };
         let drafted = self.drafts.map_or(0, |drafts| drafts.tokens);
-        let config = KvPoolConfig::for_lengths(lengths)
-            .with_chunk(chunk.max(1 + drafted))
-            .with_rollback(drafted)
-            .with_residency(self.residency);
-        let config = match self.page_size {
-            Some(page_size) => config.with_page_size(page_size),
-            None => config,
-        };
-        let config = match self.eviction {
-            Some(eviction) => config.with_eviction(eviction),
-            None => config,
-        };
-        let config = match self.choosing_prompts {
-            true => config.with_choosing_prompts(),
-            false => config,
-        };
-        match self.kv_dtype {
-            Some(dtype) => config.with_dtype(dtype),
-            None => config,
+        KvPoolConfig {
+            chunk: chunk.max(1 + drafted),
+            page_size: self.page_size,
+            residency,
+            rollback: drafted,
+            dtype: self.kv_dtype.unwrap_or_default(),
+            eviction: self.eviction,
+            prompts_choose: self.choosing_prompts,
+            ..KvPoolConfig::for_lengths(lengths)
         }
     }
 }
@@ -544,7 +532,7 @@ fn draw(
         let seen = TensorData::new(seen, [count, vocab]);
         Tensor::<2, Int>::from_data(seen, (&device, DType::I32))
     });
-    let tokens = sample_tokens(logits, numbers, seen, &sampling.options())?;
+    let tokens = sample_tokens(logits, numbers, seen, &sampling.options)?;
     let tokens = tokens.into_data();
     Ok(tokens
         .iter::<i64>()

@@ -1,18 +1,16 @@
 //! How the next token is chosen from logits.
 
+use std::ops::Deref;
+
 use burn_blocksparse::internal::philox;
-use burn_sparse_transformer::TransformerError;
 
 use crate::sampling::SampleOptions;
 
 /// The last word of the generator's counter, which dropout does not use.
 const STREAM: u32 = u32::MAX - 1;
 
-/// Sampling of the next token. Build it from [`Default`], which samples from the model as it is.
-///
-/// In this order: logits of tokens that were seen are lowered (`repetition`), all are divided by `temperature`, and of their softmax
-/// the `top_k` likeliest are kept, of these those that make up `top_p`, and of these those that are at least `min_p` times as likely as the
-/// likeliest. One of what is left is drawn. Tokens that are as likely count in the order of their numbers; a logit that is no number counts as −∞.
+/// Sampling of the next token: [`SampleOptions`] say which tokens may be drawn, and a seed which of them is. Build it from [`Default`], which samples from
+/// the model as it is.
 ///
 /// ```
 /// use burn_paged_attention::generate::Sampling;
@@ -26,71 +24,41 @@ const STREAM: u32 = u32::MAX - 1;
 #[must_use]
 #[non_exhaustive]
 pub struct Sampling {
-    /// Divisor of the logits; 0 takes the likeliest token. Default: 1.
-    pub temperature: f64,
-    /// Number of likeliest tokens that are retained. Default: all.
-    pub top_k: Option<usize>,
-    /// A token is retained if those that are likelier make up less than this (Holtzman et al., 2020). Default: 1.
-    pub top_p: f64,
-    /// A token is retained if its probability is at least this factor times the largest (Nguyen et al., 2024). Default: 0.
-    pub min_p: f64,
-    /// Logits of tokens that were seen are divided by this if they are positive, and else multiplied by it (Keskar et al., 2019). Default: 1.
-    pub repetition: f64,
+    /// Which tokens may be drawn; seen are those of the prompt and what was written since.
+    pub options: SampleOptions,
     /// The same seed, prompt number and step draw the same, whatever else is in the batch. Default: 1.
     pub seed: u64,
 }
 
 impl Default for Sampling {
     fn default() -> Self {
-        Self {
-            temperature: 1.0,
-            top_k: None,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition: 1.0,
-            seed: 1,
-        }
+        let options = SampleOptions::default();
+        Self { options, seed: 1 }
+    }
+}
+
+impl Deref for Sampling {
+    type Target = SampleOptions;
+
+    fn deref(&self) -> &SampleOptions {
+        &self.options
     }
 }
 
 impl Sampling {
     blocksparse::setters! {
         /// Sets what logits are divided by.
-        temperature: f64,
+        temperature => options.temperature: f64,
         /// Sets the number of likeliest tokens that are retained.
-        top_k: Option<usize>,
+        top_k => options.top_k: Option<usize>,
         /// Sets what the candidates make up.
-        top_p: f64,
+        top_p => options.top_p: f64,
         /// Sets the least probability of a token, relative to the likeliest.
-        min_p: f64,
+        min_p => options.min_p: f64,
         /// Sets how much less likely tokens are that were seen.
-        repetition: f64,
+        repetition => options.repetition: f64,
         /// Sets the seed.
         seed: u64,
-    }
-
-    /// The same options for [`sample_tokens`](crate::sampling::sample_tokens), which takes its draws separately.
-    pub fn options(&self) -> SampleOptions {
-        SampleOptions::default()
-            .temperature(self.temperature)
-            .top_k(self.top_k)
-            .top_p(self.top_p)
-            .min_p(self.min_p)
-            .repetition(self.repetition)
-    }
-
-    /// That every number is in its range.
-    ///
-    /// # Errors
-    /// [`TransformerError::Attention`] that names the first that is not.
-    pub fn check(&self) -> Result<(), TransformerError> {
-        Ok(self.options().check()?)
-    }
-
-    /// The tokens that may be drawn, the likeliest first, with their probabilities, which add up to 1. None if no logit is finite. `seen` says
-    /// whether a token was in the prompt or was written since.
-    pub fn candidates(&self, logits: &[f32], seen: impl Fn(u32) -> bool) -> Vec<(u32, f64)> {
-        self.options().candidates(logits, seen)
     }
 
     /// The token of a step of a prompt; none if no logit is finite.
@@ -101,7 +69,7 @@ impl Sampling {
         [prompt, step]: [usize; 2],
     ) -> Option<u32> {
         let number = self.number(prompt, step);
-        self.options().choose(logits, seen, number)
+        self.options.choose(logits, seen, number)
     }
 
     /// The number in [0, 1), with 53 bits, that draws the token of a step of a prompt.
@@ -156,7 +124,7 @@ mod tests {
             .temperature(0.8)
             .top_k(Some(4))
             .top_p(0.9);
-        let draw = |logits: &[f32], u| sampling.options().choose(logits, |_| false, u);
+        let draw = |logits: &[f32], u| sampling.options.choose(logits, |_| false, u);
         for (u, expected) in [(0.0, 0), (0.3, 0), (0.5, 0), (0.75, 1), (0.95, 2), (1.0, 2)] {
             assert_eq!(draw(&LOGITS, u), Some(expected), "{u}");
         }

@@ -225,8 +225,12 @@ pub(crate) fn attention_sums(
 impl PagedOptions {
     fn call(&self, q: &Tensor<4>, pages: &PagedKeysValues) -> PagedCall {
         let [.., width] = q.dims();
-        let scale = self.scale.unwrap_or_else(|| 1.0 / (width as f64).sqrt());
-        PagedCall::new(pages.kv_heads, scale, self.softcap, self.fixed_split)
+        PagedCall {
+            kv_heads: pages.kv_heads,
+            scale: self.scale.unwrap_or_else(|| 1.0 / (width as f64).sqrt()),
+            softcap: self.softcap,
+            fixed_split: self.fixed_split,
+        }
     }
 }
 

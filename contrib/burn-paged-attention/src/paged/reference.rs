@@ -5,7 +5,7 @@ use std::ops::Range;
 use blocksparse::Quantization;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
-use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData, try_read_sync};
+use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
 
 use crate::paged::values::{
     AppendInputs, PackedRows, PagedCall, PagedInputs, PagedRows, StoredPages, StoredRows,
@@ -13,6 +13,7 @@ use crate::paged::values::{
 };
 use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::dtype::accumulate_in;
+use burn_blocksparse::internal::host;
 
 /// Where scores of rows without keys are, and above those of pairs that do not count.
 const LOWEST: f64 = -1e29;
@@ -429,10 +430,7 @@ pub fn append<B: Backend>(inputs: AppendInputs<B>) -> StoredPages<B> {
         }) => {
             let [_, _, _, width] = rows.shape().dims();
             let shape = words.shape();
-            let numbers = try_read_sync(B::float_into_data(rows))
-                .expect("a device that can be waited for")
-                .expect("a tensor that can be read");
-            let numbers: Vec<f32> = numbers.iter::<f32>().collect();
+            let numbers: Vec<f32> = host::floats::<B, _>(rows);
             let rows = from.iter().map(|&row| {
                 let row = &numbers[row as usize * width..][..width];
                 quantization.quantize(row)
@@ -486,11 +484,8 @@ impl HostInts {
     pub fn read<B: Backend>(tensor: IntTensor<B>) -> Self {
         let dtype = tensor.dtype();
         let shape = tensor.shape().to_vec();
-        let data = try_read_sync(B::int_into_data(tensor))
-            .expect("a device that can be waited for")
-            .expect("a tensor that can be read");
         Self {
-            values: data.iter::<i64>().collect(),
+            values: host::ints::<B, _>(tensor),
             shape,
             dtype,
         }

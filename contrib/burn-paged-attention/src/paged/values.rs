@@ -55,23 +55,6 @@ pub struct PagedCall {
     pub fixed_split: Option<usize>,
 }
 
-impl PagedCall {
-    #[doc(hidden)]
-    pub fn new(
-        kv_heads: usize,
-        scale: f64,
-        softcap: Option<f64>,
-        fixed_split: Option<usize>,
-    ) -> Self {
-        Self {
-            kv_heads,
-            scale,
-            softcap,
-            fixed_split,
-        }
-    }
-}
-
 /// Output of attention over pages.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]

@@ -59,7 +59,7 @@ pub use retain::Retained;
 pub use row_plan::{RowPlan, SlotRuns};
 pub use saved::SavedSequence;
 pub use tables::Tables;
-pub use usage::{PoolUsage, Usage};
+pub use usage::Usage;
 pub use writes::{PageCopy, Slot, SlotKey, TableChange, Writes};
 
 /// The last query of a key that always has a later one.

@@ -2,7 +2,7 @@
 
 use super::pool::{PagePool, SequenceId};
 use super::writes::{Slot, SlotKey};
-use super::{CacheError, KvRetention, Step};
+use super::{CacheError, KvRetention};
 
 /// The page table of a batch and which of its slots are in use, as kernels read them.
 ///
@@ -147,7 +147,7 @@ impl PagePool {
         self.lifetimes.row_is_live()
     }
 
-    /// Returns whether the query of a single new token ([`Step::decode`]) sees every slot that its sequence has then: kernels need no positions for it. Otherwise slots
+    /// Returns whether the query of a single new token ([`Step::decode`](super::Step::decode)) sees every slot that its sequence has then: kernels need no positions for it. Otherwise slots
     /// are also kept for queries that may come again, or the pattern is not [`row_is_live`](Self::row_is_live).
     pub fn single_sees_all(&self, residency: KvRetention) -> bool {
         let lets_go_at_once = self.config.rollback == 0
@@ -169,18 +169,5 @@ impl PagePool {
             self.sequence(id)?;
         }
         Ok(())
-    }
-
-    /// [`Self::steps`] of as many new tokens for each sequence of a batch, [`Step::decode`].
-    ///
-    /// # Errors
-    /// As [`Self::steps`].
-    pub fn append_each(
-        &mut self,
-        batch: &[SequenceId],
-        tokens: usize,
-    ) -> Result<Vec<super::Writes>, CacheError> {
-        let steps: Vec<Step> = batch.iter().map(|&id| Step::decode(id, tokens)).collect();
-        self.steps(&steps)
     }
 }

@@ -1,7 +1,5 @@
 //! How much of a pool is in use.
 
-use std::ops::AddAssign;
-
 use super::pool::{PagePool, SequenceId};
 use super::{CacheError, KvRetention};
 
@@ -31,30 +29,6 @@ impl Usage {
     }
 }
 
-impl AddAssign for Usage {
-    fn add_assign(&mut self, other: Self) {
-        self.live += other.live;
-        self.stored += other.stored;
-        self.pages += other.pages;
-        self.slots += other.slots;
-    }
-}
-
-/// Pages and keys of a pool.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PoolUsage {
-    /// Pages of the pool.
-    pub pages: usize,
-    /// Pages that no sequence names.
-    pub free: usize,
-    /// Pages that more than one sequence names.
-    pub shared: usize,
-    /// Sequences.
-    pub sequences: usize,
-    /// Sum over all sequences: a shared page counts for each of them.
-    pub of_sequences: Usage,
-}
-
 impl PagePool {
     /// Keys that a sequence stores, over all its table rows.
     ///
@@ -73,7 +47,10 @@ impl PagePool {
     /// [`CacheError::Unknown`]
     pub fn usage(&self, id: SequenceId) -> Result<Usage, CacheError> {
         let sequence = self.sequence(id)?;
-        let mut usage = Usage::default();
+        let mut usage = Usage {
+            stored: self.stored(id)?,
+            ..Usage::default()
+        };
         for (at, row) in sequence.rows.iter().enumerate() {
             let pages = row.pages().count();
             let [permanent, timed] = row.regions().map(|region| {
@@ -88,28 +65,10 @@ impl PagePool {
                     row.permanent.slots()
                 }
             };
-            usage += Usage {
-                live: live_for_ever + timed.count(),
-                stored: row.permanent.slots() + row.timed.slots(),
-                pages,
-                slots: pages * self.config.page_size,
-            };
+            usage.live += live_for_ever + timed.count();
+            usage.pages += pages;
+            usage.slots += pages * self.config.page_size;
         }
         Ok(usage)
-    }
-
-    /// Returns the pages and keys of the pool.
-    pub fn pool_usage(&self) -> PoolUsage {
-        let mut of_sequences = Usage::default();
-        for &id in self.sequences.keys() {
-            of_sequences += self.usage(id).expect("it is one of the pool's");
-        }
-        PoolUsage {
-            pages: self.config.pages,
-            free: self.unused,
-            shared: self.refs.iter().filter(|&&refs| refs > 1).count(),
-            sequences: self.sequences.len(),
-            of_sequences,
-        }
     }
 }

@@ -43,11 +43,17 @@ enum UndoBooks {
 impl Undo {
     /// All books as they are.
     pub(super) fn of_books(pool: &KvPool) -> Self {
-        let books = pool.groups.iter().map(|group| group.books.clone());
         Self {
-            books: UndoBooks::Books(books.collect()),
+            books: UndoBooks::all(pool),
             evictor: pool.evictor.clone(),
         }
+    }
+}
+
+impl UndoBooks {
+    fn all(pool: &KvPool) -> Self {
+        let books = pool.groups.iter().map(|group| group.books.clone());
+        Self::Books(books.collect())
     }
 }
 
@@ -128,20 +134,15 @@ impl KvPool {
             let slots = slots.collect::<Result<Vec<_>, PoolError>>()?;
             evictor.make_room([0, slots.into_iter().max().unwrap_or(0) + seq])?;
         }
-        let undo = match is_dense {
-            true => UndoBooks::Books(
-                self.groups
-                    .iter()
-                    .map(|group| group.books.clone())
-                    .collect(),
-            ),
+        let books = match is_dense {
+            true => UndoBooks::all(self),
             false => {
                 let ids = steps.iter().map(|step| step.id);
                 UndoBooks::Lengths(ids.zip(starts.iter().copied()).collect())
             }
         };
         let undo = Undo {
-            books: undo,
+            books,
             evictor: self.evictor.clone().filter(|_| watched),
         };
         let mut writes = Vec::with_capacity(self.groups.len());
@@ -259,6 +260,8 @@ impl Group {
         kept: Kept,
         device: &Device,
     ) -> Result<GroupStep, PoolError> {
+        let is_single = steps.iter().all(|step| step.tokens == 1);
+        let (is_apart, sees_all) = (self.is_apart(), self.sees_all(is_single, kept.residency));
         let Self {
             key,
             choice,
@@ -283,21 +286,21 @@ impl Group {
                 _ => None,
             };
             // What is read once for all sequences is chosen by none.
-            let is_apart = seen.is_some() || choice.is_some() || key.dsa.is_some();
-            let cascade = if is_apart { usize::MAX } else { kept.cascade };
-            let batch = steps.iter().map(|step| step.id).collect();
-            let mut page_lists =
-                step::page_lists(books, uploaded, (batch, writes), cascade, device)?;
+            let cascade = match seen.is_some() || is_apart {
+                true => usize::MAX,
+                false => kept.cascade,
+            };
+            let batch: Vec<_> = steps.iter().map(|step| step.id).collect();
+            let call = (batch.clone(), writes);
+            let mut page_lists = step::page_lists(books, uploaded, call, cascade, device)?;
             if let Some(seen) = seen {
                 let sinks = Sinks::of(&mut page_lists, books, steps, writes, seq, seen, device)?;
                 page_lists.sinks = sinks;
             }
-            let is_single = steps.iter().all(|step| step.tokens == 1);
-            if choice.is_some() || key.dsa.is_some() {
-                let batch: Vec<_> = steps.iter().map(|step| step.id).collect();
+            if is_apart {
                 page_lists.by_row(&books.spans(&batch)?, writes, rows, seq);
                 page_lists.choice = *choice;
-            } else if !(is_single && books.single_sees_all(kept.residency)) {
+            } else if !sees_all {
                 let first = writes.iter().map(|writes| writes.first as i32).collect();
                 let first = store::ints(first, [steps.len()], device);
                 let now = match known {

@@ -73,19 +73,19 @@ pub enum KvPositions {
 #[must_use]
 pub struct KvPoolConfig {
     /// Tokens of each sequence.
-    pub(super) lengths: Vec<usize>,
-    pub(super) chunk: usize,
+    pub(crate) lengths: Vec<usize>,
+    pub(crate) chunk: usize,
     /// Slots of a page, if the configuration says.
-    pub(super) page_size: Option<usize>,
-    pub(super) residency: KvRetention,
-    pub(super) rollback: usize,
-    pub(super) dtype: KvDtype,
-    pub(super) pages: Option<usize>,
-    pub(super) cascade: usize,
-    pub(super) prefix_reuse: bool,
-    pub(super) positions: KvPositions,
-    pub(super) eviction: Option<EvictionConfig>,
-    pub(super) prompts_choose: bool,
+    pub(crate) page_size: Option<usize>,
+    pub(crate) residency: KvRetention,
+    pub(crate) rollback: usize,
+    pub(crate) dtype: KvDtype,
+    pub(crate) pages: Option<usize>,
+    pub(crate) cascade: usize,
+    pub(crate) prefix_reuse: bool,
+    pub(crate) positions: KvPositions,
+    pub(crate) eviction: Option<EvictionConfig>,
+    pub(crate) prompts_choose: bool,
 }
 
 impl KvPoolConfig {

@@ -6,7 +6,7 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::graph::StaticInput;
 use burn_sparse_transformer::nsa::NsaHeadsConfig;
 
-use super::store::{Copies, data, ints, lost, zeros};
+use super::store::{Copies, ints, lost, overwrite, zeros};
 use super::{Group, KvStep};
 use crate::PoolError;
 use crate::pages::{PageCopy, SequenceId, Slot, SlotKey, Writes};
@@ -219,9 +219,9 @@ impl NsaInputs {
                 rows.slots.push(-1);
             }
         }
-        self.ids.write(data(rows.ids, self.ids.dims()))?;
-        self.last.write(data(rows.last, self.last.dims()))?;
-        self.slots.write(data(rows.slots, self.slots.dims()))?;
+        overwrite(&self.ids, rows.ids)?;
+        overwrite(&self.last, rows.last)?;
+        overwrite(&self.slots, rows.slots)?;
         Ok(())
     }
 

@@ -15,7 +15,7 @@ use super::nsa::Branches;
 use super::nsa_step::NsaInputs;
 use super::sight::Sight;
 use super::step::{self, GroupStep, PageLists, Prefix, Road};
-use super::store::{data, zeros};
+use super::store::{ints, overwrite, zeros};
 use super::watch::Watch;
 use super::watched::Evictor;
 use super::{Group, KvPool, KvPositions, KvRetention, KvStep, Step};
@@ -197,7 +197,7 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
 
     fn tensor(&self, tokens: &[u32], batch: usize) -> Tensor<2, Int> {
         let shape = [batch, tokens.len() / batch];
-        Tensor::from_data(data(numbers(tokens), shape), &self.pool.borrow().device)
+        ints(numbers(tokens), shape, &self.pool.borrow().device)
     }
 
     fn replay(
@@ -249,19 +249,17 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         let evictions = pool.evictor.as_ref().map_or(0, |evictor| evictor.evictions);
         is_new |= std::mem::replace(&mut recording.evictions, evictions) != evictions;
         let inputs = &recording.inputs;
-        inputs.tokens.write(data(numbers(tokens), shape))?;
+        overwrite(&inputs.tokens, numbers(tokens))?;
         let most = pool.context.map_or(usize::MAX, |context| context - 1);
         let positions = (advance.starts.iter()).flat_map(|&start| start..start + seq);
         let positions = positions.map(|position| position.min(most) as i32);
-        let count = inputs.positions.dims();
-        inputs.positions.write(data(positions.collect(), count))?;
+        overwrite(&inputs.positions, positions.collect())?;
         let first = advance.starts.iter().map(|&start| start as i32);
-        inputs.first.write(data(first.collect(), [steps.len()]))?;
+        overwrite(&inputs.first, first.collect())?;
         if let (Some((calls, slots)), Some(evictor)) = (&inputs.watch, &pool.evictor) {
-            let places = evictor.places(steps, &advance.starts, seq);
-            let [of_calls, of_slots] = places;
-            calls.write(data(of_calls, calls.dims()))?;
-            slots.write(data(of_slots, slots.dims()))?;
+            let [of_calls, of_slots] = evictor.places(steps, &advance.starts, seq);
+            overwrite(calls, of_calls)?;
+            overwrite(slots, of_slots)?;
         }
         for ((group, inputs), writes) in pool.groups.iter().zip(&inputs.groups).zip(&advance.writes)
         {
@@ -471,19 +469,19 @@ impl GroupInputs {
     ) -> Result<(), PoolError> {
         let [_, rows, seq] = self.slots.dims();
         let places = step::slots_in_rows(writes, rows, seq, |writes| &writes.slots);
-        self.slots.write(data(places, self.slots.dims()))?;
+        overwrite(&self.slots, places)?;
         if let Some([positions, last]) = &self.sight {
             let of_last = step::slots_in_rows(writes, rows, seq, |writes| &writes.last);
-            last.write(data(of_last, last.dims()))?;
+            overwrite(last, of_last)?;
             let of_rows = writes.iter().flat_map(|writes| {
                 let first = writes.first as i32;
                 (0..rows).flat_map(move |_| first..first + seq as i32)
             });
-            positions.write(data(of_rows.collect(), positions.dims()))?;
+            overwrite(positions, of_rows.collect())?;
         }
         let (_, shared) = self.prefix;
         let spans = step::own_spans(&group.books, batch, shared)?;
-        self.spans.write(data(spans, self.spans.dims()))?;
+        overwrite(&self.spans, spans)?;
         // Nobody has uploaded the table since an eviction or a change of sequences.
         if is_new || writes.iter().any(|writes| !writes.changes.is_empty()) {
             let tables = group.books.tables(batch)?;
@@ -495,7 +493,7 @@ impl GroupInputs {
                 let count = row.len().min(entries);
                 to[..count].copy_from_slice(&row[..count]);
             }
-            self.table.write(data(table, self.table.dims()))?;
+            overwrite(&self.table, table)?;
         }
         Ok(())
     }

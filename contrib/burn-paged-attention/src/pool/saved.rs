@@ -147,17 +147,14 @@ impl KvPool {
         for (group, books) in self.groups.iter_mut().zip(&saved.books) {
             group.uploaded = None;
             group.sight = None;
-            loaded.push(group.books.load(books)?);
+            let (id, _) = group.books.load(books)?;
+            loaded.push(id);
         }
         for (part, saved) in self.parts().into_iter().zip(&saved.layers) {
             if !saved.rows.is_empty() {
-                let (id, slots) = &loaded[part.group];
-                let slots = match part.kind {
-                    PartKind::Keys | PartKind::Index => slots,
-                    // Of the same books, other slots; as many as were saved, unless keys are missing.
-                    _ => &self.slots_of(part, *id)?,
-                };
-                let ids = self.rows_of(part, slots);
+                let slots = self.slots_of(part, loaded[part.group])?;
+                let ids = self.rows_of(part, &slots);
+                // As many as were saved, unless keys are missing.
                 let rows = saved.rows[0].shape()[0];
                 CacheError::expect_same("rows", ids.dims()[0], rows)?;
                 let device = self.device.clone();
@@ -173,7 +170,7 @@ impl KvPool {
                 store.summarize(places)?;
             }
         }
-        let first = loaded.first().map(|(id, _)| *id);
+        let first = loaded.first().copied();
         first.ok_or_else(|| PoolError::argument("pool", "one of some layers", "none"))
     }
 

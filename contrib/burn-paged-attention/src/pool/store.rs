@@ -536,9 +536,12 @@ fn dtype_of(summary: PageSummary, keys: DType) -> DType {
     }
 }
 
-/// Numbers to write into a tensor that recorded steps read.
-pub(super) fn data<const D: usize>(values: Vec<i32>, shape: [usize; D]) -> TensorData {
-    TensorData::new(values, shape)
+/// Writes numbers into a tensor that recorded steps read.
+pub(super) fn overwrite<const D: usize>(
+    input: &StaticInput<D, Int>,
+    numbers: Vec<i32>,
+) -> Result<(), TransformerError> {
+    Ok(input.write(TensorData::new(numbers, input.dims()))?)
 }
 
 /// Such a tensor, of zeros.
@@ -547,7 +550,7 @@ pub(super) fn zeros<const D: usize>(
     device: &Device,
 ) -> Result<StaticInput<D, Int>, TransformerError> {
     Ok(StaticInput::new(
-        data(vec![0; shape.iter().product()], shape),
+        TensorData::new(vec![0i32; shape.iter().product()], shape),
         device,
     )?)
 }

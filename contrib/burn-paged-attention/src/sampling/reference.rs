@@ -1,8 +1,9 @@
 //! Tokens on the host, which for CPUs is where logits are.
 
-use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::tensor::{TensorData, try_read_sync};
+use burn::backend::{Backend, TensorMetadata};
+use burn::tensor::TensorData;
+use burn_blocksparse::internal::host;
 
 use crate::sample_options::SampleOptions;
 
@@ -12,21 +13,12 @@ pub(crate) fn tokens<B: Backend>(
     seen: Option<IntTensor<B>>,
     options: &SampleOptions,
 ) -> IntTensor<B> {
-    let device = burn::backend::TensorMetadata::device(&logits);
-    let read = |tensor: FloatTensor<B>| {
-        let data = try_read_sync(B::float_into_data(tensor));
-        let data = data.expect("a device that can be waited for");
-        data.expect("a tensor that can be read")
-    };
-    let (logits, draws) = (read(logits), read(draws));
+    let device = logits.device();
     let vocab = logits.shape()[1];
-    let logits: Vec<f32> = logits.iter().collect();
-    let seen: Option<Vec<i64>> = seen.map(|seen| {
-        let data = try_read_sync(B::int_into_data(seen));
-        let data = data.expect("a device that can be waited for");
-        data.expect("a tensor that can be read").iter().collect()
-    });
-    let tokens = logits.chunks(vocab).zip(draws.iter::<f64>()).enumerate();
+    let logits: Vec<f32> = host::floats::<B, _>(logits);
+    let draws: Vec<f64> = host::floats::<B, _>(draws);
+    let seen: Option<Vec<i64>> = seen.map(host::ints::<B, _>);
+    let tokens = logits.chunks(vocab).zip(draws).enumerate();
     let tokens = tokens.map(|(row, (logits, draw))| {
         let was_seen = |token: u32| {
             let at = row * vocab + token as usize;

@@ -11,7 +11,7 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
 
     use crate::kernels::paged;
-    use crate::kernels::paged::{AppendShape, PageScoreBuffers, PageScoreShape, Summary};
+    use crate::kernels::paged::{AppendShape, PageScoreBuffers, PageScoreShape};
     use crate::paged::backend::{contiguous_rows, in_place};
     use crate::paged::values::StoredRows;
     use crate::summaries::ops::PageSummaryOps;
@@ -20,13 +20,6 @@ mod kernels {
     use burn_blocksparse::internal::cube::{checked, empty, integers, uses_reference};
     use burn_sparse_select::PageSummary;
     use burn_sparse_select::pages::PageChoice;
-
-    fn summary_of(summary: PageSummary) -> Summary {
-        match summary {
-            PageSummary::Bounds => Summary::Bounds,
-            PageSummary::Mean => Summary::Mean,
-        }
-    }
 
     impl PageSummaryOps for CubeBackend {
         fn summarize_pages(
@@ -64,7 +57,7 @@ mod kernels {
             checked(paged::summarize_pages(
                 &client,
                 &shape,
-                summary_of(summary),
+                summary,
                 keys,
                 &slots.handle,
                 (&summaries.handle, dtype),
@@ -85,10 +78,7 @@ mod kernels {
                 [tables, entries],
                 [pages, choice.page, width],
                 dtype_to_elem_type(inputs.q.dtype),
-                (
-                    summary_of(choice.summary),
-                    dtype_to_elem_type(inputs.summaries.dtype),
-                ),
+                (choice.summary, dtype_to_elem_type(inputs.summaries.dtype)),
             );
             let client = inputs.q.client.clone();
             let is_empty = batch * heads * entries * pages == 0;

@@ -88,7 +88,7 @@ fn errors_name_what_is_wrong() {
         "sequence must be one that joined this pool and has not left it, got sequence 1"
     );
     let twice = CacheError::Twice { id };
-    assert_eq!(pool.append_each(&[id, id], 1), Err(twice.clone()));
+    assert_eq!(pool.steps(&[Step::decode(id, 1); 2]), Err(twice.clone()));
     assert_eq!(pool.tables(&[id, id]), Err(twice.clone()));
     assert_eq!(
         twice.to_string(),

@@ -130,16 +130,6 @@ fn after_a_prompt() {
     );
 }
 
-#[test]
-fn the_whole_output_of_the_last_row() {
-    let weights = dense(0, N - 1);
-    let channel = |c: usize| (0..N).map(|j| weights[j] * val(2, 0, j, c)).sum::<f64>();
-    printed(
-        &[0, 1, 2, 3].map(channel),
-        &[-0.0467, -0.5353, 0.8184, 0.0506],
-    );
-}
-
 /// What is evicted at each token, with its score; and what is kept.
 fn token_by_token(config: EvictionConfig) -> (Vec<(usize, f64)>, Vec<usize>, Vec<f64>) {
     let (mut keys, mut sums): (Vec<usize>, Vec<f64>) = (vec![], vec![]);

@@ -3,10 +3,8 @@
 use blocksparse::{LastUse, Pattern};
 use burn_paged_attention::pages::{KvRetention, PagePool, PoolConfig, Step};
 use proptest::prelude::*;
-use rstest::rstest;
 
 use crate::random_patterns::pattern;
-use crate::tables::small;
 
 /// The positions that a plan's slots hold, by way of the table.
 fn positions(
@@ -43,28 +41,6 @@ fn positions(
     assert_eq!(found.len(), plan.slots());
     found.sort_unstable();
     found
-}
-
-/// Keys that query t reads before its own: the worked example.
-#[rstest]
-#[case("strided:4", [&[2][..], &[0, 4], &[2, 6], &[0, 4, 8]])]
-#[case("vertical:0,3+slash:0,1,4", [&[0, 2, 3, 5][..], &[0, 3, 4, 7], &[0, 3, 6, 9], &[0, 3, 8, 11]])]
-#[case("local:4", [&[3, 4, 5][..], &[5, 6, 7], &[7, 8, 9], &[9, 10, 11]])]
-#[case("fixed:4,1", [&[3, 4, 5][..], &[3, 7], &[3, 7, 8, 9], &[3, 7, 11]])]
-fn worked_example(#[case] pattern: &str, #[case] expected: [&[usize]; 4]) {
-    let pattern: Pattern = pattern.parse().unwrap();
-    let mut pool = PagePool::new(small(16, 4, pattern.clone())).unwrap();
-    let id = pool.join(KvRetention::Reachable).unwrap();
-    for (t, expected) in [6, 8, 10, 12].into_iter().zip(expected) {
-        while pool.len(id).unwrap() < t {
-            pool.append(id, 1).unwrap();
-        }
-        assert_eq!(positions(&pool, id, 0, t), expected, "{pattern} at {t}");
-        pool.append(id, 1).unwrap();
-        let mut with_own = expected.to_vec();
-        with_own.push(t);
-        assert_eq!(positions(&pool, id, 0, t), with_own, "{pattern} at {t}");
-    }
 }
 
 /// A query's runs are few, however long the sequence is, and found at once.

@@ -191,21 +191,6 @@ fn rows_of_heads_that_differ() {
     assert_eq!((pool.table_rows(), pool.row_is_live()), (1, true));
 }
 
-/// fixed(4, 1) at t = 10 with pages of 4: permanent page [3 7 · ·], timed page [8 9 · ·].
-#[test]
-fn pages_of_regions() {
-    let mut pool = PagePool::new(small(8, 4, Pattern::fixed(4, 1))).unwrap();
-    let id = pool.join(KvRetention::Reachable).unwrap();
-    for _ in 0..10 {
-        pool.append(id, 1).unwrap();
-        pool.verify().unwrap();
-    }
-    assert_eq!(stored(&pool, id, 0), [vec![3, 7], vec![8, 9]]);
-    let spans = pool.spans(&[id]).unwrap();
-    assert_eq!((spans[0], &spans[2..]), (2, &[0, 2][..]));
-    assert_eq!(pool.usage(id).unwrap().pages, 2);
-}
-
 /// What is kept for a rollback of 2: streaming(3, 2) before query 10 keeps what is live at 8, and what came after.
 #[test]
 fn rollback() {
@@ -374,29 +359,6 @@ fn sizes(
             changes <= 4 * (t / 64 + 1) + 16,
             "{pattern}: {changes} changes up to {t}"
         );
-    }
-}
-
-/// fixed(128, 32) in pages of 64, exactly.
-#[test]
-fn slots_of_fixed() {
-    let pattern = Pattern::fixed(128, 32);
-    let config = PoolConfig::new(4_200)
-        .with_page_size(64)
-        .with_pattern(pattern, 8, 8);
-    for (t, permanent, slots) in [(12_287, 3_071, 3_200), (1_048_575, 262_143, 262_272)] {
-        let mut pool = PagePool::new(config.clone()).unwrap();
-        let id = pool.join(KvRetention::Reachable).unwrap();
-        while pool.len(id).unwrap() < t {
-            let chunk = 125.min(t - pool.len(id).unwrap());
-            pool.append(id, chunk).unwrap();
-        }
-        // The last steps one by one: what a step of many tokens holds on to goes with the next.
-        pool.append(id, 1).unwrap();
-        pool.truncate(id, t).unwrap();
-        assert_eq!(pool.usage(id).unwrap().slots, slots);
-        let spans = pool.spans(&[id]).unwrap();
-        assert_eq!((spans[0], spans[3]), (permanent, 96));
     }
 }
 

@@ -303,32 +303,6 @@ fn sums_of_attention_are_the_same_by_both_roads() {
     }
 }
 
-/// A sequence keeps what it keeps alone, whatever else is in the batch.
-#[test]
-fn sequences_of_a_batch_are_apart() {
-    let device = Device::flex();
-    let x = random([2, SEQ, WIDTH], &device);
-    let mha = attention(Pattern::causal(), 2);
-    let mha = randomise(mha.with_sinks(true).try_init(&device).unwrap());
-    for config in policies() {
-        let mut pool = KvPool::for_attention(&mha, &pool_config(2, config)).unwrap();
-        let mut calls = vec![[20, 5], [3, 9]];
-        calls.extend([[1, 1]; 14]);
-        let ids = calls_of_two(&mha, &x, &mut pool, &calls);
-        for entry in 0..2 {
-            let mut alone = KvPool::for_attention(&mha, &pool_config(1, config)).unwrap();
-            let id = alone.join().unwrap();
-            let x = x.clone().narrow(0, entry, 1);
-            for counts in &calls {
-                call(&mha, &x, &mut alone, &[id], &[counts[entry]]);
-            }
-            let kept = alone.retained_positions(id, 0).unwrap();
-            let beside = pool.retained_positions(ids[entry], 0).unwrap();
-            assert_eq!(beside, kept, "{config:?}");
-        }
-    }
-}
-
 pub const VOCAB: usize = 13;
 
 pub fn model(device: &Device) -> SparseTransformer {

@@ -1,4 +1,4 @@
-//! Sequences whose keys are evicted, as they fork, go back, are replayed and are told what counts.
+//! Sequences whose keys are evicted, as they fork, go back and are told what counts.
 
 use std::ops::ControlFlow;
 
@@ -6,8 +6,8 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_paged_attention::PoolError;
 use burn_paged_attention::generate::{GenerateOptions, PromptLookup, Sampling, generate};
 use burn_paged_attention::pool::{
-    CacheError, EvictionConfig, EvictionScore, GraphDecoder, KvDtype, KvPool, KvPoolConfig,
-    KvRetention, KvStep, PagedDecoder,
+    CacheError, EvictionConfig, EvictionScore, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep,
+    PagedDecoder,
 };
 use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
 
@@ -63,41 +63,6 @@ fn forks() {
             let mut books = pool.page_pools();
             assert!(books.all(|books| books.free_pages() == books.config().pages()));
         }
-    }
-}
-
-/// Steps of a decoder that replays where it can are those of the model.
-#[test]
-fn stepwise_equals_replay() {
-    let device = Device::flex();
-    let text = tokens(1, SEQ, VOCAB, &device);
-    let ids: Vec<i32> = text
-        .clone()
-        .into_data()
-        .convert::<i32>()
-        .try_into_vec()
-        .unwrap();
-    let ids: Vec<u32> = ids.into_iter().map(|id| id as u32).collect();
-    for config in policies() {
-        let model = model(&device);
-        let mut pool = model.new_pool(&pool_config(1, config)).unwrap();
-        let id = pool.join().unwrap();
-        let steps = [vec![18], vec![1; SEQ - 18]].concat();
-        let expected = go_on(&model, &text, &mut pool, id, &steps);
-        let pool = model.new_pool(&pool_config(1, config)).unwrap();
-        let mut decoder = GraphDecoder::new(model, pool).unwrap();
-        let id = decoder.pool_mut().join().unwrap();
-        let mut first = 0;
-        for (count, expected) in steps.into_iter().zip(expected) {
-            let tokens = &ids[first..first + count];
-            let logits = decoder
-                .next_logits(tokens, &[KvStep::new(id, count)])
-                .unwrap();
-            let expected = expected.narrow(1, count - 1, 1).reshape([1, VOCAB]);
-            assert_close(logits, expected, 1e-6);
-            first += count;
-        }
-        assert!(!decoder.is_recorded());
     }
 }
 

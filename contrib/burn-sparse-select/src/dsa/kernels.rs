@@ -36,35 +36,23 @@ fn of_one_dtype([q, k]: [Tensor<4>; 2]) -> [Tensor<4>; 2] {
 }
 
 /// The index as kernels get it.
-struct Index {
-    q: Tensor<4>,
-    k: Tensor<4>,
-    weights: Tensor<3>,
+fn prepared(index: &DsaIndex) -> DsaIndex {
+    let index = index.clone().without_autodiff();
+    let [q, k] = of_one_dtype([index.q, index.k]);
+    DsaIndex { q, k, ..index }
 }
 
-impl Index {
-    fn new(index: &DsaIndex) -> Self {
-        let index = index.clone().without_autodiff();
-        let [q, k] = of_one_dtype([index.q, index.k]);
-        Self {
-            q,
-            k,
-            weights: index.weights,
-        }
+fn inputs(index: DsaIndex) -> IndexInputs<Dispatch> {
+    IndexInputs {
+        q: index.q.into_dispatch(),
+        k: index.k.into_dispatch(),
+        weights: index.weights.into_dispatch(),
     }
+}
 
-    /// Queries whose scores are made together, this many elements.
-    fn together(&self, numbers: usize) -> usize {
-        together(self.q.dims(), self.k.dims()[2], numbers)
-    }
-
-    fn inputs(self) -> IndexInputs<Dispatch> {
-        IndexInputs {
-            q: self.q.into_dispatch(),
-            k: self.k.into_dispatch(),
-            weights: self.weights.into_dispatch(),
-        }
-    }
+/// Queries whose scores are made together, this many elements.
+fn rows_together(index: &DsaIndex, numbers: usize) -> usize {
+    together(index.q.dims(), index.seq_kv(), numbers)
 }
 
 /// Returns whether kernels take such queries and keys, so many queries of them at a time.
@@ -75,8 +63,8 @@ fn is_served([q, k]: [&Tensor<4>; 2], rows: [usize; 2], listed: Option<usize>) -
 
 /// Returns whether kernels make the scores of an index, so many numbers at a time.
 pub(crate) fn has_scores(index: &DsaIndex, numbers: usize) -> bool {
-    let index = Index::new(index);
-    let rows = [0, index.together(numbers)];
+    let index = prepared(index);
+    let rows = [0, rows_together(&index, numbers)];
     is_served([&index.q, &index.k], rows, None)
 }
 
@@ -98,8 +86,8 @@ pub(crate) fn scores(index: &DsaIndex, rows: [usize; 2], near: usize, all: bool)
         all,
         in_fp8: index.is_in_fp8(),
     };
-    let inputs = Index::new(index).inputs();
-    Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_scores(inputs, call))
+    let index = inputs(prepared(index));
+    Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_scores(index, call))
 }
 
 /// The keys of the `most` highest scores of all queries, `[batch, seq_q, most]`, ascending, −1 after the last, `near` keys up to the last that a query sees
@@ -115,27 +103,30 @@ pub(crate) fn top_k(
     if !is_served || !has_scores(index, numbers) {
         return None;
     }
-    let call = IndexerChoice {
-        most,
-        near,
-        chunk_elements: numbers,
-        in_fp8: index.is_in_fp8(),
-        block: None,
-    };
-    let inputs = Index::new(index).inputs();
-    Some(choice(inputs, None, seen.cloned(), call))
+    let (index, in_fp8) = (inputs(prepared(index)), index.is_in_fp8());
+    let among = (None, seen.cloned());
+    Some(choice(index, among, [most, near], numbers, in_fp8, None))
 }
 
 /// The choice of an index, among such lists and of so many of the keys.
 fn choice(
     index: IndexInputs<Dispatch>,
-    lists: Option<Tensor<3, Int>>,
-    seen: Option<Tensor<2, Int>>,
-    call: IndexerChoice,
+    (lists, seen): (Option<Tensor<3, Int>>, Option<Tensor<2, Int>>),
+    [most, near]: [usize; 2],
+    chunk_elements: usize,
+    in_fp8: bool,
+    block: Option<usize>,
 ) -> Tensor<3, Int> {
     let among = AmongKeys {
         lists: lists.map(Tensor::into_dispatch).into(),
         seen: seen.map(Tensor::into_dispatch).into(),
+    };
+    let call = IndexerChoice {
+        most,
+        near,
+        chunk_elements,
+        in_fp8,
+        block,
     };
     Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_choice(index, among, call))
 }
@@ -149,7 +140,7 @@ pub(crate) fn top_k_in_blocks(
     block: usize,
     numbers: usize,
 ) -> Option<Tensor<3, Int>> {
-    let index = Index::new(index);
+    let index = prepared(index);
     let [_, seq_q, count] = lists.dims();
     let listed = count * block;
     let rows = [0, (numbers / listed).clamp(1, seq_q)];
@@ -161,15 +152,9 @@ pub(crate) fn top_k_in_blocks(
     {
         return None;
     }
-    let call = IndexerChoice {
-        most,
-        near,
-        chunk_elements: numbers,
-        in_fp8: false,
-        block: Some(block),
-    };
-    let (lists, seen) = (Some(lists.clone()), Some(seen.clone()));
-    Some(choice(index.inputs(), lists, seen, call))
+    let among = (Some(lists.clone()), Some(seen.clone()));
+    let (index, keys) = (inputs(index), [most, near]);
+    Some(choice(index, among, keys, numbers, false, Some(block)))
 }
 
 /// The places of the `most` highest scores of queries, `[queries, most]`, ascending, −1 after the last, `near` of the last among them: of the keys in
@@ -198,15 +183,12 @@ pub(crate) fn top_k_in_lists(
             .unsqueeze::<3>()
             .into_dispatch(),
     };
-    let call = IndexerChoice {
-        most,
-        near,
-        chunk_elements: numbers,
-        in_fp8: false,
-        block: None,
-    };
-    let (slots, seen) = (slots.clone().unsqueeze(), seen.clone().unsqueeze());
-    Some(choice(inputs, Some(slots), Some(seen), call).squeeze_dim(0))
+    let among = (
+        Some(slots.clone().unsqueeze()),
+        Some(seen.clone().unsqueeze()),
+    );
+    let chosen = choice(inputs, among, [most, near], numbers, false, None);
+    Some(chosen.squeeze_dim(0))
 }
 
 /// The highest products of some queries `[batch, heads, seq_q, width]` with the keys of each of the first blocks, `[batch, heads, rows, blocks]`; keys are
@@ -250,10 +232,10 @@ pub(crate) fn loss(
     lse: Option<Tensor<3>>,
     numbers: usize,
 ) -> Option<Found> {
-    let index = Index::new(index);
+    let index = prepared(index);
     let [q, k] = of_one_dtype([q, k].map(|x| x.clone().without_autodiff()));
     let ([_, heads, seq_q, _], seq_kv) = (q.dims(), k.dims()[2]);
-    let together = index.together(numbers);
+    let together = rows_together(&index, numbers);
     let rows = [0, together];
     let listed = match over {
         DsaTarget::All => None,
@@ -296,7 +278,7 @@ pub(crate) fn loss(
         rows: together,
         causal,
     };
-    let found = <Dispatch as IndexerOps>::indexer_loss(index.inputs(), target, call);
+    let found = <Dispatch as IndexerOps>::indexer_loss(inputs(index), target, call);
     Some(Found {
         loss: mean(Tensor::from_dispatch(found.losses)),
         q: Tensor::from_dispatch(found.q),

@@ -2,11 +2,12 @@
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{TensorData, try_read_sync};
+use burn::tensor::TensorData;
 use burn_blocksparse::graph::recording;
+use burn_blocksparse::internal::host;
 
 use crate::pages::page_choice::PageChoice;
-use crate::selection::reference::descending;
+use crate::selection::reference::highest as highest_of;
 
 pub(crate) fn highest<B: Backend>(
     scores: FloatTensor<B>,
@@ -16,14 +17,8 @@ pub(crate) fn highest<B: Backend>(
     let device = scores.device();
     let [batch, kv_heads, entries] = scores.shape().dims();
     let tables = spans.shape()[1];
-    let spans = try_read_sync(B::int_into_data(spans))
-        .expect("a device that can be waited for")
-        .expect("a tensor that can be read");
-    let spans: Vec<i64> = spans.iter::<i64>().collect();
-    let scores = try_read_sync(B::float_into_data(scores))
-        .expect("a device that can be waited for")
-        .expect("a tensor that can be read");
-    let scores: Vec<f32> = scores.iter::<f32>().collect();
+    let spans: Vec<i64> = host::ints::<B, _>(spans);
+    let scores: Vec<f32> = host::floats::<B, _>(scores);
     let (size, listed) = (choice.block, choice.selected_pages());
     let mut picks: Vec<i32> = Vec::with_capacity(batch * kv_heads * listed);
     for row in 0..batch * kv_heads {
@@ -36,9 +31,7 @@ pub(crate) fn highest<B: Backend>(
         let own = &scores[row * entries..][..entries];
         let block = |at: usize| f64::from(own[at * size..][..size].iter().sum::<f32>());
         let blocks: Vec<f64> = (0..between.end).map(block).collect();
-        let mut order: Vec<usize> = between.clone().collect();
-        order.sort_by(|a, b| descending(blocks[*a], blocks[*b]).then_with(|| a.cmp(b)));
-        order.truncate(choice.chosen());
+        let mut order = highest_of(&blocks, between.clone(), choice.chosen());
         order.sort_unstable();
         let end = (row + 1) * listed;
         let pages_of = |block: usize| (block * size..(block + 1) * size).map(|page| page as i32);

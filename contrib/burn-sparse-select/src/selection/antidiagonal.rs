@@ -47,8 +47,8 @@ pub(crate) const METHOD: Method = Method {
     name: "xattention",
     notation: "xattention:BLOCK,STRIDE,KEEP",
     read: |arguments: &mut Arguments| {
-        let block = arguments.whole("BLOCK")?;
-        let stride = arguments.whole("STRIDE")?;
+        let block = arguments.next("BLOCK")?;
+        let stride = arguments.next("STRIDE")?;
         let keep = arguments.keep("KEEP", Budget::top_p)?;
         let selection = Selection::new(XAttention { block, stride }, keep);
         Ok(selection.with_always(arguments.forced(SINKS_AND_NEAR)?))
@@ -88,8 +88,8 @@ impl BlockEstimator for XAttention {
 
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name)
-            .whole(self.block)
-            .whole(self.stride);
+            .number(self.block)
+            .number(self.stride);
         let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopP { .. }));
         let written = written.forced(rule.forced, SINKS_AND_NEAR);
         written.finish(sharing, GqaReduction::PerHead)

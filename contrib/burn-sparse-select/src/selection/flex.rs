@@ -85,10 +85,10 @@ pub(crate) const METHOD: Method = Method {
     notation: "flexprefill:BLOCK,GAMMA[,THRESHOLD[,MIN_BUDGET]]",
     read: |arguments: &mut Arguments| {
         let estimator = FlexPrefill {
-            block: arguments.whole("BLOCK")?,
-            gamma: arguments.real("GAMMA")?,
-            threshold: arguments.optional_real("THRESHOLD", THRESHOLD)?,
-            min_budget: arguments.optional_whole("MIN_BUDGET", 0)?,
+            block: arguments.next("BLOCK")?,
+            gamma: arguments.next("GAMMA")?,
+            threshold: arguments.next_or("THRESHOLD", THRESHOLD)?,
+            min_budget: arguments.next_or("MIN_BUDGET", 0)?,
         };
         let keep = arguments.named_keep()?.unwrap_or(ONES);
         let selection = Selection::new(estimator, keep);
@@ -170,13 +170,13 @@ impl BlockEstimator for FlexPrefill {
     }
 
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
-        let written = Written::new(METHOD.name).whole(self.block);
-        let mut written = written.real(self.gamma);
+        let written = Written::new(METHOD.name).number(self.block);
+        let mut written = written.number(self.gamma);
         if self.threshold != THRESHOLD || self.min_budget > 0 {
-            written = written.real(self.threshold);
+            written = written.number(self.threshold);
         }
         if self.min_budget > 0 {
-            written = written.whole(self.min_budget);
+            written = written.number(self.min_budget);
         }
         if rule.keep != ONES {
             written = written.keep(rule.keep, |_| false);

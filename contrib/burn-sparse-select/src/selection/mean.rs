@@ -30,10 +30,10 @@ pub(crate) const METHOD: Method = Method {
     name: "topk",
     notation: "topk:BLOCK,KEEP[,LOCAL,FIRST]",
     read: |arguments: &mut Arguments| {
-        let block = arguments.whole("BLOCK")?;
+        let block = arguments.next("BLOCK")?;
         let keep = arguments.keep("KEEP", |k| Budget::TopK(k as usize))?;
-        let local = arguments.optional_whole("LOCAL", SINKS_AND_NEAR.local)?;
-        let first = arguments.optional_whole("FIRST", SINKS_AND_NEAR.first)?;
+        let local = arguments.next_or("LOCAL", SINKS_AND_NEAR.local)?;
+        let first = arguments.next_or("FIRST", SINKS_AND_NEAR.first)?;
         let forced = arguments.forced(Always { first, local })?;
         Ok(Selection::new(MeanPool { block }, keep).with_always(forced))
     },
@@ -46,11 +46,11 @@ impl BlockEstimator for MeanPool {
 
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let Always { first, local } = rule.forced;
-        let written = Written::new(METHOD.name).whole(self.block);
+        let written = Written::new(METHOD.name).number(self.block);
         let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopK(_)));
         let written = match rule.forced == SINKS_AND_NEAR {
             true => written,
-            false => written.whole(local).whole(first),
+            false => written.number(local).number(first),
         };
         written.finish(sharing, GqaReduction::PerHead)
     }

@@ -52,9 +52,9 @@ pub(crate) const METHOD: Method = Method {
     name: "moba",
     notation: "moba:BLOCK,K[,FULL_LAST_LAYERS]",
     read: |arguments: &mut Arguments| {
-        let block = arguments.whole("BLOCK")?;
+        let block = arguments.next("BLOCK")?;
         let keep = arguments.keep("K", |k| Budget::TopK(k as usize))?;
-        let full_last_layers = arguments.optional_whole("FULL_LAST_LAYERS", 0)?;
+        let full_last_layers = arguments.next_or("FULL_LAST_LAYERS", 0)?;
         let estimator = Moba {
             block,
             full_last_layers,
@@ -69,11 +69,11 @@ impl BlockEstimator for Moba {
     }
 
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
-        let written = Written::new(METHOD.name).whole(self.block);
+        let written = Written::new(METHOD.name).number(self.block);
         let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopK(_)));
         let written = match self.full_last_layers {
             0 => written,
-            layers => written.whole(layers),
+            layers => written.number(layers),
         };
         let written = written.forced(rule.forced, FORCED);
         written.finish(sharing, GqaReduction::PerHead)

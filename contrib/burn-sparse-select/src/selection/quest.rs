@@ -49,9 +49,9 @@ pub(crate) const METHOD: Method = Method {
     name: "quest",
     notation: "quest:PAGE,BUDGET[,FULL_FIRST_LAYERS]",
     read: |arguments: &mut Arguments| {
-        let page = arguments.whole("PAGE")?;
-        let budget = arguments.whole("BUDGET")?;
-        let full_first_layers = arguments.optional_whole("FULL_FIRST_LAYERS", 0)?;
+        let page = arguments.next("PAGE")?;
+        let budget: usize = arguments.next("BUDGET")?;
+        let full_first_layers = arguments.next_or("FULL_FIRST_LAYERS", 0)?;
         let estimator = Quest {
             page,
             full_first_layers,
@@ -74,14 +74,14 @@ impl BlockEstimator for Quest {
     }
 
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
-        let written = Written::new(METHOD.name).whole(self.page);
+        let written = Written::new(METHOD.name).number(self.page);
         let written = match rule.keep {
-            Budget::TopK(pages) => written.whole(pages.saturating_mul(self.page)),
+            Budget::TopK(pages) => written.number(pages.saturating_mul(self.page)),
             keep => written.keep(keep, |_| false),
         };
         let written = match self.full_first_layers {
             0 => written,
-            layers => written.whole(layers),
+            layers => written.number(layers),
         };
         let written = written.forced(rule.forced, FORCED);
         written.finish(sharing, GqaReduction::Mean)

@@ -2,10 +2,12 @@
 //! host, which for CPUs is where scores are.
 
 use std::cmp::Ordering;
+use std::ops::Range;
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, Slice, TensorData, try_read_sync};
+use burn::tensor::{FloatDType, Shape, Slice, TensorData};
+use burn_blocksparse::internal::host;
 
 use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists};
 
@@ -66,46 +68,26 @@ pub(crate) fn highest_blocks<B: Backend>(
 ) -> IntTensor<B> {
     let device = scores.device();
     let [batch, lists, rows, blocks] = scores.shape().dims();
-    let scores = numbers::<B>(scores);
+    let scores: Vec<f64> = host::floats::<B, _>(scores);
     let mut picks = Vec::with_capacity(batch * lists * rows * call.most);
-    let mut order = Vec::with_capacity(blocks);
     for (row, scores) in scores.chunks(blocks).enumerate() {
         let position = (row % rows) as i64 + call.position;
         let own = usize::try_from(position).unwrap_or(0) / call.block;
-        order.clear();
-        order.extend(0..own.min(blocks));
-        let kept = order.len().min(call.most);
-        let falling =
-            |a: &usize, b: &usize| descending(scores[*a], scores[*b]).then_with(|| a.cmp(b));
-        if kept < order.len() && kept > 0 {
-            order.select_nth_unstable_by(kept - 1, falling);
-        }
-        order.truncate(kept);
-        order.sort_unstable_by(falling);
-        picks.extend(order.iter().map(|&block| block as i32));
-        picks.extend(std::iter::repeat_n(-1, call.most - kept));
+        let highest = highest(scores, 0..own.min(blocks), call.most);
+        let none = std::iter::repeat_n(-1, call.most - highest.len());
+        picks.extend(highest.iter().map(|&block| block as i32).chain(none));
     }
     tensor::<B>(picks, [batch, lists, rows, call.most], &device)
-}
-
-/// Those of a tensor that can be read.
-fn numbers<B: Backend>(x: FloatTensor<B>) -> Vec<f64> {
-    let numbers = try_read_sync(B::float_into_data(x)).expect("a device that can be waited for");
-    numbers.expect("a tensor that can be read").iter().collect()
 }
 
 pub(crate) fn topk_rows<B: Backend>(x: FloatTensor<B>, most: usize) -> TopKLists<B> {
     let device = x.device();
     let dims @ [groups, rows, columns] = x.shape().dims();
-    let numbers = numbers::<B>(x);
+    let numbers: Vec<f64> = host::floats::<B, _>(x);
     let mut lists = Vec::with_capacity(groups * rows * most);
     let mut places = vec![-1; numbers.len()];
     for (row, numbers) in numbers.chunks(columns).enumerate() {
-        let mut order: Vec<usize> = (0..columns).collect();
-        let falling =
-            |a: &usize, b: &usize| descending(numbers[*a], numbers[*b]).then_with(|| a.cmp(b));
-        order.select_nth_unstable_by(most - 1, falling);
-        order.truncate(most);
+        let mut order = highest(numbers, 0..columns, most);
         order.sort_unstable();
         for (place, &column) in order.iter().enumerate() {
             places[row * columns + column] = (row % rows * most + place) as i32;
@@ -118,10 +100,23 @@ pub(crate) fn topk_rows<B: Backend>(x: FloatTensor<B>, most: usize) -> TopKLists
     }
 }
 
-/// The higher first; NaN is as low as −∞.
-pub(crate) fn descending(a: f64, b: f64) -> Ordering {
-    let number = |x: f64| if x.is_nan() { f64::NEG_INFINITY } else { x };
-    number(b).partial_cmp(&number(a)).expect("no NaN is left")
+/// Of some places the `most` that have the highest numbers, by falling number: ties go to the earlier, NaN is as low as −∞.
+pub(crate) fn highest(numbers: &[f64], places: Range<usize>, most: usize) -> Vec<usize> {
+    let number = |at: usize| match numbers[at].is_nan() {
+        true => f64::NEG_INFINITY,
+        false => numbers[at],
+    };
+    let falling = |a: &usize, b: &usize| -> Ordering {
+        let by_number = number(*b).partial_cmp(&number(*a));
+        by_number.expect("no NaN is left").then_with(|| a.cmp(b))
+    };
+    let mut order: Vec<usize> = places.collect();
+    if 0 < most && most < order.len() {
+        order.select_nth_unstable_by(most - 1, falling);
+    }
+    order.truncate(most);
+    order.sort_unstable_by(falling);
+    order
 }
 
 pub(crate) fn list_queries<B: Backend>(
@@ -130,9 +125,7 @@ pub(crate) fn list_queries<B: Backend>(
 ) -> QueriesOfBlocks<B> {
     let device = picks.device();
     let dims @ [batch, lists, queries, most] = picks.shape().dims();
-    let picks = try_read_sync(B::int_into_data(picks)).expect("a device that can be waited for");
-    let picks = picks.expect("a tensor that can be read");
-    let picks: Vec<i32> = picks.iter().collect();
+    let picks: Vec<i32> = host::ints::<B, _>(picks);
     let QueryTiles {
         blocks,
         tiles,

@@ -47,11 +47,11 @@ pub(crate) const METHOD: Method = Method {
     name: "sparge",
     notation: "sparge:BLOCK,KEEP,SIMILARITY[,smooth=0]",
     read: |arguments: &mut Arguments| {
-        let block = arguments.whole("BLOCK")?;
+        let block = arguments.next("BLOCK")?;
         let keep = arguments.keep("KEEP", Budget::top_p)?;
         let estimator = SpargeAttn {
             block,
-            similarity: arguments.real("SIMILARITY")?,
+            similarity: arguments.next("SIMILARITY")?,
             smooth: arguments.flag("smooth", true)?,
         };
         let selection = Selection::new(estimator, keep);
@@ -94,9 +94,9 @@ impl BlockEstimator for SpargeAttn {
     }
 
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
-        let written = Written::new(METHOD.name).whole(self.block);
+        let written = Written::new(METHOD.name).number(self.block);
         let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopP { .. }));
-        let written = written.real(self.similarity);
+        let written = written.number(self.similarity);
         let written = written.named_whole("smooth", self.smooth.into(), 1);
         let written = written.forced(rule.forced, SINKS_AND_NEAR);
         written.finish(sharing, GqaReduction::PerHead)

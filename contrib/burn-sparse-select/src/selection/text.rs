@@ -1,5 +1,6 @@
 //! The arguments of selections as text, read and written.
 
+use std::fmt::Display;
 use std::str::FromStr;
 
 use blocksparse::{Always, Budget};
@@ -16,6 +17,19 @@ pub(crate) struct Method {
     pub notation: &'static str,
     /// Reads the arguments after the name.
     pub read: fn(&mut Arguments) -> Result<Selection, OpError>,
+}
+
+/// What numbers are, as errors call it.
+pub(crate) trait Number: FromStr + Display {
+    const KIND: &'static str;
+}
+
+impl Number for usize {
+    const KIND: &'static str = "a whole number";
+}
+
+impl Number for f64 {
+    const KIND: &'static str = "a number";
 }
 
 /// The arguments of a text, read one by one: those with names may stand anywhere, the others have an order.
@@ -67,45 +81,27 @@ impl<'a> Arguments<'a> {
         self.error(self.notation, numbers)
     }
 
-    fn number<T: FromStr>(&self, name: &str, kind: &str, text: &str) -> Result<T, OpError> {
-        let error = |_| self.error(format!("{name} to be {kind}"), format!("'{text}'"));
+    fn number<T: Number>(&self, name: &str, text: &str) -> Result<T, OpError> {
+        let error = |_| self.error(format!("{name} to be {}", T::KIND), format!("'{text}'"));
         text.parse().map_err(error)
     }
 
-    /// A whole number.
-    pub fn whole(&mut self, name: &str) -> Result<usize, OpError> {
-        let text = self.placed.next().ok_or_else(|| self.missing())?;
-        self.number(name, "a whole number", text)
-    }
-
-    /// A whole number, or what stands for it.
-    pub fn optional_whole(&mut self, name: &str, default: usize) -> Result<usize, OpError> {
-        match self.placed.next() {
-            None => Ok(default),
-            Some(text) => self.number(name, "a whole number", text),
-        }
-    }
-
     /// A number.
-    pub fn real(&mut self, name: &str) -> Result<f64, OpError> {
+    pub fn next<T: Number>(&mut self, name: &str) -> Result<T, OpError> {
         let text = self.placed.next().ok_or_else(|| self.missing())?;
-        self.number(name, "a number", text)
+        self.number(name, text)
     }
 
     /// A number, or what stands for it.
-    pub fn optional_real(&mut self, name: &str, default: f64) -> Result<f64, OpError> {
-        match self.placed.next() {
-            None => Ok(default),
-            Some(text) => self.number(name, "a number", text),
-        }
+    pub fn next_or<T: Number>(&mut self, name: &str, default: T) -> Result<T, OpError> {
+        let text = self.placed.next();
+        text.map_or(Ok(default), |text| self.number(name, text))
     }
 
-    /// A whole number with a name, or what stands for it.
-    pub fn named_whole(&mut self, name: &str, default: usize) -> Result<usize, OpError> {
-        match self.take(name) {
-            None => Ok(default),
-            Some(text) => self.number(name, "a whole number", text),
-        }
+    /// A number with a name, or what stands for it.
+    pub fn named<T: Number>(&mut self, name: &str, default: T) -> Result<T, OpError> {
+        let text = self.take(name);
+        text.map_or(Ok(default), |text| self.number(name, text))
     }
 
     /// Yes (1) or no (0), or what stands for it.
@@ -121,8 +117,8 @@ impl<'a> Arguments<'a> {
     /// Forced blocks: `first=` and `local=`, or what stands for them.
     pub fn forced(&mut self, default: Always) -> Result<Always, OpError> {
         Ok(Always {
-            first: self.named_whole("first", default.first)?,
-            local: self.named_whole("local", default.local)?,
+            first: self.named("first", default.first)?,
+            local: self.named("local", default.local)?,
         })
     }
 
@@ -138,9 +134,9 @@ impl<'a> Arguments<'a> {
             return Ok(rule);
         }
         let text = self.placed.next().ok_or_else(|| self.missing())?;
-        let mut rule = plain(self.number(name, "a number", text)?);
+        let mut rule = plain(self.number(name, text)?);
         if let Budget::TopK(k) = &mut rule {
-            *k = self.number(name, "a whole number", text)?;
+            *k = self.number(name, text)?;
         }
         self.limits(rule)
     }
@@ -156,10 +152,10 @@ impl<'a> Arguments<'a> {
                 return Err(self.error("one rule", format!("also {key}={text}")));
             }
             rule = Some(match key {
-                "k" => Budget::TopK(self.number(key, "a whole number", text)?),
-                "ratio" => Budget::Ratio(self.number(key, "a number", text)?),
-                "above" => Budget::MinP(self.number(key, "a number", text)?),
-                _ => Budget::top_p(self.number(key, "a number", text)?),
+                "k" => Budget::TopK(self.number(key, text)?),
+                "ratio" => Budget::Ratio(self.number(key, text)?),
+                "above" => Budget::MinP(self.number(key, text)?),
+                _ => Budget::top_p(self.number(key, text)?),
             });
         }
         rule.map(|rule| self.limits(rule)).transpose()
@@ -168,12 +164,8 @@ impl<'a> Arguments<'a> {
     /// The fewest and the most blocks of a share.
     fn limits(&mut self, mut rule: Budget) -> Result<Budget, OpError> {
         if let Budget::TopP { min, max, .. } = &mut rule {
-            if let Some(text) = self.take("min") {
-                *min = self.number("min", "a whole number", text)?;
-            }
-            if let Some(text) = self.take("max") {
-                *max = self.number("max", "a whole number", text)?;
-            }
+            *min = self.named("min", *min)?;
+            *max = self.named("max", *max)?;
         }
         Ok(rule)
     }
@@ -222,13 +214,8 @@ impl Written {
         self
     }
 
-    /// A whole number.
-    pub fn whole(self, number: usize) -> Self {
-        self.argument(&number.to_string())
-    }
-
     /// A number.
-    pub fn real(self, number: f64) -> Self {
+    pub fn number(self, number: impl Number) -> Self {
         self.argument(&number.to_string())
     }
 

@@ -63,15 +63,15 @@ pub(crate) const METHOD: Method = Method {
     notation: "minference:BLOCK,COLUMNS,SLASHES[,QUERIES][,sinks=30][,window=100]",
     read: |arguments: &mut Arguments| {
         let [block, columns, slashes] = [
-            arguments.whole("BLOCK")?,
-            arguments.whole("COLUMNS")?,
-            arguments.whole("SLASHES")?,
+            arguments.next("BLOCK")?,
+            arguments.next("COLUMNS")?,
+            arguments.next("SLASHES")?,
         ];
         let default = VerticalSlash::new(block, columns, slashes);
         let estimator = VerticalSlash {
-            queries: arguments.optional_whole("QUERIES", default.queries)?,
-            sinks: arguments.named_whole("sinks", default.sinks)?,
-            window: arguments.named_whole("window", default.window)?,
+            queries: arguments.next_or("QUERIES", default.queries)?,
+            sinks: arguments.named("sinks", default.sinks)?,
+            window: arguments.named("window", default.window)?,
             ..default
         };
         let keep = arguments.named_keep()?.unwrap_or(ONES);
@@ -122,10 +122,10 @@ impl BlockEstimator for VerticalSlash {
 
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let default = Self::new(self.block, self.columns, self.slashes);
-        let written = Written::new(METHOD.name).whole(self.block);
-        let mut written = written.whole(self.columns).whole(self.slashes);
+        let written = Written::new(METHOD.name).number(self.block);
+        let mut written = written.number(self.columns).number(self.slashes);
         if self.queries != default.queries {
-            written = written.whole(self.queries);
+            written = written.number(self.queries);
         }
         let written = written.named_whole("sinks", self.sinks, default.sinks);
         let mut written = written.named_whole("window", self.window, default.window);

@@ -7,6 +7,7 @@ pub mod cube;
 pub mod custom_gradient;
 pub mod device;
 pub mod dtype;
+pub mod host;
 pub mod kernels_run;
 mod macros;
 pub mod op_plan;

@@ -50,4 +50,4 @@ pub use plan::{PagedBuffers, PagedPlan, paged_attention};
 pub use quantize::{append_quantized, check_append_quantized};
 pub use shape::PagedShape;
 pub use slots::{SlotShape, page_list_slots, picked_slots, write_integers};
-pub use summary::{StoredKeys, Summary, check_summarize, summarize_pages};
+pub use summary::{StoredKeys, check_summarize, summarize_pages};

@@ -13,10 +13,11 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::paged::summary::{Summary, check_float};
+use crate::kernels::paged::summary::check_float;
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::{most_units, vector_of};
+use burn_sparse_select::PageSummary;
 
 /// Units of a cube.
 const UNITS: usize = 256;
@@ -48,7 +49,7 @@ pub struct PageScoreShape {
     /// The type of queries.
     pub dtype: ElemType,
     /// What is known of pages.
-    pub summary: Summary,
+    pub summary: PageSummary,
     /// In which type.
     pub summary_dtype: ElemType,
 }
@@ -60,7 +61,7 @@ impl PageScoreShape {
         [tables, entries]: [usize; 2],
         [pages, page, width]: [usize; 3],
         dtype: ElemType,
-        (summary, summary_dtype): (Summary, ElemType),
+        (summary, summary_dtype): (PageSummary, ElemType),
     ) -> Self {
         Self {
             batch,
@@ -81,7 +82,7 @@ impl PageScoreShape {
 /// What is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Scored {
-    summary: Summary,
+    summary: PageSummary,
     /// Vectors of a key.
     vectors: usize,
     /// Units of a page, a power of two.
@@ -199,7 +200,7 @@ fn score<Q: Float, S: Float, N: Size>(
                 if vector < comptime!(t.vectors) {
                     let x = Vector::<f32, N>::cast_from(q[at * comptime!(t.vectors) + vector]);
                     match comptime!(t.summary) {
-                        Summary::Bounds => {
+                        PageSummary::Bounds => {
                             let mut above = Vector::<f32, N>::zeroed();
                             let mut below = Vector::<f32, N>::zeroed();
                             #[unroll]
@@ -210,7 +211,7 @@ fn score<Q: Float, S: Float, N: Size>(
                             queries[i] += above;
                             queries[comptime!(lane_vectors + i)] += below;
                         }
-                        Summary::Mean => {
+                        PageSummary::Mean => {
                             queries[i] += x;
                         }
                     }

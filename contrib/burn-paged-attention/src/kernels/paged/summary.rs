@@ -10,35 +10,17 @@ use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::{most_units, vector_of};
 use blocksparse_cubecl::shared::codec::decode_word;
+use burn_sparse_select::PageSummary;
 
 /// Units of a cube.
 const UNITS: usize = 256;
 /// Numbers of eight bits in a word.
 const WORD: usize = 4;
 
-/// What of a page is known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Summary {
-    /// The largest number of each channel, and behind them the smallest.
-    Bounds,
-    /// The mean of each channel.
-    Mean,
-}
-
-impl Summary {
-    /// Rows of a page's summary.
-    pub fn rows(self) -> usize {
-        match self {
-            Self::Bounds => 2,
-            Self::Mean => 1,
-        }
-    }
-}
-
 /// What is compiled into the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Summed {
-    summary: Summary,
+    summary: PageSummary,
     /// Vectors of a key.
     vectors: usize,
     /// What keys are in eight bits a number, if they are.
@@ -111,7 +93,7 @@ fn summarize<K: Numeric, S: Float, W: Size, N: Size>(
             let first = page * sizes.page;
             let own = key_at::<K, W, N>(keys, &scales, slot, vector, t);
             match comptime!(t.summary) {
-                Summary::Bounds => {
+                PageSummary::Bounds => {
                     let mut most = own;
                     let mut least = own;
                     for other in first..slot {
@@ -122,7 +104,7 @@ fn summarize<K: Numeric, S: Float, W: Size, N: Size>(
                     summaries[at] = Vector::<S, N>::cast_from(most);
                     summaries[at + comptime!(t.vectors)] = Vector::<S, N>::cast_from(least);
                 }
-                Summary::Mean => {
+                PageSummary::Mean => {
                     let mut sum = Vector::<f32, N>::zeroed();
                     for other in first..slot {
                         sum += key_at::<K, W, N>(keys, &scales, other, vector, t);
@@ -227,7 +209,7 @@ pub fn check_summarize(
 pub fn summarize_pages(
     client: &Client,
     shape: &AppendShape,
-    summary: Summary,
+    summary: PageSummary,
     StoredKeys { keys, packed }: StoredKeys,
     slots: &Handle,
     (summaries, dtype): (&Handle, ElemType),

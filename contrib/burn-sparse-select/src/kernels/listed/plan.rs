@@ -173,26 +173,24 @@ impl fmt::Display for ListedPlan {
             ListedPass::ByBlock(blocks) => blocks.lines().swap_remove(0),
             ListedPass::Tiles(_) => IN_TILES.to_string(),
         };
-        let mut lines = vec![title(self.forward())];
-        match self.forward() {
-            ListedPass::Mainloops(mainloops) => lines.push(mainloops.forward_line()),
-            ListedPass::ByBlock(blocks) => lines.extend(blocks.lines().into_iter().skip(1)),
+        let lines_of = |pass: ListedPass, backward: bool| match pass {
+            ListedPass::Mainloops(mainloops) if backward => mainloops.backward_lines().to_vec(),
+            ListedPass::Mainloops(mainloops) => vec![mainloops.forward_line()],
+            ListedPass::ByBlock(blocks) => blocks.lines().split_off(1),
             ListedPass::Tiles(tiles) => {
                 let part = &tiles.plan().parts()[0];
-                lines.extend(of_tiles(part.forward.tile.lines(size)));
+                of_tiles(match backward {
+                    true => part.backward.tile.lines(size),
+                    false => part.forward.tile.lines(size),
+                })
             }
-        }
+        };
+        let mut lines = vec![title(self.forward())];
+        lines.extend(lines_of(self.forward(), false));
         if self.ways[0] != self.ways[1] {
             lines.push(title(self.backward()));
         }
-        match self.backward() {
-            ListedPass::Mainloops(mainloops) => lines.extend(mainloops.backward_lines()),
-            ListedPass::ByBlock(blocks) => lines.extend(blocks.lines().into_iter().skip(1)),
-            ListedPass::Tiles(tiles) => {
-                let part = &tiles.plan().parts()[0];
-                lines.extend(of_tiles(part.backward.tile.lines(size)));
-            }
-        }
+        lines.extend(lines_of(self.backward(), true));
         f.write_str(&lines.join("\n"))
     }
 }

@@ -8,9 +8,7 @@ use std::ops::Range;
 
 use burn::backend::tensor::{BoolTensor, Device, FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
-use burn::tensor::{
-    FloatDType, IndexingUpdateOp, IntDType, Shape, Slice, TensorData, try_read_sync,
-};
+use burn::tensor::{FloatDType, IndexingUpdateOp, IntDType, Shape, Slice, TensorData};
 
 use crate::selection::parts::in_steps;
 use crate::selection::token_sparse::values::{
@@ -19,6 +17,7 @@ use crate::selection::token_sparse::values::{
 };
 use crate::selection::values::UniqueKeys;
 use burn_blocksparse::internal::dtype::accumulate_in;
+use burn_blocksparse::internal::host;
 use burn_blocksparse::internal::values::OutputGrads;
 
 /// Scores in memory at a time, at most, unless a single query has more.
@@ -223,9 +222,7 @@ pub(crate) fn backward<B: Backend>(
 pub(crate) fn unique_keys<B: Backend>(keys: IntTensor<B>, call: &UniqueKeys) -> IntTensor<B> {
     let device = keys.device();
     let dims @ [_, _, seq_q, most] = keys.shape().dims();
-    let data = try_read_sync(B::int_into_data(keys)).expect("a device that can be waited for");
-    let data = data.expect("a tensor that can be read");
-    let mut keys: Vec<i32> = data.iter().collect();
+    let mut keys: Vec<i32> = host::ints::<B, _>(keys);
     for (row, list) in keys.chunks_mut(most).enumerate() {
         let seen = call.seen(row % seq_q, seq_q);
         let mut found: Vec<i32> = (list.iter().copied())

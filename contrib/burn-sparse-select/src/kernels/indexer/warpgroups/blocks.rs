@@ -15,7 +15,7 @@ use crate::kernels::indexer::warpgroups::heads::{
     HeadSums, Totals, no_totals, own_key, totals_of, traded,
 };
 use crate::kernels::indexer::warpgroups::{
-    COLUMN_SPAN, COLUMNS, GROUP_KEYS, KEY_SPAN, WARPGROUPS, WIDTH, is_served, is_taken,
+    COLUMN_SPAN, COLUMNS, GROUP_KEYS, KEY_SPAN, WARPGROUPS, WIDTH, takes,
 };
 use blocksparse_cubecl::arch::ptx::shared_load;
 use blocksparse_cubecl::arch::sm80::copy_word;
@@ -64,9 +64,8 @@ impl BlockSums {
             },
             block,
         };
-        let most = client.properties().hardware.max_shared_memory_size;
-        let is_taken = is_whole && !is_left_out && is_served(client) && is_taken(&all);
-        (is_taken && found.shared_bytes() <= most).then_some(found)
+        let is_taken = is_whole && !is_left_out && takes(client, &all, found.shared_bytes());
+        is_taken.then_some(found)
     }
 
     fn warps(&self) -> usize {

@@ -17,9 +17,7 @@ use crate::kernels::indexer::warpgroups::heads::{
     HeadSums, Keys, Totals, no_totals, own_key, totals_of, write_two,
 };
 use crate::kernels::indexer::warpgroups::order::{Order, StepOrder, Work, is_seen, run_from};
-use crate::kernels::indexer::warpgroups::{
-    COLUMNS, GROUP_KEYS, UNITS, WARPS, WIDTH, is_served, is_taken, share,
-};
+use crate::kernels::indexer::warpgroups::{COLUMNS, GROUP_KEYS, UNITS, WARPS, WIDTH, share, takes};
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
@@ -52,10 +50,8 @@ impl ByteSums {
             heads: sizes.heads[0],
             is_weights: false,
         };
-        let most = client.properties().hardware.max_shared_memory_size;
-        let is_taken = is_served(client) && is_taken(sizes);
         let found = Self { of, all: *all };
-        (is_taken && found.shared_bytes() <= most).then_some(found)
+        takes(client, sizes, found.shared_bytes()).then_some(found)
     }
 
     /// Of what a half of the columns has of a query.

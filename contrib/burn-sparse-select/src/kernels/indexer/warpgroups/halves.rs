@@ -13,8 +13,7 @@ use crate::kernels::indexer::wanted::Epilogue;
 use crate::kernels::indexer::warpgroups::heads::{HeadSums, Keys, no_totals, totals_of, write_two};
 use crate::kernels::indexer::warpgroups::order::{Order, StepOrder, Work, is_seen, run_from};
 use crate::kernels::indexer::warpgroups::{
-    COLUMN_SPAN, COLUMNS, GROUP_KEYS, KEY_SPAN, UNITS, WARPGROUPS, WARPS, WIDTH, is_served,
-    is_taken, share,
+    COLUMN_SPAN, COLUMNS, GROUP_KEYS, KEY_SPAN, UNITS, WARPGROUPS, WARPS, WIDTH, share, takes,
 };
 use blocksparse_cubecl::arch::sm80::copy_word;
 use blocksparse_cubecl::arch::sm90::*;
@@ -38,8 +37,6 @@ pub(crate) struct GroupSums {
 impl GroupSums {
     /// How warpgroups make the sums that `tile` makes, if they do.
     pub fn new(client: &Client, sizes: &PairSizes, tile: &SumTile) -> Option<Self> {
-        let most = client.properties().hardware.max_shared_memory_size;
-        let is_taken = is_served(client) && is_taken(sizes);
         let found = Self {
             half: tile.half(),
             of: HeadSums {
@@ -48,7 +45,7 @@ impl GroupSums {
             },
             all: tile.all(),
         };
-        (is_taken && found.shared_bytes() <= most).then_some(found)
+        takes(client, sizes, found.shared_bytes()).then_some(found)
     }
 
     fn ring_offset(&self) -> usize {

@@ -57,18 +57,16 @@ const COLUMN_SPAN: Spans = Spans {
     ..KEY_SPAN
 };
 
-/// Whether a device runs these kernels, and nobody has left them out.
-fn is_served(client: &Client) -> bool {
+/// Whether a device runs a kernel of so many bytes, nobody has left these out, and a call has as many heads to one of keys, and rows as wide, as there are some for.
+fn takes(client: &Client, sizes: &PairSizes, shared_bytes: usize) -> bool {
+    let of_device = client.properties();
     let is_left_out = Tuning::or_default().tier == TierLimit::Mma;
-    !is_left_out && check_hopper(client.properties()).is_ok()
-}
-
-/// Whether a call has as many heads to one of keys, and rows as wide, as there are kernels for.
-fn is_taken(sizes: &PairSizes) -> bool {
+    let is_served = !is_left_out && check_hopper(of_device).is_ok();
     let [heads, kv_heads] = sizes.heads;
     let divides = heads.is_multiple_of(EIGHT) && COLUMNS.is_multiple_of(heads.max(1));
     // Of narrower rows what is made of products takes longer than these, and mma.sync is as fast.
-    kv_heads == 1 && divides && sizes.width == WIDTH && sizes.listed.is_none()
+    let is_taken = kv_heads == 1 && divides && sizes.width == WIDTH && sizes.listed.is_none();
+    is_served && is_taken && shared_bytes <= of_device.hardware.max_shared_memory_size
 }
 
 /// Steps of each cube, so that all multiprocessors have as many: shared memory, or registers, have room for one cube, which stays to the end.
