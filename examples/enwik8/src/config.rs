@@ -33,11 +33,12 @@ impl RunConfig {
             recipe: preset.recipe(),
         };
         ensure!(
-            overrides.attention != Some(AttentionKind::Dense) || overrides.pattern.is_empty(),
+            overrides.changes.attention != Some(AttentionKind::Dense)
+                || !overrides.gives("pattern"),
             "--attention dense is a pattern by itself; leave out --pattern"
         );
         config.check_picture_flags(overrides)?;
-        overrides.apply(&mut config.model, &mut config.recipe);
+        overrides.apply(&mut config.model, &mut config.recipe)?;
         config.check_content_flags(overrides)?;
         config.check()?;
         Ok(config)
@@ -51,7 +52,7 @@ impl RunConfig {
         let mut wanted = self.clone();
         wanted.preset = preset.unwrap_or(self.preset);
         wanted.check_picture_flags(overrides)?;
-        overrides.apply(&mut wanted.model, &mut wanted.recipe);
+        overrides.apply(&mut wanted.model, &mut wanted.recipe)?;
         wanted.check_content_flags(overrides)?;
         let allowed = RunConfig {
             recipe: Recipe {
@@ -118,22 +119,20 @@ impl RunConfig {
 
     /// That flags of pictures have pictures, whose size is the context.
     fn check_picture_flags(&self, overrides: &Overrides) -> Result<()> {
-        let has_flags =
-            overrides.picture_size.is_some() || overrides.classes.is_some() || overrides.halve;
         if self.model.pictures.is_none() {
             ensure!(
-                !has_flags,
+                !overrides.changes.changes_pictures(),
                 "--picture-size, --classes and --halve are of pictures; add --task images or --preset cifar"
             );
             return Ok(());
         }
         ensure!(
-            overrides.context.is_none() && overrides.position_width.is_none(),
+            !overrides.gives("context") && !overrides.gives("position-width"),
             "a picture is a window, and a row of it one of the position matrix; leave out --context and --position-width, or \
              give --picture-size"
         );
         ensure!(
-            overrides.recall_every.is_none(),
+            !overrides.gives("recall-every"),
             "--recall-every measures windows of text; leave it out"
         );
         Ok(())
@@ -143,18 +142,18 @@ impl RunConfig {
     fn check_content_flags(&self, overrides: &Overrides) -> Result<()> {
         let content = &self.model.content;
         ensure!(
-            content.is_some() || overrides.local_heads.is_empty(),
+            content.is_some() || !overrides.gives("local-heads"),
             "--local-heads are those next to content-based heads; add --attention routing:WINDOW or lsh:BUCKET,ROUNDS"
         );
         if let Some(content) = content {
             ensure!(
-                !content.is_whole_layer() || overrides.local_heads.is_empty(),
+                !content.is_whole_layer() || !overrides.gives("local-heads"),
                 "--attention {content} is all heads of a layer; leave out --local-heads"
             );
         }
         let has_means = matches!(content, Some(ContentAttention::Routing(_)));
         ensure!(
-            has_means || overrides.commitment.is_none() && overrides.means_decay.is_none(),
+            has_means || !(overrides.gives("commitment") || overrides.gives("means-decay")),
             "--commitment and --means-decay are of clusters; add --attention routing:WINDOW"
         );
         self.check_indexers(overrides)
@@ -393,24 +392,10 @@ fn asked_by(field: &str, overrides: &Overrides) -> Option<&'static str> {
         "selections" | "head_selections" => &["selection", "selection-file"],
         _ => &[],
     };
-    let is_given = |flag: &&str| match *flag {
-        "attention" => overrides.attention.is_some(),
-        "commitment" => overrides.commitment.is_some(),
-        "context" => overrides.context.is_some(),
-        "factorization" => overrides.factorization.is_some(),
-        "ff-block" => overrides.ff_block.is_some(),
-        "ff-density" => overrides.ff_density.is_some(),
-        "ff-layout" => overrides.ff_layout.is_some(),
-        "local-heads" => !overrides.local_heads.is_empty(),
-        "means-decay" => overrides.means_decay.is_some(),
-        "pattern" => !overrides.pattern.is_empty(),
-        "picture-size" => overrides.picture_size.is_some(),
-        "position-width" => overrides.position_width.is_some(),
-        "selection" => !overrides.selection.is_empty(),
-        "selection-file" => overrides.selection_file.is_some(),
-        other => unreachable!("{other}"),
-    };
-    candidates.iter().copied().find(is_given)
+    candidates
+        .iter()
+        .copied()
+        .find(|flag| overrides.gives(flag))
 }
 
 #[cfg(test)]
@@ -506,7 +491,7 @@ mod tests {
             (768, 48)
         );
         assert_eq!(config.model.patterns, ["fixed:48,12"]);
-        let resumed = config.resumed(None, &Overrides::default()).unwrap();
+        let resumed = config.resumed(None, &Overrides::read("")).unwrap();
         assert_eq!(resumed, config);
         let message = config.resumed(None, &overrides).unwrap_err().to_string();
         assert!(message.contains("--resume continues the run"), "{message}");
@@ -712,7 +697,7 @@ mod tests {
         );
         assert!(
             config
-                .resumed(Some(Preset::Small), &Overrides::default())
+                .resumed(Some(Preset::Small), &Overrides::read(""))
                 .is_err()
         );
     }

@@ -9,13 +9,14 @@ use std::str::FromStr;
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::linear::WeightPattern;
 use burn_sparse_transformer::{HeadSelections, Precision, Recompute, Selection, TransformerError};
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
+use crate::arguments::{CONTENT, LOG};
 use crate::images::format::Pictures;
-use crate::notation;
 use crate::prune::Pruning;
 use crate::windows::Cut;
+use crate::{arguments, notation};
 
 /// A named starting point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -351,68 +352,100 @@ pub enum Length {
     Epochs(f64),
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// The model, whose fields are flags.
+#[derive(Args, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[command(next_help_heading = "Model (defaults from the preset: `enwik8 presets`)")]
 pub struct ModelConfig {
-    /// Longest window, in bytes.
+    /// Bytes of context
+    #[arg(long, value_parser = arguments::positive)]
     pub context: usize,
-    /// Residual blocks.
+    /// Residual blocks
+    #[arg(long, value_parser = arguments::positive)]
     pub layers: usize,
+    /// Attention heads
+    #[arg(long, value_parser = arguments::positive)]
     pub heads: usize,
-    /// Width of the residual stream.
-    pub d_model: usize,
-    /// Attention patterns in the notation of [`burn_blocksparse::Pattern::NOTATION`].
-    pub patterns: Vec<String>,
-    /// How the patterns are combined.
-    pub factorization: FactorizationKind,
-    /// Block size of the attention layout.
-    pub block_size: usize,
-    /// Width of the matrix whose row and column embed a position (§5.3).
-    pub position_width: usize,
-    /// Dropout at the end of each residual addition.
-    pub dropout: f64,
-    /// Initial weights have a standard deviation of this over the root of their input's width (§6: 0.125).
-    #[serde(default = "paper_init_scale")]
-    pub init_scale: f64,
-    /// Dtype of activations, matrix products and attention. Weights and Adam's moments are f32 in any case.
-    #[serde(default)]
-    pub precision: Precision,
-    /// Inner width of the feed-forward networks. None: four times the model's, as in the paper.
-    #[serde(default)]
-    pub d_ff: Option<usize>,
-    /// Block-sparse weights of the feed-forward networks. None: dense ones, as in the paper.
-    #[serde(default)]
-    pub ff_weights: Option<FeedForwardWeights>,
-    /// How the layers choose their keys by content, in turn. None: by their patterns.
-    #[serde(default)]
-    pub selections: Vec<Selection>,
-    /// How each head of each layer chooses its keys by content, in place of that. None: as the layers.
-    #[serde(default)]
-    pub head_selections: Vec<HeadSelections>,
-    /// How many of the last layers do not.
-    #[serde(default)]
-    pub full_last_layers: usize,
-    /// One layer in so many chooses, and the next ones take its choice. None: every layer chooses.
-    #[serde(default)]
-    pub share_every: Option<usize>,
-    /// How heads that are not local choose single keys by content. None: all heads are the patterns'.
-    #[serde(default)]
-    pub content: Option<ContentAttention>,
-    /// Heads of each layer that are the patterns', or of all layers, if there is some. Empty: half of them.
-    #[serde(default)]
-    pub local_heads: Vec<usize>,
-    /// Heads of keys and values. None: as many as there are heads.
+    /// KV heads (GQA), a divisor of --heads [default: --heads]
+    #[arg(long, value_parser = arguments::positive, value_name = "N")]
     #[serde(default)]
     pub kv_heads: Option<usize>,
-    /// Width of the query and the key projections, all heads together. None: the model's.
-    #[serde(default)]
-    pub d_key: Option<usize>,
-    /// How far the scores of tiles that are skipped are below the largest ones. None: nothing is skipped.
+    /// Hidden size
+    #[arg(long, value_parser = arguments::positive)]
+    pub d_model: usize,
+    // In the notation of [`burn_blocksparse::Pattern::NOTATION`].
+    #[arg(skip)]
+    pub patterns: Vec<String>,
+    /// Combination of several patterns
+    #[arg(long, value_enum, help_heading = ATTENTION)]
+    pub factorization: FactorizationKind,
+    /// Block size of the attention layout: 8, 16, 32, 64 or 128
+    #[arg(id = "block", long, value_name = "BLOCK", value_parser = arguments::positive, help_heading = ATTENTION)]
+    pub block_size: usize,
+    /// Skip tiles of queries and keys whose scores are all below the largest ones by more than T
+    #[arg(long, value_parser = arguments::above_zero, value_name = "T", help_heading = ATTENTION)]
     #[serde(default)]
     pub softmax_threshold: Option<f64>,
-    /// What the pictures are like, if the bytes are pictures. None: they are text.
+    // Of the matrix whose row and column embed a position (§5.3).
+    /// Columns of the position matrix [default: the pattern's stride]
+    #[arg(long, value_parser = arguments::positive, value_name = "N")]
+    pub position_width: usize,
+    /// Dropout at the end of each residual addition
+    #[arg(long, value_parser = arguments::fraction)]
+    pub dropout: f64,
+    /// Initial weights have a standard deviation of SCALE / √(width of the input)
+    #[arg(long, value_parser = arguments::above_zero, value_name = "SCALE")]
+    #[serde(default = "paper_init_scale")]
+    pub init_scale: f64,
+    /// f32, or bf16 for mixed precision: activations, matmuls and attention in bf16, weights and
+    /// optimizer in f32; or tf32: f32 with the attention's matmuls on tensor cores
+    #[arg(long, value_parser = arguments::precision, value_name = "DTYPE")]
+    #[serde(default)]
+    pub precision: Precision,
+    /// Inner size of the feed-forward networks [default: 4 · d-model]
+    #[arg(long, value_parser = arguments::positive)]
+    #[serde(default)]
+    pub d_ff: Option<usize>,
+    /// Size of the query and key projections, over all heads [default: d-model]
+    #[arg(long, value_parser = arguments::positive)]
+    #[serde(default)]
+    pub d_key: Option<usize>,
+    // None: dense ones, as in the paper.
+    #[arg(skip)]
+    #[serde(default)]
+    pub ff_weights: Option<FeedForwardWeights>,
+    // How the layers choose their keys by content, in turn. None: by their patterns.
+    #[arg(skip)]
+    #[serde(default)]
+    pub selections: Vec<Selection>,
+    // How each head of each layer chooses its keys by content, in place of that. None: as the layers.
+    #[arg(skip)]
+    #[serde(default)]
+    pub head_selections: Vec<HeadSelections>,
+    /// Number of last layers without a selection
+    #[arg(id = "selection_full_last", long = "selection-full-last", value_parser = arguments::whole, value_name = "N", requires = "selection", help_heading = CONTENT)]
+    #[serde(default)]
+    pub full_last_layers: usize,
+    /// With --selection, or --attention dsa or msa: number of layers that share the choice of the first of them [default: 1]
+    #[arg(long, value_parser = arguments::positive, value_name = "N", help_heading = CONTENT)]
+    #[serde(default)]
+    pub share_every: Option<usize>,
+    // How heads that are not local choose single keys by content. None: all heads are the patterns'.
+    #[arg(skip)]
+    #[serde(default)]
+    pub content: Option<ContentAttention>,
+    // Heads of each layer that are the patterns', or of all layers, if there is some. Empty: half of them.
+    #[arg(skip)]
+    #[serde(default)]
+    pub local_heads: Vec<usize>,
+    // What the pictures are like, if the bytes are pictures. None: they are text.
+    #[arg(skip)]
     #[serde(default)]
     pub pictures: Option<Pictures>,
 }
+
+/// Headings of flags.
+pub const ATTENTION: &str = "Attention (defaults from the preset)";
+pub const RECIPE: &str = "Recipe (defaults from the preset)";
 
 /// What bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -533,49 +566,75 @@ fn paper_init_scale() -> f64 {
     0.125
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// How the model is trained, of which fields are flags, too.
+#[derive(Args, Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Recipe {
+    /// Windows per step
+    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, display_order = 0)]
     pub batch: usize,
+    #[arg(skip = Length::Steps(0))]
     pub length: Length,
+    /// Highest learning rate
+    #[arg(id = "lr", long, value_name = "LR", value_parser = arguments::above_zero, help_heading = RECIPE)]
     pub learning_rate: f64,
-    /// Steps of linear warm-up.
+    /// Steps of linear warm-up
+    #[arg(long, value_parser = arguments::whole, help_heading = RECIPE)]
     pub warmup: usize,
+    /// Decoupled weight decay
+    #[arg(long, value_parser = arguments::at_least_zero, help_heading = RECIPE)]
     pub weight_decay: f64,
-    /// Adam's decay of the first moment.
+    /// Adam's decay of the first moment
+    #[arg(id = "beta1", long, value_name = "BETA1", value_parser = arguments::fraction, help_heading = RECIPE)]
     pub beta_1: f64,
-    /// Adam's decay of the second moment.
+    /// Adam's decay of the second moment
+    #[arg(id = "beta2", long, value_name = "BETA2", value_parser = arguments::fraction, help_heading = RECIPE)]
     pub beta_2: f64,
+    /// Adam's epsilon
+    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
     pub epsilon: f64,
-    /// Largest global gradient norm.
+    /// Largest global norm of the gradient
+    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
     pub clip: f64,
-    /// Seed of weights, data order and dropout.
+    /// Seed of weights, data order and dropout
+    #[arg(long, value_parser = arguments::seed, help_heading = RECIPE)]
     pub seed: u64,
-    /// What the backward pass computes again instead of keeping it (§5.4).
+    /// Activation recomputation in the backward pass, to save memory: none, block (the default without a value), segment:N (segments of N blocks),
+    /// block+attention or segment:N+attention (all but the attention), or mlp (the first matmul of the feed-forward networks)
+    #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "MODE", value_parser = arguments::recompute, help_heading = RECIPE)]
     pub recompute: Recompute,
-    /// Pruning of the feed-forward networks' block-sparse weights.
+    #[arg(skip)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ff_prune: Option<Pruning>,
-    /// Steps after which the layers no longer choose their keys by content.
+    /// Switch --selection off after this step
+    #[arg(long, value_parser = arguments::positive, value_name = "STEP", help_heading = CONTENT)]
     #[serde(default)]
     pub selection_until: Option<usize>,
-    /// Steps of dense attention before indexers begin to learn.
-    #[serde(default)]
-    pub indexer_from: usize,
-    /// Steps that indexers alone learn by, before layers attend to what they choose.
+    /// With --attention dsa or msa: steps of dense attention, after --indexer-from, in which only the indexers learn [default: 0]
+    #[arg(long, value_parser = arguments::whole, value_name = "STEPS", help_heading = CONTENT)]
     #[serde(default)]
     pub indexer_warmup: usize,
-    /// Their learning rate meanwhile; `None` is the highest of the model.
+    /// With --attention dsa or msa: learning rate of the indexers in --indexer-warmup [default: --lr]
+    #[arg(id = "indexer_lr", long = "indexer-lr", value_parser = arguments::above_zero, value_name = "RATE", help_heading = CONTENT)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub indexer_rate: Option<f64>,
-    /// Steps between measurements of what the choice keeps.
+    /// With --attention dsa or msa: steps of dense attention before that, in which only the model learns [default: 0]
+    #[arg(long, value_parser = arguments::whole, value_name = "STEP", help_heading = CONTENT)]
+    #[serde(default)]
+    pub indexer_from: usize,
+    /// Steps between measurements of the recall of --selection
+    #[arg(long, value_parser = arguments::positive, value_name = "STEPS", help_heading = CONTENT)]
     #[serde(default)]
     pub recall_every: Option<usize>,
-    /// Steps between validations.
+    /// Steps between validations
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub eval_every: usize,
-    /// Windows per validation during training.
+    /// Windows per validation during training
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub eval_windows: usize,
-    /// Steps between checkpoints.
+    /// Steps between checkpoints
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub checkpoint_every: usize,
-    /// Steps between printed lines.
+    /// Steps between printed lines
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub log_every: usize,
 }

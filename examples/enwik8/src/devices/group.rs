@@ -315,7 +315,7 @@ mod tests {
         let three =
             Group::open(None, Some("cpu,flex,cpu"), None, Shard::Batch, None, None).unwrap();
         assert_eq!(three.first().name, "flex, flex, flex");
-        let tiny = config(&Overrides::default());
+        let tiny = config(&Overrides::read(""));
         let two = Group::open(None, Some("cpu,cpu"), None, Shard::Batch, None, None).unwrap();
         two.check(&tiny, false).unwrap();
         let line = two.describe(4).unwrap();
