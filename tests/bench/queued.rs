@@ -64,3 +64,12 @@ impl Ahead {
         (median(both) - median(alone)) / calls as f64
     }
 }
+
+/// Seconds in the unit that suits them.
+pub fn shown(seconds: f64) -> String {
+    match seconds {
+        seconds if seconds < 1e-3 => format!("{:.1} µs", seconds * 1e6),
+        seconds if seconds < 1.0 => format!("{:.2} ms", seconds * 1e3),
+        seconds => format!("{seconds:.2} s"),
+    }
+}

@@ -111,27 +111,3 @@ fn prefer(backend: &str) {
         unsafe { std::env::set_var("BURN_DEVICE", backend) };
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn error(name: &str) -> String {
-        format!("{:#}", open(Some(name)).err().unwrap())
-    }
-
-    #[test]
-    fn mistakes_are_explained() {
-        assert!(error("tpu").contains("--device tpu: unknown device 'tpu'; the choices"));
-        assert!(error("flex:1").contains("cuda:1"));
-        if !cfg!(feature = "cuda") {
-            assert!(error("cuda:0").contains("--features cuda"));
-        }
-    }
-
-    #[test]
-    #[cfg(feature = "flex")]
-    fn flex_is_found() {
-        assert_eq!(open(Some("flex")).unwrap().name, "flex");
-    }
-}

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn_sparse_transformer::weights::{KeyMap, WeightsFile};
 use clap::Args;
@@ -90,24 +90,16 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     };
     let model = file.load(&model, &map)?;
     let parameters = model.num_params();
-    let failed = |error| anyhow!("cannot store the weights: {error}");
-    let checkpoint = Checkpoint {
-        header: Header {
-            program: env!("CARGO_PKG_VERSION").to_owned(),
-            data: corpus.fingerprint(),
-            step: 0,
-            sampler: Sampler::new(train.len(), config.model.cut(), config.recipe.seed)
-                .state()
-                .clone(),
-            best: None,
-            config: config.clone(),
-        },
-        model: model.into_record().into_bytes().map_err(failed)?.to_vec(),
-        optimizer: model::optimizer(&config.recipe)
-            .to_bytes()
-            .context("cannot store the optimizer")?
-            .to_vec(),
+    let sampler = Sampler::new(train.len(), config.model.cut(), config.recipe.seed);
+    let header = Header {
+        program: env!("CARGO_PKG_VERSION").to_owned(),
+        data: corpus.fingerprint(),
+        step: 0,
+        sampler: sampler.state().clone(),
+        best: None,
+        config: config.clone(),
     };
+    let checkpoint = Checkpoint::new(header, model, &model::optimizer(&config.recipe))?;
     // Only now that all input is known to be good is anything written.
     let folder = RunFolder::create(&args.run, args.overwrite)?;
     folder.write_config(&config)?;

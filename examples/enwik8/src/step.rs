@@ -63,6 +63,17 @@ pub struct Batch {
     pub learning_rate: f64,
 }
 
+/// What becomes of a model between two steps.
+#[derive(Clone, Copy)]
+pub enum Change {
+    /// The feed-forward networks' weights are pruned to a share of their blocks; their moments go on.
+    Prune(f64),
+    /// No layer chooses keys by content any more.
+    SeeEverything,
+    /// Another stage of the indexers' training.
+    Stage(DsaStage),
+}
+
 /// A model, its optimizer and how they take steps.
 pub struct Steps {
     state: Rc<RefCell<State>>,
@@ -204,16 +215,22 @@ impl Steps {
         })
     }
 
-    /// Prunes the feed-forward networks' weights; their moments go on. What was recorded is of the old shapes.
-    pub fn prune(&mut self, density: f64) -> Result<()> {
+    /// Changes the model. What was recorded is of the one before.
+    pub fn change(&mut self, change: Change) -> Result<()> {
         self.replays = None;
         let mut state = self.state.borrow_mut();
         let model = state.model.take().context(NO_MODEL)?;
-        let (model, pruned) = prune(model, density)?;
-        for (weight, kept) in pruned {
-            state.optimizer.keep_rows(weight, &kept)?;
-        }
-        state.model = Some(model);
+        state.model = Some(match change {
+            Change::Prune(density) => {
+                let (model, pruned) = prune(model, density)?;
+                for (weight, kept) in pruned {
+                    state.optimizer.keep_rows(weight, &kept)?;
+                }
+                model
+            }
+            Change::SeeEverything => model.with_selections(&[], 0)?,
+            Change::Stage(stage) => model.with_dsa_stage(stage)?,
+        });
         Ok(())
     }
 
@@ -225,32 +242,19 @@ impl Steps {
         Ok(())
     }
 
-    /// Takes the choice of keys by content out of all layers. What was recorded is of the choice.
-    pub fn see_everything(&mut self) -> Result<()> {
-        self.replays = None;
-        let mut state = self.state.borrow_mut();
-        let model = state.model.take().context(NO_MODEL)?;
-        state.model = Some(model.with_selections(&[], 0)?);
-        Ok(())
-    }
-
-    /// Puts the model into another stage of its indexers' training. What was recorded is of the one before.
-    pub fn set_stage(&mut self, stage: DsaStage) -> Result<()> {
-        self.replays = None;
-        let mut state = self.state.borrow_mut();
-        let model = state.model.take().context(NO_MODEL)?;
-        state.model = Some(model.with_dsa_stage(stage)?);
-        Ok(())
-    }
-
     /// How steps run, where they were to be replayed and it is known: from the fourth on.
     pub fn describe(&self) -> Option<String> {
         let replays = &self.replays.as_ref()?.replayed;
-        match (replays.is_recorded(), replays.fallback_reason()) {
-            (true, _) => Some("replays steps: one dispatch for each".to_owned()),
-            (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
-            (false, None) => None,
-        }
+        self::replays(replays.is_recorded(), replays.fallback_reason())
+    }
+}
+
+/// Whether steps are replayed, or why not, once it is known.
+pub fn replays(is_recorded: bool, fallback_reason: Option<&str>) -> Option<String> {
+    match (is_recorded, fallback_reason) {
+        (true, _) => Some("replays steps: one dispatch for each".to_owned()),
+        (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
+        (false, None) => None,
     }
 }
 

@@ -9,7 +9,6 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{Tensor, TensorData};
 use burn_blocksparse::Processes;
 use burn_sparse_transformer::TransformerShard;
-use burn_sparse_transformer::dsa::DsaStage;
 
 use super::group::Group;
 use super::processes::{beginning, relay};
@@ -18,7 +17,7 @@ use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title
 use crate::checkpoint::Checkpoint;
 use crate::data::thousands;
 use crate::device::NamedDevice;
-use crate::step::{Batch, Measured, Steps};
+use crate::step::{Batch, Change, Measured, Steps};
 
 /// The first device's replica, and threads with the others'.
 pub struct Replicas {
@@ -153,24 +152,10 @@ impl Replicas {
         self.mean(measured)
     }
 
-    /// Prunes the feed-forward networks' weights: replicas are the same, so what they prune is.
-    pub fn prune(&mut self, density: f64) -> Result<()> {
-        self.all(|| Order::Prune(density))
-    }
-
-    /// Takes the choice of keys by content out of all layers.
-    pub fn see_everything(&mut self) -> Result<()> {
-        self.all(|| Order::SeeEverything)
-    }
-
-    /// Puts all models into another stage of their indexers' training.
-    pub fn set_stage(&mut self, stage: DsaStage) -> Result<()> {
-        self.all(|| Order::Stage(stage))
-    }
-
-    fn all(&mut self, order: impl Fn() -> Order) -> Result<()> {
-        let orders = self.devices.iter().map(|_| order()).collect();
-        self.order(orders).map(drop)
+    /// Changes all models: replicas are the same, so what they prune is.
+    pub fn change(&mut self, change: Change) -> Result<()> {
+        let orders = self.devices.iter().map(|_| Order::Change(change));
+        self.order(orders.collect()).map(drop)
     }
 
     /// Gives each device its order and waits for all of them; the reports in the order of the devices.

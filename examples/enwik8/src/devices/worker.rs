@@ -7,7 +7,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::{Bytes, Tensor, TensorData};
-use burn_sparse_transformer::dsa::DsaStage;
 use burn_sparse_transformer::{StepLosses, TransformerShard};
 
 use super::bundle::Bundle;
@@ -15,7 +14,7 @@ use super::error::DeviceFailed;
 use super::reduce::{Strategy, lengths, nccl_sums};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
-use crate::step::{Measured, Steps, numbers};
+use crate::step::{Change, Measured, Steps, numbers};
 use crate::{exit, model};
 
 /// How long a device that failed waits for the run to end. Another one may wait in the driver for its part of a sum, and not come back.
@@ -25,9 +24,7 @@ const GRACE: Duration = Duration::from_secs(30);
 pub(super) enum Order {
     Gradients(Part),
     Update(Update),
-    Prune(f64),
-    SeeEverything,
-    Stage(DsaStage),
+    Change(Change),
 }
 
 /// A device's entries of a batch, of which it has all positions or shares them with others.
@@ -126,9 +123,7 @@ impl Replica {
         guarded(&title, || match order {
             Order::Gradients(part) => self.gradients(part),
             Order::Update(update) => self.update(update),
-            Order::Prune(density) => self.steps.prune(density).map(|()| Report::Done),
-            Order::SeeEverything => self.steps.see_everything().map(|()| Report::Done),
-            Order::Stage(stage) => self.steps.set_stage(stage).map(|()| Report::Done),
+            Order::Change(change) => self.steps.change(change).map(|()| Report::Done),
         })
     }
 
