@@ -14,14 +14,14 @@ use attention::run;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::internal::DispatchMode;
 use burn_blocksparse::layout::DeviceLayoutOptions;
-use burn_blocksparse::{AttentionOptions, DeviceLayout, LayoutShape, Pattern};
+use burn_blocksparse::{AttentionOptions, DeviceLayout, LayoutShape};
 use burn_blocksparse_tests::devices::devices;
 use burn_sparse_select::nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions};
 use burn_sparse_select::{
     EstimateInputs, Selection, attention_selected, selected_blocks_attention,
 };
 use program::{median, number};
-use queued::{Ahead, shown};
+use queued::{Ahead, causal, shown};
 use serde_json::{Value, json};
 use single_keys::DSA;
 
@@ -216,9 +216,7 @@ impl Bench<'_> {
         self.heading(WIDE, n);
         let inputs = self.inputs(WIDE, n);
         let [q, k, v] = inputs.clone();
-        let causal = Pattern::causal()
-            .layout(heads, n, 128)
-            .expect("valid sizes");
+        let causal = causal(heads, n);
         self.dense = f64::NAN;
         self.dense = self.time("dense", || run(&q, &k, &v, &causal));
         let forward = self.dense;
@@ -291,9 +289,7 @@ impl Bench<'_> {
             random(kv_heads, value_dim),
         );
         let gates = Tensor::<4>::random([1, heads, n, 3], Distribution::Default, options);
-        let causal = Pattern::causal()
-            .layout(heads, n, 128)
-            .expect("valid sizes");
+        let causal = causal(heads, n);
         let [nsa, packed] = [DispatchMode::Auto, DispatchMode::GroupByBlock].map(|mode| {
             let options = NsaOptions::default().dispatch_mode(mode);
             Nsa::new(options).expect("the paper's numbers")
