@@ -243,6 +243,17 @@ pub struct SamplerState {
     pub rng: ChaCha8Rng,
 }
 
+impl SamplerState {
+    /// Of a run that begins.
+    pub fn new(seed: u64) -> Self {
+        SamplerState {
+            epoch: 0,
+            used: 0,
+            rng: ChaCha8Rng::seed_from_u64(seed),
+        }
+    }
+}
+
 /// Training windows without replacement: each epoch cuts the bytes into windows of `context + 1`
 /// (successive windows share one byte) from a random phase, or into pictures, and goes through them in random order.
 pub struct Sampler {
@@ -255,15 +266,7 @@ pub struct Sampler {
 impl Sampler {
     /// Starts a run. `bytes` must exceed the context.
     pub fn new(bytes: usize, cut: Cut, seed: u64) -> Self {
-        Sampler::resume(
-            bytes,
-            cut,
-            SamplerState {
-                epoch: 0,
-                used: 0,
-                rng: ChaCha8Rng::seed_from_u64(seed),
-            },
-        )
+        Sampler::resume(bytes, cut, SamplerState::new(seed))
     }
 
     /// Continues where `state` was taken.

@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::checkpoint::{Checkpoint, Header};
 use crate::config::RunConfig;
-use crate::data::{Corpus, Sampler, Split, thousands};
+use crate::data::{Corpus, SamplerState, Split, thousands};
 use crate::overrides::Overrides;
 use crate::presets::Preset;
 use crate::progress::{program, say};
@@ -73,7 +73,7 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     };
     // As when a run begins: what is too short now would be too short to train on.
     corpus.split_for(Split::Validation, config.model.context)?;
-    let train = corpus.split_for(Split::Train, config.model.context)?;
+    corpus.split_for(Split::Train, config.model.context)?;
     let file = open(&args.weights, args.key.as_deref())?;
     let map = match is_burns(&args.weights) {
         true => KeyMap::default(),
@@ -90,12 +90,11 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     };
     let model = file.load(&model, &map)?;
     let parameters = model.num_params();
-    let sampler = Sampler::new(train.len(), config.model.cut(), config.recipe.seed);
     let header = Header {
         program: env!("CARGO_PKG_VERSION").to_owned(),
         data: corpus.fingerprint(),
         step: 0,
-        sampler: sampler.state().clone(),
+        sampler: SamplerState::new(config.recipe.seed),
         best: None,
         config: config.clone(),
     };

@@ -175,29 +175,3 @@ fn whole_lines(path: &Path) -> Result<Vec<(Vec<u8>, Row)>> {
     }
     Ok(lines)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn row(step: usize) -> Row {
-        Row::validated(step, 1.5)
-    }
-
-    #[test]
-    fn reopening_drops_what_comes_after_the_checkpoint() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("log.jsonl");
-        let mut log = Log::open(&path, 0).unwrap();
-        for step in [1, 2, 3] {
-            log.write(&row(step)).unwrap();
-        }
-        log.file
-            .write_all(b"{\"kind\":\"validation\",\"ste")
-            .unwrap();
-        let mut log = Log::open(&path, 2).unwrap();
-        log.write(&row(3)).unwrap();
-        assert_eq!(read(&path).unwrap(), [row(1), row(2), row(3)]);
-        assert_eq!(std::fs::read_to_string(&path).unwrap().lines().count(), 3);
-    }
-}

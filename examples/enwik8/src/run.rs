@@ -275,22 +275,6 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_process_was_writing_is_removed() {
-        let folder = tempfile::tempdir().unwrap();
-        let [config, checkpoint] = [CONFIG, "step-00000500.ckpt.partial"];
-        for name in [config, checkpoint, UNFINISHED_PLOT] {
-            fs::write(folder.path().join(name), "half").unwrap();
-        }
-        drop(RunFolder::open(folder.path()).unwrap());
-        let left = entries(folder.path()).unwrap();
-        let left: Vec<_> = left.iter().filter_map(|path| path.file_name()).collect();
-        assert!(
-            left.len() == 2 && left.contains(&config.as_ref()),
-            "{left:?}"
-        );
-    }
-
-    #[test]
     fn one_trainer_per_folder() {
         let folder = tempfile::tempdir().unwrap();
         let _first = RunFolder::create(folder.path(), false).unwrap();

@@ -86,33 +86,23 @@ pub struct Steps {
 
 /// What a step measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Measured<T> {
-    pub loss: T,
+pub struct Measured {
+    pub loss: f64,
     /// Of the gradients, before clipping.
-    pub grad_norm: T,
+    pub grad_norm: f64,
     /// What all layers add to the loss, if they do.
-    pub aux_loss: Option<T>,
+    pub aux_loss: Option<f64>,
 }
 
-impl Measured<f32> {
+impl Measured {
     /// A step's numbers on the host: the only wait for the device in a step.
     pub fn read(step: Tensor<1>) -> Result<Self> {
         let numbers = model::numbers(step)?;
         Ok(Self {
-            loss: numbers[0],
-            grad_norm: numbers[1],
-            aux_loss: numbers.get(2).copied(),
+            loss: numbers[0].into(),
+            grad_norm: numbers[1].into(),
+            aux_loss: numbers.get(2).copied().map(f64::from),
         })
-    }
-}
-
-impl From<Measured<f32>> for Measured<f64> {
-    fn from(measured: Measured<f32>) -> Self {
-        Self {
-            loss: measured.loss.into(),
-            grad_norm: measured.grad_norm.into(),
-            aux_loss: measured.aux_loss.map(f64::from),
-        }
     }
 }
 
@@ -171,15 +161,10 @@ impl Steps {
 
     /// A step that is not replayed; `between` is called between its gradients and the optimizer.
     pub fn one(&self, batch: Batch, between: impl FnOnce() -> Result<()>) -> Result<Tensor<1>> {
-        let Batch {
-            tokens,
-            targets,
-            dropout_seed,
-            learning_rate,
-        } = batch;
-        let (losses, gradients) = self.gradients([tokens, targets], 0, dropout_seed)?;
+        let data = [batch.tokens, batch.targets];
+        let (losses, gradients) = self.gradients(data, 0, batch.dropout_seed)?;
         between()?;
-        let norm = self.update(learning_rate, gradients)?;
+        let norm = self.update(batch.learning_rate, gradients)?;
         Ok(numbers(losses, norm))
     }
 

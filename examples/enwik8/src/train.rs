@@ -18,6 +18,8 @@ use anyhow::{Context, Result, ensure};
 use burn::module::Module;
 use burn::tensor::Bytes;
 use burn_blocksparse::Processes;
+use burn_fused_ops::optim::FusedAdamW;
+use burn_sparse_transformer::SparseTransformer;
 use burn_sparse_transformer::content::ContentAttention;
 use clap::Args;
 use indicatif::ProgressBar;
@@ -25,7 +27,7 @@ use indicatif::ProgressBar;
 use crate::arguments::{self, LOG};
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
-use crate::data::{Corpus, Fingerprint, Sampler, Split, thousands};
+use crate::data::{Corpus, Fingerprint, Sampler, SamplerState, Split, thousands};
 use crate::device::NamedDevice;
 use crate::devices::{Crossing, Group, Reduce, Shard, Training};
 use crate::devices::{ask_to_stop, hear_of_stops, serve, settled};
@@ -229,37 +231,22 @@ impl Session {
         let config = RunConfig::new(args.preset(), &args.overrides)?;
         let device = args.check(&config, &group)?;
         let corpus = Corpus::open(args.data.as_deref(), config.model.pictures)?;
-        let train = check_lengths(&corpus, &config)?;
-        let cut = config.model.cut();
+        check_lengths(&corpus, &config)?;
         // Only now that all input is known to be good is anything written.
-        let model = model::new(
-            &config.model,
-            config.recipe.seed,
-            &device.device.clone().autodiff(),
-        )?;
+        let seed = config.recipe.seed;
+        let model = model::new(&config.model, seed, &device.device.clone().autodiff())?;
         let model = indexers::staged(model, &config, 0)?;
         let folder = RunFolder::create(&args.folder(), args.overwrite)?;
-        folder.write_config(&config)?;
-        Ok(Session {
-            steps: config.steps(cut.predictions(train)),
-            sampler: Sampler::new(train, cut, config.recipe.seed),
-            training: Steps::new(
-                model,
-                model::optimizer(&config.recipe),
-                &device.device,
-                config.recipe.recompute,
-                args.graph,
-            )
-            .into(),
-            data: corpus.fingerprint(),
-            step: 0,
-            best: None,
+        let past = (SamplerState::new(seed), 0, None);
+        let optimizer = model::optimizer(&config.recipe);
+        Session::new(
+            (args, group),
             config,
             corpus,
             folder,
-            group,
-            device,
-        })
+            (model, optimizer),
+            past,
+        )
     }
 
     fn resume(args: &TrainArgs, group: Group) -> Result<Self> {
@@ -280,34 +267,55 @@ impl Session {
             thousands(header.data.bytes),
             header.data.crc32
         );
-        let train = check_lengths(&corpus, &config)?;
-        let cut = config.model.cut();
+        check_lengths(&corpus, &config)?;
         let model = model::restore(&checkpoint, &device.device.clone().autodiff())
             .with_context(|| format!("cannot resume from {}", path.display()))?;
         let optimizer = model::optimizer(&config.recipe)
             .from_bytes(Bytes::from_bytes_vec(checkpoint.optimizer))
             .with_context(|| path.display().to_string())?;
-        folder.write_config(&config)?;
         say(format!("resuming from {}", path.display()));
-        let training = Steps::new(
-            model,
-            optimizer,
-            &device.device,
-            config.recipe.recompute,
-            args.graph,
-        );
-        Ok(Session {
-            steps: config.steps(cut.predictions(train)),
-            training: training.into(),
-            sampler: Sampler::resume(train, cut, checkpoint.header.sampler),
-            step: checkpoint.header.step,
-            best: checkpoint.header.best,
+        let Header {
+            sampler,
+            step,
+            best,
+            ..
+        } = checkpoint.header;
+        let past = (sampler, step, best);
+        Session::new(
+            (args, group),
             config,
             corpus,
-            data,
+            folder,
+            (model, optimizer),
+            past,
+        )
+    }
+
+    /// With what a checkpoint holds, or what a run begins with.
+    fn new(
+        (args, group): (&TrainArgs, Group),
+        config: RunConfig,
+        corpus: Corpus,
+        folder: RunFolder,
+        (model, optimizer): (SparseTransformer, FusedAdamW),
+        (sampler, step, best): (SamplerState, usize, Option<Best>),
+    ) -> Result<Self> {
+        folder.write_config(&config)?;
+        let (device, recompute) = (group.first(), config.recipe.recompute);
+        let training = Steps::new(model, optimizer, &device.device, recompute, args.graph);
+        let (cut, train) = (config.model.cut(), corpus.split(Split::Train).len());
+        Ok(Session {
+            steps: config.steps(cut.predictions(train)),
+            sampler: Sampler::resume(train, cut, sampler),
+            training: training.into(),
+            data: corpus.fingerprint(),
+            config,
+            corpus,
             folder,
             group,
             device,
+            step,
+            best,
         })
     }
 
@@ -593,13 +601,12 @@ impl Session {
     }
 }
 
-/// Bytes of the training split, after all splits were found long enough and the run not too long.
-fn check_lengths(corpus: &Corpus, config: &RunConfig) -> Result<usize> {
+/// That all splits are long enough and the run is not too long.
+fn check_lengths(corpus: &Corpus, config: &RunConfig) -> Result<()> {
     let context = config.model.context;
     corpus.split_for(Split::Validation, context)?;
     let train = corpus.split_for(Split::Train, context)?.len();
-    config.check_length(config.model.cut().predictions(train))?;
-    Ok(train)
+    config.check_length(config.model.cut().predictions(train))
 }
 
 /// A seed for the dropout of one step: SplitMix64's output function over seed and step.

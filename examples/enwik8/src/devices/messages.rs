@@ -70,7 +70,7 @@ impl Report {
                 aux_loss,
             }) => {
                 let numbers = [loss, grad_norm].into_iter().chain(aux_loss);
-                let bits = numbers.map(|number| number.to_bits().into());
+                let bits = numbers.map(f64::to_bits);
                 ([2].into_iter().chain(bits).collect(), Vec::new())
             }
             Self::Lengths(lengths) => {
@@ -82,7 +82,7 @@ impl Report {
     }
 
     pub fn of_message(Message { words, tensors }: Message, device: &Device) -> Result<Self> {
-        let number = |bits: &u64| f32::from_bits(*bits as u32);
+        let number = |bits: &u64| f64::from_bits(*bits);
         Ok(match &words[..] {
             [0] => Self::Done,
             [1] => Self::Gradients(on_device(tensors, device)),

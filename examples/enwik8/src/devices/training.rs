@@ -55,12 +55,12 @@ impl Training {
         self.steps().optimizer()
     }
 
-    pub fn take(&mut self, batch: Batch) -> Result<Measured<f64>> {
+    pub fn take(&mut self, batch: Batch) -> Result<Measured> {
         let steps = match self {
             Self::One(steps) => steps,
             Self::Several(replicas) => return replicas.take(batch),
         };
-        Ok(Measured::read(steps.take(batch)?)?.into())
+        Measured::read(steps.take(batch)?)
     }
 
     pub fn change(&mut self, change: Change) -> Result<()> {

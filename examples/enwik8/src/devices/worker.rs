@@ -10,7 +10,7 @@ use burn::tensor::{Bytes, Tensor, TensorData};
 use burn_sparse_transformer::{StepLosses, TransformerShard};
 
 use super::bundle::Bundle;
-use super::error::DeviceFailed;
+use super::error::Lost;
 use super::reduce::{Strategy, lengths, nccl_sums};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
@@ -53,7 +53,7 @@ pub(super) enum Report {
     /// Elements of the buckets that it will add itself.
     Lengths(Vec<usize>),
     /// The losses of its part, and the norm of the mean of all gradients.
-    Measured(Measured<f32>),
+    Measured(Measured),
 }
 
 /// Who reports what.
@@ -130,14 +130,9 @@ impl Replica {
     fn gradients(&mut self, part: Part) -> Result<Report> {
         self.taken += 1;
         self.fail_where_a_test_says("gradients")?;
-        let Part {
-            data,
-            first_entry,
-            dropout_seed,
-        } = part;
         let (losses, gradients) = match &self.shard {
-            None => self.steps.gradients(data, first_entry, dropout_seed)?,
-            Some(shard) => self.steps.gradients_of_shard(data, shard)?,
+            None => (self.steps).gradients(part.data, part.first_entry, part.dropout_seed)?,
+            Some(shard) => self.steps.gradients_of_shard(part.data, shard)?,
         };
         let (bundle, buckets) = Bundle::pack(&*self.steps.model()?, gradients);
         let (report, buckets) = match self.strategy {
@@ -207,11 +202,8 @@ pub(super) fn guarded<T>(device: &str, part: impl FnOnce() -> Result<T>) -> Resu
             text.unwrap_or_else(|| "a panic without a message".to_owned())
         }
     };
-    Err(DeviceFailed {
-        device: device.to_owned(),
-        reason,
-    }
-    .into())
+    let what = format!("device {device} failed");
+    Err(Lost { what, reason }.into())
 }
 
 /// The life of a thread: what it is to begin with, then orders until there are none.
