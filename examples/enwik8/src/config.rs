@@ -25,13 +25,21 @@ pub struct RunConfig {
 }
 
 impl RunConfig {
+    /// A preset as it is.
+    pub fn of(preset: Preset) -> Self {
+        let (mut model, mut recipe) = (ModelConfig::base(preset.task()), Recipe::base());
+        let own = Overrides::read(preset.flags()).apply(&mut model, &mut recipe);
+        own.expect("flags of ours");
+        RunConfig {
+            preset,
+            model,
+            recipe,
+        }
+    }
+
     /// A preset with the user's changes.
     pub fn new(preset: Preset, overrides: &Overrides) -> Result<Self> {
-        let mut config = RunConfig {
-            preset,
-            model: preset.model(),
-            recipe: preset.recipe(),
-        };
+        let mut config = RunConfig::of(preset);
         ensure!(
             overrides.changes.attention != Some(AttentionKind::Dense)
                 || !overrides.gives("pattern"),

@@ -230,13 +230,13 @@ impl Changes {
     }
 }
 
-#[cfg(test)]
 impl Overrides {
-    /// Those of a command line.
+    /// Those of a line of ours.
     pub fn read(line: &str) -> Self {
         let command = Self::augment_args(Command::new("flags").no_binary_name(true));
         let matches = command.try_get_matches_from(line.split_whitespace());
-        Self::from_arg_matches(&matches.unwrap()).unwrap()
+        let read = matches.and_then(|matches| Self::from_arg_matches(&matches));
+        read.expect("flags of ours")
     }
 }
 

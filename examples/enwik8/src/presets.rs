@@ -3,7 +3,6 @@
 pub mod list;
 
 use std::fmt;
-use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 use burn_sparse_transformer::content::ContentAttention;
@@ -63,229 +62,66 @@ impl Preset {
         })
     }
 
-    pub fn model(self) -> ModelConfig {
-        let fixed = |stride, columns| vec![format!("fixed:{stride},{columns}")];
-        let base = ModelConfig {
-            context: 256,
-            layers: 2,
-            heads: 4,
-            d_model: 128,
-            patterns: fixed(32, 8),
-            factorization: FactorizationKind::Merged,
-            block_size: 16,
-            position_width: 32,
-            dropout: 0.0,
-            init_scale: paper_init_scale(),
-            precision: Precision::F32,
-            d_ff: None,
-            ff_weights: None,
-            selections: Vec::new(),
-            head_selections: Vec::new(),
-            full_last_layers: 0,
-            share_every: None,
-            content: None,
-            local_heads: Vec::new(),
-            kv_heads: None,
-            d_key: None,
-            softmax_threshold: None,
-            pictures: None,
-        };
-        // The shapes of lucidrains' enwik8 scripts of both models.
-        let by_content = |text: &str, local_heads: &[usize]| {
-            let mut model = ModelConfig {
-                context: 4096,
-                layers: 6,
-                heads: 8,
-                d_model: 512,
-                block_size: 32,
-                position_width: 64,
-                init_scale: 1.0,
-                ..base.clone()
-            };
-            let content = text.parse().expect("a text of ours");
-            model.choose_by_content(content);
-            model.local_heads = local_heads.to_vec();
-            model
-        };
-        let small = ModelConfig {
-            context: 2048,
-            layers: 8,
-            heads: 8,
-            d_model: 384,
-            patterns: fixed(128, 32),
-            block_size: 32,
-            position_width: 128,
-            dropout: 0.1,
-            init_scale: 1.0,
-            ..base.clone()
-        };
+    /// What differs from [`ModelConfig::base`] and [`Recipe::base`].
+    pub fn flags(self) -> &'static str {
         match self {
-            // At these widths the paper's scale makes learning slow at first: 2.8 bits per byte instead of 2.6 at the end of `tiny`, 3.3
-            // instead of 2.6 after 1,000 steps of `small`.
-            Preset::Tiny => ModelConfig {
-                init_scale: 1.0,
-                ..base
-            },
-            Preset::Small => small,
-            // docs/sparse-or-dense.md has what else was tried.
-            Preset::FourMb => ModelConfig {
-                context: 4096,
-                layers: 12,
-                dropout: 0.6,
-                ..small
-            },
-            // §7: 30 layers, 8 heads, d = 512, stride 128, c = 32, merged, dropout 0.40, context 12,288.
-            Preset::Paper => ModelConfig {
-                context: 12_288,
-                layers: 30,
-                heads: 8,
-                d_model: 512,
-                patterns: fixed(128, 32),
-                block_size: 32,
-                position_width: 128,
-                dropout: 0.40,
-                ..base
-            },
+            // At this width the paper's scale makes learning slow at first: 2.8 bits per byte instead of 2.6 at the end. The second
+            // moment follows a short run faster than the paper's long one.
+            Preset::Tiny => "--init-scale 1 --beta2 0.99",
+            // With the paper's scale 3.3 bits per byte instead of 2.6 after 1,000 steps.
+            Preset::Small => {
+                "--context 2048 --layers 8 --heads 8 --d-model 384 --pattern fixed:128,32 --block 32 --dropout 0.1 --init-scale 1 \
+                 --batch 16 --steps 20000 --lr 5e-4 --warmup 1000 --eval-every 500 --checkpoint-every 500"
+            }
+            // docs/sparse-or-dense.md has what else was tried. More steps learn 4 MB by heart.
+            Preset::FourMb => {
+                "--context 4096 --layers 12 --heads 8 --d-model 384 --pattern fixed:128,32 --block 32 --dropout 0.6 --init-scale 1 \
+                 --batch 8 --steps 11000 --lr 8e-4 --warmup 500 --weight-decay 0.1 --eval-every 500 --checkpoint-every 500"
+            }
+            // §7: 30 layers, 8 heads, d = 512, stride 128, c = 32, merged, dropout 0.40, context 12,288, 80 epochs. §6: Adam, 5,000
+            // steps of warm-up, cosine decay, clip 1.0, weight decay 0.01. The paper gives neither the learning rate nor the batch
+            // of its enwik8 model. The rate here is the one it gives for its CIFAR-10 model, and 8 windows (98,304 bytes) a step
+            // make 80 epochs 73,242 steps.
+            Preset::Paper => {
+                "--context 12288 --layers 30 --heads 8 --d-model 512 --pattern fixed:128,32 --block 32 --dropout 0.4 \
+                 --batch 8 --epochs 80 --lr 0.00035 --warmup 5000 --recompute segment:2 --eval-every 1000 --eval-windows 16 \
+                 --checkpoint-every 500"
+            }
             // docs/sparse-or-dense.md has what it reaches.
-            Preset::Long => ModelConfig {
-                dropout: 0.3,
-                init_scale: 1.0,
-                ..Preset::Paper.model()
-            },
-            Preset::Routing => by_content("routing:128", &[8, 8, 8, 4, 4, 4]),
-            Preset::Reformer => by_content("lsh:64,4", &[4]),
-            Preset::Shapes => ModelConfig {
-                init_scale: 1.0,
-                ..base
+            Preset::Long => {
+                "--context 12288 --layers 30 --heads 8 --d-model 512 --pattern fixed:128,32 --block 32 --dropout 0.3 --init-scale 1 \
+                 --steps 8400 --lr 7e-4 --warmup 200 --eval-windows 8 --checkpoint-every 500"
             }
-            .with_pictures(Pictures {
-                side: 16,
-                classes: 6,
-                halved: false,
-            }),
+            // Shapes, rates and batches of lucidrains' enwik8 scripts of both models. They give no length.
+            Preset::Routing => {
+                "--context 4096 --layers 6 --heads 8 --d-model 512 --block 32 --position-width 64 --init-scale 1 \
+                 --attention routing:128 --local-heads 8,8,8,4,4,4 \
+                 --steps 20000 --lr 1e-4 --warmup 1000 --eval-every 500 --checkpoint-every 500"
+            }
+            Preset::Reformer => {
+                "--context 4096 --layers 6 --heads 8 --d-model 512 --block 32 --position-width 64 --init-scale 1 \
+                 --attention lsh:64,4 --local-heads 4 \
+                 --steps 20000 --lr 1e-4 --warmup 1000 --eval-every 500 --checkpoint-every 500"
+            }
+            Preset::Shapes => {
+                "--init-scale 1 --picture-size 16 --classes 6 --steps 1500 --warmup 100 --beta2 0.99 --eval-windows 16"
+            }
             // §7.1: 128 layers, 2 heads, d = 256, half-size feed-forward networks and query and key projections, strided
-            // attention, dropout 0.25. The paper says neither the stride nor how the two parts are combined: here a row of
-            // the picture, and in turn.
-            Preset::Cifar => ModelConfig {
-                layers: 128,
-                heads: 2,
-                d_model: 256,
-                d_key: Some(128),
-                d_ff: Some(512),
-                block_size: 32,
-                factorization: FactorizationKind::Interleaved,
-                dropout: 0.25,
-                ..base
+            // attention, dropout 0.25, learning rate 0.00035, 120 epochs of 48,000 pictures. The paper says neither the stride nor how
+            // the two parts are combined: here a row of the picture, and in turn. The batch is ours.
+            Preset::Cifar => {
+                "--layers 128 --heads 2 --d-model 256 --d-key 128 --d-ff 512 --block 32 --factorization interleaved --dropout 0.25 \
+                 --picture-size 32 --classes 10 --batch 16 --epochs 120 --lr 0.00035 --warmup 5000 --recompute segment:4 \
+                 --eval-every 1000 --eval-windows 256 --checkpoint-every 500"
             }
-            .with_pictures(Pictures {
-                side: 32,
-                classes: 10,
-                halved: false,
-            }),
         }
     }
 
-    pub fn recipe(self) -> Recipe {
-        let base = Recipe {
-            batch: 4,
-            length: Length::Steps(3_000),
-            learning_rate: 1e-3,
-            warmup: 150,
-            weight_decay: 0.01,
-            beta_1: 0.9,
-            beta_2: 0.999,
-            epsilon: 1e-8,
-            clip: 1.0,
-            seed: 1,
-            recompute: Recompute::None,
-            ff_prune: None,
-            selection_until: None,
-            indexer_from: 0,
-            indexer_warmup: 0,
-            indexer_rate: None,
-            recall_every: None,
-            eval_every: 250,
-            eval_windows: 32,
-            checkpoint_every: 250,
-            log_every: 50,
-        };
+    /// What its bytes are.
+    pub fn task(self) -> Task {
         match self {
-            // The second moment follows a short run faster than the paper's long one.
-            Preset::Tiny => Recipe {
-                beta_2: 0.99,
-                ..base
-            },
-            Preset::Small => Recipe {
-                batch: 16,
-                length: Length::Steps(20_000),
-                learning_rate: 5e-4,
-                warmup: 1_000,
-                eval_every: 500,
-                checkpoint_every: 500,
-                ..base
-            },
-            // More steps learn 4 MB by heart.
-            Preset::FourMb => Recipe {
-                batch: 8,
-                length: Length::Steps(11_000),
-                learning_rate: 8e-4,
-                warmup: 500,
-                weight_decay: 0.1,
-                eval_every: 500,
-                checkpoint_every: 500,
-                ..base
-            },
-            // §6: Adam, 5,000 steps of warm-up, cosine decay, clip 1.0, weight decay 0.01; §7: 80 epochs.
-            // The paper gives neither the learning rate nor the batch of its enwik8 model. The rate here is the one it
-            // gives for its CIFAR-10 model, and 8 windows (98,304 bytes) a step make 80 epochs 73,242 steps.
-            Preset::Paper => Recipe {
-                batch: 8,
-                length: Length::Epochs(80.0),
-                // Not of this experiment: see above.
-                learning_rate: 0.00035,
-                warmup: 5_000,
-                recompute: Recompute::Segments(const { NonZeroUsize::new(2).unwrap() }),
-                eval_every: 1_000,
-                eval_windows: 16,
-                checkpoint_every: 500,
-                ..base
-            },
-            Preset::Long => Recipe {
-                length: Length::Steps(8_400),
-                learning_rate: 7e-4,
-                warmup: 200,
-                eval_windows: 8,
-                checkpoint_every: 500,
-                ..base
-            },
-            Preset::Shapes => Recipe {
-                length: Length::Steps(1_500),
-                warmup: 100,
-                beta_2: 0.99,
-                eval_windows: 16,
-                ..base
-            },
-            // §6; §7.1: learning rate 0.00035, 120 epochs of 48,000 pictures. The batch is ours.
-            Preset::Cifar => Recipe {
-                batch: 16,
-                length: Length::Epochs(120.0),
-                learning_rate: 0.00035,
-                warmup: 5_000,
-                recompute: Recompute::Segments(const { NonZeroUsize::new(4).unwrap() }),
-                eval_every: 1_000,
-                eval_windows: 256,
-                checkpoint_every: 500,
-                ..base
-            },
-            // Rate and batch of lucidrains' scripts. They give no length.
-            Preset::Routing | Preset::Reformer => Recipe {
-                length: Length::Steps(20_000),
-                learning_rate: 1e-4,
-                warmup: 1_000,
-                eval_every: 500,
-                checkpoint_every: 500,
-                ..base
-            },
+            Preset::Shapes | Preset::Cifar => Task::Images,
+            _ => Task::Text,
         }
     }
 }
@@ -460,6 +296,41 @@ pub enum Task {
 pub const CAUSAL: &str = "causal";
 
 impl ModelConfig {
+    /// What presets begin with.
+    pub fn base(task: Task) -> Self {
+        // Presets say how large they are.
+        let pictures = Pictures {
+            side: 1,
+            classes: 1,
+            halved: false,
+        };
+        Self {
+            context: 256,
+            layers: 2,
+            heads: 4,
+            d_model: 128,
+            patterns: vec!["fixed:32,8".to_owned()],
+            factorization: FactorizationKind::Merged,
+            block_size: 16,
+            position_width: 32,
+            dropout: 0.0,
+            init_scale: paper_init_scale(),
+            precision: Precision::F32,
+            d_ff: None,
+            ff_weights: None,
+            selections: Vec::new(),
+            head_selections: Vec::new(),
+            full_last_layers: 0,
+            share_every: None,
+            content: None,
+            local_heads: Vec::new(),
+            kv_heads: None,
+            d_key: None,
+            softmax_threshold: None,
+            pictures: (task == Task::Images).then_some(pictures),
+        }
+    }
+
     /// With sequences that are pictures: a row is a row of the position matrix, and the stride of the pattern.
     pub fn with_pictures(mut self, pictures: Pictures) -> Self {
         let row = pictures.row();
@@ -637,4 +508,33 @@ pub struct Recipe {
     /// Steps between printed lines
     #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub log_every: usize,
+}
+
+impl Recipe {
+    /// What presets begin with.
+    pub fn base() -> Self {
+        Self {
+            batch: 4,
+            length: Length::Steps(3_000),
+            learning_rate: 1e-3,
+            warmup: 150,
+            weight_decay: 0.01,
+            beta_1: 0.9,
+            beta_2: 0.999,
+            epsilon: 1e-8,
+            clip: 1.0,
+            seed: 1,
+            recompute: Recompute::None,
+            ff_prune: None,
+            selection_until: None,
+            indexer_from: 0,
+            indexer_warmup: 0,
+            indexer_rate: None,
+            recall_every: None,
+            eval_every: 250,
+            eval_windows: 32,
+            checkpoint_every: 250,
+            log_every: 50,
+        }
+    }
 }
