@@ -5,7 +5,7 @@ use burn_sparse_transformer::Selection;
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::linear::WeightPattern;
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Args, Command, Error, FromArgMatches};
+use clap::{Arg, ArgMatches, Args, Command, Error, FromArgMatches};
 
 use crate::arguments::{CONTENT, IMAGES, SPARSE_MLP};
 use crate::presets::{
@@ -115,23 +115,6 @@ impl FromArgMatches for Overrides {
     }
 }
 
-/// Flags of ways to choose keys, beside `--attention`.
-const CHOICES: [&str; 13] = [
-    "pattern",
-    "selection",
-    "selection_file",
-    "selection_full_last",
-    "share_every",
-    "selection_until",
-    "recall_every",
-    "local_heads",
-    "commitment",
-    "means_decay",
-    "indexer_warmup",
-    "indexer_lr",
-    "indexer_from",
-];
-
 impl Overrides {
     /// Whether a flag was given, by its name with or without its dashes.
     pub fn gives(&self, flag: &str) -> bool {
@@ -139,10 +122,16 @@ impl Overrides {
         source == Some(ValueSource::CommandLine)
     }
 
-    /// The same with dense attention.
+    /// The same with dense attention, without a pattern and flags of attention by content.
     pub fn dense(&self) -> Result<Self> {
         let mut given = self.given.clone();
-        for flag in CHOICES {
+        let flags = Self::augment_args(Command::new("flags"));
+        let is_content = |flag: &&Arg| flag.get_help_heading() == Some(CONTENT);
+        let content = flags.get_arguments().filter(is_content);
+        for flag in content
+            .map(|flag| flag.get_id().as_str())
+            .chain(["pattern"])
+        {
             given.try_clear_id(flag)?;
         }
         let mut dense = Self::from_arg_matches(&given)?;
