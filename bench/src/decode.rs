@@ -419,18 +419,30 @@ impl Bench {
         Ok(Some(graph))
     }
 
+    /// Prints a row's medians, and keeps them.
+    fn row(&mut self, label: &str, mut row: Value, page: usize, [one, many, replayed]: [f64; 3]) {
+        println!("{label:<28} {page:>4} {one:>9.2} {many:>9.2} {replayed:>9.2}");
+        row["page"] = json!(page);
+        row["us"] = json!(one);
+        row["us_in_a_row"] = json!(many);
+        row["us_replayed"] = json!(replayed);
+        self.results.push(row);
+    }
+
     /// Times of the parts of a choice, the first of which is attention to everything and the last all that takes its place, and how many times as fast that is.
     fn parts(&mut self, name: &str, page: usize, parts: &[Part<'_>], bars: &str) -> Result<()> {
         let mut times = Vec::new();
         for (part, run) in parts {
-            let Some(medians @ [one, many, replayed]) = self.medians(run)? else {
+            let Some(medians) = self.medians(run)? else {
                 continue;
             };
-            println!("  {part:<26} {page:>4} {one:>9.2} {many:>9.2} {replayed:>9.2}");
+            self.row(
+                &format!("  {part}"),
+                json!({ "name": name, "part": part }),
+                page,
+                medians,
+            );
             times.push(medians);
-            self.results.push(json!({
-                "name": name, "part": part, "page": page, "us": one, "us_in_a_row": many, "us_replayed": replayed,
-            }));
         }
         let (Some(all), Some(some)) = (times.first(), times.last()) else {
             return Ok(());
@@ -470,13 +482,9 @@ impl Bench {
             }
             Ok(())
         };
-        let Some([one, many, replayed]) = self.medians(run)? else {
-            return Ok(());
-        };
-        println!("{name:<28} {page:>4} {one:>9.2} {many:>9.2} {replayed:>9.2}");
-        self.results.push(json!({
-            "name": name, "page": page, "us": one, "us_in_a_row": many, "us_replayed": replayed,
-        }));
+        if let Some(medians) = self.medians(run)? {
+            self.row(name, json!({ "name": name }), page, medians);
+        }
         Ok(())
     }
 }

@@ -6,7 +6,6 @@ use anyhow::{Result, anyhow};
 use blocksparse::WeightLayout;
 use blocksparse_bench::compare::{ensure_sum, ensure_written, same_twice};
 use blocksparse_bench::device::{poisoned, read, upload};
-use blocksparse_bench::device_time;
 use blocksparse_bench::numbers::{F32, decoded, half, rounded, rounding_of, uniform};
 use blocksparse_bench::operand::Operand;
 use blocksparse_bench::runner::Tally;
@@ -271,17 +270,15 @@ fn time_layer(bench: &mut Bench, layout: &WeightLayout, dense: f64) -> Result<()
     let client = bench.client.clone();
     let rows = bench.args.rows;
     let layer = Layer::new(&client, true, layout, rows, 7)?;
-    if bench.args.timing.launched(&client, || layer.run())? {
-        return Ok(());
-    }
-    let median = |run: &(dyn Fn() -> Result<()> + Sync)| -> Result<f64> {
-        Ok(1e3 * device_time::median(&client, bench.args.timing.repeats, run)?)
-    };
     let times = [
-        median(&|| layer.multiply(Direction::Forward))?,
-        median(&|| layer.multiply(Direction::Backward))?,
-        median(&|| layer.weight_gradient())?,
+        bench.milliseconds(|| layer.multiply(Direction::Forward))?,
+        bench.milliseconds(|| layer.multiply(Direction::Backward))?,
+        bench.milliseconds(|| layer.weight_gradient())?,
     ];
+    let [Some(forward), Some(backward), Some(gradient)] = times else {
+        return Ok(());
+    };
+    let times = [forward, backward, gradient];
     let sum: f64 = times.iter().sum();
     use BlockProduct::{Backward, Forward, Weight};
     let chosen =

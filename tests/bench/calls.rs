@@ -20,7 +20,7 @@ use burn_blocksparse::{
 use burn_blocksparse_tests::devices::devices;
 use burn_sparse_select::top_k_blocks_on_device;
 use program::{median, number};
-use queued::Ahead;
+use queued::{Ahead, shown};
 
 const USAGE: &str = "usage: BURN_SPARSE_DEVICE=cuda bench-calls [DTYPE] [N] [REPEATS]
 
@@ -244,13 +244,5 @@ impl Bench {
                 shown(times[LENGTHS - 1]),
             );
         }
-    }
-}
-
-fn shown(seconds: f64) -> String {
-    match seconds {
-        seconds if seconds < 1e-3 => format!("{:.1} µs", seconds * 1e6),
-        seconds if seconds < 1.0 => format!("{:.2} ms", seconds * 1e3),
-        seconds => format!("{seconds:.2} s"),
     }
 }

@@ -1,11 +1,12 @@
 //! MiniMax sparse attention with the paper's numbers, beside dense attention.
 
 use burn::tensor::{DType, Distribution, Tensor};
-use burn_blocksparse::{AttentionOptions, Pattern};
+use burn_blocksparse::AttentionOptions;
 use burn_sparse_select::msa::{Msa, MsaIndex, MsaTarget};
 
 use super::{Bench, drift, drifting, memory};
 use crate::attention::run;
+use crate::queued::causal;
 
 /// Heads of queries and keys, their width and that of the index; keys of a block, and blocks that are kept.
 const HEADS: [usize; 2] = [64, 4];
@@ -25,9 +26,7 @@ impl Bench<'_> {
         let index = MsaIndex::new(drifting(random(kv_heads), drift()), random(1));
         let index = index.expect("shapes fit");
         let msa = Msa::new(block, keep).expect("the paper's numbers");
-        let causal = Pattern::causal()
-            .layout(heads, n, 128)
-            .expect("valid sizes");
+        let causal = causal(heads, n);
         let attend = |lists, [q, k, v]: [Tensor<4>; 3]| {
             let options = AttentionOptions::default();
             msa.attention(q, k, v, lists, options).expect("shapes fit")

@@ -27,7 +27,7 @@ impl Ahead {
             device: device.clone(),
             inputs: [(); 3]
                 .map(|()| Tensor::random([1, 8, POSITIONS, 64], Distribution::Default, options)),
-            layout: (Pattern::causal().layout(8, POSITIONS, 128)).expect("valid sizes"),
+            layout: causal(8, POSITIONS),
         })
     }
 
@@ -62,5 +62,20 @@ impl Ahead {
             }
         }
         (median(both) - median(alone)) / calls as f64
+    }
+}
+
+/// Every earlier key, in blocks of 128.
+pub fn causal(heads: usize, n: usize) -> BlockLayout {
+    let layout = Pattern::causal().layout(heads, n, 128);
+    layout.expect("valid sizes")
+}
+
+/// Seconds in the unit that suits them.
+pub fn shown(seconds: f64) -> String {
+    match seconds {
+        seconds if seconds < 1e-3 => format!("{:.1} µs", seconds * 1e6),
+        seconds if seconds < 1.0 => format!("{:.2} ms", seconds * 1e3),
+        seconds => format!("{seconds:.2} s"),
     }
 }

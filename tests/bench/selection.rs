@@ -14,14 +14,14 @@ use attention::run;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use burn_blocksparse::internal::DispatchMode;
 use burn_blocksparse::layout::DeviceLayoutOptions;
-use burn_blocksparse::{AttentionOptions, DeviceLayout, LayoutShape, Pattern};
+use burn_blocksparse::{AttentionOptions, DeviceLayout, LayoutShape};
 use burn_blocksparse_tests::devices::devices;
 use burn_sparse_select::nsa::{Nsa, NsaBranches, NsaKeysValues, NsaOptions};
 use burn_sparse_select::{
     EstimateInputs, Selection, attention_selected, selected_blocks_attention,
 };
 use program::{median, number};
-use queued::Ahead;
+use queued::{Ahead, causal, shown};
 use serde_json::{Value, json};
 use single_keys::DSA;
 
@@ -78,7 +78,6 @@ fn main() -> ExitCode {
             lengths.iter().for_each(|&n| bench.msa(n));
             continue;
         }
-        bench.small();
         for sizes in DSA {
             bench.dsa(sizes);
         }
@@ -188,28 +187,6 @@ impl Bench<'_> {
         println!("1 x {heads} / {kv_heads} x {n} x {dim}");
     }
 
-    /// What documentation compared before there were rules: a choice, its plans and the attention that they are for.
-    fn small(&mut self) {
-        let (sizes, n) = ([8, 8, 64], 4096);
-        self.heading(sizes, n);
-        let [q, k, v] = self.inputs(sizes, n);
-        self.dense = f64::NAN;
-        let selection: Selection = "topk:64,16".parse().expect("a selection");
-        let call = EstimateInputs::new(q.clone(), k.clone());
-        let choose = || selection.choose(&call).expect("shapes fit").layout;
-        let layout = choose();
-        self.dense = self.time("attention over topk:64,16", || run(&q, &k, &v, &layout));
-        let estimator = selection.estimator();
-        let rows = call.grid(estimator.grid()).rows();
-        self.time("estimate", || {
-            estimator.scores(&call, 0..rows).expect("shapes fit")
-        });
-        self.time("choice", choose);
-        let all = self.time("choice, plans and attention", || run(&q, &k, &v, &choose()));
-        let alone = all - self.dense;
-        self.row("choice and plans", None, alone);
-    }
-
     /// A rule over scores, and the plans made of what it keeps: attention over a new layout, without attention over a known one.
     fn rules(&mut self, n: usize) {
         let (heads, dim, block) = (32, 16, 128);
@@ -239,9 +216,7 @@ impl Bench<'_> {
         self.heading(WIDE, n);
         let inputs = self.inputs(WIDE, n);
         let [q, k, v] = inputs.clone();
-        let causal = Pattern::causal()
-            .layout(heads, n, 128)
-            .expect("valid sizes");
+        let causal = causal(heads, n);
         self.dense = f64::NAN;
         self.dense = self.time("dense", || run(&q, &k, &v, &causal));
         let forward = self.dense;
@@ -314,9 +289,7 @@ impl Bench<'_> {
             random(kv_heads, value_dim),
         );
         let gates = Tensor::<4>::random([1, heads, n, 3], Distribution::Default, options);
-        let causal = Pattern::causal()
-            .layout(heads, n, 128)
-            .expect("valid sizes");
+        let causal = causal(heads, n);
         let [nsa, packed] = [DispatchMode::Auto, DispatchMode::GroupByBlock].map(|mode| {
             let options = NsaOptions::default().dispatch_mode(mode);
             Nsa::new(options).expect("the paper's numbers")
@@ -511,11 +484,4 @@ fn drifting(rows: Tensor<4>, kept: f64) -> Tensor<4> {
 fn selected(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>, selection: &Selection) -> Tensor<4> {
     let options = AttentionOptions::default();
     attention_selected(q.clone(), k.clone(), v.clone(), selection, options).expect("shapes fit")
-}
-
-fn shown(seconds: f64) -> String {
-    match seconds {
-        seconds if seconds < 1e-3 => format!("{:.1} µs", seconds * 1e6),
-        seconds => format!("{:.2} ms", seconds * 1e3),
-    }
 }

@@ -108,15 +108,3 @@ fn color(value: f64) -> RGBColor {
 fn brightness(RGBColor(r, g, b): RGBColor) -> f64 {
     0.299 * f64::from(r) + 0.587 * f64::from(g) + 0.114 * f64::from(b)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn colors_run_from_dark_to_light() {
-        let light = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0];
-        let light = light.map(|value| brightness(color(value)));
-        assert!(light.is_sorted_by(|a, b| a < b), "{light:?}");
-    }
-}

@@ -160,7 +160,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     }
     let config = RunConfig::new(args.preset, &args.overrides)?;
     config.check_graph(args.graph)?;
-    let kinds = match args.overrides.attention {
+    let kinds = match args.overrides.changes.attention {
         Some(AttentionKind::Sparse | AttentionKind::Content(_)) => vec![SPARSE],
         Some(AttentionKind::Dense) => vec![DENSE],
         None => vec![SPARSE, DENSE],
@@ -242,23 +242,10 @@ fn in_child_process(kind: &str) -> Result<Measurement> {
 }
 
 fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
-    let mut overrides = args.overrides.clone();
-    if is_dense {
-        overrides.pattern.clear();
-        overrides.selection.clear();
-        overrides.selection_file = None;
-        overrides.selection_full_last = None;
-        overrides.share_every = None;
-        overrides.selection_until = None;
-        overrides.recall_every = None;
-        overrides.local_heads.clear();
-        overrides.commitment = None;
-        overrides.means_decay = None;
-        overrides.indexer_warmup = None;
-        overrides.indexer_lr = None;
-        overrides.indexer_from = None;
-        overrides.attention = Some(AttentionKind::Dense);
-    }
+    let overrides = match is_dense {
+        true => args.overrides.dense()?,
+        false => args.overrides.clone(),
+    };
     let config = RunConfig::new(args.preset, &overrides)?;
     let device = device::open(args.device.as_deref())?.device;
     let began = Instant::now();

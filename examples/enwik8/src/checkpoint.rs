@@ -14,7 +14,10 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::Path;
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+use burn::module::Module;
+use burn_fused_ops::optim::FusedAdamW;
+use burn_sparse_transformer::SparseTransformer;
 use serde::{Deserialize, Serialize};
 
 use crate::config::RunConfig;
@@ -57,6 +60,23 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
+    /// Of a model and its optimizer as they are.
+    pub fn new(header: Header, model: SparseTransformer, optimizer: &FusedAdamW) -> Result<Self> {
+        let model = model.into_record().into_bytes();
+        let step = header.step;
+        let stored = || -> Result<_> {
+            let model = model.map_err(|error| anyhow!("{error}"))?;
+            Ok((model.to_vec(), optimizer.to_bytes()?.to_vec()))
+        };
+        let stored = stored().with_context(|| format!("cannot store the state of step {step}"));
+        let (model, optimizer) = stored?;
+        Ok(Self {
+            header,
+            model,
+            optimizer,
+        })
+    }
+
     /// Writes the checkpoint so that `path` never holds part of it.
     pub fn write(&self, path: &Path) -> Result<()> {
         let header = serde_json::to_vec(&self.header)?;
@@ -121,6 +141,12 @@ impl Checkpoint {
             optimizer: optimizer.to_vec(),
         })
     }
+}
+
+/// [`write_atomically`] of all bytes of a file, with an error that names it.
+pub fn write_whole(path: &Path, bytes: impl AsRef<[u8]>) -> Result<()> {
+    write_atomically(path, |file| file.write_all(bytes.as_ref()))
+        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// Writes a file under a temporary name in the same folder, syncs it, and renames it to `path`.

@@ -25,19 +25,28 @@ pub struct RunConfig {
 }
 
 impl RunConfig {
+    /// A preset as it is.
+    pub fn of(preset: Preset) -> Self {
+        let (mut model, mut recipe) = (ModelConfig::base(preset.task()), Recipe::base());
+        let own = Overrides::read(preset.flags()).apply(&mut model, &mut recipe);
+        own.expect("flags of ours");
+        RunConfig {
+            preset,
+            model,
+            recipe,
+        }
+    }
+
     /// A preset with the user's changes.
     pub fn new(preset: Preset, overrides: &Overrides) -> Result<Self> {
-        let mut config = RunConfig {
-            preset,
-            model: preset.model(),
-            recipe: preset.recipe(),
-        };
+        let mut config = RunConfig::of(preset);
         ensure!(
-            overrides.attention != Some(AttentionKind::Dense) || overrides.pattern.is_empty(),
+            overrides.changes.attention != Some(AttentionKind::Dense)
+                || !overrides.gives("pattern"),
             "--attention dense is a pattern by itself; leave out --pattern"
         );
         config.check_picture_flags(overrides)?;
-        overrides.apply(&mut config.model, &mut config.recipe);
+        overrides.apply(&mut config.model, &mut config.recipe)?;
         config.check_content_flags(overrides)?;
         config.check()?;
         Ok(config)
@@ -51,7 +60,7 @@ impl RunConfig {
         let mut wanted = self.clone();
         wanted.preset = preset.unwrap_or(self.preset);
         wanted.check_picture_flags(overrides)?;
-        overrides.apply(&mut wanted.model, &mut wanted.recipe);
+        overrides.apply(&mut wanted.model, &mut wanted.recipe)?;
         wanted.check_content_flags(overrides)?;
         let allowed = RunConfig {
             recipe: Recipe {
@@ -118,22 +127,20 @@ impl RunConfig {
 
     /// That flags of pictures have pictures, whose size is the context.
     fn check_picture_flags(&self, overrides: &Overrides) -> Result<()> {
-        let has_flags =
-            overrides.picture_size.is_some() || overrides.classes.is_some() || overrides.halve;
         if self.model.pictures.is_none() {
             ensure!(
-                !has_flags,
+                !overrides.changes.changes_pictures(),
                 "--picture-size, --classes and --halve are of pictures; add --task images or --preset cifar"
             );
             return Ok(());
         }
         ensure!(
-            overrides.context.is_none() && overrides.position_width.is_none(),
+            !overrides.gives("context") && !overrides.gives("position-width"),
             "a picture is a window, and a row of it one of the position matrix; leave out --context and --position-width, or \
              give --picture-size"
         );
         ensure!(
-            overrides.recall_every.is_none(),
+            !overrides.gives("recall-every"),
             "--recall-every measures windows of text; leave it out"
         );
         Ok(())
@@ -143,18 +150,18 @@ impl RunConfig {
     fn check_content_flags(&self, overrides: &Overrides) -> Result<()> {
         let content = &self.model.content;
         ensure!(
-            content.is_some() || overrides.local_heads.is_empty(),
+            content.is_some() || !overrides.gives("local-heads"),
             "--local-heads are those next to content-based heads; add --attention routing:WINDOW or lsh:BUCKET,ROUNDS"
         );
         if let Some(content) = content {
             ensure!(
-                !content.is_whole_layer() || overrides.local_heads.is_empty(),
+                !content.is_whole_layer() || !overrides.gives("local-heads"),
                 "--attention {content} is all heads of a layer; leave out --local-heads"
             );
         }
         let has_means = matches!(content, Some(ContentAttention::Routing(_)));
         ensure!(
-            has_means || overrides.commitment.is_none() && overrides.means_decay.is_none(),
+            has_means || !(overrides.gives("commitment") || overrides.gives("means-decay")),
             "--commitment and --means-decay are of clusters; add --attention routing:WINDOW"
         );
         self.check_indexers(overrides)
@@ -331,31 +338,20 @@ fn first_difference(
 
 /// All fields of a configuration by name, and those of what has flags of its own by `name.inner`.
 pub fn fields(config: &RunConfig) -> BTreeMap<String, Value> {
-    let mut fields = BTreeMap::new();
-    fields.insert("preset".to_owned(), Value::from(config.preset.to_string()));
-    let parts = [
+    let preset = Value::from(config.preset.to_string());
+    let mut fields = BTreeMap::from([("preset".to_owned(), preset)]);
+    let [model, recipe] = [
         serde_json::to_value(&config.model),
         serde_json::to_value(&config.recipe),
     ];
-    for (name, value) in parts
-        .into_iter()
-        .flatten()
-        .filter_map(|part| match part {
-            Value::Object(map) => Some(map),
-            _ => None,
-        })
-        .flatten()
-    {
-        match value {
-            Value::Object(inner) if ["pictures", "ff_weights", "ff_prune"].contains(&&*name) => {
-                fields.extend(
-                    inner
-                        .into_iter()
-                        .map(|(field, value)| (format!("{name}.{field}"), value)),
-                );
-            }
-            value => {
-                fields.insert(name, value);
+    for part in [model, recipe].into_iter().flatten() {
+        for (name, value) in part.as_object().into_iter().flatten() {
+            match value.as_object() {
+                Some(inner) if ["pictures", "ff_weights", "ff_prune"].contains(&&**name) => {
+                    let inner = inner.iter();
+                    fields.extend(inner.map(|(of, value)| (format!("{name}.{of}"), value.clone())));
+                }
+                _ => fields.extend([(name.clone(), value.clone())]),
             }
         }
     }
@@ -393,24 +389,10 @@ fn asked_by(field: &str, overrides: &Overrides) -> Option<&'static str> {
         "selections" | "head_selections" => &["selection", "selection-file"],
         _ => &[],
     };
-    let is_given = |flag: &&str| match *flag {
-        "attention" => overrides.attention.is_some(),
-        "commitment" => overrides.commitment.is_some(),
-        "context" => overrides.context.is_some(),
-        "factorization" => overrides.factorization.is_some(),
-        "ff-block" => overrides.ff_block.is_some(),
-        "ff-density" => overrides.ff_density.is_some(),
-        "ff-layout" => overrides.ff_layout.is_some(),
-        "local-heads" => !overrides.local_heads.is_empty(),
-        "means-decay" => overrides.means_decay.is_some(),
-        "pattern" => !overrides.pattern.is_empty(),
-        "picture-size" => overrides.picture_size.is_some(),
-        "position-width" => overrides.position_width.is_some(),
-        "selection" => !overrides.selection.is_empty(),
-        "selection-file" => overrides.selection_file.is_some(),
-        other => unreachable!("{other}"),
-    };
-    candidates.iter().copied().find(is_given)
+    candidates
+        .iter()
+        .copied()
+        .find(|flag| overrides.gives(flag))
 }
 
 #[cfg(test)]
@@ -506,7 +488,7 @@ mod tests {
             (768, 48)
         );
         assert_eq!(config.model.patterns, ["fixed:48,12"]);
-        let resumed = config.resumed(None, &Overrides::default()).unwrap();
+        let resumed = config.resumed(None, &Overrides::read("")).unwrap();
         assert_eq!(resumed, config);
         let message = config.resumed(None, &overrides).unwrap_err().to_string();
         assert!(message.contains("--resume continues the run"), "{message}");
@@ -592,13 +574,6 @@ mod tests {
         assert_eq!(dense, sparse);
     }
 
-    #[test]
-    fn patterns_that_look_ahead_are_refused() {
-        let error = RunConfig::read(Preset::Tiny, "--pattern local:8+prefix:4").unwrap_err();
-        let message = format!("{error:#}");
-        assert!(message.contains("later"), "{message}");
-    }
-
     /// Whatever flag contradicts a run is the one that the message names.
     #[test]
     fn resume_names_the_flag_that_contradicts() {
@@ -670,6 +645,9 @@ mod tests {
             (4, "indexer-lr", "0.5"),
             (4, "indexer-from", "9"),
         ];
+        let tiny = RunConfig::read(Preset::Tiny, "").unwrap();
+        let other = tiny.resumed(Some(Preset::Small), &Overrides::read(""));
+        assert!(other.is_err());
         for (run, flag, value) in flags {
             let (preset, begun) = runs[run];
             let config = RunConfig::read(preset, begun).unwrap();
@@ -697,23 +675,5 @@ mod tests {
                 "--{name}"
             );
         }
-    }
-
-    #[test]
-    fn resume_keeps_the_model_and_may_lengthen_the_run() {
-        let config = RunConfig::read(Preset::Tiny, "").unwrap();
-        let longer = Overrides::read("--steps 5000");
-        assert_eq!(config.resumed(None, &longer).unwrap().steps(1), 5_000);
-        let wider = Overrides::read("--d-model 256");
-        let message = config.resumed(None, &wider).unwrap_err().to_string();
-        assert!(
-            message.contains("with --d-model 128, but --d-model 256 was asked for"),
-            "{message}"
-        );
-        assert!(
-            config
-                .resumed(Some(Preset::Small), &Overrides::default())
-                .is_err()
-        );
     }
 }

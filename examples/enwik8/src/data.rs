@@ -41,6 +41,8 @@ pub enum Split {
 }
 
 impl Split {
+    const ALL: [Self; 3] = [Split::Train, Split::Validation, Split::Test];
+
     pub fn name(self) -> &'static str {
         match self {
             Split::Train => "training",
@@ -97,10 +99,9 @@ impl Corpus {
     }
 
     fn text(path: Option<PathBuf>, bytes: Vec<u8>) -> Self {
-        let splits = [Split::Train, Split::Validation, Split::Test];
         Corpus {
             path,
-            splits: splits.map(|split| split_range(bytes.len(), split)),
+            splits: Split::ALL.map(|split| split_range(bytes.len(), split)),
             bytes,
             pictures: None,
         }
@@ -135,8 +136,7 @@ impl Corpus {
             }
             Some(path) => format!("{}: {} bytes", path.display(), thousands(self.bytes.len())),
         };
-        let [train, validation, test] = [Split::Train, Split::Validation, Split::Test]
-            .map(|split| thousands(self.split(split).len()));
+        let [train, validation, test] = Split::ALL.map(|split| thousands(self.split(split).len()));
         format!(
             "{source}\n          split into {train} / {validation} / {test} bytes (train / validation / test)"
         )
@@ -149,8 +149,8 @@ impl Corpus {
             Some(path) => path.display().to_string(),
         };
         let halved = if pictures.halved { ", halved" } else { "" };
-        let [train, validation, test] = [Split::Train, Split::Validation, Split::Test]
-            .map(|split| thousands(self.split(split).len() / pictures.record()));
+        let [train, validation, test] =
+            Split::ALL.map(|split| thousands(self.split(split).len() / pictures.record()));
         format!(
             "{source}: pictures of {side} × {side} pixels{halved}, {classes} classes\n          split into {train} / {validation} / {test} \
              pictures (train / validation / test)"
@@ -243,6 +243,17 @@ pub struct SamplerState {
     pub rng: ChaCha8Rng,
 }
 
+impl SamplerState {
+    /// Of a run that begins.
+    pub fn new(seed: u64) -> Self {
+        SamplerState {
+            epoch: 0,
+            used: 0,
+            rng: ChaCha8Rng::seed_from_u64(seed),
+        }
+    }
+}
+
 /// Training windows without replacement: each epoch cuts the bytes into windows of `context + 1`
 /// (successive windows share one byte) from a random phase, or into pictures, and goes through them in random order.
 pub struct Sampler {
@@ -255,15 +266,7 @@ pub struct Sampler {
 impl Sampler {
     /// Starts a run. `bytes` must exceed the context.
     pub fn new(bytes: usize, cut: Cut, seed: u64) -> Self {
-        Sampler::resume(
-            bytes,
-            cut,
-            SamplerState {
-                epoch: 0,
-                used: 0,
-                rng: ChaCha8Rng::seed_from_u64(seed),
-            },
-        )
+        Sampler::resume(bytes, cut, SamplerState::new(seed))
     }
 
     /// Continues where `state` was taken.
@@ -312,8 +315,7 @@ mod tests {
 
     #[test]
     fn the_full_enwik8_splits_as_customary() {
-        let lengths = [Split::Train, Split::Validation, Split::Test]
-            .map(|split| split_range(ENWIK8_BYTES, split));
+        let lengths = Split::ALL.map(|split| split_range(ENWIK8_BYTES, split));
         assert_eq!(
             lengths,
             [
@@ -327,8 +329,7 @@ mod tests {
     #[test]
     fn splits_cover_any_length_once() {
         for bytes in [0, 1, 19, 20, 21, 1_000_003] {
-            let [train, validation, test] = [Split::Train, Split::Validation, Split::Test]
-                .map(|split| split_range(bytes, split));
+            let [train, validation, test] = Split::ALL.map(|split| split_range(bytes, split));
             assert_eq!(
                 (train.start, train.end, validation.end),
                 (0, validation.start, test.start)

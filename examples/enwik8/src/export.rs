@@ -1,15 +1,14 @@
 //! `enwik8 export`: a trained model as files that a program of one's own loads with `burn-sparse-transformer`.
 
 use std::fs;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use burn_sparse_transformer::weights::{KeyMap, save_safetensors};
 use clap::{Args, ValueEnum};
 
 use crate::arguments::ModelArgs;
-use crate::checkpoint::write_atomically;
+use crate::checkpoint::write_whole;
 use crate::data::thousands;
 use crate::progress::{say, warn};
 use crate::{model, pattern};
@@ -85,13 +84,13 @@ pub fn run(args: &ExportArgs) -> Result<()> {
     }
     match args.format {
         // A checkpoint holds the record as Burn writes it.
-        Format::Burnpack => write(&weights, &checkpoint.model)?,
+        Format::Burnpack => write_whole(&weights, &checkpoint.model)?,
         Format::Safetensors => {
             let model = model::restore(&checkpoint, &device.device)?;
             save_safetensors(&model, &weights, &KeyMap::pytorch(), args.overwrite)?;
         }
     }
-    write(&config_file, &serde_json::to_vec_pretty(&config)?)?;
+    write_whole(&config_file, &serde_json::to_vec_pretty(&config)?)?;
     say(format!(
         "{}: step {}; wrote {} and {}",
         path.display(),
@@ -100,9 +99,4 @@ pub fn run(args: &ExportArgs) -> Result<()> {
         config_file.display()
     ));
     Ok(())
-}
-
-fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    write_atomically(path, |file| file.write_all(bytes))
-        .with_context(|| format!("cannot write {}", path.display()))
 }

@@ -167,7 +167,7 @@ mod tests {
         let mut names = BTreeSet::new();
         for (preset, overrides) in [
             (Preset::Tiny, &full),
-            (Preset::Shapes, &Overrides::default()),
+            (Preset::Shapes, &Overrides::read("")),
         ] {
             let config = RunConfig::new(preset, overrides).unwrap();
             names.extend(config::fields(&config).into_keys());

@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Result, ensure};
 use burn::module::Module;
 use burn_sparse_transformer::weights::{KeyMap, WeightsFile};
 use clap::Args;
 
 use crate::checkpoint::{Checkpoint, Header};
 use crate::config::RunConfig;
-use crate::data::{Corpus, Sampler, Split, thousands};
+use crate::data::{Corpus, SamplerState, Split, thousands};
 use crate::overrides::Overrides;
 use crate::presets::Preset;
 use crate::progress::{program, say};
@@ -73,7 +73,7 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     };
     // As when a run begins: what is too short now would be too short to train on.
     corpus.split_for(Split::Validation, config.model.context)?;
-    let train = corpus.split_for(Split::Train, config.model.context)?;
+    corpus.split_for(Split::Train, config.model.context)?;
     let file = open(&args.weights, args.key.as_deref())?;
     let map = match is_burns(&args.weights) {
         true => KeyMap::default(),
@@ -90,24 +90,15 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     };
     let model = file.load(&model, &map)?;
     let parameters = model.num_params();
-    let failed = |error| anyhow!("cannot store the weights: {error}");
-    let checkpoint = Checkpoint {
-        header: Header {
-            program: env!("CARGO_PKG_VERSION").to_owned(),
-            data: corpus.fingerprint(),
-            step: 0,
-            sampler: Sampler::new(train.len(), config.model.cut(), config.recipe.seed)
-                .state()
-                .clone(),
-            best: None,
-            config: config.clone(),
-        },
-        model: model.into_record().into_bytes().map_err(failed)?.to_vec(),
-        optimizer: model::optimizer(&config.recipe)
-            .to_bytes()
-            .context("cannot store the optimizer")?
-            .to_vec(),
+    let header = Header {
+        program: env!("CARGO_PKG_VERSION").to_owned(),
+        data: corpus.fingerprint(),
+        step: 0,
+        sampler: SamplerState::new(config.recipe.seed),
+        best: None,
+        config: config.clone(),
     };
+    let checkpoint = Checkpoint::new(header, model, &model::optimizer(&config.recipe))?;
     // Only now that all input is known to be good is anything written.
     let folder = RunFolder::create(&args.run, args.overwrite)?;
     folder.write_config(&config)?;

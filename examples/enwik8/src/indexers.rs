@@ -94,9 +94,9 @@ impl RunConfig {
             &self.model.content
         else {
             ensure!(
-                overrides.indexer_warmup.is_none()
-                    && overrides.indexer_from.is_none()
-                    && overrides.indexer_lr.is_none(),
+                !["indexer-warmup", "indexer-from", "indexer-lr"]
+                    .iter()
+                    .any(|flag| overrides.gives(flag)),
                 "--indexer-warmup, --indexer-lr and --indexer-from are of an indexer; add --attention dsa:KEEP,NEAR or msa:BLOCK,KEEP"
             );
             return Ok(());
@@ -159,10 +159,9 @@ mod tests {
 
     #[test]
     fn stages_and_rates_follow_the_step() {
-        let overrides = Overrides::read(
-            "--attention dsa:32,4,2,8 --indexer-from 10 --indexer-warmup 5 --warmup 4 --lr 1.0",
-        );
-        let config = RunConfig::new(Preset::Tiny, &overrides).unwrap();
+        let flags =
+            "--attention dsa:32,4,2,8 --indexer-from 10 --indexer-warmup 5 --warmup 4 --lr 1.0";
+        let config = RunConfig::read(Preset::Tiny, flags).unwrap();
         let stages = [0, 9, 10, 14, 15, 99].map(|step| config.dsa_stage(step).unwrap());
         let [dense, warm_up, sparse] = [DsaStage::Dense, DsaStage::WarmUp, DsaStage::Sparse];
         assert_eq!(stages, [dense, dense, warm_up, warm_up, sparse, sparse]);
@@ -191,14 +190,8 @@ mod tests {
         }
         assert!((10..15).all(|step| rate(step) == 1.0));
         // Their own rate in the warm-up, and nowhere else.
-        let own_rate = RunConfig::new(
-            Preset::Tiny,
-            &Overrides {
-                indexer_lr: Some(0.25),
-                ..overrides.clone()
-            },
-        )
-        .unwrap();
+        let own_rate = format!("{flags} --indexer-lr 0.25");
+        let own_rate = RunConfig::read(Preset::Tiny, &own_rate).unwrap();
         for step in 0..25 {
             let is_theirs = (10..15).contains(&step);
             let expected = if is_theirs { 0.25 } else { rate(step) };

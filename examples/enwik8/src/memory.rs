@@ -1,14 +1,13 @@
 //! What a run takes of the machine: `resources.json`, so that a report can tell of a process that is gone.
 
 use std::fs;
-use std::io::Write;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::write_atomically;
+use crate::checkpoint::write_whole;
 use crate::device::NamedDevice;
 
 /// Where a run was computed, and the most that any of its processes held.
@@ -45,9 +44,7 @@ impl Resources {
             process_bytes: self.process_bytes.max(earlier.process_bytes),
             device_bytes: self.device_bytes.max(earlier.device_bytes),
         };
-        let text = serde_json::to_string_pretty(&merged)?;
-        write_atomically(path, |file| file.write_all(text.as_bytes()))
-            .with_context(|| format!("cannot write {}", path.display()))
+        write_whole(path, serde_json::to_string_pretty(&merged)?)
     }
 }
 

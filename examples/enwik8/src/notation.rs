@@ -130,28 +130,3 @@ fn name_of(form: &str) -> &str {
 fn text_of(form: &str) -> &str {
     form.split("  ").next().unwrap_or(form)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_that_are_not_known_are_likened_to_those_that_are() {
-        let of_pattern = |text: &str| pattern(text).unwrap_err();
-        for (error, words) in [
-            (
-                of_pattern("causal & (local:8+Stride:4)"),
-                "'Stride', did you mean strided:STRIDE?",
-            ),
-            (of_pattern("packed:0,8(foo)"), "no pattern 'foo'\n"),
-            (of_pattern("local:x"), "expected local:WINDOW with whole"),
-            (
-                attention("rooting:8").unwrap_err(),
-                "did you mean routing:WINDOW[,CLUSTERS]?",
-            ),
-            (policy_expected(""), "must be all, reachable"),
-        ] {
-            assert!(error.contains(words), "{error}");
-        }
-    }
-}

@@ -1,37 +1,25 @@
-//! A flag for every number of a preset.
+//! The flags that change a preset.
 
+use anyhow::Result;
+use burn_sparse_transformer::Selection;
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::linear::WeightPattern;
-use burn_sparse_transformer::{Precision, Recompute, Selection};
-use clap::Args;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Args, Command, Error, FromArgMatches};
 
-use crate::arguments::{CONTENT, IMAGES, LOG, SPARSE_MLP};
+use crate::arguments::{CONTENT, IMAGES, SPARSE_MLP};
 use crate::presets::{
-    AttentionKind, CAUSAL, FactorizationKind, FeedForwardWeights, Length, ModelConfig, Recipe,
+    ATTENTION, AttentionKind, CAUSAL, FactorizationKind, FeedForwardWeights, Length, ModelConfig,
+    RECIPE, Recipe,
 };
 use crate::prune::Pruning;
 use crate::search::{self, HeadChoices};
 use crate::{arguments, notation, pattern};
 
-/// One flag for each number of a preset.
-#[derive(Args, Clone, Debug, Default)]
-#[command(next_help_heading = "Model (defaults from the preset: `enwik8 presets`)")]
-pub struct Overrides {
-    /// Bytes of context
-    #[arg(long, value_parser = arguments::positive)]
-    pub context: Option<usize>,
-    /// Residual blocks
-    #[arg(long, value_parser = arguments::positive)]
-    pub layers: Option<usize>,
-    /// Attention heads
-    #[arg(long, value_parser = arguments::positive)]
-    pub heads: Option<usize>,
-    /// KV heads (GQA), a divisor of --heads [default: --heads]
-    #[arg(long, value_parser = arguments::positive, value_name = "N")]
-    pub kv_heads: Option<usize>,
-    /// Hidden size
-    #[arg(long, value_parser = arguments::positive)]
-    pub d_model: Option<usize>,
+/// Flags of which one changes several fields of a preset, or several change one.
+#[derive(Args, Clone, Debug)]
+#[command(next_display_order = 1)]
+pub struct Changes {
     /// sparse, dense (causal, with the same parameters), or content-based heads: routing, lsh and dsa select single keys, nsa and msa blocks
     /// (`enwik8 patterns` lists the texts)
     #[arg(long, value_name = "TEXT", value_parser = notation::attention, help_heading = ATTENTION)]
@@ -55,40 +43,6 @@ pub struct Overrides {
     /// A selection for each head of each layer, from search-selection
     #[arg(long, value_name = "FILE", value_parser = search::head_choices, conflicts_with = "selection", help_heading = CONTENT)]
     pub selection_file: Option<HeadChoices>,
-    /// Number of last layers without a selection
-    #[arg(long, value_parser = arguments::whole, value_name = "N", requires = "selection", help_heading = CONTENT)]
-    pub selection_full_last: Option<usize>,
-    /// With --selection, or --attention dsa or msa: number of layers that share the choice of the first of them [default: 1]
-    #[arg(long, value_parser = arguments::positive, value_name = "N", help_heading = CONTENT)]
-    pub share_every: Option<usize>,
-    /// Combination of several patterns
-    #[arg(long, value_enum, help_heading = ATTENTION)]
-    pub factorization: Option<FactorizationKind>,
-    /// Block size of the attention layout: 8, 16, 32, 64 or 128
-    #[arg(long, value_parser = arguments::positive, help_heading = ATTENTION)]
-    pub block: Option<usize>,
-    /// Skip tiles of queries and keys whose scores are all below the largest ones by more than T
-    #[arg(long, value_parser = arguments::above_zero, value_name = "T", help_heading = ATTENTION)]
-    pub softmax_threshold: Option<f64>,
-    /// Columns of the position matrix [default: the pattern's stride]
-    #[arg(long, value_parser = arguments::positive, value_name = "N")]
-    pub position_width: Option<usize>,
-    /// Dropout at the end of each residual addition
-    #[arg(long, value_parser = arguments::fraction)]
-    pub dropout: Option<f64>,
-    /// Initial weights have a standard deviation of SCALE / √(width of the input)
-    #[arg(long, value_parser = arguments::above_zero, value_name = "SCALE")]
-    pub init_scale: Option<f64>,
-    /// f32, or bf16 for mixed precision: activations, matmuls and attention in bf16, weights and
-    /// optimizer in f32; or tf32: f32 with the attention's matmuls on tensor cores
-    #[arg(long, value_parser = arguments::precision, value_name = "DTYPE")]
-    pub precision: Option<Precision>,
-    /// Inner size of the feed-forward networks [default: 4 · d-model]
-    #[arg(long, value_parser = arguments::positive)]
-    pub d_ff: Option<usize>,
-    /// Size of the query and key projections, over all heads [default: d-model]
-    #[arg(long, value_parser = arguments::positive)]
-    pub d_key: Option<usize>,
     /// Width and height of the images, in pixels
     #[arg(long, value_parser = arguments::positive, value_name = "N", help_heading = IMAGES)]
     pub picture_size: Option<usize>,
@@ -119,94 +73,85 @@ pub struct Overrides {
     /// Steps between two prunings [default: 100]
     #[arg(long, value_parser = arguments::positive, requires = "ff_prune", value_name = "STEPS", help_heading = SPARSE_MLP)]
     pub ff_prune_every: Option<usize>,
-
-    /// Windows per step
-    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
-    pub batch: Option<usize>,
     /// Optimizer steps
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE)]
     pub steps: Option<usize>,
     /// Passes over the training data, instead of --steps
     #[arg(long, value_parser = arguments::above_zero, conflicts_with = "steps", help_heading = RECIPE)]
     pub epochs: Option<f64>,
-    /// Highest learning rate
-    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
-    pub lr: Option<f64>,
-    /// Steps of linear warm-up
-    #[arg(long, value_parser = arguments::whole, help_heading = RECIPE)]
-    pub warmup: Option<usize>,
-    /// Decoupled weight decay
-    #[arg(long, value_parser = arguments::at_least_zero, help_heading = RECIPE)]
-    pub weight_decay: Option<f64>,
-    /// Adam's decay of the first moment
-    #[arg(long, value_parser = arguments::fraction, help_heading = RECIPE)]
-    pub beta1: Option<f64>,
-    /// Adam's decay of the second moment
-    #[arg(long, value_parser = arguments::fraction, help_heading = RECIPE)]
-    pub beta2: Option<f64>,
-    /// Adam's epsilon
-    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
-    pub epsilon: Option<f64>,
-    /// Largest global norm of the gradient
-    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
-    pub clip: Option<f64>,
-    /// Seed of weights, data order and dropout
-    #[arg(long, value_parser = arguments::seed, help_heading = RECIPE)]
-    pub seed: Option<u64>,
-    /// Activation recomputation in the backward pass, to save memory: none, block (the default without a value), segment:N (segments of N blocks),
-    /// block+attention or segment:N+attention (all but the attention), or mlp (the first matmul of the feed-forward networks)
-    #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "MODE", value_parser = arguments::recompute, help_heading = RECIPE)]
-    pub recompute: Option<Recompute>,
-    /// Switch --selection off after this step
-    #[arg(long, value_parser = arguments::positive, value_name = "STEP", help_heading = CONTENT)]
-    pub selection_until: Option<usize>,
-    /// With --attention dsa or msa: steps of dense attention, after --indexer-from, in which only the indexers learn [default: 0]
-    #[arg(long, value_parser = arguments::whole, value_name = "STEPS", help_heading = CONTENT)]
-    pub indexer_warmup: Option<usize>,
-    /// With --attention dsa or msa: learning rate of the indexers in --indexer-warmup [default: --lr]
-    #[arg(long, value_parser = arguments::above_zero, value_name = "RATE", help_heading = CONTENT)]
-    pub indexer_lr: Option<f64>,
-    /// With --attention dsa or msa: steps of dense attention before that, in which only the model learns [default: 0]
-    #[arg(long, value_parser = arguments::whole, value_name = "STEP", help_heading = CONTENT)]
-    pub indexer_from: Option<usize>,
-    /// Steps between measurements of the recall of --selection
-    #[arg(long, value_parser = arguments::positive, value_name = "STEPS", help_heading = CONTENT)]
-    pub recall_every: Option<usize>,
-    /// Steps between validations
-    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
-    pub eval_every: Option<usize>,
-    /// Windows per validation during training
-    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
-    pub eval_windows: Option<usize>,
-    /// Steps between checkpoints
-    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
-    pub checkpoint_every: Option<usize>,
-    /// Steps between printed lines
-    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
-    pub log_every: Option<usize>,
 }
 
-const ATTENTION: &str = "Attention (defaults from the preset)";
-const RECIPE: &str = "Recipe (defaults from the preset)";
+/// All flags that change a preset: those of its fields, and [`Changes`].
+#[derive(Clone, Debug)]
+pub struct Overrides {
+    pub changes: Changes,
+    given: ArgMatches,
+}
+
+impl Args for Overrides {
+    fn augment_args(command: Command) -> Command {
+        // Behind those of `Changes` in their headings.
+        let command = ModelConfig::augment_args_for_update(command.next_display_order(100));
+        let command = Changes::augment_args(command).next_display_order(200);
+        Recipe::augment_args_for_update(command)
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Overrides {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
+        Ok(Self {
+            changes: Changes::from_arg_matches(matches)?,
+            given: matches.clone(),
+        })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
+}
 
 impl Overrides {
+    /// Whether a flag was given, by its name with or without its dashes.
+    pub fn gives(&self, flag: &str) -> bool {
+        let source = self.given.value_source(&flag.replace('-', "_"));
+        source == Some(ValueSource::CommandLine)
+    }
+
+    /// The same with dense attention, without a pattern and flags of attention by content.
+    pub fn dense(&self) -> Result<Self> {
+        let mut given = self.given.clone();
+        let flags = Self::augment_args(Command::new("flags"));
+        let is_content = |flag: &&Arg| flag.get_help_heading() == Some(CONTENT);
+        let content = flags.get_arguments().filter(is_content);
+        for flag in content
+            .map(|flag| flag.get_id().as_str())
+            .chain(["pattern"])
+        {
+            given.try_clear_id(flag)?;
+        }
+        let mut dense = Self::from_arg_matches(&given)?;
+        dense.changes.attention = Some(AttentionKind::Dense);
+        Ok(dense)
+    }
+
     /// Makes the user's changes; nothing is checked.
-    pub fn apply(&self, model: &mut ModelConfig, recipe: &mut Recipe) {
-        set(&mut model.context, self.context);
-        set(&mut model.layers, self.layers);
-        set(&mut model.heads, self.heads);
-        set(&mut model.d_model, self.d_model);
-        set(&mut model.factorization, self.factorization);
-        set(&mut model.block_size, self.block);
-        set(&mut model.dropout, self.dropout);
-        set(&mut model.init_scale, self.init_scale);
-        set(&mut model.precision, self.precision);
-        model.d_ff = self.d_ff.or(model.d_ff);
-        model.kv_heads = self.kv_heads.or(model.kv_heads);
-        model.d_key = self.d_key.or(model.d_key);
-        model.softmax_threshold = self.softmax_threshold.or(model.softmax_threshold);
-        let changed = self.picture_size.is_some() || self.classes.is_some() || self.halve;
-        if let Some(mut pictures) = model.pictures.filter(|_| changed) {
+    pub fn apply(&self, model: &mut ModelConfig, recipe: &mut Recipe) -> Result<()> {
+        model.update_from_arg_matches(&self.given)?;
+        recipe.update_from_arg_matches(&self.given)?;
+        self.changes
+            .apply(model, recipe, self.gives("position_width"));
+        Ok(())
+    }
+}
+
+impl Changes {
+    fn apply(&self, model: &mut ModelConfig, recipe: &mut Recipe, has_width: bool) {
+        if let Some(mut pictures) = model.pictures.filter(|_| self.changes_pictures()) {
             set(&mut pictures.side, self.picture_size);
             set(&mut pictures.classes, self.classes.map(usize::from));
             pictures.halved |= self.halve;
@@ -222,16 +167,12 @@ impl Overrides {
             set(&mut weights.layout, self.ff_layout);
             model.ff_weights = Some(weights);
         }
-        if let Some(AttentionKind::Content(content)) = &self.attention {
-            model.choose_by_content(content.clone());
-            model.local_heads = Vec::new();
-        }
-        if matches!(
-            self.attention,
-            Some(AttentionKind::Sparse | AttentionKind::Dense)
-        ) {
+        if let Some(attention) = &self.attention {
             model.content = None;
             model.local_heads = Vec::new();
+            if let AttentionKind::Content(content) = attention {
+                model.choose_by_content(content.clone());
+            }
         }
         if !self.local_heads.is_empty() {
             model.local_heads = self.local_heads.clone();
@@ -242,7 +183,7 @@ impl Overrides {
         }
         if !self.pattern.is_empty() {
             // A picture's row stays one.
-            if model.pictures.is_none() {
+            if model.pictures.is_none() && !has_width {
                 model.position_width = position_width_for(&self.pattern, model.context);
             }
             model.patterns = self.pattern.clone();
@@ -256,27 +197,13 @@ impl Overrides {
             let file = self.selection_file.clone();
             model.head_selections = file.map_or(Vec::new(), |file| file.layers);
         }
-        set(&mut model.full_last_layers, self.selection_full_last);
-        model.share_every = self.share_every.or(model.share_every);
         // The position embedding stays that of the sparse model, so that the two have the same parameters.
         if self.attention == Some(AttentionKind::Dense) || chooses && !keeps_pattern {
             model.patterns = vec![CAUSAL.to_owned()];
             model.factorization = FactorizationKind::Merged;
         }
-        set(&mut model.position_width, self.position_width);
-
-        set(&mut recipe.batch, self.batch);
         set(&mut recipe.length, self.steps.map(Length::Steps));
         set(&mut recipe.length, self.epochs.map(Length::Epochs));
-        set(&mut recipe.learning_rate, self.lr);
-        set(&mut recipe.warmup, self.warmup);
-        set(&mut recipe.weight_decay, self.weight_decay);
-        set(&mut recipe.beta_1, self.beta1);
-        set(&mut recipe.beta_2, self.beta2);
-        set(&mut recipe.epsilon, self.epsilon);
-        set(&mut recipe.clip, self.clip);
-        set(&mut recipe.seed, self.seed);
-        set(&mut recipe.recompute, self.recompute);
         if let Some((density, until)) = self.ff_prune.zip(self.ff_prune_until) {
             recipe.ff_prune = Some(Pruning {
                 density,
@@ -285,25 +212,20 @@ impl Overrides {
                 every: self.ff_prune_every.unwrap_or(100),
             });
         }
-        recipe.selection_until = self.selection_until.or(recipe.selection_until);
-        set(&mut recipe.indexer_warmup, self.indexer_warmup);
-        set(&mut recipe.indexer_from, self.indexer_from);
-        recipe.indexer_rate = self.indexer_lr.or(recipe.indexer_rate);
-        recipe.recall_every = self.recall_every.or(recipe.recall_every);
-        set(&mut recipe.eval_every, self.eval_every);
-        set(&mut recipe.eval_windows, self.eval_windows);
-        set(&mut recipe.checkpoint_every, self.checkpoint_every);
-        set(&mut recipe.log_every, self.log_every);
+    }
+
+    pub fn changes_pictures(&self) -> bool {
+        self.picture_size.is_some() || self.classes.is_some() || self.halve
     }
 }
 
-#[cfg(test)]
 impl Overrides {
-    /// Those of a command line.
+    /// Those of a line of ours.
     pub fn read(line: &str) -> Self {
-        let command = clap::Command::new("flags").no_binary_name(true);
-        let matches = Self::augment_args(command).try_get_matches_from(line.split_whitespace());
-        clap::FromArgMatches::from_arg_matches(&matches.unwrap()).unwrap()
+        let command = Self::augment_args(Command::new("flags").no_binary_name(true));
+        let matches = command.try_get_matches_from(line.split_whitespace());
+        let read = matches.and_then(|matches| Self::from_arg_matches(&matches));
+        read.expect("flags of ours")
     }
 }
 

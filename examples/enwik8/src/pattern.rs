@@ -55,21 +55,4 @@ mod tests {
             assert_eq!(stride(&parse(text)), expected, "{text}");
         }
     }
-
-    #[test]
-    fn callbacks_are_found_and_made_causal() {
-        for (text, expected) in [
-            ("tree:2", "tree:2&causal"),
-            ("local:8+tree:2", "(local:8+tree:2)&causal"),
-            (
-                "local:8/packed:0,9(tree:2)",
-                "(local:8/packed:0,9(tree:2))&causal",
-            ),
-        ] {
-            assert!(has_callback(&parse(text)) && !parse(text).is_causal());
-            assert_eq!(causal_part(text), expected);
-            assert!(parse(&causal_part(text)).is_causal());
-        }
-        assert!(!has_callback(&parse("local:8+prefix:4&dense")));
-    }
 }

@@ -3,19 +3,19 @@
 pub mod list;
 
 use std::fmt;
-use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::linear::WeightPattern;
 use burn_sparse_transformer::{HeadSelections, Precision, Recompute, Selection, TransformerError};
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
+use crate::arguments::{CONTENT, LOG};
 use crate::images::format::Pictures;
-use crate::notation;
 use crate::prune::Pruning;
 use crate::windows::Cut;
+use crate::{arguments, notation};
 
 /// A named starting point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
@@ -62,229 +62,66 @@ impl Preset {
         })
     }
 
-    pub fn model(self) -> ModelConfig {
-        let fixed = |stride, columns| vec![format!("fixed:{stride},{columns}")];
-        let base = ModelConfig {
-            context: 256,
-            layers: 2,
-            heads: 4,
-            d_model: 128,
-            patterns: fixed(32, 8),
-            factorization: FactorizationKind::Merged,
-            block_size: 16,
-            position_width: 32,
-            dropout: 0.0,
-            init_scale: paper_init_scale(),
-            precision: Precision::F32,
-            d_ff: None,
-            ff_weights: None,
-            selections: Vec::new(),
-            head_selections: Vec::new(),
-            full_last_layers: 0,
-            share_every: None,
-            content: None,
-            local_heads: Vec::new(),
-            kv_heads: None,
-            d_key: None,
-            softmax_threshold: None,
-            pictures: None,
-        };
-        // The shapes of lucidrains' enwik8 scripts of both models.
-        let by_content = |text: &str, local_heads: &[usize]| {
-            let mut model = ModelConfig {
-                context: 4096,
-                layers: 6,
-                heads: 8,
-                d_model: 512,
-                block_size: 32,
-                position_width: 64,
-                init_scale: 1.0,
-                ..base.clone()
-            };
-            let content = text.parse().expect("a text of ours");
-            model.choose_by_content(content);
-            model.local_heads = local_heads.to_vec();
-            model
-        };
-        let small = ModelConfig {
-            context: 2048,
-            layers: 8,
-            heads: 8,
-            d_model: 384,
-            patterns: fixed(128, 32),
-            block_size: 32,
-            position_width: 128,
-            dropout: 0.1,
-            init_scale: 1.0,
-            ..base.clone()
-        };
+    /// What differs from [`ModelConfig::base`] and [`Recipe::base`].
+    pub fn flags(self) -> &'static str {
         match self {
-            // At these widths the paper's scale makes learning slow at first: 2.8 bits per byte instead of 2.6 at the end of `tiny`, 3.3
-            // instead of 2.6 after 1,000 steps of `small`.
-            Preset::Tiny => ModelConfig {
-                init_scale: 1.0,
-                ..base
-            },
-            Preset::Small => small,
-            // docs/sparse-or-dense.md has what else was tried.
-            Preset::FourMb => ModelConfig {
-                context: 4096,
-                layers: 12,
-                dropout: 0.6,
-                ..small
-            },
-            // §7: 30 layers, 8 heads, d = 512, stride 128, c = 32, merged, dropout 0.40, context 12,288.
-            Preset::Paper => ModelConfig {
-                context: 12_288,
-                layers: 30,
-                heads: 8,
-                d_model: 512,
-                patterns: fixed(128, 32),
-                block_size: 32,
-                position_width: 128,
-                dropout: 0.40,
-                ..base
-            },
+            // At this width the paper's scale makes learning slow at first: 2.8 bits per byte instead of 2.6 at the end. The second
+            // moment follows a short run faster than the paper's long one.
+            Preset::Tiny => "--init-scale 1 --beta2 0.99",
+            // With the paper's scale 3.3 bits per byte instead of 2.6 after 1,000 steps.
+            Preset::Small => {
+                "--context 2048 --layers 8 --heads 8 --d-model 384 --pattern fixed:128,32 --block 32 --dropout 0.1 --init-scale 1 \
+                 --batch 16 --steps 20000 --lr 5e-4 --warmup 1000 --eval-every 500 --checkpoint-every 500"
+            }
+            // docs/sparse-or-dense.md has what else was tried. More steps learn 4 MB by heart.
+            Preset::FourMb => {
+                "--context 4096 --layers 12 --heads 8 --d-model 384 --pattern fixed:128,32 --block 32 --dropout 0.6 --init-scale 1 \
+                 --batch 8 --steps 11000 --lr 8e-4 --warmup 500 --weight-decay 0.1 --eval-every 500 --checkpoint-every 500"
+            }
+            // §7: 30 layers, 8 heads, d = 512, stride 128, c = 32, merged, dropout 0.40, context 12,288, 80 epochs. §6: Adam, 5,000
+            // steps of warm-up, cosine decay, clip 1.0, weight decay 0.01. The paper gives neither the learning rate nor the batch
+            // of its enwik8 model. The rate here is the one it gives for its CIFAR-10 model, and 8 windows (98,304 bytes) a step
+            // make 80 epochs 73,242 steps.
+            Preset::Paper => {
+                "--context 12288 --layers 30 --heads 8 --d-model 512 --pattern fixed:128,32 --block 32 --dropout 0.4 \
+                 --batch 8 --epochs 80 --lr 0.00035 --warmup 5000 --recompute segment:2 --eval-every 1000 --eval-windows 16 \
+                 --checkpoint-every 500"
+            }
             // docs/sparse-or-dense.md has what it reaches.
-            Preset::Long => ModelConfig {
-                dropout: 0.3,
-                init_scale: 1.0,
-                ..Preset::Paper.model()
-            },
-            Preset::Routing => by_content("routing:128", &[8, 8, 8, 4, 4, 4]),
-            Preset::Reformer => by_content("lsh:64,4", &[4]),
-            Preset::Shapes => ModelConfig {
-                init_scale: 1.0,
-                ..base
+            Preset::Long => {
+                "--context 12288 --layers 30 --heads 8 --d-model 512 --pattern fixed:128,32 --block 32 --dropout 0.3 --init-scale 1 \
+                 --steps 8400 --lr 7e-4 --warmup 200 --eval-windows 8 --checkpoint-every 500"
             }
-            .with_pictures(Pictures {
-                side: 16,
-                classes: 6,
-                halved: false,
-            }),
+            // Shapes, rates and batches of lucidrains' enwik8 scripts of both models. They give no length.
+            Preset::Routing => {
+                "--context 4096 --layers 6 --heads 8 --d-model 512 --block 32 --position-width 64 --init-scale 1 \
+                 --attention routing:128 --local-heads 8,8,8,4,4,4 \
+                 --steps 20000 --lr 1e-4 --warmup 1000 --eval-every 500 --checkpoint-every 500"
+            }
+            Preset::Reformer => {
+                "--context 4096 --layers 6 --heads 8 --d-model 512 --block 32 --position-width 64 --init-scale 1 \
+                 --attention lsh:64,4 --local-heads 4 \
+                 --steps 20000 --lr 1e-4 --warmup 1000 --eval-every 500 --checkpoint-every 500"
+            }
+            Preset::Shapes => {
+                "--init-scale 1 --picture-size 16 --classes 6 --steps 1500 --warmup 100 --beta2 0.99 --eval-windows 16"
+            }
             // §7.1: 128 layers, 2 heads, d = 256, half-size feed-forward networks and query and key projections, strided
-            // attention, dropout 0.25. The paper says neither the stride nor how the two parts are combined: here a row of
-            // the picture, and in turn.
-            Preset::Cifar => ModelConfig {
-                layers: 128,
-                heads: 2,
-                d_model: 256,
-                d_key: Some(128),
-                d_ff: Some(512),
-                block_size: 32,
-                factorization: FactorizationKind::Interleaved,
-                dropout: 0.25,
-                ..base
+            // attention, dropout 0.25, learning rate 0.00035, 120 epochs of 48,000 pictures. The paper says neither the stride nor how
+            // the two parts are combined: here a row of the picture, and in turn. The batch is ours.
+            Preset::Cifar => {
+                "--layers 128 --heads 2 --d-model 256 --d-key 128 --d-ff 512 --block 32 --factorization interleaved --dropout 0.25 \
+                 --picture-size 32 --classes 10 --batch 16 --epochs 120 --lr 0.00035 --warmup 5000 --recompute segment:4 \
+                 --eval-every 1000 --eval-windows 256 --checkpoint-every 500"
             }
-            .with_pictures(Pictures {
-                side: 32,
-                classes: 10,
-                halved: false,
-            }),
         }
     }
 
-    pub fn recipe(self) -> Recipe {
-        let base = Recipe {
-            batch: 4,
-            length: Length::Steps(3_000),
-            learning_rate: 1e-3,
-            warmup: 150,
-            weight_decay: 0.01,
-            beta_1: 0.9,
-            beta_2: 0.999,
-            epsilon: 1e-8,
-            clip: 1.0,
-            seed: 1,
-            recompute: Recompute::None,
-            ff_prune: None,
-            selection_until: None,
-            indexer_from: 0,
-            indexer_warmup: 0,
-            indexer_rate: None,
-            recall_every: None,
-            eval_every: 250,
-            eval_windows: 32,
-            checkpoint_every: 250,
-            log_every: 50,
-        };
+    /// What its bytes are.
+    pub fn task(self) -> Task {
         match self {
-            // The second moment follows a short run faster than the paper's long one.
-            Preset::Tiny => Recipe {
-                beta_2: 0.99,
-                ..base
-            },
-            Preset::Small => Recipe {
-                batch: 16,
-                length: Length::Steps(20_000),
-                learning_rate: 5e-4,
-                warmup: 1_000,
-                eval_every: 500,
-                checkpoint_every: 500,
-                ..base
-            },
-            // More steps learn 4 MB by heart.
-            Preset::FourMb => Recipe {
-                batch: 8,
-                length: Length::Steps(11_000),
-                learning_rate: 8e-4,
-                warmup: 500,
-                weight_decay: 0.1,
-                eval_every: 500,
-                checkpoint_every: 500,
-                ..base
-            },
-            // §6: Adam, 5,000 steps of warm-up, cosine decay, clip 1.0, weight decay 0.01; §7: 80 epochs.
-            // The paper gives neither the learning rate nor the batch of its enwik8 model. The rate here is the one it
-            // gives for its CIFAR-10 model, and 8 windows (98,304 bytes) a step make 80 epochs 73,242 steps.
-            Preset::Paper => Recipe {
-                batch: 8,
-                length: Length::Epochs(80.0),
-                // Not of this experiment: see above.
-                learning_rate: 0.00035,
-                warmup: 5_000,
-                recompute: Recompute::Segments(const { NonZeroUsize::new(2).unwrap() }),
-                eval_every: 1_000,
-                eval_windows: 16,
-                checkpoint_every: 500,
-                ..base
-            },
-            Preset::Long => Recipe {
-                length: Length::Steps(8_400),
-                learning_rate: 7e-4,
-                warmup: 200,
-                eval_windows: 8,
-                checkpoint_every: 500,
-                ..base
-            },
-            Preset::Shapes => Recipe {
-                length: Length::Steps(1_500),
-                warmup: 100,
-                beta_2: 0.99,
-                eval_windows: 16,
-                ..base
-            },
-            // §6; §7.1: learning rate 0.00035, 120 epochs of 48,000 pictures. The batch is ours.
-            Preset::Cifar => Recipe {
-                batch: 16,
-                length: Length::Epochs(120.0),
-                learning_rate: 0.00035,
-                warmup: 5_000,
-                recompute: Recompute::Segments(const { NonZeroUsize::new(4).unwrap() }),
-                eval_every: 1_000,
-                eval_windows: 256,
-                checkpoint_every: 500,
-                ..base
-            },
-            // Rate and batch of lucidrains' scripts. They give no length.
-            Preset::Routing | Preset::Reformer => Recipe {
-                length: Length::Steps(20_000),
-                learning_rate: 1e-4,
-                warmup: 1_000,
-                eval_every: 500,
-                checkpoint_every: 500,
-                ..base
-            },
+            Preset::Shapes | Preset::Cifar => Task::Images,
+            _ => Task::Text,
         }
     }
 }
@@ -351,68 +188,100 @@ pub enum Length {
     Epochs(f64),
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// The model, whose fields are flags.
+#[derive(Args, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[command(next_help_heading = "Model (defaults from the preset: `enwik8 presets`)")]
 pub struct ModelConfig {
-    /// Longest window, in bytes.
+    /// Bytes of context
+    #[arg(long, value_parser = arguments::positive)]
     pub context: usize,
-    /// Residual blocks.
+    /// Residual blocks
+    #[arg(long, value_parser = arguments::positive)]
     pub layers: usize,
+    /// Attention heads
+    #[arg(long, value_parser = arguments::positive)]
     pub heads: usize,
-    /// Width of the residual stream.
-    pub d_model: usize,
-    /// Attention patterns in the notation of [`burn_blocksparse::Pattern::NOTATION`].
-    pub patterns: Vec<String>,
-    /// How the patterns are combined.
-    pub factorization: FactorizationKind,
-    /// Block size of the attention layout.
-    pub block_size: usize,
-    /// Width of the matrix whose row and column embed a position (§5.3).
-    pub position_width: usize,
-    /// Dropout at the end of each residual addition.
-    pub dropout: f64,
-    /// Initial weights have a standard deviation of this over the root of their input's width (§6: 0.125).
-    #[serde(default = "paper_init_scale")]
-    pub init_scale: f64,
-    /// Dtype of activations, matrix products and attention. Weights and Adam's moments are f32 in any case.
-    #[serde(default)]
-    pub precision: Precision,
-    /// Inner width of the feed-forward networks. None: four times the model's, as in the paper.
-    #[serde(default)]
-    pub d_ff: Option<usize>,
-    /// Block-sparse weights of the feed-forward networks. None: dense ones, as in the paper.
-    #[serde(default)]
-    pub ff_weights: Option<FeedForwardWeights>,
-    /// How the layers choose their keys by content, in turn. None: by their patterns.
-    #[serde(default)]
-    pub selections: Vec<Selection>,
-    /// How each head of each layer chooses its keys by content, in place of that. None: as the layers.
-    #[serde(default)]
-    pub head_selections: Vec<HeadSelections>,
-    /// How many of the last layers do not.
-    #[serde(default)]
-    pub full_last_layers: usize,
-    /// One layer in so many chooses, and the next ones take its choice. None: every layer chooses.
-    #[serde(default)]
-    pub share_every: Option<usize>,
-    /// How heads that are not local choose single keys by content. None: all heads are the patterns'.
-    #[serde(default)]
-    pub content: Option<ContentAttention>,
-    /// Heads of each layer that are the patterns', or of all layers, if there is some. Empty: half of them.
-    #[serde(default)]
-    pub local_heads: Vec<usize>,
-    /// Heads of keys and values. None: as many as there are heads.
+    /// KV heads (GQA), a divisor of --heads [default: --heads]
+    #[arg(long, value_parser = arguments::positive, value_name = "N")]
     #[serde(default)]
     pub kv_heads: Option<usize>,
-    /// Width of the query and the key projections, all heads together. None: the model's.
-    #[serde(default)]
-    pub d_key: Option<usize>,
-    /// How far the scores of tiles that are skipped are below the largest ones. None: nothing is skipped.
+    /// Hidden size
+    #[arg(long, value_parser = arguments::positive)]
+    pub d_model: usize,
+    // In the notation of [`burn_blocksparse::Pattern::NOTATION`].
+    #[arg(skip)]
+    pub patterns: Vec<String>,
+    /// Combination of several patterns
+    #[arg(long, value_enum, help_heading = ATTENTION)]
+    pub factorization: FactorizationKind,
+    /// Block size of the attention layout: 8, 16, 32, 64 or 128
+    #[arg(id = "block", long, value_name = "BLOCK", value_parser = arguments::positive, help_heading = ATTENTION)]
+    pub block_size: usize,
+    /// Skip tiles of queries and keys whose scores are all below the largest ones by more than T
+    #[arg(long, value_parser = arguments::above_zero, value_name = "T", help_heading = ATTENTION)]
     #[serde(default)]
     pub softmax_threshold: Option<f64>,
-    /// What the pictures are like, if the bytes are pictures. None: they are text.
+    // Of the matrix whose row and column embed a position (§5.3).
+    /// Columns of the position matrix [default: the pattern's stride]
+    #[arg(long, value_parser = arguments::positive, value_name = "N")]
+    pub position_width: usize,
+    /// Dropout at the end of each residual addition
+    #[arg(long, value_parser = arguments::fraction)]
+    pub dropout: f64,
+    /// Initial weights have a standard deviation of SCALE / √(width of the input)
+    #[arg(long, value_parser = arguments::above_zero, value_name = "SCALE")]
+    #[serde(default = "paper_init_scale")]
+    pub init_scale: f64,
+    /// f32, or bf16 for mixed precision: activations, matmuls and attention in bf16, weights and
+    /// optimizer in f32; or tf32: f32 with the attention's matmuls on tensor cores
+    #[arg(long, value_parser = arguments::precision, value_name = "DTYPE")]
+    #[serde(default)]
+    pub precision: Precision,
+    /// Inner size of the feed-forward networks [default: 4 · d-model]
+    #[arg(long, value_parser = arguments::positive)]
+    #[serde(default)]
+    pub d_ff: Option<usize>,
+    /// Size of the query and key projections, over all heads [default: d-model]
+    #[arg(long, value_parser = arguments::positive)]
+    #[serde(default)]
+    pub d_key: Option<usize>,
+    // None: dense ones, as in the paper.
+    #[arg(skip)]
+    #[serde(default)]
+    pub ff_weights: Option<FeedForwardWeights>,
+    // How the layers choose their keys by content, in turn. None: by their patterns.
+    #[arg(skip)]
+    #[serde(default)]
+    pub selections: Vec<Selection>,
+    // How each head of each layer chooses its keys by content, in place of that. None: as the layers.
+    #[arg(skip)]
+    #[serde(default)]
+    pub head_selections: Vec<HeadSelections>,
+    /// Number of last layers without a selection
+    #[arg(id = "selection_full_last", long = "selection-full-last", value_parser = arguments::whole, value_name = "N", requires = "selection", help_heading = CONTENT)]
+    #[serde(default)]
+    pub full_last_layers: usize,
+    /// With --selection, or --attention dsa or msa: number of layers that share the choice of the first of them [default: 1]
+    #[arg(long, value_parser = arguments::positive, value_name = "N", help_heading = CONTENT)]
+    #[serde(default)]
+    pub share_every: Option<usize>,
+    // How heads that are not local choose single keys by content. None: all heads are the patterns'.
+    #[arg(skip)]
+    #[serde(default)]
+    pub content: Option<ContentAttention>,
+    // Heads of each layer that are the patterns', or of all layers, if there is some. Empty: half of them.
+    #[arg(skip)]
+    #[serde(default)]
+    pub local_heads: Vec<usize>,
+    // What the pictures are like, if the bytes are pictures. None: they are text.
+    #[arg(skip)]
     #[serde(default)]
     pub pictures: Option<Pictures>,
 }
+
+/// Headings of flags.
+pub const ATTENTION: &str = "Attention (defaults from the preset)";
+pub const RECIPE: &str = "Recipe (defaults from the preset)";
 
 /// What bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -427,6 +296,41 @@ pub enum Task {
 pub const CAUSAL: &str = "causal";
 
 impl ModelConfig {
+    /// What presets begin with.
+    pub fn base(task: Task) -> Self {
+        // Presets say how large they are.
+        let pictures = Pictures {
+            side: 1,
+            classes: 1,
+            halved: false,
+        };
+        Self {
+            context: 256,
+            layers: 2,
+            heads: 4,
+            d_model: 128,
+            patterns: vec!["fixed:32,8".to_owned()],
+            factorization: FactorizationKind::Merged,
+            block_size: 16,
+            position_width: 32,
+            dropout: 0.0,
+            init_scale: paper_init_scale(),
+            precision: Precision::F32,
+            d_ff: None,
+            ff_weights: None,
+            selections: Vec::new(),
+            head_selections: Vec::new(),
+            full_last_layers: 0,
+            share_every: None,
+            content: None,
+            local_heads: Vec::new(),
+            kv_heads: None,
+            d_key: None,
+            softmax_threshold: None,
+            pictures: (task == Task::Images).then_some(pictures),
+        }
+    }
+
     /// With sequences that are pictures: a row is a row of the position matrix, and the stride of the pattern.
     pub fn with_pictures(mut self, pictures: Pictures) -> Self {
         let row = pictures.row();
@@ -533,49 +437,104 @@ fn paper_init_scale() -> f64 {
     0.125
 }
 
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// How the model is trained, of which fields are flags, too.
+#[derive(Args, Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Recipe {
+    /// Windows per step
+    #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, display_order = 0)]
     pub batch: usize,
+    #[arg(skip = Length::Steps(0))]
     pub length: Length,
+    /// Highest learning rate
+    #[arg(id = "lr", long, value_name = "LR", value_parser = arguments::above_zero, help_heading = RECIPE)]
     pub learning_rate: f64,
-    /// Steps of linear warm-up.
+    /// Steps of linear warm-up
+    #[arg(long, value_parser = arguments::whole, help_heading = RECIPE)]
     pub warmup: usize,
+    /// Decoupled weight decay
+    #[arg(long, value_parser = arguments::at_least_zero, help_heading = RECIPE)]
     pub weight_decay: f64,
-    /// Adam's decay of the first moment.
+    /// Adam's decay of the first moment
+    #[arg(id = "beta1", long, value_name = "BETA1", value_parser = arguments::fraction, help_heading = RECIPE)]
     pub beta_1: f64,
-    /// Adam's decay of the second moment.
+    /// Adam's decay of the second moment
+    #[arg(id = "beta2", long, value_name = "BETA2", value_parser = arguments::fraction, help_heading = RECIPE)]
     pub beta_2: f64,
+    /// Adam's epsilon
+    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
     pub epsilon: f64,
-    /// Largest global gradient norm.
+    /// Largest global norm of the gradient
+    #[arg(long, value_parser = arguments::above_zero, help_heading = RECIPE)]
     pub clip: f64,
-    /// Seed of weights, data order and dropout.
+    /// Seed of weights, data order and dropout
+    #[arg(long, value_parser = arguments::seed, help_heading = RECIPE)]
     pub seed: u64,
-    /// What the backward pass computes again instead of keeping it (§5.4).
+    /// Activation recomputation in the backward pass, to save memory: none, block (the default without a value), segment:N (segments of N blocks),
+    /// block+attention or segment:N+attention (all but the attention), or mlp (the first matmul of the feed-forward networks)
+    #[arg(long, num_args = 0..=1, default_missing_value = "block", value_name = "MODE", value_parser = arguments::recompute, help_heading = RECIPE)]
     pub recompute: Recompute,
-    /// Pruning of the feed-forward networks' block-sparse weights.
+    #[arg(skip)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ff_prune: Option<Pruning>,
-    /// Steps after which the layers no longer choose their keys by content.
+    /// Switch --selection off after this step
+    #[arg(long, value_parser = arguments::positive, value_name = "STEP", help_heading = CONTENT)]
     #[serde(default)]
     pub selection_until: Option<usize>,
-    /// Steps of dense attention before indexers begin to learn.
-    #[serde(default)]
-    pub indexer_from: usize,
-    /// Steps that indexers alone learn by, before layers attend to what they choose.
+    /// With --attention dsa or msa: steps of dense attention, after --indexer-from, in which only the indexers learn [default: 0]
+    #[arg(long, value_parser = arguments::whole, value_name = "STEPS", help_heading = CONTENT)]
     #[serde(default)]
     pub indexer_warmup: usize,
-    /// Their learning rate meanwhile; `None` is the highest of the model.
+    /// With --attention dsa or msa: learning rate of the indexers in --indexer-warmup [default: --lr]
+    #[arg(id = "indexer_lr", long = "indexer-lr", value_parser = arguments::above_zero, value_name = "RATE", help_heading = CONTENT)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub indexer_rate: Option<f64>,
-    /// Steps between measurements of what the choice keeps.
+    /// With --attention dsa or msa: steps of dense attention before that, in which only the model learns [default: 0]
+    #[arg(long, value_parser = arguments::whole, value_name = "STEP", help_heading = CONTENT)]
+    #[serde(default)]
+    pub indexer_from: usize,
+    /// Steps between measurements of the recall of --selection
+    #[arg(long, value_parser = arguments::positive, value_name = "STEPS", help_heading = CONTENT)]
     #[serde(default)]
     pub recall_every: Option<usize>,
-    /// Steps between validations.
+    /// Steps between validations
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub eval_every: usize,
-    /// Windows per validation during training.
+    /// Windows per validation during training
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub eval_windows: usize,
-    /// Steps between checkpoints.
+    /// Steps between checkpoints
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub checkpoint_every: usize,
-    /// Steps between printed lines.
+    /// Steps between printed lines
+    #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub log_every: usize,
+}
+
+impl Recipe {
+    /// What presets begin with.
+    pub fn base() -> Self {
+        Self {
+            batch: 4,
+            length: Length::Steps(3_000),
+            learning_rate: 1e-3,
+            warmup: 150,
+            weight_decay: 0.01,
+            beta_1: 0.9,
+            beta_2: 0.999,
+            epsilon: 1e-8,
+            clip: 1.0,
+            seed: 1,
+            recompute: Recompute::None,
+            ff_prune: None,
+            selection_until: None,
+            indexer_from: 0,
+            indexer_warmup: 0,
+            indexer_rate: None,
+            recall_every: None,
+            eval_every: 250,
+            eval_windows: 32,
+            checkpoint_every: 250,
+            log_every: 50,
+        }
+    }
 }

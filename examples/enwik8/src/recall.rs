@@ -1,7 +1,7 @@
 //! What a choice of keys by content keeps of a model's attention.
 
 use std::fs::File;
-use std::io::Write;
+use std::io::{Write, stdout};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
@@ -45,6 +45,13 @@ pub struct RecallArgs {
     json: Option<Option<PathBuf>>,
 }
 
+impl RecallArgs {
+    /// Whether people are told, too.
+    fn has_table(&self) -> bool {
+        !matches!(self.json, Some(None))
+    }
+}
+
 /// What is found of a choice; none for all that the pattern lets bytes see.
 #[derive(Serialize)]
 struct Found {
@@ -77,8 +84,8 @@ pub fn run(args: &RecallArgs) -> Result<()> {
     let bytes = corpus.split_for(Split::Validation, context)?;
     let model = model::restore(&checkpoint, &device.device)?;
     let model = model.with_selections(&[], 0)?;
-    let mut lines = Lines::new(args.json.as_ref())?;
-    if lines.has_table() {
+    let mut lines = lines(args.json.as_ref())?;
+    if args.has_table() {
         say(format!(
             "{}: step {}, context {context}, {} windows, on {}\n\n{:<28} {:>9} {:>8} {:>8} {:>8}",
             path.display(),
@@ -171,41 +178,19 @@ impl Choice {
     }
 }
 
-/// Where JSON goes.
-enum Lines {
-    Nowhere,
-    Printed,
-    Written(PathBuf, File),
-}
+/// Where JSON goes, and how errors call it.
+type Lines = Option<(Box<dyn Write>, String)>;
 
-impl Lines {
-    fn new(json: Option<&Option<PathBuf>>) -> Result<Self> {
-        Ok(match json {
-            None => Self::Nowhere,
-            Some(None) => Self::Printed,
-            Some(Some(path)) => {
-                let file = File::create(path);
-                let file = file.with_context(|| format!("cannot write {}", path.display()))?;
-                Self::Written(path.clone(), file)
-            }
-        })
-    }
-
-    /// Whether people are told, too.
-    fn has_table(&self) -> bool {
-        !matches!(self, Self::Printed)
-    }
-
-    fn write(&mut self, found: &Found) -> Result<()> {
-        let line = || serde_json::to_string(found);
-        match self {
-            Self::Nowhere => {}
-            Self::Printed => println!("{}", line()?),
-            Self::Written(path, file) => writeln!(file, "{}", line()?)
-                .with_context(|| format!("cannot write {}", path.display()))?,
+fn lines(json: Option<&Option<PathBuf>>) -> Result<Lines> {
+    Ok(match json {
+        None => None,
+        Some(None) => Some((Box::new(stdout()), "the standard output".to_owned())),
+        Some(Some(path)) => {
+            let name = path.display().to_string();
+            let file = File::create(path).with_context(|| format!("cannot write {name}"))?;
+            Some((Box::new(file), name))
         }
-        Ok(())
-    }
+    })
 }
 
 fn print(
@@ -225,7 +210,7 @@ fn print(
         ratio: head.ratio(),
         density: head.density,
     };
-    lines.write(&Found {
+    let found = Found {
         selection: selection.clone(),
         bits_per_byte,
         heads: heads
@@ -233,8 +218,12 @@ fn print(
             .map(|heads| heads.iter().map(numbers).collect())
             .collect(),
         layers: layers.clone(),
-    })?;
-    if !lines.has_table() {
+    };
+    if let Some((to, name)) = lines {
+        let line = serde_json::to_string(&found)?;
+        writeln!(to, "{line}").with_context(|| format!("cannot write {name}"))?;
+    }
+    if !args.has_table() {
         return Ok(());
     }
     let LayerRecall {
@@ -344,17 +333,15 @@ pub fn mean(layers: &[LayerRecall]) -> LayerRecall {
 
 /// One line of all layers.
 pub fn summary(layers: &[LayerRecall]) -> String {
-    let LayerRecall {
-        recall,
-        ratio,
-        density,
-        ..
-    } = mean(layers);
+    let mean = mean(layers);
     let of_layers: Vec<String> = (layers.iter())
         .map(|layer| format!("{:.3}", layer.recall))
         .collect();
     format!(
-        "recall {recall:.3} at density {density:.3}, {ratio:.3} of the best choice's; by layer {}",
+        "recall {:.3} at density {:.3}, {:.3} of the best choice's; by layer {}",
+        mean.recall,
+        mean.density,
+        mean.ratio,
         of_layers.join(" ")
     )
 }

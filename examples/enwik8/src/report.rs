@@ -1,19 +1,18 @@
 //! `report.md`: a run on one page. Training writes it at its end; `enwik8 report` for any run.
 
 use std::fmt::Write as _;
-use std::io::Write as _;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use burn::module::Module;
 use burn_paged_attention::generate::{GenerateOptions, Sampling, generate};
 use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 
 use crate::arguments::{self, ModelArgs};
-use crate::checkpoint::{Checkpoint, write_atomically};
+use crate::checkpoint::{Checkpoint, write_whole};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Split, thousands};
 use crate::device::NamedDevice;
@@ -107,8 +106,7 @@ impl Report<'_> {
         ]
         .concat();
         let path = self.folder.join(run::REPORT);
-        write_atomically(&path, |file| file.write_all(text.as_bytes()))
-            .with_context(|| format!("cannot write {}", path.display()))?;
+        write_whole(&path, text)?;
         Ok(path)
     }
 

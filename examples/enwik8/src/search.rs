@@ -36,7 +36,7 @@ pub struct SearchArgs {
 }
 
 /// What `--selection-file` reads: for each layer, for each head, how it chooses; `pattern` is all that the layer's pattern lets it see.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct SelectionFile {
     /// Layer, head: the text of a choice.
     pub layers: Vec<Vec<String>>,
@@ -145,11 +145,7 @@ pub fn run(args: &SearchArgs) -> Result<()> {
 
 /// For each head the candidate of largest recall of those that are sparse enough, ties go to the earlier; the sparsest if none is.
 fn best(found: &[(String, Vec<Vec<SelectionQuality>>)], density: f64) -> SelectionFile {
-    let mut file = SelectionFile {
-        layers: Vec::new(),
-        recall: Vec::new(),
-        density: Vec::new(),
-    };
+    let mut file = SelectionFile::default();
     let layers = found.first().map_or(0, |(_, heads)| heads.len());
     for layer in 0..layers {
         let heads = found[0].1[layer].len();
@@ -158,17 +154,12 @@ fn best(found: &[(String, Vec<Vec<SelectionQuality>>)], density: f64) -> Selecti
                 let of = |candidate: usize| &found[candidate].1[layer][head];
                 // Rounding of the sum that a density is of.
                 let fits = |&candidate: &usize| of(candidate).density <= density + 1e-9;
-                let better = |a: usize, b: usize| match of(b).recall > of(a).recall {
-                    true => b,
-                    false => a,
-                };
-                let sparser = |a: usize, b: usize| match of(b).density < of(a).density {
-                    true => b,
-                    false => a,
-                };
-                let all = 0..found.len();
-                let fitting = all.clone().filter(fits).reduce(better);
-                fitting.or_else(|| all.reduce(sparser)).unwrap_or(0)
+                // Of equal ones the last is taken: from behind that is the earliest.
+                let all = || (0..found.len()).rev();
+                let recall = |a: &usize, b: &usize| of(*a).recall.total_cmp(&of(*b).recall);
+                let sparser = |a: &usize, b: &usize| of(*b).density.total_cmp(&of(*a).density);
+                let fitting = all().filter(fits).max_by(recall);
+                fitting.or_else(|| all().max_by(sparser)).unwrap_or(0)
             })
             .collect();
         let of = |head: usize| &found[best[head]].1[layer][head];

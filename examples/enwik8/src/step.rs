@@ -63,6 +63,17 @@ pub struct Batch {
     pub learning_rate: f64,
 }
 
+/// What becomes of a model between two steps.
+#[derive(Clone, Copy)]
+pub enum Change {
+    /// The feed-forward networks' weights are pruned to a share of their blocks; their moments go on.
+    Prune(f64),
+    /// No layer chooses keys by content any more.
+    SeeEverything,
+    /// Another stage of the indexers' training.
+    Stage(DsaStage),
+}
+
 /// A model, its optimizer and how they take steps.
 pub struct Steps {
     state: Rc<RefCell<State>>,
@@ -75,33 +86,23 @@ pub struct Steps {
 
 /// What a step measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Measured<T> {
-    pub loss: T,
+pub struct Measured {
+    pub loss: f64,
     /// Of the gradients, before clipping.
-    pub grad_norm: T,
+    pub grad_norm: f64,
     /// What all layers add to the loss, if they do.
-    pub aux_loss: Option<T>,
+    pub aux_loss: Option<f64>,
 }
 
-impl Measured<f32> {
+impl Measured {
     /// A step's numbers on the host: the only wait for the device in a step.
     pub fn read(step: Tensor<1>) -> Result<Self> {
         let numbers = model::numbers(step)?;
         Ok(Self {
-            loss: numbers[0],
-            grad_norm: numbers[1],
-            aux_loss: numbers.get(2).copied(),
+            loss: numbers[0].into(),
+            grad_norm: numbers[1].into(),
+            aux_loss: numbers.get(2).copied().map(f64::from),
         })
-    }
-}
-
-impl From<Measured<f32>> for Measured<f64> {
-    fn from(measured: Measured<f32>) -> Self {
-        Self {
-            loss: measured.loss.into(),
-            grad_norm: measured.grad_norm.into(),
-            aux_loss: measured.aux_loss.map(f64::from),
-        }
     }
 }
 
@@ -160,15 +161,10 @@ impl Steps {
 
     /// A step that is not replayed; `between` is called between its gradients and the optimizer.
     pub fn one(&self, batch: Batch, between: impl FnOnce() -> Result<()>) -> Result<Tensor<1>> {
-        let Batch {
-            tokens,
-            targets,
-            dropout_seed,
-            learning_rate,
-        } = batch;
-        let (losses, gradients) = self.gradients([tokens, targets], 0, dropout_seed)?;
+        let data = [batch.tokens, batch.targets];
+        let (losses, gradients) = self.gradients(data, 0, batch.dropout_seed)?;
         between()?;
-        let norm = self.update(learning_rate, gradients)?;
+        let norm = self.update(batch.learning_rate, gradients)?;
         Ok(numbers(losses, norm))
     }
 
@@ -204,16 +200,22 @@ impl Steps {
         })
     }
 
-    /// Prunes the feed-forward networks' weights; their moments go on. What was recorded is of the old shapes.
-    pub fn prune(&mut self, density: f64) -> Result<()> {
+    /// Changes the model. What was recorded is of the one before.
+    pub fn change(&mut self, change: Change) -> Result<()> {
         self.replays = None;
         let mut state = self.state.borrow_mut();
         let model = state.model.take().context(NO_MODEL)?;
-        let (model, pruned) = prune(model, density)?;
-        for (weight, kept) in pruned {
-            state.optimizer.keep_rows(weight, &kept)?;
-        }
-        state.model = Some(model);
+        state.model = Some(match change {
+            Change::Prune(density) => {
+                let (model, pruned) = prune(model, density)?;
+                for (weight, kept) in pruned {
+                    state.optimizer.keep_rows(weight, &kept)?;
+                }
+                model
+            }
+            Change::SeeEverything => model.with_selections(&[], 0)?,
+            Change::Stage(stage) => model.with_dsa_stage(stage)?,
+        });
         Ok(())
     }
 
@@ -225,32 +227,19 @@ impl Steps {
         Ok(())
     }
 
-    /// Takes the choice of keys by content out of all layers. What was recorded is of the choice.
-    pub fn see_everything(&mut self) -> Result<()> {
-        self.replays = None;
-        let mut state = self.state.borrow_mut();
-        let model = state.model.take().context(NO_MODEL)?;
-        state.model = Some(model.with_selections(&[], 0)?);
-        Ok(())
-    }
-
-    /// Puts the model into another stage of its indexers' training. What was recorded is of the one before.
-    pub fn set_stage(&mut self, stage: DsaStage) -> Result<()> {
-        self.replays = None;
-        let mut state = self.state.borrow_mut();
-        let model = state.model.take().context(NO_MODEL)?;
-        state.model = Some(model.with_dsa_stage(stage)?);
-        Ok(())
-    }
-
     /// How steps run, where they were to be replayed and it is known: from the fourth on.
     pub fn describe(&self) -> Option<String> {
         let replays = &self.replays.as_ref()?.replayed;
-        match (replays.is_recorded(), replays.fallback_reason()) {
-            (true, _) => Some("replays steps: one dispatch for each".to_owned()),
-            (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
-            (false, None) => None,
-        }
+        self::replays(replays.is_recorded(), replays.fallback_reason())
+    }
+}
+
+/// Whether steps are replayed, or why not, once it is known.
+pub fn replays(is_recorded: bool, fallback_reason: Option<&str>) -> Option<String> {
+    match (is_recorded, fallback_reason) {
+        (true, _) => Some("replays steps: one dispatch for each".to_owned()),
+        (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
+        (false, None) => None,
     }
 }
 

@@ -364,14 +364,4 @@ mod tests {
         assert_eq!(steps(&first.path), [0, 1, 2]);
         assert_eq!(steps(&second.path), [0]);
     }
-
-    #[test]
-    fn a_run_that_had_no_event_files_begins_with_its_log() {
-        let folder = tempfile::tempdir().unwrap();
-        let rows = [train(1), train(2)];
-        let events = EventFile::create(folder.path(), 2, &rows).unwrap();
-        assert_eq!(steps(&events.path), [0, 1, 2]);
-        let times = times(&rows);
-        assert!((times[1] - times[0] - 0.5).abs() < 1e-3, "{times:?}");
-    }
 }

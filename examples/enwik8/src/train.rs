@@ -14,10 +14,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use burn::module::Module;
 use burn::tensor::Bytes;
 use burn_blocksparse::Processes;
+use burn_fused_ops::optim::FusedAdamW;
+use burn_sparse_transformer::SparseTransformer;
 use burn_sparse_transformer::content::ContentAttention;
 use clap::Args;
 use indicatif::ProgressBar;
@@ -25,7 +27,7 @@ use indicatif::ProgressBar;
 use crate::arguments::{self, LOG};
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
-use crate::data::{Corpus, Fingerprint, Sampler, Split, thousands};
+use crate::data::{Corpus, Fingerprint, Sampler, SamplerState, Split, thousands};
 use crate::device::NamedDevice;
 use crate::devices::{Crossing, Group, Reduce, Shard, Training};
 use crate::devices::{ask_to_stop, hear_of_stops, serve, settled};
@@ -38,7 +40,7 @@ use crate::plot::{self, Axis, Frame};
 use crate::presets::{Preset, Task};
 use crate::progress::{Progress, program, say, warn};
 use crate::run::{self, RunFolder};
-use crate::step::{Batch, Measured, Steps};
+use crate::step::{Batch, Change, Measured, Steps};
 use crate::tensorboard::EventFile;
 use crate::windows::Window;
 use crate::{indexers, plot_recall, recall, report};
@@ -129,7 +131,8 @@ impl TrainArgs {
         self.preset.unwrap_or(default)
     }
 
-    fn check_task(&self, config: &RunConfig) -> Result<()> {
+    /// That the flags go together, and the devices can train `config`; the first of these.
+    fn check(&self, config: &RunConfig, group: &Group) -> Result<NamedDevice> {
         let task = config.model.task();
         ensure!(
             self.task.is_none_or(|wanted| wanted == task),
@@ -140,7 +143,11 @@ impl TrainArgs {
                 Task::Images => "images",
             }
         );
-        Ok(())
+        config.check_graph(self.graph)?;
+        group.check(config, self.graph)?;
+        let device = group.first();
+        config.check_memory(Some(&device))?;
+        Ok(device)
     }
 }
 
@@ -222,43 +229,24 @@ struct Session {
 impl Session {
     fn begin(args: &TrainArgs, group: Group) -> Result<Self> {
         let config = RunConfig::new(args.preset(), &args.overrides)?;
-        args.check_task(&config)?;
-        config.check_graph(args.graph)?;
-        group.check(&config, args.graph)?;
-        let device = group.first();
-        config.check_memory(Some(&device))?;
+        let device = args.check(&config, &group)?;
         let corpus = Corpus::open(args.data.as_deref(), config.model.pictures)?;
-        let train = check_lengths(&corpus, &config)?;
-        let cut = config.model.cut();
+        check_lengths(&corpus, &config)?;
         // Only now that all input is known to be good is anything written.
-        let model = model::new(
-            &config.model,
-            config.recipe.seed,
-            &device.device.clone().autodiff(),
-        )?;
+        let seed = config.recipe.seed;
+        let model = model::new(&config.model, seed, &device.device.clone().autodiff())?;
         let model = indexers::staged(model, &config, 0)?;
         let folder = RunFolder::create(&args.folder(), args.overwrite)?;
-        folder.write_config(&config)?;
-        Ok(Session {
-            steps: config.steps(cut.predictions(train)),
-            sampler: Sampler::new(train, cut, config.recipe.seed),
-            training: Steps::new(
-                model,
-                model::optimizer(&config.recipe),
-                &device.device,
-                config.recipe.recompute,
-                args.graph,
-            )
-            .into(),
-            data: corpus.fingerprint(),
-            step: 0,
-            best: None,
+        let past = (SamplerState::new(seed), 0, None);
+        let optimizer = model::optimizer(&config.recipe);
+        Session::new(
+            (args, group),
             config,
             corpus,
             folder,
-            group,
-            device,
-        })
+            (model, optimizer),
+            past,
+        )
     }
 
     fn resume(args: &TrainArgs, group: Group) -> Result<Self> {
@@ -266,11 +254,7 @@ impl Session {
         let (path, checkpoint) = run::latest_checkpoint(folder.path())?;
         let header = &checkpoint.header;
         let config = header.config.resumed(args.preset, &args.overrides)?;
-        args.check_task(&config)?;
-        config.check_graph(args.graph)?;
-        group.check(&config, args.graph)?;
-        let device = group.first();
-        config.check_memory(Some(&device))?;
+        let device = args.check(&config, &group)?;
         let pictures = config.model.pictures;
         let corpus = Corpus::reopen(&header.data, args.data.as_deref(), pictures)?;
         let data = corpus.fingerprint();
@@ -283,34 +267,55 @@ impl Session {
             thousands(header.data.bytes),
             header.data.crc32
         );
-        let train = check_lengths(&corpus, &config)?;
-        let cut = config.model.cut();
+        check_lengths(&corpus, &config)?;
         let model = model::restore(&checkpoint, &device.device.clone().autodiff())
             .with_context(|| format!("cannot resume from {}", path.display()))?;
         let optimizer = model::optimizer(&config.recipe)
             .from_bytes(Bytes::from_bytes_vec(checkpoint.optimizer))
             .with_context(|| path.display().to_string())?;
-        folder.write_config(&config)?;
         say(format!("resuming from {}", path.display()));
-        let training = Steps::new(
-            model,
-            optimizer,
-            &device.device,
-            config.recipe.recompute,
-            args.graph,
-        );
-        Ok(Session {
-            steps: config.steps(cut.predictions(train)),
-            training: training.into(),
-            sampler: Sampler::resume(train, cut, checkpoint.header.sampler),
-            step: checkpoint.header.step,
-            best: checkpoint.header.best,
+        let Header {
+            sampler,
+            step,
+            best,
+            ..
+        } = checkpoint.header;
+        let past = (sampler, step, best);
+        Session::new(
+            (args, group),
             config,
             corpus,
-            data,
+            folder,
+            (model, optimizer),
+            past,
+        )
+    }
+
+    /// With what a checkpoint holds, or what a run begins with.
+    fn new(
+        (args, group): (&TrainArgs, Group),
+        config: RunConfig,
+        corpus: Corpus,
+        folder: RunFolder,
+        (model, optimizer): (SparseTransformer, FusedAdamW),
+        (sampler, step, best): (SamplerState, usize, Option<Best>),
+    ) -> Result<Self> {
+        folder.write_config(&config)?;
+        let (device, recompute) = (group.first(), config.recipe.recompute);
+        let training = Steps::new(model, optimizer, &device.device, recompute, args.graph);
+        let (cut, train) = (config.model.cut(), corpus.split(Split::Train).len());
+        Ok(Session {
+            steps: config.steps(cut.predictions(train)),
+            sampler: Sampler::resume(train, cut, sampler),
+            training: training.into(),
+            data: corpus.fingerprint(),
+            config,
+            corpus,
             folder,
             group,
             device,
+            step,
+            best,
         })
     }
 
@@ -353,9 +358,8 @@ impl Session {
             let row = self.train_step()?;
             log.write(&row)?;
             progress.step(&row);
-            let notes = [self.prune()?, self.see_everything()?, self.set_stage()?];
-            for note in notes.into_iter().chain([self.recall(log)?]) {
-                note.into_iter().for_each(|note| progress.note(note));
+            for note in self.change()?.into_iter().chain(self.recall(log)?) {
+                progress.note(note);
             }
             if let (false, Some(how)) = (described, self.training.describe()) {
                 progress.note(how);
@@ -446,43 +450,33 @@ impl Session {
         })
     }
 
-    /// Prunes weights, if that comes after the step; what to tell the user.
-    fn prune(&mut self) -> Result<Option<String>> {
-        let density = |step| self.config.ff_density(step);
-        let now = density(self.step).filter(|now| density(self.step - 1) > Some(*now));
-        let Some(now) = now else {
-            return Ok(None);
-        };
-        self.training.prune(now)?;
-        Ok(Some(format!(
-            "step {}/{}  feed-forward weights keep {:.1} % of their blocks: {} parameters",
-            self.step,
-            self.steps,
-            100.0 * now,
-            thousands(self.training.model()?.num_params()),
-        )))
-    }
-
-    /// Ends the choice by content, if that comes after the step; what to tell the user.
-    fn see_everything(&mut self) -> Result<Option<String>> {
-        if self.config.recipe.selection_until != Some(self.step) {
-            return Ok(None);
+    /// Changes the model as far as that comes after the step; what to tell the user.
+    fn change(&mut self) -> Result<Vec<String>> {
+        let (config, step) = (&self.config, self.step);
+        let density = |step| config.ff_density(step);
+        let pruned = density(step).filter(|now| density(step - 1) > Some(*now));
+        let pruned = pruned.map(|density| {
+            let share = 100.0 * density;
+            let note = format!("feed-forward weights keep {share:.1} % of their blocks");
+            (Change::Prune(density), note)
+        });
+        let is_over = config.recipe.selection_until == Some(step);
+        let over = is_over.then(|| {
+            let note = "from here on layers see all that their pattern keeps".to_owned();
+            (Change::SeeEverything, note)
+        });
+        let stage = (config.stage_begun(step))
+            .map(|(stage, what)| (Change::Stage(stage), format!("from here on {what}")));
+        let mut notes = Vec::new();
+        for (change, mut note) in [pruned, over, stage].into_iter().flatten() {
+            self.training.change(change)?;
+            if let Change::Prune(_) = change {
+                let parameters = self.training.model()?.num_params();
+                note += &format!(": {} parameters", thousands(parameters));
+            }
+            notes.push(format!("step {step}/{}  {note}", self.steps));
         }
-        self.training.see_everything()?;
-        let (step, steps) = (self.step, self.steps);
-        Ok(Some(format!(
-            "step {step}/{steps}  from here on layers see all that their pattern keeps"
-        )))
-    }
-
-    /// Begins the next stage of the indexers' training, if that comes after the step; what to tell the user.
-    fn set_stage(&mut self) -> Result<Option<String>> {
-        let Some((stage, what)) = self.config.stage_begun(self.step) else {
-            return Ok(None);
-        };
-        self.training.set_stage(stage)?;
-        let (step, steps) = (self.step, self.steps);
-        Ok(Some(format!("step {step}/{steps}  from here on {what}")))
+        Ok(notes)
     }
 
     /// Measures what the choice keeps, if that comes after the step; what to tell the user.
@@ -568,31 +562,16 @@ impl Session {
     }
 
     fn checkpoint(&self) -> Result<Checkpoint> {
-        let failed = |error| anyhow!("{}: {error}", failed_step(self.step));
-        Ok(Checkpoint {
-            header: Header {
-                program: env!("CARGO_PKG_VERSION").to_owned(),
-                config: self.config.clone(),
-                data: self.data.clone(),
-                step: self.step,
-                sampler: self.sampler.state().clone(),
-                best: self.best,
-            },
-            model: self
-                .training
-                .model()?
-                .clone()
-                .into_record()
-                .into_bytes()
-                .map_err(failed)?
-                .to_vec(),
-            optimizer: self
-                .training
-                .optimizer()
-                .to_bytes()
-                .with_context(|| failed_step(self.step))?
-                .to_vec(),
-        })
+        let header = Header {
+            program: env!("CARGO_PKG_VERSION").to_owned(),
+            config: self.config.clone(),
+            data: self.data.clone(),
+            step: self.step,
+            sampler: self.sampler.state().clone(),
+            best: self.best,
+        };
+        let model = self.training.model()?.clone();
+        Checkpoint::new(header, model, &self.training.optimizer())
     }
 
     /// What this process and the device hold, for the report and for TensorBoard.
@@ -622,17 +601,12 @@ impl Session {
     }
 }
 
-fn failed_step(step: usize) -> String {
-    format!("cannot store the state of step {step}")
-}
-
-/// Bytes of the training split, after all splits were found long enough and the run not too long.
-fn check_lengths(corpus: &Corpus, config: &RunConfig) -> Result<usize> {
+/// That all splits are long enough and the run is not too long.
+fn check_lengths(corpus: &Corpus, config: &RunConfig) -> Result<()> {
     let context = config.model.context;
     corpus.split_for(Split::Validation, context)?;
     let train = corpus.split_for(Split::Train, context)?.len();
-    config.check_length(config.model.cut().predictions(train))?;
-    Ok(train)
+    config.check_length(config.model.cut().predictions(train))
 }
 
 /// A seed for the dropout of one step: SplitMix64's output function over seed and step.

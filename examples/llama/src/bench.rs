@@ -1,5 +1,6 @@
 //! `llama bench`: times of reading prompts and of writing, dense and sparse beside each other.
 
+use std::slice;
 use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
@@ -12,9 +13,10 @@ use burn_sparse_transformer::llama::Llama;
 use clap::Args;
 
 use crate::attention::{Attention, Kind};
-use crate::cache::{Cache, CacheArgs};
+use crate::cache::CacheArgs;
 use crate::checkpoint::ModelArgs;
 use crate::device::memory;
+use crate::rows::{Setting, settings};
 
 /// Time prompts and decoding with each attention
 #[derive(Args, Debug)]
@@ -75,10 +77,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         "tokens/s",
         "GiB"
     );
-    let caches = match args.cache.caches()?.as_slice() {
-        [] => vec![None],
-        caches => caches.iter().cloned().map(Some).collect(),
-    };
+    let caches = args.cache.caches()?;
     for &length in &args.prompts {
         let mut base = None;
         for attention in &args.attention {
@@ -100,12 +99,10 @@ pub fn run(args: &BenchArgs) -> Result<()> {
                     "-"
                 );
             }
-            for cache in caches.iter().filter(|_| args.steps > 0) {
-                let name = match cache {
-                    Some(cache) => format!("{attention}, {cache}"),
-                    None => attention.to_string(),
-                };
-                let step = Steps::new(&model, (attention, cache.as_ref()), length, args, &device)?;
+            let settings = settings(slice::from_ref(attention), &caches).into_iter();
+            for setting in settings.filter(|_| args.steps > 0) {
+                let name = setting.label();
+                let step = Steps::new(&model, setting, length, args, &device)?;
                 println!(
                     "{name:<40} {length:>8} {read} {:>9} {:>8.2} {:>10.0} {peak:>8}",
                     format!(
@@ -200,7 +197,7 @@ struct Steps {
 impl Steps {
     fn new(
         model: &Llama,
-        (attention, cache): (&Attention, Option<&Cache>),
+        Setting { attention, cache }: Setting,
         length: usize,
         args: &BenchArgs,
         device: &Device,

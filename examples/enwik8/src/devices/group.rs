@@ -56,15 +56,7 @@ impl Group {
             (1, None) => None,
             _ => Some(Strategy::choose(reduce, &devices)?),
         };
-        let share = match shard {
-            Shard::Batch => 1,
-            Shard::Sequence => share.unwrap_or(devices.len()),
-        };
-        ensure!(
-            devices.len().is_multiple_of(share),
-            "--share must divide the {} devices of --devices, got {share}",
-            devices.len()
-        );
+        let share = shared(shard, share, devices.len(), "devices of --devices")?;
         let exchanges = match shard {
             Shard::Batch => Vec::new(),
             Shard::Sequence => (devices.chunks(share))
@@ -111,14 +103,7 @@ impl Group {
             shard == Shard::Sequence || share.is_none(),
             "--share is of --shard sequence, whose keys cross between devices"
         );
-        let share = match shard {
-            Shard::Batch => 1,
-            Shard::Sequence => share.unwrap_or(count),
-        };
-        ensure!(
-            count.is_multiple_of(share),
-            "--share must divide the {count} processes, got {share}"
-        );
+        let share = shared(shard, share, count, "processes")?;
         let first = rank / share * share;
         let exchanges = match shard {
             Shard::Batch => Vec::new(),
@@ -257,6 +242,19 @@ impl Group {
     }
 }
 
+/// How many of `count` devices have the same windows.
+fn shared(shard: Shard, share: Option<usize>, count: usize, of: &str) -> Result<usize> {
+    let share = match shard {
+        Shard::Batch => 1,
+        Shard::Sequence => share.unwrap_or(count),
+    };
+    ensure!(
+        count.is_multiple_of(share),
+        "--share must divide the {count} {of}, got {share}"
+    );
+    Ok(share)
+}
+
 /// Names as `--device` has them, all of one kind. A number is a CUDA device's, and `cpu` the best CPU backend.
 fn names(text: &str) -> Result<Vec<String>> {
     let names: Vec<String> = text.split(',').map(|name| spelt(name.trim())).collect();
@@ -280,107 +278,5 @@ fn spelt(name: &str) -> String {
             format!("cuda:{index}")
         }
         name => name.to_owned(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::overrides::Overrides;
-    use crate::presets::Preset;
-
-    #[test]
-    fn names_are_read() {
-        assert_eq!(
-            names("0, 1,cuda:2").unwrap(),
-            ["cuda:0", "cuda:1", "cuda:2"]
-        );
-        assert_eq!(names("wgpu").unwrap(), ["wgpu"]);
-        for (text, message) in [
-            ("", "must name one device at least"),
-            ("0,", "must name one device at least"),
-            (",", "must name one device at least"),
-            (" , 1", "must name one device at least"),
-            ("0,wgpu", "must be of one kind, got cuda:0 and wgpu"),
-        ] {
-            let error = names(text).unwrap_err().to_string();
-            assert!(error.contains(message), "{error}");
-        }
-    }
-
-    #[test]
-    #[cfg(feature = "flex")]
-    fn what_cannot_be_shared_out_is_refused() {
-        let config = |overrides: &Overrides| RunConfig::new(Preset::Tiny, overrides).unwrap();
-        let three =
-            Group::open(None, Some("cpu,flex,cpu"), None, Shard::Batch, None, None).unwrap();
-        assert_eq!(three.first().name, "flex, flex, flex");
-        let tiny = config(&Overrides::default());
-        let two = Group::open(None, Some("cpu,cpu"), None, Shard::Batch, None, None).unwrap();
-        two.check(&tiny, false).unwrap();
-        let line = two.describe(4).unwrap();
-        assert!(
-            line.contains("2 windows of a step each") && line.contains("copies"),
-            "{line}"
-        );
-        let routing = config(&Overrides::read("--attention routing:64"));
-        for (refused, message) in [
-            (
-                three.check(&tiny, false),
-                "a multiple of the 3 devices of --devices, got 4",
-            ),
-            (
-                two.check(&tiny, true),
-                "--graph replays the steps of one device",
-            ),
-            (
-                two.check(&routing, false),
-                "has means that follow all bytes of a batch",
-            ),
-        ] {
-            let error = refused.unwrap_err().to_string();
-            assert!(error.contains(message), "{error}");
-        }
-        // One device is what --device is, unless a way to add is asked for.
-        let one =
-            |reduce| Group::open(None, Some("cpu"), reduce, Shard::Batch, None, None).unwrap();
-        assert!(one(None).describe(4).is_none());
-        assert!(one(Some(Reduce::Copies)).describe(4).is_some());
-        let two = |reduce, shard, crossing| {
-            let group = Group::open(None, Some("cpu,cpu"), reduce, shard, crossing, None);
-            group.map_err(|error| format!("{error:#}"))
-        };
-        let error = two(Some(Reduce::Nccl), Shard::Batch, None).err().unwrap();
-        assert!(error.contains("is of CUDA devices"), "{error}");
-        // What crosses, and how.
-        let nccl = Some(Crossing::Nccl);
-        let error = two(None, Shard::Batch, nccl).err().unwrap();
-        assert!(
-            error.starts_with("--exchange and --share are of --shard sequence"),
-            "{error}"
-        );
-        let error = two(None, Shard::Sequence, nccl).err().unwrap();
-        assert_eq!(error, "--exchange nccl is of CUDA devices, got flex");
-        let of_three = |share| {
-            let devices = Some("cpu,cpu,cpu");
-            let group = Group::open(None, devices, None, Shard::Sequence, None, Some(share));
-            group.map_err(|error| error.to_string())
-        };
-        let error = of_three(2).err().unwrap();
-        assert_eq!(
-            error,
-            "--share must divide the 3 devices of --devices, got 2"
-        );
-        let tiny = config(&Overrides::read("--dropout 0 --batch 4"));
-        let error = of_three(1).unwrap().check(&tiny, false).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "--batch must be a multiple of the 3 sets of devices that share sequences, got 4"
-        );
-        for crossing in [None, Some(Crossing::Host)] {
-            let line = two(None, Shard::Sequence, crossing).unwrap().describe(1);
-            let expected = "each, keys cross by the host, gradients added by copies";
-            assert!(line.as_ref().unwrap().contains(expected), "{line:?}");
-        }
     }
 }

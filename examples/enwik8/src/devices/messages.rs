@@ -7,7 +7,7 @@ use burn_sparse_transformer::dsa::DsaStage;
 
 use super::reduce::read;
 use super::worker::{Order, Part, Report, Update};
-use crate::step::Measured;
+use crate::step::{Change, Measured};
 
 const STAGES: [DsaStage; 3] = [DsaStage::Dense, DsaStage::WarmUp, DsaStage::Sparse];
 
@@ -26,9 +26,9 @@ impl Order {
                 let words = vec![1, learning_rate.to_bits(), sums.is_some().into()];
                 (words, read_all(&sums.unwrap_or_default())?)
             }
-            Self::Prune(density) => (vec![2, density.to_bits()], Vec::new()),
-            Self::SeeEverything => (vec![3], Vec::new()),
-            Self::Stage(stage) => {
+            Self::Change(Change::Prune(density)) => (vec![2, density.to_bits()], Vec::new()),
+            Self::Change(Change::SeeEverything) => (vec![3], Vec::new()),
+            Self::Change(Change::Stage(stage)) => {
                 let stage = STAGES.iter().position(|known| *known == stage);
                 let stage = stage.context("a stage that no other process knows")?;
                 (vec![4, stage as u64], Vec::new())
@@ -48,9 +48,12 @@ impl Order {
                 learning_rate: f64::from_bits(learning_rate),
                 sums: (has_sums == 1).then(|| on_device(tensors, device)),
             }),
-            [2, density] => Self::Prune(f64::from_bits(density)),
-            [3] => Self::SeeEverything,
-            [4, stage] => Self::Stage(*STAGES.get(stage as usize).ok_or_else(unknown)?),
+            [2, density] => Self::Change(Change::Prune(f64::from_bits(density))),
+            [3] => Self::Change(Change::SeeEverything),
+            [4, stage] => {
+                let stage = STAGES.get(stage as usize).ok_or_else(unknown)?;
+                Self::Change(Change::Stage(*stage))
+            }
             _ => return Err(unknown()),
         })
     }
@@ -67,7 +70,7 @@ impl Report {
                 aux_loss,
             }) => {
                 let numbers = [loss, grad_norm].into_iter().chain(aux_loss);
-                let bits = numbers.map(|number| number.to_bits().into());
+                let bits = numbers.map(f64::to_bits);
                 ([2].into_iter().chain(bits).collect(), Vec::new())
             }
             Self::Lengths(lengths) => {
@@ -79,7 +82,7 @@ impl Report {
     }
 
     pub fn of_message(Message { words, tensors }: Message, device: &Device) -> Result<Self> {
-        let number = |bits: &u64| f32::from_bits(*bits as u32);
+        let number = |bits: &u64| f64::from_bits(*bits);
         Ok(match &words[..] {
             [0] => Self::Done,
             [1] => Self::Gradients(on_device(tensors, device)),

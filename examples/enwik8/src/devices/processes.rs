@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::{Device, TensorData};
 use burn_blocksparse::{Message, OpError, Processes};
 
-use super::error::{DeviceFailed, ProcessLost};
+use super::error::Lost;
 use super::group::Group;
 use super::messages::unknown;
 use super::reduce::Strategy;
@@ -41,7 +41,7 @@ pub fn settled<T>(processes: &Processes, part: impl FnOnce() -> Result<T>) -> Re
         }
         (Err(_), Some(lost)) => Err(of_loss(lost)),
         (Err(error), None) => {
-            let reason = match error.downcast_ref::<DeviceFailed>() {
+            let reason = match error.downcast_ref::<Lost>() {
                 Some(failed) => failed.reason.clone(),
                 None => format!("{error:#}"),
             };
@@ -53,7 +53,10 @@ pub fn settled<T>(processes: &Processes, part: impl FnOnce() -> Result<T>) -> Re
 
 fn of_loss(lost: OpError) -> anyhow::Error {
     match lost {
-        OpError::Lost { rank, reason } => ProcessLost { rank, reason }.into(),
+        OpError::Lost { rank, reason } => {
+            let what = format!("rank {rank} is lost");
+            Lost { what, reason }.into()
+        }
         other => other.into(),
     }
 }

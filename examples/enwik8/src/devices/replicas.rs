@@ -9,7 +9,6 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{Tensor, TensorData};
 use burn_blocksparse::Processes;
 use burn_sparse_transformer::TransformerShard;
-use burn_sparse_transformer::dsa::DsaStage;
 
 use super::group::Group;
 use super::processes::{beginning, relay};
@@ -18,7 +17,7 @@ use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title
 use crate::checkpoint::Checkpoint;
 use crate::data::thousands;
 use crate::device::NamedDevice;
-use crate::step::{Batch, Measured, Steps};
+use crate::step::{Batch, Change, Measured, Steps};
 
 /// The first device's replica, and threads with the others'.
 pub struct Replicas {
@@ -121,7 +120,7 @@ impl Replicas {
     }
 
     /// Takes a step; the losses over the batch and the norm of its gradients.
-    pub fn take(&mut self, batch: Batch) -> Result<Measured<f64>> {
+    pub fn take(&mut self, batch: Batch) -> Result<Measured> {
         let before = self.processes.as_ref().map(|of| of.traffic());
         let measured = self.step(batch)?;
         let after = self.processes.as_ref().map(|of| of.traffic());
@@ -131,9 +130,9 @@ impl Replicas {
         Ok(measured)
     }
 
-    fn step(&mut self, batch: Batch) -> Result<Measured<f64>> {
+    fn step(&mut self, batch: Batch) -> Result<Measured> {
         let learning_rate = batch.learning_rate;
-        let parts = parts(batch, self.devices.len() / self.share)?.into_iter();
+        let parts = parts(&batch, self.devices.len() / self.share)?.into_iter();
         let parts = parts.flat_map(|part| repeat_n(part, self.share));
         let orders = parts.map(Order::Gradients).collect();
         let gradients = self.order(orders)?;
@@ -153,24 +152,10 @@ impl Replicas {
         self.mean(measured)
     }
 
-    /// Prunes the feed-forward networks' weights: replicas are the same, so what they prune is.
-    pub fn prune(&mut self, density: f64) -> Result<()> {
-        self.all(|| Order::Prune(density))
-    }
-
-    /// Takes the choice of keys by content out of all layers.
-    pub fn see_everything(&mut self) -> Result<()> {
-        self.all(|| Order::SeeEverything)
-    }
-
-    /// Puts all models into another stage of their indexers' training.
-    pub fn set_stage(&mut self, stage: DsaStage) -> Result<()> {
-        self.all(|| Order::Stage(stage))
-    }
-
-    fn all(&mut self, order: impl Fn() -> Order) -> Result<()> {
-        let orders = self.devices.iter().map(|_| order()).collect();
-        self.order(orders).map(drop)
+    /// Changes all models: replicas are the same, so what they prune is.
+    pub fn change(&mut self, change: Change) -> Result<()> {
+        let orders = self.devices.iter().map(|_| Order::Change(change));
+        self.order(orders.collect()).map(drop)
     }
 
     /// Gives each device its order and waits for all of them; the reports in the order of the devices.
@@ -231,7 +216,7 @@ impl Replicas {
     }
 
     /// The means of the losses, and the norm, of which all devices have the same bits.
-    fn mean(&self, measured: Vec<Report>) -> Result<Measured<f64>> {
+    fn mean(&self, measured: Vec<Report>) -> Result<Measured> {
         let mut all = Vec::with_capacity(measured.len());
         for report in measured {
             let Report::Measured(measured) = report else {
@@ -241,8 +226,8 @@ impl Replicas {
         }
         let expected = all[0].grad_norm;
         let mean = |losses: Vec<f64>| losses.iter().sum::<f64>() / losses.len() as f64;
-        let loss = mean(all.iter().map(|of| f64::from(of.loss)).collect());
-        let aux_loss: Option<Vec<f64>> = all.iter().map(|of| of.aux_loss.map(f64::from)).collect();
+        let loss = mean(all.iter().map(|of| of.loss).collect());
+        let aux_loss: Option<Vec<f64>> = all.iter().map(|of| of.aux_loss).collect();
         let title = |rank: usize| title(&self.devices[rank].name, rank, all.len());
         for (rank, Measured { grad_norm, .. }) in all.iter().enumerate() {
             // One that is not finite ends the run elsewhere.
@@ -257,7 +242,7 @@ impl Replicas {
         }
         Ok(Measured {
             loss,
-            grad_norm: f64::from(expected),
+            grad_norm: expected,
             aux_loss: aux_loss.map(mean),
         })
     }
@@ -275,26 +260,18 @@ impl Drop for Replicas {
 }
 
 /// Equal parts of a batch, in order.
-fn parts(batch: Batch, count: usize) -> Result<Vec<Part>> {
-    let Batch {
-        tokens,
-        targets,
-        dropout_seed,
-        ..
-    } = batch;
-    let entries = tokens.shape()[0] / count;
-    let mut parts = Vec::with_capacity(count);
-    for index in 0..count {
-        parts.push(Part {
-            data: [
-                part_of(&tokens, index, count)?,
-                part_of(&targets, index, count)?,
-            ],
+fn parts(batch: &Batch, count: usize) -> Result<Vec<Part>> {
+    let entries = batch.tokens.shape()[0] / count;
+    let part = |index: usize| {
+        let [tokens, targets] =
+            [&batch.tokens, &batch.targets].map(|data| part_of(data, index, count));
+        Ok(Part {
+            data: [tokens?, targets?],
             first_entry: index * entries,
-            dropout_seed,
-        });
-    }
-    Ok(parts)
+            dropout_seed: batch.dropout_seed,
+        })
+    };
+    (0..count).map(part).collect()
 }
 
 /// Of the `count` equal parts of `[entries, context]` the one with this index.
@@ -326,7 +303,7 @@ mod tests {
             dropout_seed: 9,
             learning_rate: 0.1,
         };
-        let parts = parts(batch, 3).unwrap();
+        let parts = parts(&batch, 3).unwrap();
         let firsts: Vec<usize> = parts.iter().map(|part| part.first_entry).collect();
         assert_eq!(firsts, [0, 2, 4]);
         for (index, part) in parts.iter().enumerate() {

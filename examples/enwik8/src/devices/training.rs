@@ -6,12 +6,11 @@ use anyhow::{Result, anyhow};
 use burn::tensor::TensorData;
 use burn_fused_ops::optim::FusedAdamW;
 use burn_sparse_transformer::SparseTransformer;
-use burn_sparse_transformer::dsa::DsaStage;
 
 use super::group::Group;
 use super::replicas::Replicas;
 use crate::checkpoint::Checkpoint;
-use crate::step::{Batch, Measured, Steps};
+use crate::step::{Batch, Change, Measured, Steps};
 
 /// A model, its optimizer and how they take steps.
 pub enum Training {
@@ -56,18 +55,18 @@ impl Training {
         self.steps().optimizer()
     }
 
-    pub fn take(&mut self, batch: Batch) -> Result<Measured<f64>> {
+    pub fn take(&mut self, batch: Batch) -> Result<Measured> {
         let steps = match self {
             Self::One(steps) => steps,
             Self::Several(replicas) => return replicas.take(batch),
         };
-        Ok(Measured::read(steps.take(batch)?)?.into())
+        Measured::read(steps.take(batch)?)
     }
 
-    pub fn prune(&mut self, density: f64) -> Result<()> {
+    pub fn change(&mut self, change: Change) -> Result<()> {
         match self {
-            Self::One(steps) => steps.prune(density),
-            Self::Several(replicas) => replicas.prune(density),
+            Self::One(steps) => steps.change(change),
+            Self::Several(replicas) => replicas.change(change),
         }
     }
 
@@ -76,20 +75,6 @@ impl Training {
         match self {
             Self::One(steps) => steps.kmeans_init(tokens, seed),
             Self::Several(_) => Err(anyhow!("several devices have no means of clusters")),
-        }
-    }
-
-    pub fn see_everything(&mut self) -> Result<()> {
-        match self {
-            Self::One(steps) => steps.see_everything(),
-            Self::Several(replicas) => replicas.see_everything(),
-        }
-    }
-
-    pub fn set_stage(&mut self, stage: DsaStage) -> Result<()> {
-        match self {
-            Self::One(steps) => steps.set_stage(stage),
-            Self::Several(replicas) => replicas.set_stage(stage),
         }
     }
 

@@ -7,15 +7,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::{Bytes, Tensor, TensorData};
-use burn_sparse_transformer::dsa::DsaStage;
 use burn_sparse_transformer::{StepLosses, TransformerShard};
 
 use super::bundle::Bundle;
-use super::error::DeviceFailed;
+use super::error::Lost;
 use super::reduce::{Strategy, lengths, nccl_sums};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
-use crate::step::{Measured, Steps, numbers};
+use crate::step::{Change, Measured, Steps, numbers};
 use crate::{exit, model};
 
 /// How long a device that failed waits for the run to end. Another one may wait in the driver for its part of a sum, and not come back.
@@ -25,9 +24,7 @@ const GRACE: Duration = Duration::from_secs(30);
 pub(super) enum Order {
     Gradients(Part),
     Update(Update),
-    Prune(f64),
-    SeeEverything,
-    Stage(DsaStage),
+    Change(Change),
 }
 
 /// A device's entries of a batch, of which it has all positions or shares them with others.
@@ -56,7 +53,7 @@ pub(super) enum Report {
     /// Elements of the buckets that it will add itself.
     Lengths(Vec<usize>),
     /// The losses of its part, and the norm of the mean of all gradients.
-    Measured(Measured<f32>),
+    Measured(Measured),
 }
 
 /// Who reports what.
@@ -126,23 +123,16 @@ impl Replica {
         guarded(&title, || match order {
             Order::Gradients(part) => self.gradients(part),
             Order::Update(update) => self.update(update),
-            Order::Prune(density) => self.steps.prune(density).map(|()| Report::Done),
-            Order::SeeEverything => self.steps.see_everything().map(|()| Report::Done),
-            Order::Stage(stage) => self.steps.set_stage(stage).map(|()| Report::Done),
+            Order::Change(change) => self.steps.change(change).map(|()| Report::Done),
         })
     }
 
     fn gradients(&mut self, part: Part) -> Result<Report> {
         self.taken += 1;
         self.fail_where_a_test_says("gradients")?;
-        let Part {
-            data,
-            first_entry,
-            dropout_seed,
-        } = part;
         let (losses, gradients) = match &self.shard {
-            None => self.steps.gradients(data, first_entry, dropout_seed)?,
-            Some(shard) => self.steps.gradients_of_shard(data, shard)?,
+            None => (self.steps).gradients(part.data, part.first_entry, part.dropout_seed)?,
+            Some(shard) => self.steps.gradients_of_shard(part.data, shard)?,
         };
         let (bundle, buckets) = Bundle::pack(&*self.steps.model()?, gradients);
         let (report, buckets) = match self.strategy {
@@ -212,11 +202,8 @@ pub(super) fn guarded<T>(device: &str, part: impl FnOnce() -> Result<T>) -> Resu
             text.unwrap_or_else(|| "a panic without a message".to_owned())
         }
     };
-    Err(DeviceFailed {
-        device: device.to_owned(),
-        reason,
-    }
-    .into())
+    let what = format!("device {device} failed");
+    Err(Lost { what, reason }.into())
 }
 
 /// The life of a thread: what it is to begin with, then orders until there are none.

@@ -3,6 +3,7 @@
 use clap::{Args, ValueEnum};
 
 use super::{Length, Preset};
+use crate::config::RunConfig;
 use crate::data::thousands;
 use crate::model::attention_text;
 use crate::table::table;
@@ -21,7 +22,8 @@ const RECIPE: &str = "recipe  batch  length  rate  warm-up  decay  recompute";
 pub fn list() -> String {
     let (mut models, mut recipes, mut uses) = (Vec::new(), Vec::new(), Vec::new());
     for preset in Preset::value_variants() {
-        let (name, model, recipe) = (preset.to_string(), preset.model(), preset.recipe());
+        let name = preset.to_string();
+        let RunConfig { model, recipe, .. } = RunConfig::of(*preset);
         models.push([
             name.clone(),
             model.layers.to_string(),

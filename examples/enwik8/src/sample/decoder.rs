@@ -6,6 +6,7 @@ use burn_paged_attention::pool::{GraphDecoder, KvPool, KvStep, PagedDecoder};
 use burn_sparse_transformer::SparseTransformer;
 
 use crate::model::numbers;
+use crate::step::replays;
 
 /// A model and its pool.
 pub enum Decoder {
@@ -54,7 +55,14 @@ impl Decoder {
         steps: &[KvStep],
         device: &Device,
     ) -> Result<Vec<Vec<f32>>> {
-        let next = self.next_logits(tokens, steps, device)?;
+        let next = match self {
+            Self::Plain(plain) => {
+                let (model, pool) = &mut **plain;
+                let tokens = Tensor::from_data(rows_of(tokens, steps.len()), device);
+                model.next_logits(tokens, steps, pool)?
+            }
+            Self::CapturedGraph(decoder) => decoder.next_logits(tokens, steps)?,
+        };
         let [_, vocab] = next.dims();
         let next = numbers(next)?;
         Ok(next.chunks(vocab).map(<[f32]>::to_vec).collect())
@@ -65,30 +73,9 @@ impl Decoder {
         match self {
             Self::Plain(_) => None,
             Self::CapturedGraph(decoder) => {
-                match (decoder.is_recorded(), decoder.fallback_reason()) {
-                    (true, _) => Some("replays steps: one dispatch for each".to_owned()),
-                    (false, Some(reason)) => Some(format!("runs steps one by one: {reason}")),
-                    (false, None) => None,
-                }
+                replays(decoder.is_recorded(), decoder.fallback_reason())
             }
         }
-    }
-
-    /// The logits behind rows of bytes.
-    fn next_logits(
-        &mut self,
-        tokens: &[u32],
-        steps: &[KvStep],
-        device: &Device,
-    ) -> Result<Tensor<2>> {
-        Ok(match self {
-            Self::Plain(plain) => {
-                let (model, pool) = &mut **plain;
-                let tokens = Tensor::from_data(rows_of(tokens, steps.len()), device);
-                model.next_logits(tokens, steps, pool)?
-            }
-            Self::CapturedGraph(decoder) => decoder.next_logits(tokens, steps)?,
-        })
     }
 }
 

@@ -26,7 +26,7 @@ pub fn assert_near(folder: &Folder, runs: [&str; 2], most: f64) -> f64 {
     apart
 }
 
-/// Six windows, which one, two and three devices share out equally; with dropout.
+/// Six windows, which one, two and three devices share out equally; with dropout, whose masks follow positions in the whole batch.
 #[test]
 fn several_devices_train_what_one_does() {
     let folder = Folder::new();
@@ -85,16 +85,6 @@ fn devices_share_windows() {
     fs::remove_file(folder.checkpoint("two", 20)).unwrap();
     folder.resume("two", "");
     assert_near(&folder, ["one", "two"], 1e-4);
-}
-
-/// Other windows than one's own are another mask: dropout decides here whether positions count through the whole batch.
-#[test]
-fn dropout_is_that_of_the_whole_batch() {
-    let folder = Folder::new();
-    for (run, devices) in [("one", ""), ("three", "--devices cpu,cpu,cpu")] {
-        folder.train(run, &format!("--batch 6 --steps 8 --dropout 0.5 {devices}"));
-    }
-    assert_near(&folder, ["one", "three"], 1e-5);
 }
 
 #[test]
@@ -183,6 +173,8 @@ fn what_several_devices_cannot_do_is_said_before_anything_is_written() {
         1 | --devices cpu,ndarray | of one kind, got flex and ndarray
         1 | --devices cpu,tpu | of one kind, got flex and tpu
         1 | --devices cpu,cpu,cpu | --batch must be a multiple of the 3 devices of --devices, got 2
+        1 | --devices cpu,cpu,cpu --shard sequence --share 1 --batch 4 --dropout 0 | --batch must be a multiple of the 3 sets of devices that share sequences, got 4
+        1 | --devices 0,cuda:1,wgpu | of one kind, got cuda:0 and wgpu
         1 | --devices cpu,cpu --graph | --graph replays the steps of one device
         1 | --devices cpu,cpu --reduce nccl | --reduce nccl is of CUDA devices, got flex
         1 | --devices cpu,cpu --shard sequence --dropout 0.1 | --shard sequence is without dropout, got --dropout 0.1

@@ -55,24 +55,21 @@ fn a_file_that_cannot_be_written_is_named() {
     let folder = Folder::new();
     folder.train("run", "--steps 2");
     let of_run = format!("--checkpoint {}", folder.path("run"));
-    for (line, name) in [
-        (format!("sample --length 5 {of_run} --output"), "a.bin"),
-        (format!("sample --length 5 {of_run} --json"), "a.json"),
-        (
-            format!("recall --selection topk:8,2 {of_run} --json"),
-            "a.jsonl",
-        ),
-        (
-            format!("search-selection --selection topk:8,2 {of_run} --out"),
-            "b.json",
-        ),
-        ("draw --out".into(), "a.png"),
-        ("draw --out".into(), "a.svg"),
-        (
-            format!("bench --iterations 1 {} --json", nano("")),
-            "c.json",
-        ),
-    ] {
+    for row in rows(
+        "
+        sample --length 5 RUN --output | a.bin
+        sample --length 5 RUN --json | a.json
+        recall --selection topk:8,2 RUN --json | a.jsonl
+        search-selection --selection topk:8,2 RUN --out | b.json
+        draw --out | a.png
+        draw --out | a.svg
+        bench --iterations 1 NANO --json | c.json
+        ",
+    ) {
+        let [line, name] = row[..] else {
+            panic!("{row:?}");
+        };
+        let line = line.replace("RUN", &of_run).replace("NANO", &nano(""));
         let path = folder.path(name);
         std::os::unix::fs::symlink("/dev/full", &path).unwrap();
         let output = run(format!("{line} {path}"));
@@ -102,16 +99,16 @@ fn weights_that_are_no_numbers_are_refused() {
     succeed(format!(
         "import --weights {weights} --like {run} --run {damaged}"
     ));
-    for (command, parts) in [
-        ("eval", ["is not finite, got NaN", "damaged"]),
-        ("eval --windows 2", ["is not finite, got NaN", "damaged"]),
-        ("eval --cache all", ["is not finite, got NaN", "damaged"]),
-        (
-            "recall --selection topk:8,2",
-            ["is not finite, got NaN", "damaged"],
-        ),
-        ("sample", ["not finite", ""]),
-    ] {
-        says_all(fail(format!("{command} --checkpoint {damaged}"), 1), &parts);
+    for row in rows(
+        "
+        eval | is not finite, got NaN | damaged
+        eval --windows 2 | is not finite, got NaN | damaged
+        eval --cache all | is not finite, got NaN | damaged
+        recall --selection topk:8,2 | is not finite, got NaN | damaged
+        sample | not finite
+        ",
+    ) {
+        let message = fail(format!("{} --checkpoint {damaged}", row[0]), 1);
+        says_all(message, &row[1..]);
     }
 }

@@ -103,6 +103,8 @@ fn bad_flags_list_the_choices() {
         train --preset huge | tiny | small | paper
         train --preset tinny | similar value exists: 'tiny'
         train --pattern spiral:3 | for '--pattern <PATTERN>': there is no pattern 'spiral' | patterns' lists them all
+        draw --pattern causal&(local:8+Stride:4) | no pattern 'Stride', did you mean strided:STRIDE?
+        draw --pattern packed:0,8(foo) | no pattern 'foo'
         draw --pattern lokal:8 | no pattern 'lokal', did you mean local:WINDOW?
         train --pattern local:64+ | 'local:64+' as a pattern: expected a pattern after '+' at character 9, got nothing
         draw --pattern fixed:a,b | whole numbers, got 'a' | fixed:STRIDE
@@ -113,6 +115,7 @@ fn bad_flags_list_the_choices() {
         train --attention lsh:16 | 'lsh:16' for '--attention | must be lsh:BUCKET,ROUNDS[,dedup]
         train --attention spars | no attention 'spars', did you mean sparse?
         recall --selection qest:16,64 | no selection 'qest', did you mean quest:PAGE,BUDGET
+        sample --cache= | must be all, reachable
         sample --cache snapvk:64 | no policy 'snapvk', did you mean snapkv:C[,M,F]?
         train --recompute some | for '--recompute [<MODE>]': must be none, mlp, block
         train --selection topk:16 | 'topk:16' as a selection: expected topk:BLOCK,KEEP[,LOCAL,FIRST], got 1 number
@@ -166,6 +169,7 @@ fn impossible_models_are_explained() {
         --attention lsh:16,2 --selection topk:16,2 | --selection and --attention lsh:16,2 are two ways to choose
         --attention lsh:16,2 --graph | leave it out with --attention lsh:16,2
         --device tpu | choices
+        --device flex:1 | an index goes with cuda only, as in cuda:1
         ",
     ) {
         says(fail(format!("train --run {run} {}", row[0]), 1), row[1]);

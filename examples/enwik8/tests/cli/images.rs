@@ -93,23 +93,19 @@ fn files_of_pictures_are_read_and_others_refused() {
 
     let cut = folder.file("cut.bin", &pictures[1..]);
     let (path, missing) = (folder.path("none"), folder.path("missing"));
-    for (flags, message) in [
-        (
-            format!("--picture-size 6 --data {cut}"),
-            "no whole number of pictures: one of 6 × 6 pixels takes 109",
-        ),
-        (
-            format!("--picture-size 6 --data {file} --classes 2"),
-            "--classes says how many",
-        ),
-        ("--context 108".into(), "leave out --context"),
-        ("--preset tiny".into(), "--task contradicts the preset tiny"),
-        (format!("--data {missing}"), "cannot read"),
-    ] {
-        says(
-            fail(format!("train --task images --run {path} {flags}"), 1),
-            message,
-        );
+    for row in rows(
+        "
+        --picture-size 6 --data CUT | no whole number of pictures: one of 6 × 6 pixels takes 109
+        --picture-size 6 --data FILE --classes 2 | --classes says how many
+        --context 108 | leave out --context
+        --preset tiny | --task contradicts the preset tiny
+        --data MISSING | cannot read
+        ",
+    ) {
+        let flags = row[0].replace("CUT", &cut).replace("FILE", &file);
+        let flags = flags.replace("MISSING", &missing);
+        let line = format!("train --task images --run {path} {flags}");
+        says(fail(line, 1), row[1]);
     }
     assert!(!folder.exists("none"), "nothing is written");
     says(fail("train --picture-size 8", 1), "add --task images");

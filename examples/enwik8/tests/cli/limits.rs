@@ -77,6 +77,7 @@ fn every_size_has_a_limit() {
         --batch 1_000_000_000 | --batch 1000000000, --context 256 | GiB
         --steps 1000000000000 | '1000000000000' for '--steps | at most 1073741824
         --epochs 1e300 | --epochs must be at most | 1e300
+        --context 1073741824 --batch 1024 | --context 1073741824 | 16384.0 GiB that any device has
         --layers 1000000000 | --layers 1000000000, --d-model 128 | GiB
         --d-ff 1000000000 | --d-model 128, --d-ff 1000000000 | GiB
         --task images --picture-size 1000000 | --batch 4, --picture-size 1000000 | GiB

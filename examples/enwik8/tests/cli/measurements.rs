@@ -5,13 +5,6 @@ use std::fs;
 use crate::support::*;
 
 #[test]
-fn a_run_draws_its_loss() {
-    let folder = Folder::new();
-    folder.train("run", "--steps 10");
-    assert_png(&folder.path("run/loss.png"));
-}
-
-#[test]
 fn shards_of_a_sequence_are_listed() {
     let text =
         succeed("shards --pattern fixed:128,32 --length 16384 --devices 2 --heads 2 --head-dim 64");

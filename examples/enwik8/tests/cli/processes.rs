@@ -205,29 +205,20 @@ fn any_process_can_be_asked_to_stop() {
 #[test]
 fn what_several_processes_cannot_do_is_said() {
     let folder = Folder::new();
-    for (more, count, reason) in [
-        (
-            "--batch 3",
-            2,
-            "--batch must be a multiple of the 2 devices of --processes, got 3",
-        ),
-        ("--graph", 2, "leave it out with --processes"),
-        (
-            "--reduce nccl",
-            2,
-            "--reduce nccl is of processes of one host, whose LOCAL_WORLD_SIZE is WORLD_SIZE, 2",
-        ),
-        ("--share 2", 2, "--share is of --shard sequence"),
-        (
-            "--shard sequence --share 2",
-            3,
-            "--share must divide the 3 processes, got 2",
-        ),
-    ] {
-        for output in ends(start(&folder.nano("run", more), count, &[])) {
-            says(message(&output), reason);
+    for row in rows(
+        "
+        --batch 3 | 2 | --batch must be a multiple of the 2 devices of --processes, got 3
+        --graph | 2 | leave it out with --processes
+        --reduce nccl | 2 | --reduce nccl is of processes of one host, whose LOCAL_WORLD_SIZE is WORLD_SIZE, 2
+        --share 2 | 2 | --share is of --shard sequence
+        --shard sequence --share 2 | 3 | --share must divide the 3 processes, got 2
+        ",
+    ) {
+        let line = folder.nano("run", row[0]);
+        for output in ends(start(&line, row[1].parse().unwrap(), &[])) {
+            says(message(&output), row[2]);
         }
-        assert!(!folder.exists("run"), "{more}");
+        assert!(!folder.exists("run"), "{}", row[0]);
     }
     let line = folder.nano("run", "--processes");
     let alone = fail(&line, 1);

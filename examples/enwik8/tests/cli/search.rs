@@ -82,10 +82,10 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     assert!(chosen.starts_with("abc def ghi jkl mno"));
 
     let pattern = r#"["pattern", "pattern"]"#;
-    let other = file("other.json", &format!("[{pattern}, {pattern}]"));
-    let three = file("three.json", r#"[["topk:8,2,1,0", "pattern", "pattern"]]"#);
-    let unknown = file("unknown.json", r#"[["topk:8,2,1,0", "some"]]"#);
-    let none = folder.data();
+    file("other.json", &format!("[{pattern}, {pattern}]"));
+    file("three.json", r#"[["topk:8,2,1,0", "pattern", "pattern"]]"#);
+    file("unknown.json", r#"[["topk:8,2,1,0", "some"]]"#);
+    folder.data();
     let new = folder.path("new");
     let train = format!("train --run {new} {}", nano("--selection-file"));
     let sample = format!("sample --checkpoint {path} --selection-file");
@@ -95,32 +95,17 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
         &sample,
         &format!("recall --checkpoint {path} --selection-file"),
     ] {
-        for (file, code, parts) in [
-            (
-                &other,
-                1,
-                [
-                    "--selection-file must have 1 layers, as the model, got 2",
-                    "",
-                ],
-            ),
-            (
-                &three,
-                1,
-                [
-                    "--selection-file must have 2 heads in layer 0, as the model, got 3",
-                    "",
-                ],
-            ),
-            (
-                &unknown,
-                2,
-                ["layer 0: cannot read 'some' as a selection", ""],
-            ),
-            (&none, 2, ["is not what search-selection writes", ""]),
-            (&heads, 2, ["cannot read ", "heads.json"]),
-        ] {
-            says_all(fail(format!("{command} {file}"), code), &parts);
+        for row in rows(
+            "
+            other.json | 1 | --selection-file must have 1 layers, as the model, got 2
+            three.json | 1 | --selection-file must have 2 heads in layer 0, as the model, got 3
+            unknown.json | 2 | layer 0: cannot read 'some' as a selection
+            data | 2 | is not what search-selection writes
+            heads.json | 2 | cannot read  | heads.json
+            ",
+        ) {
+            let line = format!("{command} {}", folder.path(row[0]));
+            says_all(fail(line, row[1].parse().unwrap()), &row[2..]);
         }
     }
     for command in [&train, &sample] {
