@@ -290,38 +290,16 @@ impl SparseTransformerBlock {
         ///
         /// # Shapes
         /// - input and output: `[batch, new, d_model]`
-        pub fn forward_cache(
-            &self,
-            x: Tensor<3>,
-            cache: &mut SparseMhaCache,
-        ) -> Tensor<3> = try_forward_cache;
-    }
+        pub fn forward_cache(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3>;
 
-    /// [`Self::forward_cache`] that returns its error.
-    pub fn try_forward_cache(
-        &self,
-        x: Tensor<3>,
-        cache: &mut SparseMhaCache,
-    ) -> Result<Tensor<3>, TransformerError> {
-        self.cached(Stream::new(x), cache, false)?.finish()
+        pub fn try_forward_cache = self.cached(Stream::new(x), cache, false)?.finish();
     }
 
     or_panics! {
         /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
-        pub fn forward_cache_last(
-            &self,
-            x: Tensor<3>,
-            cache: &mut SparseMhaCache,
-        ) -> Tensor<3> = try_forward_cache_last;
-    }
+        pub fn forward_cache_last(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3>;
 
-    /// [`Self::forward_cache_last`] that returns its error.
-    pub fn try_forward_cache_last(
-        &self,
-        x: Tensor<3>,
-        cache: &mut SparseMhaCache,
-    ) -> Result<Tensor<3>, TransformerError> {
-        self.cached(Stream::new(x), cache, true)?.finish()
+        pub fn try_forward_cache_last = self.cached(Stream::new(x), cache, true)?.finish();
     }
 
     pub(crate) fn cached(

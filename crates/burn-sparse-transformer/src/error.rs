@@ -146,6 +146,22 @@ macro_rules! or_panics {
             $crate::error::or_panic($self.$tried($($given),*))
         }
     };
+    // Both, where one line says what is done.
+    (
+        $(#[$doc:meta])* pub fn $name:ident(&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty;
+        $(#[$tried_doc:meta])* pub fn $tried:ident = $result:expr;
+    ) => {
+        $crate::error::or_panics! {
+            $(#[$doc])*
+            pub fn $name(&$self $(, $given: $kind)*) -> $made = $tried;
+        }
+
+        #[doc = concat!("[`Self::", stringify!($name), "`] that returns its error.\n")]
+        $(#[$tried_doc])*
+        pub fn $tried(&$self $(, $given: $kind)*) -> Result<$made, $crate::TransformerError> {
+            $result
+        }
+    };
 }
 pub(crate) use or_panics;
 

@@ -203,25 +203,11 @@ impl RoutingHeads {
         /// - `key`: as `query`
         /// - `value`: `[batch, heads, seq, value_dim]`
         /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
-        pub fn forward_unshared(
-            &self,
-            query: Tensor<4>,
-            key: Tensor<4>,
-            value: Tensor<4>,
-        ) -> RoutingOutput = try_forward_unshared;
-    }
+        pub fn forward_unshared(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> RoutingOutput;
 
-    /// [`Self::forward_unshared`] that returns its error.
-    ///
-    /// # Errors
-    /// If shapes do not fit each other or the means.
-    pub fn try_forward_unshared(
-        &self,
-        query: Tensor<4>,
-        key: Tensor<4>,
-        value: Tensor<4>,
-    ) -> Result<RoutingOutput, TransformerError> {
-        self.unshared([query, key, value], None)
+        /// # Errors
+        /// If shapes do not fit each other or the means.
+        pub fn try_forward_unshared = self.unshared([query, key, value], None);
     }
 
     or_panics! {
@@ -230,22 +216,9 @@ impl RoutingHeads {
         ///
         /// # Shapes
         /// As [`Self::forward_unshared`].
-        pub fn forward_unshared_causal(
-            &self,
-            query: Tensor<4>,
-            key: Tensor<4>,
-            value: Tensor<4>,
-        ) -> RoutingOutput = try_forward_unshared_causal;
-    }
+        pub fn forward_unshared_causal(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> RoutingOutput;
 
-    /// [`Self::forward_unshared_causal`] that returns its error.
-    pub fn try_forward_unshared_causal(
-        &self,
-        query: Tensor<4>,
-        key: Tensor<4>,
-        value: Tensor<4>,
-    ) -> Result<RoutingOutput, TransformerError> {
-        self.unshared([query, key, value], Some(PositionMask::UpTo))
+        pub fn try_forward_unshared_causal = self.unshared([query, key, value], Some(PositionMask::UpTo));
     }
 
     fn unshared(
