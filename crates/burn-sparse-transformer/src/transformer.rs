@@ -366,19 +366,24 @@ impl SparseTransformer {
 
         /// # Errors
         /// If `tokens` is empty or longer than the context, or a pattern has no layout for `seq`.
-        pub fn try_forward = self.head_logits(self.stream(tokens, |block, training| block.pass(training))?);
+        pub fn try_forward = self.head_logits(self.stream(tokens)?);
     }
 
-    /// The residual stream after all blocks, each of which drops what `drops` says.
-    pub(crate) fn stream(
-        &self,
-        tokens: Tensor<2, Int>,
-        drops: impl Fn(&SparseTransformerBlock, bool) -> Pass,
-    ) -> Result<Stream, TransformerError> {
+    fn stream(&self, tokens: Tensor<2, Int>) -> Result<Stream, TransformerError> {
         let x = self.embed(tokens, 0)?;
         let training = x.is_autodiff();
-        (self.blocks.iter()).try_fold(Stream::new(x), |stream, block| {
-            block.step(stream, drops(block, training))
+        self.through_blocks(x, |_, block| block.pass(training))
+    }
+
+    /// All blocks, each with what its pass drops.
+    pub(crate) fn through_blocks(
+        &self,
+        x: Tensor<3>,
+        pass: impl Fn(usize, &SparseTransformerBlock) -> Pass,
+    ) -> Result<Stream, TransformerError> {
+        let mut blocks = self.blocks.iter().enumerate();
+        blocks.try_fold(Stream::new(x), |stream, (layer, block)| {
+            block.step(stream, pass(layer, block))
         })
     }
 
@@ -452,7 +457,7 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
     ) -> Result<Tensor<1>, TransformerError> {
         self.check_targets(&tokens, &targets)?;
-        let mut stream = self.stream(tokens, |block, training| block.pass(training))?;
+        let mut stream = self.stream(tokens)?;
         let aux_loss = stream.take_aside();
         let loss = self.head_loss(stream, targets)?;
         Ok(match aux_loss {

@@ -6,6 +6,8 @@ mod kept_blocks;
 pub(crate) use block_sparse::fans;
 pub use block_sparse::{BlockSparseLinear, BlockSparseLinearConfig};
 pub use burn_fused_ops::sparse_linear::{WeightLayout, WeightPattern};
+#[cfg(feature = "store")]
+pub(crate) use kept_blocks::fnv;
 
 use burn::config::Config;
 use burn::module::{Module, Param};
