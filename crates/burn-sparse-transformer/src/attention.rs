@@ -106,18 +106,13 @@ impl SparseMultiHeadAttention {
         /// # Shapes
         /// - input: `[batch, seq_q, d_model]`, `[batch, seq_kv, d_model]`
         /// - `context`: `[batch, seq_q, d_model]`
-        pub fn forward(&self, input: SparseMhaInput) -> SparseMhaOutput = try_forward;
-    }
+        pub fn forward(&self, input: SparseMhaInput) -> SparseMhaOutput;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
-    /// `rope`, or there is padding next to heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
-    /// heads also refuse a bias, and queries that are not the keys' tokens.
-    pub fn try_forward(&self, input: SparseMhaInput) -> Result<SparseMhaOutput, TransformerError> {
-        let (seen, call) = self.context(input)?;
-        self.finish_seen(seen, &call)
+        /// # Errors
+        /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
+        /// `rope`, or there is padding next to heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
+        /// heads also refuse a bias, and queries that are not the keys' tokens.
+        pub fn try_forward = self.finish_seen(self.context(input)?);
     }
 
     /// [`Self::forward`] without the output's bias, and with nothing done about padding.
@@ -125,8 +120,7 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
     ) -> Result<Projected, TransformerError> {
-        let (seen, _) = self.context(input)?;
-        self.project_seen(seen)
+        self.project_seen(self.context(input)?)
     }
 
     /// What the heads see.
@@ -199,24 +193,11 @@ impl SparseMultiHeadAttention {
         /// let y = mha.forward_packed(x, &[0, 300, 420, 1000]).context;
         /// assert_eq!(y.dims(), [1, 1000, 64]);
         /// ```
-        pub fn forward_packed(
-            &self,
-            x: Tensor<3>,
-            cu_seqlens: &[usize],
-        ) -> SparseMhaOutput = try_forward_packed;
-    }
+        pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> SparseMhaOutput;
 
-    /// [`Self::forward_packed`] that returns its error.
-    ///
-    /// # Errors
-    /// If the shape does not fit, `cu_seqlens` does not rise from 0 to `total`, or a sequence is longer than `rope`'s table.
-    pub fn try_forward_packed(
-        &self,
-        x: Tensor<3>,
-        cu_seqlens: &[usize],
-    ) -> Result<SparseMhaOutput, TransformerError> {
-        let (context, call) = self.packed_context(SparseMhaInput::self_attn(x), cu_seqlens)?;
-        self.finish(context, &call)
+        /// # Errors
+        /// If the shape does not fit, `cu_seqlens` does not rise from 0 to `total`, or a sequence is longer than `rope`'s table.
+        pub fn try_forward_packed = self.finish_seen(self.packed_context(SparseMhaInput::self_attn(x), cu_seqlens)?);
     }
 
     /// [`Self::forward_packed`] without the output's bias.
@@ -225,20 +206,19 @@ impl SparseMultiHeadAttention {
         input: SparseMhaInput,
         cu_seqlens: &[usize],
     ) -> Result<Projected, TransformerError> {
-        let (context, _) = self.packed_context(input, cu_seqlens)?;
-        self.output_product(context)
+        self.project_seen(self.packed_context(input, cu_seqlens)?)
     }
 
     fn packed_context(
         &self,
         input: SparseMhaInput,
         cu_seqlens: &[usize],
-    ) -> Result<(Tensor<4>, Call), TransformerError> {
+    ) -> Result<(Seen, Call), TransformerError> {
         self.kind().ensure_pattern()?;
         let (call, request) = self.prepare_packed(&input, cu_seqlens)?;
         let layout = self.layouts.get(&request)?;
         let heads = self.project(input, &call)?;
-        Ok((self.attend(heads, &layout, &call)?, call))
+        Ok((self.attend(heads, &layout, &call)?.into(), call))
     }
 
     /// Returns the pattern.
@@ -500,7 +480,10 @@ impl SparseMultiHeadAttention {
     }
 
     /// [`Self::output_product`] with what else heads give.
-    pub(crate) fn project_seen(&self, seen: Seen) -> Result<Projected, TransformerError> {
+    pub(crate) fn project_seen(
+        &self,
+        (seen, _): (Seen, Call),
+    ) -> Result<Projected, TransformerError> {
         Ok(Projected {
             aux_loss: seen.aux_loss,
             choice: seen.choice,
@@ -511,13 +494,12 @@ impl SparseMultiHeadAttention {
     /// [`Self::finish`] with what else heads give.
     pub(crate) fn finish_seen(
         &self,
-        seen: Seen,
-        call: &Call,
+        (seen, call): (Seen, Call),
     ) -> Result<SparseMhaOutput, TransformerError> {
         Ok(SparseMhaOutput {
             aux_loss: seen.aux_loss,
             choice: seen.choice,
-            ..self.finish(seen.heads, call)?
+            ..self.finish(seen.heads, &call)?
         })
     }
 

@@ -21,44 +21,19 @@ impl SparseMultiHeadAttention {
         /// # Shapes
         /// - input: `[batch, new, d_model]`, new positions only
         /// - `context`: `[batch, new, d_model]`
-        pub fn forward_cache(
-            &self,
-            input: SparseMhaInput,
-            cache: &mut SparseMhaCache,
-        ) -> SparseMhaOutput = try_forward_cache;
-    }
+        pub fn forward_cache(&self, input: SparseMhaInput, cache: &mut SparseMhaCache) -> SparseMhaOutput;
 
-    /// [`Self::forward_cache`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward`]; also if the batch differs from the cache's, or the cache is full; [`TransformerError::Boundary`] if the cache
-    /// cannot stop where the input begins or ends; and if later tokens take part in what earlier ones see, by a selection or by heads that choose by content.
-    pub fn try_forward_cache(
-        &self,
-        input: SparseMhaInput,
-        cache: &mut SparseMhaCache,
-    ) -> Result<SparseMhaOutput, TransformerError> {
-        let (seen, call) = self.cached_context(input, cache, false)?;
-        self.finish_seen(seen, &call)
+        /// # Errors
+        /// As [`Self::try_forward`]; also if the batch differs from the cache's, or the cache is full; [`TransformerError::Boundary`] if the cache
+        /// cannot stop where the input begins or ends; and if later tokens take part in what earlier ones see, by a selection or by heads that choose by content.
+        pub fn try_forward_cache = self.finish_seen(self.cached_context(input, cache, false)?);
     }
 
     or_panics! {
         /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
-        pub fn forward_cache_last(
-            &self,
-            input: SparseMhaInput,
-            cache: &mut SparseMhaCache,
-        ) -> SparseMhaOutput = try_forward_cache_last;
-    }
+        pub fn forward_cache_last(&self, input: SparseMhaInput, cache: &mut SparseMhaCache) -> SparseMhaOutput;
 
-    /// [`Self::forward_cache_last`] that returns its error.
-    pub fn try_forward_cache_last(
-        &self,
-        input: SparseMhaInput,
-        cache: &mut SparseMhaCache,
-    ) -> Result<SparseMhaOutput, TransformerError> {
-        let (seen, call) = self.cached_context(input, cache, true)?;
-        self.finish_seen(seen, &call)
+        pub fn try_forward_cache_last = self.finish_seen(self.cached_context(input, cache, true)?);
     }
 
     /// [`Self::forward_cache`] or, with `last`, [`Self::forward_cache_last`], without the output's bias.
@@ -68,8 +43,7 @@ impl SparseMultiHeadAttention {
         cache: &mut SparseMhaCache,
         last: bool,
     ) -> Result<Projected, TransformerError> {
-        let (seen, _) = self.cached_context(input, cache, last)?;
-        self.project_seen(seen)
+        self.project_seen(self.cached_context(input, cache, last)?)
     }
 
     /// That a cache may stop at a position.

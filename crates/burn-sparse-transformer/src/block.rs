@@ -8,7 +8,7 @@ use burn_sparse_select::Selection;
 
 use crate::block_shard::ShardOfBlock;
 use crate::content::{ContentAttention, ContentHeads};
-use crate::dropout::Seeds;
+use crate::dropout::{Seeds, dropped};
 use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive, or_panics};
 use crate::feed_forward::{
     FeedForward, FeedForwardActivation, FeedForwardLinear, FeedForwardSparsity,
@@ -272,9 +272,8 @@ impl SparseTransformerBlock {
     /// [`Self::forward`] on a stream that may have a branch pending, with `pass` in place of the block's own.
     pub(crate) fn step(&self, stream: Stream, mut pass: Pass) -> Result<Stream, TransformerError> {
         let results = std::mem::take(&mut pass.results);
-        let (weights, seed, shard) = (pass.weights, pass.seed, pass.shard.take());
+        let (seed, shard) = (pass.seed, pass.shard.take());
         let attend = |mut input: SparseMhaInput| {
-            input.dropout = weights;
             input.dropout_seed = seed;
             input.results = results;
             match &shard {
@@ -290,38 +289,16 @@ impl SparseTransformerBlock {
         ///
         /// # Shapes
         /// - input and output: `[batch, new, d_model]`
-        pub fn forward_cache(
-            &self,
-            x: Tensor<3>,
-            cache: &mut SparseMhaCache,
-        ) -> Tensor<3> = try_forward_cache;
-    }
+        pub fn forward_cache(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3>;
 
-    /// [`Self::forward_cache`] that returns its error.
-    pub fn try_forward_cache(
-        &self,
-        x: Tensor<3>,
-        cache: &mut SparseMhaCache,
-    ) -> Result<Tensor<3>, TransformerError> {
-        self.cached(Stream::new(x), cache, false)?.finish()
+        pub fn try_forward_cache = self.cached(Stream::new(x), cache, false)?.finish();
     }
 
     or_panics! {
         /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
-        pub fn forward_cache_last(
-            &self,
-            x: Tensor<3>,
-            cache: &mut SparseMhaCache,
-        ) -> Tensor<3> = try_forward_cache_last;
-    }
+        pub fn forward_cache_last(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3>;
 
-    /// [`Self::forward_cache_last`] that returns its error.
-    pub fn try_forward_cache_last(
-        &self,
-        x: Tensor<3>,
-        cache: &mut SparseMhaCache,
-    ) -> Result<Tensor<3>, TransformerError> {
-        self.cached(Stream::new(x), cache, true)?.finish()
+        pub fn try_forward_cache_last = self.cached(Stream::new(x), cache, true)?.finish();
     }
 
     pub(crate) fn cached(
@@ -331,11 +308,7 @@ impl SparseTransformerBlock {
         last: bool,
     ) -> Result<Stream, TransformerError> {
         let pass = self.pass(stream.x().is_autodiff());
-        let weights = pass.weights;
-        let attend = |mut input: SparseMhaInput| {
-            input.dropout = weights;
-            self.mha.forward_cache_projected(input, cache, last)
-        };
+        let attend = |input| self.mha.forward_cache_projected(input, cache, last);
         self.residual(stream, attend, pass)
     }
 
@@ -355,11 +328,7 @@ impl SparseTransformerBlock {
         cu_seqlens: &[usize],
     ) -> Result<Tensor<3>, TransformerError> {
         let pass = self.pass(x.is_autodiff());
-        let weights = pass.weights;
-        let attend = |mut input: SparseMhaInput| {
-            input.dropout = weights;
-            self.mha.forward_packed_projected(input, cu_seqlens)
-        };
+        let attend = |input| self.mha.forward_packed_projected(input, cu_seqlens);
         self.residual(Stream::new(x), attend, pass)?.finish()
     }
 
@@ -369,10 +338,11 @@ impl SparseTransformerBlock {
         attend: impl FnOnce(SparseMhaInput) -> Result<Projected, TransformerError>,
         pass: Pass,
     ) -> Result<Stream, TransformerError> {
-        let choice = stream.take_choice();
+        let choice = stream.choice.take();
         let (stream, normed) = self.norm(stream, &self.norm_1)?;
         let mut input = SparseMhaInput::self_attn(normed);
         input.choice = choice.filter(|_| self.mha.takes_choice());
+        input.dropout = pass.weights;
         let a = attend(input)?;
         let stream = stream.push(a, pass.branch(0))?;
         let (stream, normed) = self.norm(stream, &self.norm_2)?;
@@ -400,15 +370,11 @@ impl SparseTransformerBlock {
     }
 
     pub(crate) fn pass_of(&self, seed: Seed) -> Pass {
-        let Dropout { prob, training } = &self.dropout;
         Pass {
-            mlp: false,
-            results: Results::Computed,
             seed: Some(seed),
             weights: self.mha.training_dropout(|| seed),
-            branches: (*prob > 0.0 && training.is_enabled()).then_some((*prob, seed)),
-            first_row: 0,
-            shard: None,
+            branches: dropped(&self.dropout).map(|probability| (probability, seed)),
+            ..Pass::default()
         }
     }
 
@@ -422,40 +388,21 @@ impl SparseTransformerBlock {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Pass {
     /// Of whatever is drawn.
-    seed: Option<Seed>,
-    weights: Option<WeightDropout>,
+    pub(crate) seed: Option<Seed>,
+    pub(crate) weights: Option<WeightDropout>,
     /// Of both branches: a probability and a seed.
-    branches: Option<(f64, Seed)>,
+    pub(crate) branches: Option<(f64, Seed)>,
     /// Rows of both branches that come before these: of a part of a batch.
-    first_row: u32,
+    pub(crate) first_row: u32,
     /// True if the backward pass computes the feed-forward network's first product again.
-    mlp: bool,
+    pub(crate) mlp: bool,
     /// Of the attention.
-    results: Results,
+    pub(crate) results: Results,
     /// Whose rows these are, of sequences that several devices share.
-    shard: Option<ShardOfBlock>,
+    pub(crate) shard: Option<ShardOfBlock>,
 }
 
 impl Pass {
-    pub(crate) fn with_shard(self, shard: Option<ShardOfBlock>) -> Self {
-        Self { shard, ..self }
-    }
-
-    #[cfg(feature = "autodiff")]
-    pub(crate) fn recompute_mlp(self, mlp: bool) -> Self {
-        Self { mlp, ..self }
-    }
-
-    #[cfg(feature = "autodiff")]
-    pub(crate) fn with_first_row(self, first_row: u32) -> Self {
-        Self { first_row, ..self }
-    }
-
-    #[cfg(feature = "autodiff")]
-    pub(crate) fn with_results(self, results: Results) -> Self {
-        Self { results, ..self }
-    }
-
     /// Of the branch of the attention (0) or of the feed-forward network (1).
     fn branch(&self, site: u32) -> Option<ElementDropout> {
         (self.branches).map(|(probability, seed)| {

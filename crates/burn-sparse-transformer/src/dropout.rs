@@ -33,9 +33,12 @@ pub(crate) fn training_dropout(
     dropout: &Dropout,
     seed: impl FnOnce() -> Seed,
 ) -> Option<WeightDropout> {
-    let Dropout { prob, training } = dropout;
-    let drops = *prob > 0.0 && training.is_enabled();
-    drops.then(|| WeightDropout::new(*prob, seed()))
+    dropped(dropout).map(|probability| WeightDropout::new(probability, seed()))
+}
+
+/// The probability of a module's dropout, if it drops anything.
+pub(crate) fn dropped(Dropout { prob, training }: &Dropout) -> Option<f64> {
+    (*prob > 0.0 && training.is_enabled()).then_some(*prob)
 }
 
 #[cfg(test)]

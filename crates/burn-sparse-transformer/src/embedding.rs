@@ -94,59 +94,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn position_i_is_row_i_div_width_plus_column_i_mod_width() {
-        let (context, width, d_model) = (22, 5, 3);
+    fn a_position_is_its_row_its_column_and_its_channel() {
         let device = Device::flex();
-        let embedding = PositionEmbedding::new(context, width, None, d_model, 0.125, &device);
-        assert_eq!(embedding.row.dims(), [5, d_model]);
-        let table = |param: &Param<Tensor<2>>| param.val().into_data().try_to_vec::<f32>().unwrap();
-        let (row, column) = (table(&embedding.row), table(&embedding.column));
-
-        for (start, len) in [(0, 1), (0, 22), (4, 1), (4, 2), (5, 5), (7, 11), (21, 1)] {
-            let got = embedding.forward(start, len);
-            assert_eq!(got.dims(), [1, len, d_model]);
-            let got = got.into_data().try_to_vec::<f32>().unwrap();
-            for (index, value) in got.iter().enumerate() {
-                let (i, channel) = (start + index / d_model, index % d_model);
-                let expected =
-                    row[i / width * d_model + channel] + column[i % width * d_model + channel];
-                assert_eq!(*value, expected, "position {i}, channel {channel}");
+        for (context, width, channels, d_model) in [(22, 5, None, 3), (48, 12, Some(3), 2)] {
+            let embedding =
+                PositionEmbedding::new(context, width, channels, d_model, 0.125, &device);
+            assert_eq!(embedding.width(), width);
+            let channels = channels.unwrap_or(1);
+            let tables = [&embedding.row, &embedding.column].into_iter();
+            let tables: Vec<Vec<f32>> = tables
+                .chain(&embedding.channel)
+                .map(|table| table.val().into_data().try_to_vec().unwrap())
+                .collect();
+            for (start, len) in [(0, 1), (0, 22), (4, 1), (4, 2), (5, 5), (7, 11), (21, 1)] {
+                let got = embedding.forward(start, len);
+                assert_eq!(got.dims(), [1, len, d_model]);
+                let got = got.into_data().try_to_vec::<f32>().unwrap();
+                for (index, value) in got.iter().enumerate() {
+                    let (i, dim) = (start + index / d_model, index % d_model);
+                    let places = [i / width, i % width / channels, i % channels];
+                    let parts = tables.iter().zip(places);
+                    let expected: f32 = parts.map(|(table, at)| table[at * d_model + dim]).sum();
+                    assert!((value - expected).abs() < 1e-7, "position {i}");
+                }
             }
+            // As a cache asks for them.
+            let place = Tensor::<1, Int>::from_ints([2 * width as i32 + 7], &device);
+            let at = embedding.at(&place).unsqueeze::<3>().into_data();
+            at.assert_eq(&embedding.forward(2 * width + 7, 1).into_data(), true);
         }
-    }
-
-    #[test]
-    fn pictures_have_rows_columns_and_channels() {
-        let (side, channels, d_model) = (4, 3, 2);
-        let (width, context) = (side * channels, side * side * channels);
-        let device = Device::flex();
-        let embedding =
-            PositionEmbedding::new(context, width, Some(channels), d_model, 0.125, &device);
-        assert_eq!(embedding.width(), width);
-        let tables = [&embedding.row, &embedding.column]
-            .into_iter()
-            .chain(&embedding.channel)
-            .map(|table| table.val().into_data().try_to_vec::<f32>().unwrap());
-        let tables: Vec<Vec<f32>> = tables.collect();
-        assert_eq!(tables.iter().map(Vec::len).collect::<Vec<_>>(), [8, 8, 6]);
-        let (start, len) = (5, 40);
-        let got = embedding.forward(start, len).into_data();
-        for (index, value) in got.try_to_vec::<f32>().unwrap().iter().enumerate() {
-            let (i, dim) = (start + index / d_model, index % d_model);
-            let places = [i / width, i % width / channels, i % channels];
-            let [row, column, channel] =
-                [0, 1, 2].map(|table| tables[table][places[table] * d_model + dim]);
-            assert!(
-                (value - (row + (column + channel))).abs() < 1e-7,
-                "position {i}"
-            );
-        }
-        // As a cache asks for them.
-        let ints = |value: i32| Tensor::<1, Int>::from_ints([value], &device);
-        let at = embedding.at(&ints(2 * width as i32 + 7));
-        let whole = embedding.forward(2 * width + 7, 1);
-        at.unsqueeze::<3>()
-            .into_data()
-            .assert_eq(&whole.into_data(), true);
     }
 }

@@ -203,41 +203,18 @@ impl SparseTransformerEncoder {
         ///
         /// # Shapes
         /// - `x` and output: `[batch, new, d_model]`
-        pub fn forward_cache(
-            &self,
-            x: Tensor<3>,
-            caches: &mut [SparseMhaCache],
-        ) -> Tensor<3> = try_forward_cache;
-    }
+        pub fn forward_cache(&self, x: Tensor<3>, caches: &mut [SparseMhaCache]) -> Tensor<3>;
 
-    /// [`Self::forward_cache`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttention::try_forward_cache`](crate::SparseMultiHeadAttention::forward_cache); the caches are then as they were.
-    pub fn try_forward_cache(
-        &self,
-        x: Tensor<3>,
-        caches: &mut [SparseMhaCache],
-    ) -> Result<Tensor<3>, TransformerError> {
-        self.cached(x, caches, false)
+        /// # Errors
+        /// As [`SparseMultiHeadAttention::try_forward_cache`](crate::SparseMultiHeadAttention::forward_cache); the caches are then as they were.
+        pub fn try_forward_cache = self.cached(x, caches, false);
     }
 
     or_panics! {
         /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
-        pub fn forward_cache_last(
-            &self,
-            x: Tensor<3>,
-            caches: &mut [SparseMhaCache],
-        ) -> Tensor<3> = try_forward_cache_last;
-    }
+        pub fn forward_cache_last(&self, x: Tensor<3>, caches: &mut [SparseMhaCache]) -> Tensor<3>;
 
-    /// [`Self::forward_cache_last`] that returns its error.
-    pub fn try_forward_cache_last(
-        &self,
-        x: Tensor<3>,
-        caches: &mut [SparseMhaCache],
-    ) -> Result<Tensor<3>, TransformerError> {
-        self.cached(x, caches, true)
+        pub fn try_forward_cache_last = self.cached(x, caches, true);
     }
 
     fn cached(

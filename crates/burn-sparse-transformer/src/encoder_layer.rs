@@ -10,7 +10,7 @@ use burn_fused_ops::{
     Activation, ElementDropout, MlpOptions, MlpParams, bias_activation, dropout, mlp,
 };
 
-use crate::dropout::Seeds;
+use crate::dropout::{Seeds, dropped};
 use crate::error::ensure;
 use crate::layouts::Layouts;
 use crate::stream::{Projected, Stream};
@@ -137,15 +137,11 @@ impl SparseTransformerEncoderLayer {
             return Drops::default();
         }
         let seed = self.seeds.next();
-        let of = |dropout: &Dropout| {
-            let Dropout { prob, training } = dropout;
-            (*prob > 0.0 && training.is_enabled()).then_some((*prob, seed))
-        };
         Drops {
             weights: self.mha.training_dropout(|| seed),
-            branches: of(&self.dropout),
-            inner: of(&self.pwff.dropout)
-                .map(|(probability, seed)| ElementDropout::new(probability, seed, INNER)),
+            branches: dropped(&self.dropout).map(|probability| (probability, seed)),
+            inner: dropped(&self.pwff.dropout)
+                .map(|probability| ElementDropout::new(probability, seed, INNER)),
         }
     }
 }

@@ -146,6 +146,22 @@ macro_rules! or_panics {
             $crate::error::or_panic($self.$tried($($given),*))
         }
     };
+    // Both, where one line says what is done.
+    (
+        $(#[$doc:meta])* pub fn $name:ident(&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty;
+        $(#[$tried_doc:meta])* pub fn $tried:ident = $result:expr;
+    ) => {
+        $crate::error::or_panics! {
+            $(#[$doc])*
+            pub fn $name(&$self $(, $given: $kind)*) -> $made = $tried;
+        }
+
+        #[doc = concat!("[`Self::", stringify!($name), "`] that returns its error.\n")]
+        $(#[$tried_doc])*
+        pub fn $tried(&$self $(, $given: $kind)*) -> Result<$made, $crate::TransformerError> {
+            $result
+        }
+    };
 }
 pub(crate) use or_panics;
 
@@ -221,33 +237,5 @@ fn stops(next: Option<usize>) -> String {
     match next {
         Some(next) => format!("the next position to stop at is {next}"),
         None => "this pattern has none: it is not causal".into(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn messages_name_the_argument_the_expectation_and_what_came() {
-        let error = ensure_multiple("d_model", 100, "n_heads", 8).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "d_model must be a positive multiple of n_heads = 8, got 100"
-        );
-        let names = ["batch", "seq", "d_model"];
-        let error = ensure_shape("query", [2, 0, 7], [Some(2), None, Some(8)], names).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "query must be [batch = 2, seq ≥ 1, d_model = 8], got [2, 0, 7]"
-        );
-        assert!(ensure_shape("query", [2, 3, 8], [Some(2), None, Some(8)], names).is_ok());
-    }
-
-    #[test]
-    fn zero_is_no_multiple_and_divides_nothing() {
-        assert!(ensure_multiple("d_model", 0, "n_heads", 8).is_err());
-        assert!(ensure_multiple("d_model", 8, "n_heads", 0).is_err());
-        assert!(ensure_multiple("d_model", 8, "n_heads", 8).is_ok());
     }
 }

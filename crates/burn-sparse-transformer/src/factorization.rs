@@ -86,40 +86,6 @@ impl fmt::Display for Factorization {
 mod tests {
     use super::*;
 
-    fn two() -> Vec<Pattern> {
-        vec![Pattern::local(4), Pattern::strided(4)]
-    }
-
-    #[test]
-    fn layer_r_of_an_interleaved_model_uses_pattern_r_mod_p() {
-        let factorization = Factorization::Interleaved(two());
-        for layer in 0..5 {
-            assert_eq!(factorization.pattern(layer).unwrap(), two()[layer % 2]);
-        }
-    }
-
-    #[test]
-    fn merged_allows_what_any_pattern_allows() {
-        let merged = Factorization::Merged(two()).pattern(7).unwrap();
-        for i in 0..20 {
-            for j in 0..20 {
-                let any = two().iter().any(|p| p.attends(0, i, j));
-                assert_eq!(merged.attends(0, i, j), any, "({i}, {j})");
-            }
-        }
-    }
-
-    #[test]
-    fn head_h_of_a_multi_head_model_uses_pattern_h_mod_p() {
-        let multi_head = Factorization::MultiHead(two()).pattern(7).unwrap();
-        for head in 0..4 {
-            for j in 0..20 {
-                let own = two()[head % 2].attends(head, 19, j);
-                assert_eq!(multi_head.attends(head, 19, j), own, "head {head}, key {j}");
-            }
-        }
-    }
-
     #[test]
     fn one_pattern_is_itself_and_none_is_an_error() {
         let one = Factorization::from(Pattern::fixed(128, 32));

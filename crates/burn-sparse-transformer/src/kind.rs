@@ -5,7 +5,7 @@ use burn::tensor::Tensor;
 use burn_blocksparse::Pattern;
 
 use crate::call::{Call, Seen};
-use crate::error::ensure;
+use crate::error::{ensure, ensure_none};
 use crate::layouts::Request;
 use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError};
 
@@ -29,10 +29,7 @@ pub(crate) trait AttentionKind {
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, request) = mha.prepare(&input, before)?;
         let (query, key, value) = mha.project(input, &call)?;
-        let (key, value) = match cache {
-            Some(cache) => cache.append(key, value),
-            None => (key, value),
-        };
+        let (key, value) = appended(cache, key, value);
         let seen = self.attend(mha, (query, key, value), &request, &call)?;
         Ok((seen, call))
     }
@@ -93,6 +90,28 @@ pub(crate) trait AttentionKind {
 
     fn display(&self, content: Content) -> Content {
         content
+    }
+}
+
+/// That an input is self-attention without padding and biases, which heads by content do not know.
+pub(crate) fn check_input(name: &str, input: &SparseMhaInput) -> Result<(), TransformerError> {
+    let none = format!("none with {name}");
+    ensure_none("padding", input.padding.is_some(), &none)?;
+    ensure_none("bias", input.bias.is_some(), &none)?;
+    let expected = || format!("self-attention with {name}");
+    let is_own = input.is_self_attention();
+    ensure(is_own, "input", expected, "another key or value")
+}
+
+/// Keys and values behind those of a cache, which has them then.
+pub(crate) fn appended(
+    cache: Option<&mut SparseMhaCache>,
+    key: Tensor<4>,
+    value: Tensor<4>,
+) -> (Tensor<4>, Tensor<4>) {
+    match cache {
+        Some(cache) => cache.append(key, value),
+        None => (key, value),
     }
 }
 

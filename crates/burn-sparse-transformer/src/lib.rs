@@ -78,6 +78,7 @@ mod factorization;
 pub mod feed_forward;
 mod head_selections;
 mod heads;
+mod in_graph;
 mod init;
 mod input;
 #[doc(hidden)]

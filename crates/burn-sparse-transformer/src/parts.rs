@@ -4,13 +4,11 @@ use burn::module::Param;
 use burn::tensor::{FloatDType, Tensor};
 use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::{AttentionOptions, SparseAttentionCall};
-use burn_fused_ops::{Activation, bias_activation};
 
 use crate::call::Call;
 use crate::heads::Positions;
 use crate::layouts::Request;
 use crate::shared_choice::SharedChoice;
-use crate::stream::Projected;
 use crate::{
     Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError,
 };
@@ -58,8 +56,7 @@ impl SparseMultiHeadAttention {
     /// # Errors
     /// If `heads` are not the module's.
     pub fn output_projection(&self, heads: Tensor<4>) -> Result<Tensor<3>, TransformerError> {
-        let Projected { x, bias, .. } = self.output_product(heads)?;
-        Ok(bias_activation(x, bias, Activation::None)?)
+        Ok((self.precision).merged_linear(&self.output, heads)?)
     }
 
     /// Widths of a key and of a value.

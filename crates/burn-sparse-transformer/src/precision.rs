@@ -145,6 +145,12 @@ impl Precision {
         out_proj(x, layer.weight.val(), &options)
     }
 
+    /// [`Self::merged`] with its bias.
+    pub(crate) fn merged_linear(self, layer: &Linear, x: Tensor<4>) -> Result<Tensor<3>, OpError> {
+        let bias = layer.bias.as_ref().map(Param::val);
+        bias_activation(self.merged(layer, x)?, bias, Activation::None)
+    }
+
     pub(crate) fn linear(self, layer: &Linear, x: Tensor<3>) -> Result<Tensor<3>, OpError> {
         let product = self.product(layer, x)?;
         let bias = layer.bias.as_ref().map(Param::val);

@@ -24,6 +24,7 @@ use burn_blocksparse::internal::{AttentionResiduals, prepare_seed, sum_all};
 use crate::block::Pass;
 use crate::dsa::DsaStage;
 use crate::error::ensure;
+use crate::in_graph::in_graph_of;
 use crate::results::{Results, Slot};
 use crate::shards::ShardRows;
 use crate::shared_choice::SharedChoice;
@@ -184,11 +185,10 @@ impl SparseTransformer {
         draws: Draws,
         mlp: bool,
     ) -> Result<(StepLosses, GradientsParams), TransformerError> {
-        let mut stream = Stream::new(draws.embed(self, tokens)?);
-        for (layer, block) in self.blocks.iter().enumerate() {
-            let pass = draws.pass(block, layer);
-            stream = block.step(stream, pass.recompute_mlp(mlp))?;
-        }
+        let mut stream = self.through_blocks(draws.embed(self, tokens)?, |layer, block| Pass {
+            mlp,
+            ..draws.pass(block, layer)
+        })?;
         let aux_loss = stream.take_aside();
         let loss = draws.loss(self, stream, targets)?;
         let losses = StepLosses::new(&loss, aux_loss.as_ref());
@@ -218,8 +218,7 @@ impl SparseTransformer {
             unreachable!("fewer blocks in a segment than there are make two at least");
         };
         let x = self.leaf(input);
-        let stream = Stream::new(x.clone()).with_choice(choice);
-        let mut stream = self.segment(stream, range.clone(), draws, &mut kept)?;
+        let mut stream = self.segment((x.clone(), choice), range.clone(), draws, &mut kept)?;
         let aux_loss = stream.take_aside();
         let loss = draws.loss(self, stream, targets)?;
         let mut losses = StepLosses::new(&loss, aux_loss.as_ref());
@@ -232,8 +231,7 @@ impl SparseTransformer {
 
         while let (Some(range), Some((input, choice))) = (segments.pop(), inputs.pop()) {
             let x = self.leaf(input);
-            let stream = Stream::new(x.clone()).with_choice(choice);
-            let mut stream = self.segment(stream, range.clone(), draws, &mut kept)?;
+            let mut stream = self.segment((x.clone(), choice), range.clone(), draws, &mut kept)?;
             let aux_loss = stream.take_aside();
             losses.add(aux_loss.as_ref());
             let mut grads = backward_from(stream.finish()?, grad_x, aux_loss);
@@ -254,16 +252,20 @@ impl SparseTransformer {
     /// Some blocks, as they are trained; what is kept of their attention goes into the graph.
     fn segment(
         &self,
-        mut stream: Stream,
+        (x, choice): SegmentInput,
         layers: Range<usize>,
         draws: Draws,
         kept: &mut [Option<AttentionResiduals>],
     ) -> Result<Stream, TransformerError> {
+        let mut stream = Stream::new(x);
+        stream.choice = choice;
         for layer in layers {
             let block = &self.blocks[layer];
-            let pass = draws.pass(block, layer);
-            let results = kept[layer].take().into();
-            stream = block.step(stream, pass.with_results(results))?;
+            let pass = Pass {
+                results: kept[layer].take().into(),
+                ..draws.pass(block, layer)
+            };
+            stream = block.step(stream, pass)?;
         }
         Ok(stream)
     }
@@ -303,18 +305,19 @@ impl SparseTransformer {
             if index + 1 == segments.len() {
                 break;
             }
-            let mut stream = Stream::new(x).with_choice(choice);
+            let mut stream = Stream::new(x);
+            stream.choice = choice;
             for layer in segment.clone() {
                 // Those of the block that trains: the copy drops nothing of its own.
                 let mut pass = draws.pass(&self.blocks[layer], layer);
                 let slot = Slot::default();
                 if keep {
-                    pass = pass.with_results(Results::Kept(slot.clone()));
+                    pass.results = Results::Kept(slot.clone());
                 }
                 stream = plain.blocks[layer].step(stream, pass)?;
                 kept[layer] = slot.take();
             }
-            choice = stream.take_choice();
+            choice = stream.choice.take();
             x = stream.finish()?;
         }
         Ok((inputs, kept))
@@ -326,15 +329,7 @@ impl SparseTransformer {
 
     /// A tensor with autodiff, and the checkpointing strategy of the parameters it will meet.
     pub(crate) fn in_graph<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        let x = x.autodiff();
-        let strategy = self
-            .token_embedding
-            .weight
-            .gradient_checkpointing_strategy();
-        match strategy {
-            Some(strategy) => x.with_gradient_checkpointing_strategy(strategy),
-            None => x,
-        }
+        in_graph_of(&self.token_embedding.weight.val(), x)
     }
 }
 
@@ -382,8 +377,11 @@ type SegmentInput = (Tensor<3>, Option<SharedChoice>);
 impl Draws<'_> {
     fn pass(self, block: &SparseTransformerBlock, layer: usize) -> Pass {
         let seed = self.seed.derive(layer as u64);
-        let pass = block.pass_of(seed).with_first_row(self.first_row);
-        pass.with_shard(self.shard.map(|rows| rows.of_block(layer)))
+        Pass {
+            first_row: self.first_row,
+            shard: self.shard.map(|rows| rows.of_block(layer)),
+            ..block.pass_of(seed)
+        }
     }
 
     fn embed(
@@ -524,8 +522,8 @@ mod tests {
         let model = model(false);
         let input = Tensor::<3>::random([1, 21, 16], Distribution::Default, &Device::flex());
         let run = |mut kept: Vec<Option<AttentionResiduals>>| {
-            let stream = Stream::new(model.leaf(input.clone()));
-            let stream = model.segment(stream, 0..2, DRAWS, &mut kept).unwrap();
+            let input = (model.leaf(input.clone()), None);
+            let stream = model.segment(input, 0..2, DRAWS, &mut kept).unwrap();
             // They are in the graph and nowhere else.
             assert!(kept.iter().all(Option::is_none));
             stream.finish().unwrap().into_data()

@@ -9,7 +9,6 @@ use crate::block::Pass;
 use crate::block_shard::ShardOfBlock;
 use crate::error::ensure;
 use crate::heads::Positions;
-use crate::stream::Stream;
 use crate::{SparseTransformer, SparseTransformerBlock, TransformerError};
 
 /// One device's part of sequences that several devices share, for all layers of a [`SparseTransformer`].
@@ -162,11 +161,11 @@ impl SparseTransformer {
     ) -> Result<Tensor<1>, TransformerError> {
         self.check_targets(&tokens, &targets)?;
         let rows = self.rows_of_shard(&tokens, shard)?;
-        let mut stream = Stream::new(self.embed_at(tokens, &rows.positions)?);
-        for (layer, block) in self.blocks.iter().enumerate() {
-            let pass = Pass::default().with_shard(Some(rows.of_block(layer)));
-            stream = block.step(stream, pass)?;
-        }
+        let x = self.embed_at(tokens, &rows.positions)?;
+        let stream = self.through_blocks(x, |layer, _| Pass {
+            shard: Some(rows.of_block(layer)),
+            ..Pass::default()
+        })?;
         Ok(rows.share_of(self.head_loss(stream, targets)?))
     }
 

@@ -122,20 +122,11 @@ impl SparseAttention {
         /// - `k`: `[batch, kv_heads, seq_kv, head_dim]`, `kv_heads` a divisor of `heads`
         /// - `v`: `[batch, kv_heads, seq_kv, value_dim]`
         /// - returns `[batch, heads, seq_q, value_dim]`, in the inputs' dtype
-        pub fn forward(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> = try_forward;
-    }
+        pub fn forward(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If shapes, dtypes or devices do not fit each other, the pattern gives no layout for these heads and lengths, or the device cannot run the call.
-    pub fn try_forward(
-        &self,
-        q: Tensor<4>,
-        k: Tensor<4>,
-        v: Tensor<4>,
-    ) -> Result<Tensor<4>, TransformerError> {
-        self.try_forward_with(q, k, v, AttentionTensors::default())
+        /// # Errors
+        /// If shapes, dtypes or devices do not fit each other, the pattern gives no layout for these heads and lengths, or the device cannot run the call.
+        pub fn try_forward = self.try_forward_with(q, k, v, AttentionTensors::default());
     }
 
     or_panics! {

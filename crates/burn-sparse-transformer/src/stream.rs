@@ -46,7 +46,7 @@ pub(crate) struct Stream {
     /// What the layers so far add to the loss.
     aux_loss: Option<Tensor<1>>,
     /// The keys that the latest layer chose or took, for the next one.
-    choice: Option<SharedChoice>,
+    pub(crate) choice: Option<SharedChoice>,
 }
 
 impl Stream {
@@ -57,17 +57,6 @@ impl Stream {
             aux_loss: None,
             choice: None,
         }
-    }
-
-    /// With what an earlier layer chose, for its first one.
-    #[cfg(feature = "autodiff")]
-    pub(crate) fn with_choice(self, choice: Option<SharedChoice>) -> Self {
-        Self { choice, ..self }
-    }
-
-    /// The choice that the latest layer hands on, of which the stream is rid then.
-    pub(crate) fn take_choice(&mut self) -> Option<SharedChoice> {
-        self.choice.take()
     }
 
     pub(crate) fn x(&self) -> &Tensor<3> {
@@ -86,7 +75,7 @@ impl Stream {
         dropout: Option<ElementDropout>,
     ) -> Result<Self, TransformerError> {
         let parts = [self.take_aside(), branch.aux_loss.take()];
-        let choice = branch.choice.take().or(self.take_choice());
+        let choice = branch.choice.take().or(self.choice.take());
         Ok(Self {
             x: self.finish()?,
             pending: Some((branch, dropout)),

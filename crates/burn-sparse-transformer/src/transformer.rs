@@ -362,28 +362,28 @@ impl SparseTransformer {
         /// # Shapes
         /// - `tokens`: `[batch, seq]`, `seq ≤ context`
         /// - output: `[batch, seq, vocab_size]`
-        pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> = try_forward;
+        pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3>;
+
+        /// # Errors
+        /// If `tokens` is empty or longer than the context, or a pattern has no layout for `seq`.
+        pub fn try_forward = self.head_logits(self.stream(tokens)?);
     }
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If `tokens` is empty or longer than the context, or a pattern has no layout for `seq`.
-    pub fn try_forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
-        let stream = self.stream(tokens, |block, training| block.pass(training))?;
-        self.head_logits(stream)
-    }
-
-    /// The residual stream after all blocks, each of which drops what `drops` says.
-    pub(crate) fn stream(
-        &self,
-        tokens: Tensor<2, Int>,
-        drops: impl Fn(&SparseTransformerBlock, bool) -> Pass,
-    ) -> Result<Stream, TransformerError> {
+    fn stream(&self, tokens: Tensor<2, Int>) -> Result<Stream, TransformerError> {
         let x = self.embed(tokens, 0)?;
         let training = x.is_autodiff();
-        (self.blocks.iter()).try_fold(Stream::new(x), |stream, block| {
-            block.step(stream, drops(block, training))
+        self.through_blocks(x, |_, block| block.pass(training))
+    }
+
+    /// All blocks, each with what its pass drops.
+    pub(crate) fn through_blocks(
+        &self,
+        x: Tensor<3>,
+        pass: impl Fn(usize, &SparseTransformerBlock) -> Pass,
+    ) -> Result<Stream, TransformerError> {
+        let mut blocks = self.blocks.iter().enumerate();
+        blocks.try_fold(Stream::new(x), |stream, (layer, block)| {
+            block.step(stream, pass(layer, block))
         })
     }
 
@@ -397,43 +397,20 @@ impl SparseTransformer {
         /// # Shapes
         /// - `tokens`: `[batch, new]`
         /// - output: `[batch, new, vocab_size]`
-        pub fn forward_cache(
-            &self,
-            tokens: Tensor<2, Int>,
-            cache: &mut SparseTransformerCache,
-        ) -> Tensor<3> = try_forward_cache;
-    }
+        pub fn forward_cache(&self, tokens: Tensor<2, Int>, cache: &mut SparseTransformerCache) -> Tensor<3>;
 
-    /// [`Self::forward_cache`] that returns its error.
-    ///
-    /// # Errors
-    /// If `tokens` is empty, a position is past the context, the batch differs from the cache's, or the
-    /// cache was made by a model with another number of blocks; [`TransformerError::Boundary`] if it cannot stop where the tokens begin or
-    /// end.
-    pub fn try_forward_cache(
-        &self,
-        tokens: Tensor<2, Int>,
-        cache: &mut SparseTransformerCache,
-    ) -> Result<Tensor<3>, TransformerError> {
-        self.cached(tokens, cache, false)
+        /// # Errors
+        /// If `tokens` is empty, a position is past the context, the batch differs from the cache's, or the
+        /// cache was made by a model with another number of blocks; [`TransformerError::Boundary`] if it cannot stop where the tokens begin or
+        /// end.
+        pub fn try_forward_cache = self.cached(tokens, cache, false);
     }
 
     or_panics! {
         /// [`Self::forward_cache`] for the last tokens of a sequence, which may end anywhere.
-        pub fn forward_cache_last(
-            &self,
-            tokens: Tensor<2, Int>,
-            cache: &mut SparseTransformerCache,
-        ) -> Tensor<3> = try_forward_cache_last;
-    }
+        pub fn forward_cache_last(&self, tokens: Tensor<2, Int>, cache: &mut SparseTransformerCache) -> Tensor<3>;
 
-    /// [`Self::forward_cache_last`] that returns its error.
-    pub fn try_forward_cache_last(
-        &self,
-        tokens: Tensor<2, Int>,
-        cache: &mut SparseTransformerCache,
-    ) -> Result<Tensor<3>, TransformerError> {
-        self.cached(tokens, cache, true)
+        pub fn try_forward_cache_last = self.cached(tokens, cache, true);
     }
 
     fn cached(
@@ -480,7 +457,7 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
     ) -> Result<Tensor<1>, TransformerError> {
         self.check_targets(&tokens, &targets)?;
-        let mut stream = self.stream(tokens, |block, training| block.pass(training))?;
+        let mut stream = self.stream(tokens)?;
         let aux_loss = stream.take_aside();
         let loss = self.head_loss(stream, targets)?;
         Ok(match aux_loss {

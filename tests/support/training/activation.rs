@@ -61,12 +61,7 @@ fn case(shape: &[usize], activation: Activation, bias: bool) -> Case<'_> {
     let count: usize = shape.iter().product();
     let width = shape[shape.len() - 1];
     let scaled = numbers(21, count).iter().map(|x| 4.0 * x).collect();
-    case_of(shape, activation, scaled, bias.then(|| numbers(22, width))).result(
-        "y",
-        0,
-        shape,
-        numbers(23, count),
-    )
+    case_of(shape, activation, scaled, bias.then(|| numbers(22, width))).result("y", 0, shape, 23)
 }
 
 /// Of numbers and a bias, without its result.

@@ -50,20 +50,13 @@ fn case([batch, rows]: [usize; 2], layout: &WeightLayout, more: bool) -> Case<'_
         }
         made
     };
-    let numbers = |seed, shape: &[usize]| numbers(seed, shape.iter().product());
     let (x, y, w) = ([batch, rows, ins], [batch, rows, outs], layout.shape());
     Case::new(format!("[{batch}, {rows}] rows, {layout}"), call, judge)
-        .input("x", 0, &x, numbers(1, &x))
-        .input("W", 1, &w, numbers(2, &w))
-        .input_if(more, "bias", 1, &[outs], numbers(4, &[outs]))
-        .input_if(
-            more,
-            "gates",
-            1,
-            &[layout.len()],
-            numbers(5, &[layout.len()]),
-        )
-        .result("y", 2, &y, numbers(3, &y))
+        .input("x", 0, &x, 1)
+        .input("W", 1, &w, 2)
+        .input_if(more, "bias", 1, &[outs], 4)
+        .input_if(more, "gates", 1, &[layout.len()], 5)
+        .result("y", 2, &y, 3)
 }
 
 /// Rows, layouts, and whether there are a bias and gates.

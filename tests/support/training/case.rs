@@ -100,6 +100,29 @@ fn three(shape: &[usize]) -> [usize; 3] {
     }
 }
 
+/// The numbers of a tensor, or the seed of them; none are in no loss.
+pub trait Values {
+    fn of(self, count: usize) -> Option<Vec<f64>>;
+}
+
+impl Values for u64 {
+    fn of(self, count: usize) -> Option<Vec<f64>> {
+        Some(numbers(self, count))
+    }
+}
+
+impl Values for Vec<f64> {
+    fn of(self, _: usize) -> Option<Vec<f64>> {
+        Some(self)
+    }
+}
+
+impl<V: Values> Values for Option<V> {
+    fn of(self, count: usize) -> Option<Vec<f64>> {
+        self?.of(count)
+    }
+}
+
 impl Given {
     fn rounded(&self, dtypes: &[DType]) -> Vec<f64> {
         let zeros = || vec![0.0; self.shape.iter().product()];
@@ -152,18 +175,17 @@ impl<'a> Case<'a> {
         Self::new(what, call, |_, _| panic!("a case without a judge"))
     }
 
-    fn given(name: &str, dtype: usize, shape: &[usize], values: Option<Vec<f64>>) -> Given {
+    fn given(name: &str, dtype: usize, shape: &[usize], values: impl Values) -> Given {
         Given {
             name: name.to_owned(),
             shape: shape.to_vec(),
-            values,
+            values: values.of(shape.iter().product()),
             dtype,
         }
     }
 
-    pub fn input(mut self, name: &str, dtype: usize, shape: &[usize], values: Vec<f64>) -> Self {
-        self.inputs
-            .push(Self::given(name, dtype, shape, Some(values)));
+    pub fn input(mut self, name: &str, dtype: usize, shape: &[usize], values: impl Values) -> Self {
+        self.inputs.push(Self::given(name, dtype, shape, values));
         self
     }
 
@@ -174,7 +196,7 @@ impl<'a> Case<'a> {
         name: &str,
         dtype: usize,
         shape: &[usize],
-        values: Vec<f64>,
+        values: impl Values,
     ) -> Self {
         match is_there {
             true => self.input(name, dtype, shape, values),
@@ -188,10 +210,9 @@ impl<'a> Case<'a> {
         name: &str,
         dtype: usize,
         shape: &[usize],
-        gradient: impl Into<Option<Vec<f64>>>,
+        gradient: impl Values,
     ) -> Self {
-        let given = Self::given(name, dtype, shape, gradient.into());
-        self.results.push(given);
+        self.results.push(Self::given(name, dtype, shape, gradient));
         self
     }
 

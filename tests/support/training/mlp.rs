@@ -66,13 +66,12 @@ fn case(call: Call, by: By) -> Case<'static> {
             |k, c| x[2][k * out + c],
         )]
     };
-    let of = |seed, [rows, columns]: [usize; 2]| numbers(seed, rows * columns);
     Case::new(format!("{call:?}, {by:?}"), make, judge)
-        .input("x", 0, &[rows, width], of(41, [rows, width]))
-        .input("inner", 1, &[width, hidden], of(42, [width, hidden]))
-        .input("outer", 1, &[hidden, out], of(43, [hidden, out]))
-        .input_if(has_bias, "bias", 1, &[hidden], numbers(44, hidden))
-        .result("y", 2, &[rows, out], of(45, [rows, out]))
+        .input("x", 0, &[rows, width], 41)
+        .input("inner", 1, &[width, hidden], 42)
+        .input("outer", 1, &[hidden, out], 43)
+        .input_if(has_bias, "bias", 1, &[hidden], 44)
+        .result("y", 2, &[rows, out], 45)
 }
 
 const CALLS: [Call; 7] = [

@@ -52,15 +52,14 @@ impl ToHeads {
             parts.unwrap().into_iter().map(Made::from).collect()
         };
         let case = Case::unjudged(format!("{self:?}"), call);
-        let case = case.input("x", 0, &self.x, numbers(51, batch * seq * inputs));
+        let case = case.input("x", 0, &self.x, 51);
         let case = (weights.iter().zip(52..)).fold(case, |case, (&out, seed)| {
-            case.input("W", 1, &[inputs, out], numbers(seed, inputs * out))
+            case.input("W", 1, &[inputs, out], seed)
         });
-        let case = case.input_if(self.bias, "bias", 1, &[width], numbers(56, width));
+        let case = case.input_if(self.bias, "bias", 1, &[width], 56);
         (self.parts.iter().enumerate()).fold(case, |case, (part, &(heads, dim))| {
             let shape = [batch, heads, seq, dim];
-            let grad = numbers(60 + part as u64, shape.iter().product());
-            let grad = (self.unused != Some(part)).then_some(grad);
+            let grad = (self.unused != Some(part)).then_some(60 + part as u64);
             case.result("part", 2, &shape, grad)
         })
     }
@@ -107,19 +106,9 @@ fn from_heads([batch, heads, seq, dim, outputs]: [usize; 5], fused: bool) -> Cas
     };
     let width = heads * dim;
     Case::unjudged(format!("{:?}", [batch, heads, seq, dim, outputs]), call)
-        .input(
-            "x",
-            0,
-            &[batch, seq, heads, dim],
-            numbers(71, batch * seq * width),
-        )
-        .input("W", 1, &[width, outputs], numbers(72, width * outputs))
-        .result(
-            "y",
-            2,
-            &[batch, seq, outputs],
-            numbers(73, batch * seq * outputs),
-        )
+        .input("x", 0, &[batch, seq, heads, dim], 71)
+        .input("W", 1, &[width, outputs], 72)
+        .result("y", 2, &[batch, seq, outputs], 73)
 }
 
 /// Panics if a projection twice, with and without gradient checkpointing, has other bits, or others than its two operations, or than what a rounding less

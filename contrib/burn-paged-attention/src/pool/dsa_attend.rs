@@ -3,7 +3,6 @@
 use burn::tensor::{Int, Tensor};
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::dsa::DsaHeads;
-use burn_sparse_transformer::internal::DsaParts;
 
 use super::choice::by_rows;
 use super::dsa::NO_VALUES;
@@ -34,8 +33,7 @@ impl Layer<'_> {
             // Rows after a prompt are chosen by none.
             Road::Dense(_) => {
                 let heads = [query, key, value];
-                let parts = DsaParts { heads, index };
-                let (heads, choice) = dsa.attend_parts(parts, self.attention_options())?;
+                let (heads, choice) = dsa.attend_parts(heads, index, self.attention_options())?;
                 shared.give_prompt(choice);
                 Ok(heads)
             }

@@ -35,3 +35,32 @@ macro_rules! float_list {
         }
     };
 }
+
+/// Structs of tensors that cross a backend trait. Fields that are no tensor themselves, as an [`OptFloat`](crate::internal::values::OptFloat), are values
+/// of the same kind.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! op_values {
+    // Field by field, since a tensor's has no attribute.
+    (@ $head:tt { $($done:tt)* } $(#[$doc:meta])* pub $field:ident: FloatTensor, $($rest:tt)*) => {
+        $crate::op_values! { @ $head { $($done)* $(#[$doc])* pub $field: burn::backend::tensor::FloatTensor<B>, } $($rest)* }
+    };
+    (@ $head:tt { $($done:tt)* } $(#[$doc:meta])* pub $field:ident: IntTensor, $($rest:tt)*) => {
+        $crate::op_values! { @ $head { $($done)* $(#[$doc])* pub $field: burn::backend::tensor::IntTensor<B>, } $($rest)* }
+    };
+    (@ $head:tt { $($done:tt)* } $(#[$doc:meta])* pub $field:ident: $kind:ident, $($rest:tt)*) => {
+        $crate::op_values! { @ $head { $($done)* $(#[$doc])* #[extension_type] pub $field: $kind<B>, } $($rest)* }
+    };
+    (@ { $(#[$doc:meta])* $name:ident } { $($fields:tt)* }) => {
+        $(#[$doc])*
+        #[derive(burn::backend::ExtensionType, Clone, Debug)]
+        #[extension_type(fusion: cfg(feature = "fusion"))]
+        #[non_exhaustive]
+        pub struct $name<B: burn::backend::Backend> {
+            $($fields)*
+        }
+    };
+    ($($(#[$doc:meta])* pub struct $name:ident { $($fields:tt)* })*) => {
+        $($crate::op_values! { @ { $(#[$doc])* $name } {} $($fields)* })*
+    };
+}

@@ -10,22 +10,18 @@ use burn::backend::{Backend, ExtensionType};
 #[cfg(feature = "fusion")]
 use burn::{backend::fusion::custom::TensorSpec, tensor::DType};
 
-use crate::float_list;
+use crate::{float_list, op_values};
 
-/// Up to three float tensors: parts of a row, branches, weights, or gradients with respect to them.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct ThreeFloats<B: Backend> {
-    /// The first.
-    #[extension_type]
-    pub first: OptFloat<B>,
-    /// The second.
-    #[extension_type]
-    pub second: OptFloat<B>,
-    /// The third.
-    #[extension_type]
-    pub third: OptFloat<B>,
+op_values! {
+    /// Up to three float tensors: parts of a row, branches, weights, or gradients with respect to them.
+    pub struct ThreeFloats {
+        /// The first.
+        pub first: OptFloat,
+        /// The second.
+        pub second: OptFloat,
+        /// The third.
+        pub third: OptFloat,
+    }
 }
 
 float_list!(ThreeFloats, 3: ; first second third);
@@ -159,18 +155,15 @@ impl ThreeFloatsMetadata {
 #[cfg(any(feature = "autodiff", feature = "cube"))]
 pub const SCORE_TENSORS: usize = 2;
 
-/// The tensors that are added to scores, or their gradients. One more of them is a field here, a row of the lists below, and a number of nodes in the
-/// autodiff step.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct ScoreTensors<B: Backend> {
-    /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q, k and v.
-    #[extension_type]
-    pub bias: OptFloat<B>,
-    /// A bias of each distance: `[heads or 1, 2 · reach + 1]`, in the dtype of sums.
-    #[extension_type]
-    pub relative_bias: OptFloat<B>,
+op_values! {
+    /// The tensors that are added to scores, or their gradients. One more of them is a field here, a row of the lists below, and a number of nodes in the
+    /// autodiff step.
+    pub struct ScoreTensors {
+        /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q, k and v.
+        pub bias: OptFloat,
+        /// A bias of each distance: `[heads or 1, 2 · reach + 1]`, in the dtype of sums.
+        pub relative_bias: OptFloat,
+    }
 }
 
 impl<B: Backend> Default for ScoreTensors<B> {
@@ -309,15 +302,14 @@ pub struct AttentionOutput<B: Backend> {
     pub max_scores: OptFloat<B>,
 }
 
-/// Earlier output of the forward pass of the same call.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct KnownOutput<B: Backend> {
-    /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
-    pub out: FloatTensor<B>,
-    /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
-    pub lse: FloatTensor<B>,
+op_values! {
+    /// Earlier output of the forward pass of the same call.
+    pub struct KnownOutput {
+        /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
+        pub out: FloatTensor,
+        /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
+        pub lse: FloatTensor,
+    }
 }
 
 impl<B: Backend> From<KnownOutput<B>> for AttentionOutput<B> {
@@ -367,29 +359,24 @@ pub struct NeedsGrad {
     pub relative_bias: bool,
 }
 
-/// The tensors of [`accumulated_attention`](crate::attention_sums::accumulated_attention).
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct AccumulatedInputs<B: Backend> {
-    /// `[batch, heads, seq_q, head_dim]`
-    pub q: FloatTensor<B>,
-    /// `[batch, kv_heads, seq_kv, head_dim]`
-    pub k: FloatTensor<B>,
-    /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
-    pub lse: FloatTensor<B>,
-    /// Tensors added to the scores.
-    #[extension_type]
-    pub scores: ScoreTensors<B>,
-}
+op_values! {
+    /// The tensors of [`accumulated_attention`](crate::attention_sums::accumulated_attention).
+    pub struct AccumulatedInputs {
+        /// `[batch, heads, seq_q, head_dim]`
+        pub q: FloatTensor,
+        /// `[batch, kv_heads, seq_kv, head_dim]`
+        pub k: FloatTensor,
+        /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
+        pub lse: FloatTensor,
+        /// Tensors added to the scores.
+        pub scores: ScoreTensors,
+    }
 
-/// The sums of [`accumulated_attention`](crate::attention_sums::accumulated_attention), in lse's dtype.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct AccumulatedOutput<B: Backend> {
-    /// `[batch, heads, seq_kv]`
-    pub columns: FloatTensor<B>,
-    /// `[batch, heads, seq_q + seq_kv − 1]`
-    pub diagonals: FloatTensor<B>,
+    /// The sums of [`accumulated_attention`](crate::attention_sums::accumulated_attention), in lse's dtype.
+    pub struct AccumulatedOutput {
+        /// `[batch, heads, seq_kv]`
+        pub columns: FloatTensor,
+        /// `[batch, heads, seq_q + seq_kv − 1]`
+        pub diagonals: FloatTensor,
+    }
 }

@@ -24,9 +24,6 @@ mod sealed {
     pub trait Overwrite: Sized {
         fn is(dtype: DType) -> bool;
         const NAME: &'static str;
-        fn made(data: TensorData, device: &Device, dtype: DType) -> Tensor<1, Self>
-        where
-            Self: Basic;
         fn overwritten(x: Tensor<1, Self>, data: TensorData) -> Tensor<1, Self>
         where
             Self: Basic;
@@ -37,10 +34,6 @@ mod sealed {
 
         fn is(dtype: DType) -> bool {
             dtype.is_float()
-        }
-
-        fn made(data: TensorData, device: &Device, dtype: DType) -> Tensor<1> {
-            Tensor::from_data(data, (device, dtype))
         }
 
         fn overwritten(x: Tensor<1>, data: TensorData) -> Tensor<1> {
@@ -56,10 +49,6 @@ mod sealed {
 
         fn is(dtype: DType) -> bool {
             dtype.is_int() || dtype.is_uint()
-        }
-
-        fn made(data: TensorData, device: &Device, dtype: DType) -> Tensor<1, Int> {
-            Tensor::from_data(data, (device, dtype))
         }
 
         fn overwritten(x: Tensor<1, Int>, data: TensorData) -> Tensor<1, Int> {
@@ -111,7 +100,7 @@ impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
         check_kind::<K>(&data)?;
         let shape = data.shape().dims();
         let (dtype, elements) = (data.dtype(), data.num_elements());
-        let flat = K::made(flat(data, elements), device, dtype);
+        let flat = Tensor::from_data(flat(data, elements), (device, dtype));
         Ok(Self {
             flat: Rc::new(RefCell::new(flat)),
             shape,

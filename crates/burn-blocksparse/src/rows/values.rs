@@ -1,53 +1,43 @@
 //! What crosses backends of rows that are taken by an index.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, ExtensionType};
+use crate::{float_list, op_values};
 
-use crate::float_list;
+op_values! {
+    /// A part of each query and others at places, to be merged by their lse, as [`RowOps::merged_parts`](crate::rows::ops::RowOps::merged_parts) takes them.
+    pub struct MergedParts {
+        /// A row of each query: `[batch, heads, queries, dim]`.
+        pub own: FloatTensor,
+        /// Its lse, `[batch, heads, queries]`, in the dtype of sums.
+        pub own_lse: FloatTensor,
+        /// Gathered rows: `[batch, heads, places, dim]`, in the dtype of `own`.
+        pub rows: FloatTensor,
+        /// Their lse, `[batch, heads, places]`.
+        pub lses: FloatTensor,
+        /// The places of each query: `[batch, heads, queries, most]`, negative for none.
+        pub places: IntTensor,
+        /// The query at each place, times `most`, plus the number among the query's: `[batch, heads, places]`, negative for none.
+        pub choices: IntTensor,
+    }
 
-/// A part of each query and others at places, to be merged by their lse, as [`RowOps::merged_parts`](crate::rows::ops::RowOps::merged_parts) takes them.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct MergedParts<B: Backend> {
-    /// A row of each query: `[batch, heads, queries, dim]`.
-    pub own: FloatTensor<B>,
-    /// Its lse, `[batch, heads, queries]`, in the dtype of sums.
-    pub own_lse: FloatTensor<B>,
-    /// Gathered rows: `[batch, heads, places, dim]`, in the dtype of `own`.
-    pub rows: FloatTensor<B>,
-    /// Their lse, `[batch, heads, places]`.
-    pub lses: FloatTensor<B>,
-    /// The places of each query: `[batch, heads, queries, most]`, negative for none.
-    pub places: IntTensor<B>,
-    /// The query at each place, times `most`, plus the number among the query's: `[batch, heads, places]`, negative for none.
-    pub choices: IntTensor<B>,
-}
+    /// Output of merged parts.
+    pub struct MergedOutput {
+        /// As `own`.
+        pub out: FloatTensor,
+        /// As `own_lse`, −∞ where no part has keys.
+        pub lse: FloatTensor,
+    }
 
-/// Output of merged parts.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct MergedOutput<B: Backend> {
-    /// As `own`.
-    pub out: FloatTensor<B>,
-    /// As `own_lse`, −∞ where no part has keys.
-    pub lse: FloatTensor<B>,
-}
-
-/// Gradients with respect to the floats of [`MergedParts`].
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct MergedGrads<B: Backend> {
-    /// By a query's own row.
-    pub own: FloatTensor<B>,
-    /// By its lse.
-    pub own_lse: FloatTensor<B>,
-    /// By the gathered rows.
-    pub rows: FloatTensor<B>,
-    /// By their lse.
-    pub lses: FloatTensor<B>,
+    /// Gradients with respect to the floats of [`MergedParts`].
+    pub struct MergedGrads {
+        /// By a query's own row.
+        pub own: FloatTensor,
+        /// By its lse.
+        pub own_lse: FloatTensor,
+        /// By the gathered rows.
+        pub rows: FloatTensor,
+        /// By their lse.
+        pub lses: FloatTensor,
+    }
 }
 
 float_list!(MergedOutput, 2: out lse;);

@@ -313,9 +313,8 @@ mod meta {
 
     use super::*;
     use crate::linear::values::{
-        ActivationGradsMetadata, ActivationSavedMetadata, BiasedRowsMetadata, JoinedMetadata,
-        LinearGradsMetadata, LinearInputsMetadata, LinearOutputMetadata, LinearSavedMetadata,
-        MlpOuterSavedMetadata,
+        ActivationGradsMetadata, ActivationSavedMetadata, BiasedRowsMetadata, LinearGradsMetadata,
+        LinearInputsMetadata, LinearOutputMetadata, LinearSavedMetadata, MlpOuterSavedMetadata,
     };
     use burn_blocksparse::internal::values::ThreeFloatsMetadata;
 
@@ -410,10 +409,10 @@ mod meta {
         by_heads([shape[0], shape[1]], *parts, inputs.x.dtype)
     }
 
-    pub fn join(_tensors: &ThreeFloatsMetadata, call: &JoinCall) -> JoinedMetadata {
+    pub fn join(_tensors: &ThreeFloatsMetadata, call: &JoinCall) -> BiasedRowsMetadata {
         let ([batch, seq], width) = (call.rows, call.width());
         let bias = (call.bias).map(|dtype| TensorSpec::new([width].into(), dtype.into()));
-        JoinedMetadata {
+        BiasedRowsMetadata {
             x: TensorSpec::new([batch, seq, width].into(), call.dtype.into()),
             bias: bias.into(),
         }

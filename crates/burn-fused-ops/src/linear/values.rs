@@ -1,14 +1,14 @@
 //! The values that cross the backend trait of linear layers.
 
+use burn::backend::Backend;
 #[cfg(feature = "autodiff")]
 use burn::backend::TensorMetadata;
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
 use crate::linear::activation::kind::Activation;
-use burn_blocksparse::float_list;
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+use burn_blocksparse::{float_list, op_values};
 
 /// Most weights of a call.
 pub const WEIGHTS: usize = 3;
@@ -68,19 +68,16 @@ impl LinearCall {
     }
 }
 
-/// Inputs of a matmul.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct LinearInputs<B: Backend> {
-    /// As [`LinearForm`] says.
-    pub x: FloatTensor<B>,
-    /// `[in, out]` each.
-    #[extension_type]
-    pub weights: ThreeFloats<B>,
-    /// `[Σ out]`, of any float dtype.
-    #[extension_type]
-    pub bias: OptFloat<B>,
+op_values! {
+    /// Inputs of a matmul.
+    pub struct LinearInputs {
+        /// As [`LinearForm`] says.
+        pub x: FloatTensor,
+        /// `[in, out]` each.
+        pub weights: ThreeFloats,
+        /// `[Σ out]`, of any float dtype.
+        pub bias: OptFloat,
+    }
 }
 
 impl<B: Backend> LinearInputs<B> {
@@ -122,20 +119,16 @@ impl<B: Backend> LinearInputs<B> {
     }
 }
 
-/// Output of a matmul.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct LinearOutput<B: Backend> {
-    /// In the product's dtype, as [`LinearForm`] says.
-    #[extension_type]
-    pub out: ThreeFloats<B>,
-    /// x in the product's dtype, if it had another, is of rows and a backward pass follows.
-    #[extension_type]
-    pub rounded: OptFloat<B>,
-    /// The weights side by side in the product's dtype, `[in, Σ out]`, if that is not the one weight itself and a backward pass follows.
-    #[extension_type]
-    pub joined: OptFloat<B>,
+op_values! {
+    /// Output of a matmul.
+    pub struct LinearOutput {
+        /// In the product's dtype, as [`LinearForm`] says.
+        pub out: ThreeFloats,
+        /// x in the product's dtype, if it had another, is of rows and a backward pass follows.
+        pub rounded: OptFloat,
+        /// The weights side by side in the product's dtype, `[in, Σ out]`, if that is not the one weight itself and a backward pass follows.
+        pub joined: OptFloat,
+    }
 }
 
 impl<B: Backend> LinearOutput<B> {
@@ -161,32 +154,24 @@ impl<B: Backend> LinearOutput<B> {
     }
 }
 
-/// Tensors saved for the backward pass of a matmul, as far as a wanted gradient needs them.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct LinearSaved<B: Backend> {
-    /// x as it was multiplied, `[.., in]`; by heads as it came.
-    #[extension_type]
-    pub x: OptFloat<B>,
-    /// The weights as they were multiplied, `[in, Σ out]`.
-    #[extension_type]
-    pub weight: OptFloat<B>,
-    /// By the product, `[.., Σ out]`.
-    pub grad: FloatTensor<B>,
-}
+op_values! {
+    /// Tensors saved for the backward pass of a matmul, as far as a wanted gradient needs them.
+    pub struct LinearSaved {
+        /// x as it was multiplied, `[.., in]`; by heads as it came.
+        pub x: OptFloat,
+        /// The weights as they were multiplied, `[in, Σ out]`.
+        pub weight: OptFloat,
+        /// By the product, `[.., Σ out]`.
+        pub grad: FloatTensor,
+    }
 
-/// Gradients, each of its input's shape and dtype, if it is wanted.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct LinearGrads<B: Backend> {
-    /// As x.
-    #[extension_type]
-    pub x: OptFloat<B>,
-    /// `[in, out]` each.
-    #[extension_type]
-    pub weights: ThreeFloats<B>,
+    /// Gradients, each of its input's shape and dtype, if it is wanted.
+    pub struct LinearGrads {
+        /// As x.
+        pub x: OptFloat,
+        /// `[in, out]` each.
+        pub weights: ThreeFloats,
+    }
 }
 
 impl<B: Backend> LinearGrads<B> {
@@ -284,50 +269,37 @@ impl LinearTask {
     }
 }
 
-/// Rows, and what is added to each.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct BiasedRows<B: Backend> {
-    /// `[.., width]`
-    pub x: FloatTensor<B>,
-    /// `[width]`, of any float dtype.
-    #[extension_type]
-    pub bias: OptFloat<B>,
+op_values! {
+    /// Rows, and what is added to each.
+    pub struct BiasedRows {
+        /// `[.., width]`
+        pub x: FloatTensor,
+        /// `[width]`, of any float dtype.
+        pub bias: OptFloat,
+    }
+
+    /// Tensors saved for the backward pass of an activation.
+    pub struct ActivationSaved {
+        /// `[.., width]`; none without an activation, whose gradient does not depend on it.
+        pub x: OptFloat,
+        /// `[width]`
+        pub bias: OptFloat,
+        /// By the result.
+        pub grad: FloatTensor,
+    }
+
+    /// Gradients, each of its input's shape and dtype, if it is wanted, and the activation.
+    pub struct ActivationGrads {
+        /// `[.., width]`
+        pub x: OptFloat,
+        /// `[width]`
+        pub bias: OptFloat,
+        /// The activation again, `[.., width]`.
+        pub y: OptFloat,
+    }
 }
 
 float_list!(BiasedRows, 2: x; bias);
-
-/// Tensors saved for the backward pass of an activation.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct ActivationSaved<B: Backend> {
-    /// `[.., width]`; none without an activation, whose gradient does not depend on it.
-    #[extension_type]
-    pub x: OptFloat<B>,
-    /// `[width]`
-    #[extension_type]
-    pub bias: OptFloat<B>,
-    /// By the result.
-    pub grad: FloatTensor<B>,
-}
-
-/// Gradients, each of its input's shape and dtype, if it is wanted, and the activation.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct ActivationGrads<B: Backend> {
-    /// `[.., width]`
-    #[extension_type]
-    pub x: OptFloat<B>,
-    /// `[width]`
-    #[extension_type]
-    pub bias: OptFloat<B>,
-    /// The activation again, `[.., width]`.
-    #[extension_type]
-    pub y: OptFloat<B>,
-}
 
 /// Gradients that the backward pass of an activation computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -364,33 +336,20 @@ impl JoinCall {
 }
 
 /// Joined tensors, `[batch, seq, Σ heads · width]`, and their sums over batch and sequence, if they are wanted.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct Joined<B: Backend> {
-    /// `[batch, seq, Σ heads · width]`
-    pub x: FloatTensor<B>,
-    /// `[Σ heads · width]`
-    #[extension_type]
-    pub bias: OptFloat<B>,
-}
+pub type Joined<B> = BiasedRows<B>;
 
-float_list!(Joined, 2: x; bias);
-
-/// Inputs of a feed-forward network.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct MlpInputs<B: Backend> {
-    /// `[.., in]`
-    pub x: FloatTensor<B>,
-    /// `[in, hidden]`
-    pub inner: FloatTensor<B>,
-    /// `[hidden]`
-    #[extension_type]
-    pub bias: OptFloat<B>,
-    /// `[hidden, out]`
-    pub outer: FloatTensor<B>,
+op_values! {
+    /// Inputs of a feed-forward network.
+    pub struct MlpInputs {
+        /// `[.., in]`
+        pub x: FloatTensor,
+        /// `[in, hidden]`
+        pub inner: FloatTensor,
+        /// `[hidden]`
+        pub bias: OptFloat,
+        /// `[hidden, out]`
+        pub outer: FloatTensor,
+    }
 }
 
 float_list!(MlpInputs, 4: x inner outer; bias);
@@ -407,20 +366,18 @@ pub struct MlpCall {
     pub recompute: bool,
 }
 
-/// Tensors saved for the half of a backward pass before the activation.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct MlpOuterSaved<B: Backend> {
-    /// `x · W₁`, `[.., hidden]`.
-    pub hidden: FloatTensor<B>,
-    /// `[hidden]`
-    #[extension_type]
-    pub bias: OptFloat<B>,
-    /// W₂ as it was multiplied, `[hidden, out]`.
-    pub outer: FloatTensor<B>,
-    /// By the result, `[.., out]`.
-    pub grad: FloatTensor<B>,
+op_values! {
+    /// Tensors saved for the half of a backward pass before the activation.
+    pub struct MlpOuterSaved {
+        /// `x · W₁`, `[.., hidden]`.
+        pub hidden: FloatTensor,
+        /// `[hidden]`
+        pub bias: OptFloat,
+        /// W₂ as it was multiplied, `[hidden, out]`.
+        pub outer: FloatTensor,
+        /// By the result, `[.., out]`.
+        pub grad: FloatTensor,
+    }
 }
 
 /// Results that this half computes.

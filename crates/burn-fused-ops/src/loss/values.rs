@@ -1,11 +1,9 @@
 //! The values that cross the backend trait of losses.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
-use burn_blocksparse::float_list;
 use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::{float_list, op_values};
 
 /// Reduction of the losses of positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -19,65 +17,49 @@ pub enum Reduction {
     None,
 }
 
-/// The tensors of `linear_cross_entropy`.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct LossInputs<B: Backend> {
-    /// `[positions, width]`
-    pub x: FloatTensor<B>,
-    /// `[width, vocab]`
-    pub weight: FloatTensor<B>,
-    /// `[positions]`, i32 or i64.
-    pub targets: IntTensor<B>,
-}
+op_values! {
+    /// The tensors of `linear_cross_entropy`.
+    pub struct LossInputs {
+        /// `[positions, width]`
+        pub x: FloatTensor,
+        /// `[width, vocab]`
+        pub weight: FloatTensor,
+        /// `[positions]`, i32 or i64.
+        pub targets: IntTensor,
+    }
 
-/// The loss, and what its gradients are made of. Gradients are those of the sum of the losses, whatever the reduction: in half precision those
-/// of the mean over many positions would be too small.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct LossOutput<B: Backend> {
-    /// `[1]`, or `[positions]` with [`Reduction::None`]; f32 or f64.
-    pub loss: FloatTensor<B>,
-    /// `[1]`, likewise: what the sum was multiplied by.
-    pub factor: FloatTensor<B>,
-    /// `[positions, width]` in x's dtype: by x, if it is wanted. None of losses of positions.
-    #[extension_type]
-    pub x: OptFloat<B>,
-    /// `[width, vocab]` in the loss's dtype: by the weight, if it is wanted. None of losses of positions.
-    #[extension_type]
-    pub weight: OptFloat<B>,
-}
+    /// The loss, and what its gradients are made of. Gradients are those of the sum of the losses, whatever the reduction: in half precision those
+    /// of the mean over many positions would be too small.
+    pub struct LossOutput {
+        /// `[1]`, or `[positions]` with [`Reduction::None`]; f32 or f64.
+        pub loss: FloatTensor,
+        /// `[1]`, likewise: what the sum was multiplied by.
+        pub factor: FloatTensor,
+        /// `[positions, width]` in x's dtype: by x, if it is wanted. None of losses of positions.
+        pub x: OptFloat,
+        /// `[width, vocab]` in the loss's dtype: by the weight, if it is wanted. None of losses of positions.
+        pub weight: OptFloat,
+    }
 
-/// Tensors saved for the backward pass.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct LossSaved<B: Backend> {
-    /// [`LossOutput::factor`].
-    pub factor: FloatTensor<B>,
-    /// By the loss, `[1]`.
-    pub grad: FloatTensor<B>,
-    /// [`LossOutput::x`].
-    #[extension_type]
-    pub x: OptFloat<B>,
-    /// [`LossOutput::weight`].
-    #[extension_type]
-    pub weight: OptFloat<B>,
-}
+    /// Tensors saved for the backward pass.
+    pub struct LossSaved {
+        /// [`LossOutput::factor`].
+        pub factor: FloatTensor,
+        /// By the loss, `[1]`.
+        pub grad: FloatTensor,
+        /// [`LossOutput::x`].
+        pub x: OptFloat,
+        /// [`LossOutput::weight`].
+        pub weight: OptFloat,
+    }
 
-/// Gradients, as far as they are wanted.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct LossGrads<B: Backend> {
-    /// `[positions, width]`, in x's dtype.
-    #[extension_type]
-    pub x: OptFloat<B>,
-    /// `[width, vocab]`, in the weight's dtype.
-    #[extension_type]
-    pub weight: OptFloat<B>,
+    /// Gradients, as far as they are wanted.
+    pub struct LossGrads {
+        /// `[positions, width]`, in x's dtype.
+        pub x: OptFloat,
+        /// `[width, vocab]`, in the weight's dtype.
+        pub weight: OptFloat,
+    }
 }
 
 float_list!(LossGrads, 2: ; x weight);

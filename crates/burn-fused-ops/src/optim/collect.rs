@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
-use burn::backend::{DispatchTensor, TensorMetadata};
+use burn::backend::DispatchTensor;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 #[cfg(feature = "autodiff")]
@@ -15,24 +15,20 @@ use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 
-pub(crate) fn dtype_of(tensor: &DispatchTensor) -> DType {
-    tensor.dtype()
-}
-
-pub(crate) fn elements(tensor: &DispatchTensor) -> usize {
-    tensor.shape().num_elements()
-}
-
 /// Looks at a module before anything of it changes: at the parameters that have a gradient, or at all.
 pub(crate) struct Survey<'a> {
     gradients: Option<&'a GradientsParams>,
     states: &'a BTreeMap<u64, ParameterState>,
     path: Vec<String>,
     device: Option<Device>,
-    found: Vec<DispatchTensor>,
-    seen: HashSet<ParamId>,
-    largest: usize,
-    steps: Vec<(usize, DType)>,
+    /// The gradients, in the order of the parameters.
+    pub found: Vec<DispatchTensor>,
+    /// The parameters that were visited.
+    pub seen: HashSet<ParamId>,
+    /// Elements of the largest parameter.
+    pub largest: usize,
+    /// Numbers of steps that the parameters have taken, with the dtype of their sums, each pair once.
+    pub steps: Vec<(usize, DType)>,
     failed: Option<OpError>,
 }
 
@@ -65,26 +61,6 @@ impl<'a> Survey<'a> {
     /// The device of the parameters that were looked at, or else of the model's first, without autodiff. Of no parameter, the default.
     pub fn device(&self) -> Device {
         self.device.clone().unwrap_or_default().without_autodiff()
-    }
-
-    /// Elements of the largest parameter.
-    pub fn largest(&self) -> usize {
-        self.largest
-    }
-
-    /// Numbers of steps that the parameters have taken, with the dtype of their sums, each pair once.
-    pub fn steps(&self) -> &[(usize, DType)] {
-        &self.steps
-    }
-
-    /// Returns the parameters that were visited.
-    pub fn into_seen(self) -> HashSet<ParamId> {
-        self.seen
-    }
-
-    /// The gradients, in the order of the parameters.
-    pub fn into_gradients(self) -> Vec<DispatchTensor> {
-        self.found
     }
 
     fn look<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Result<(), OpError> {
@@ -236,7 +212,8 @@ pub(crate) struct Take<'a> {
     path: Vec<String>,
     /// By rank.
     placeholders: HashMap<usize, DispatchTensor>,
-    held: Vec<Option<Held>>,
+    /// Of all parameters in order, those that were taken.
+    pub held: Vec<Option<Held>>,
 }
 
 impl<'a> Take<'a> {
@@ -248,11 +225,6 @@ impl<'a> Take<'a> {
             placeholders: HashMap::new(),
             held: Vec::new(),
         }
-    }
-
-    /// Of all parameters in order, those that were taken.
-    pub fn into_held(self) -> Vec<Option<Held>> {
-        self.held
     }
 
     /// The moments of a parameter before its step, and the steps with this one.
@@ -325,15 +297,7 @@ impl ModuleMapper for Take<'_> {
 
 /// Puts parameters back where [`Take`] took them.
 pub(crate) struct GiveBack {
-    updated: VecDeque<Option<Held>>,
-}
-
-impl GiveBack {
-    pub fn new(updated: Vec<Option<Held>>) -> Self {
-        Self {
-            updated: updated.into(),
-        }
-    }
+    pub updated: VecDeque<Option<Held>>,
 }
 
 impl ModuleMapper for GiveBack {
@@ -356,7 +320,8 @@ pub(crate) struct Replace {
     pub tensors: Vec<DispatchTensor>,
     /// In the order of the visits.
     ids: VecDeque<ParamId>,
-    back: Option<VecDeque<DispatchTensor>>,
+    /// What the next visit puts back.
+    pub back: Option<VecDeque<DispatchTensor>>,
 }
 
 impl Replace {
@@ -367,11 +332,6 @@ impl Replace {
             ids: VecDeque::new(),
             back: None,
         }
-    }
-
-    /// Sets the tensors that the next visit puts back.
-    pub fn give_back(&mut self, tensors: Vec<DispatchTensor>) {
-        self.back = Some(tensors.into());
     }
 }
 

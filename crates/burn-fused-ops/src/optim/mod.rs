@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::backend::{Dispatch, DispatchTensor};
+use burn::backend::{Dispatch, DispatchTensor, TensorMetadata};
 use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
@@ -133,7 +133,7 @@ impl FusedAdamW {
         self.config.validate()?;
         self.settle();
         let survey = Survey::of(model, None, &self.states)?;
-        let control = AdamWStepState::new(&survey.device(), &self.config, survey.steps())?;
+        let control = AdamWStepState::new(&survey.device(), &self.config, &survey.steps)?;
         self.counted = Some(control.taken.clone());
         Ok(control)
     }
@@ -160,7 +160,7 @@ impl FusedAdamW {
         let survey = Survey::of(&model, Some(&gradients), &self.states)?;
         let device = survey.device();
         let limit = self.config.max_grad_norm.unwrap_or(1.0);
-        for &(steps, dtype) in survey.steps() {
+        for &(steps, dtype) in &survey.steps {
             let before = steps.checked_sub(taken - 1);
             blocksparse::ensure! {
                 OpError;
@@ -177,7 +177,7 @@ impl FusedAdamW {
                 .or_else(|| control.of_dtype(dtype))
                 .unwrap_or_else(|| limit_on(&device, limit, dtype))
         };
-        let with_gradients = survey.into_seen();
+        let with_gradients = survey.seen;
         let stepped = self.stepped(model, gradients, &device, numbers);
         for (id, state) in &mut self.states {
             let has_gradient = with_gradients.contains(&ParamId::from(*id));
@@ -196,7 +196,7 @@ impl FusedAdamW {
     ) -> (M, Tensor<1>) {
         let mut take = Take::new(gradients, &mut self.states);
         let model = model.map(&mut take);
-        let held = take.into_held();
+        let held = take.held;
         let gradients: Vec<_> = (held.iter().flatten())
             .filter_map(|held| held.gradient.clone())
             .collect();
@@ -206,7 +206,9 @@ impl FusedAdamW {
         let limit = self.config.max_grad_norm;
         let factor = limit.map(|_| Tensor::<1>::from_dispatch(clip.factor));
         let updated = self.update(held, factor, numbers);
-        let model = model.map(&mut GiveBack::new(updated));
+        let model = model.map(&mut GiveBack {
+            updated: updated.into(),
+        });
         (model, norm)
     }
 
@@ -298,7 +300,7 @@ impl FusedAdamW {
     pub fn explain<M: Module>(&self, model: &M) -> Result<OpPlan, OpError> {
         self.config.validate()?;
         let survey = Survey::of(model, None, &self.states)?;
-        let largest = survey.largest();
+        let largest = survey.largest;
         Ok(burn_blocksparse::op_plan!(&survey.device(), |device| {
             crate::kernels::optim::describe(&device.client(), largest)
         }))
@@ -348,7 +350,7 @@ pub fn gradient_norm<M: Module>(
     let survey = Survey::of(model, Some(gradients), &no_states)?;
     let device = survey.device();
     let numbers = |dtype| limit_on(&device, 1.0, dtype);
-    let clip = norm_of(&survey.into_gradients(), numbers, &device);
+    let clip = norm_of(&survey.found, numbers, &device);
     Ok(Tensor::from_dispatch(clip.norm))
 }
 
@@ -377,7 +379,7 @@ pub fn clip_gradients<M: Module>(
         let of_dtype: Vec<usize> = (0..tensors.len())
             .filter(|&index| {
                 let tensor = tensors[index].as_ref();
-                tensor.is_some_and(|tensor| sums_of(collect::dtype_of(tensor)) == dtype)
+                tensor.is_some_and(|tensor| sums_of(tensor.dtype()) == dtype)
             })
             .collect();
         for part in of_dtype.chunks(MOST_TENSORS) {
@@ -390,7 +392,7 @@ pub fn clip_gradients<M: Module>(
             }
         }
     }
-    replace.give_back(scaled.into_iter().flatten().collect());
+    replace.back = Some(scaled.into_iter().flatten().collect());
     model.visit(&mut replace);
     Ok((replace.gradients, Tensor::from_dispatch(clip.norm)))
 }
@@ -401,14 +403,14 @@ fn norm_of(
     numbers: impl FnOnce(DType) -> Tensor<1>,
     device: &Device,
 ) -> GradNorm<Dispatch> {
-    let dtypes = tensors.iter().map(collect::dtype_of);
+    let dtypes = tensors.iter().map(TensorMetadata::dtype);
     let dtype = match dtypes.into_iter().any(|dtype| dtype == DType::F64) {
         true => DType::F64,
         false => DType::F32,
     };
     let sums_in = |part: &[DispatchTensor]| -> usize {
         part.iter()
-            .map(|x| partial_sums(collect::elements(x)))
+            .map(|x| partial_sums(x.shape().num_elements()))
             .sum()
     };
     let mut partials = match sums_in(tensors) {

@@ -4,6 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Backend, ExtensionType};
 
 use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::op_values;
 
 /// Most tensors of a call.
 pub const MOST_TENSORS: usize = 32;
@@ -72,51 +73,36 @@ pub const CONTROL: usize = 8;
 /// The limit's element of a control tensor.
 pub const LIMIT: usize = 3;
 
-/// Inputs of an AdamW step: as many tensors in each list.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct AdamWInputs<B: Backend> {
-    /// The parameters.
-    #[extension_type]
-    pub parameters: TensorList<B>,
-    /// Their gradients, of the same shapes.
-    #[extension_type]
-    pub gradients: TensorList<B>,
-    /// Their first moments, in the dtype of sums.
-    #[extension_type]
-    pub first: TensorList<B>,
-    /// Their second moments, in the dtype of sums.
-    #[extension_type]
-    pub second: TensorList<B>,
-    /// `[1]`, in the dtype of sums: what gradients are multiplied by. None: 1.
-    #[extension_type]
-    pub factor: OptFloat<B>,
-}
+op_values! {
+    /// Inputs of an AdamW step: as many tensors in each list.
+    pub struct AdamWInputs {
+        /// The parameters.
+        pub parameters: TensorList,
+        /// Their gradients, of the same shapes.
+        pub gradients: TensorList,
+        /// Their first moments, in the dtype of sums.
+        pub first: TensorList,
+        /// Their second moments, in the dtype of sums.
+        pub second: TensorList,
+        /// `[1]`, in the dtype of sums: what gradients are multiplied by. None: 1.
+        pub factor: OptFloat,
+    }
 
-/// Output of an AdamW step, each of the shape and dtype that it came in.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct AdamWOutput<B: Backend> {
-    /// The parameters.
-    #[extension_type]
-    pub parameters: TensorList<B>,
-    /// The first moments.
-    #[extension_type]
-    pub first: TensorList<B>,
-    /// The second moments.
-    #[extension_type]
-    pub second: TensorList<B>,
-}
+    /// Output of an AdamW step, each of the shape and dtype that it came in.
+    pub struct AdamWOutput {
+        /// The parameters.
+        pub parameters: TensorList,
+        /// The first moments.
+        pub first: TensorList,
+        /// The second moments.
+        pub second: TensorList,
+    }
 
-/// The norm over many tensors, and what scales them to a limit.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct GradNorm<B: Backend> {
-    /// `[1]`: the norm.
-    pub norm: FloatTensor<B>,
-    /// `[1]`: `min(1, limit / norm)`.
-    pub factor: FloatTensor<B>,
+    /// The norm over many tensors, and what scales them to a limit.
+    pub struct GradNorm {
+        /// `[1]`: the norm.
+        pub norm: FloatTensor,
+        /// `[1]`: `min(1, limit / norm)`.
+        pub factor: FloatTensor,
+    }
 }

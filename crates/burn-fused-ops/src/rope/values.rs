@@ -1,26 +1,22 @@
 //! What crosses the backend trait of rotary position embedding.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
 use burn_blocksparse::internal::values::{OptFloat, OptInt};
+use burn_blocksparse::op_values;
 
-/// Rows and the table that rotates them.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct RopeInputs<B: Backend> {
-    /// `[batch, heads, seq, width]`
-    pub x: FloatTensor<B>,
-    /// Rows that are turned alike: the same with heads of its own.
-    #[extension_type]
-    pub key: OptFloat<B>,
-    /// `[context, width, 2]`: cosine and sine, for both channels of a pair.
-    pub table: FloatTensor<B>,
-    /// `[batch · seq]`: rows of the table. None: those from the call's first on.
-    #[extension_type]
-    pub places: OptInt<B>,
+op_values! {
+    /// Rows and the table that rotates them.
+    pub struct RopeInputs {
+        /// `[batch, heads, seq, width]`
+        pub x: FloatTensor,
+        /// Rows that are turned alike: the same with heads of its own.
+        pub key: OptFloat,
+        /// `[context, width, 2]`: cosine and sine, for both channels of a pair.
+        pub table: FloatTensor,
+        /// `[batch · seq]`: rows of the table. None: those from the call's first on.
+        pub places: OptInt,
+    }
 }
 
 /// Parameters of a rotation.
@@ -35,14 +31,12 @@ pub struct RopeCall {
     pub dtype: FloatDType,
 }
 
-/// Rows, turned.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct TurnedRows<B: Backend> {
-    /// As [`RopeInputs::x`].
-    pub x: FloatTensor<B>,
-    /// As [`RopeInputs::key`].
-    #[extension_type]
-    pub key: OptFloat<B>,
+op_values! {
+    /// Rows, turned.
+    pub struct TurnedRows {
+        /// As [`RopeInputs::x`].
+        pub x: FloatTensor,
+        /// As [`RopeInputs::key`].
+        pub key: OptFloat,
+    }
 }

@@ -1,11 +1,10 @@
 //! The values that cross the backend trait of products with block-sparse weights.
 
 use blocksparse::WeightLayout;
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType};
 use burn::tensor::FloatDType;
 
 use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::op_values;
 
 /// The three products of a layer, of matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,39 +27,30 @@ pub struct SparseLinearCall {
     pub dtype: FloatDType,
 }
 
-/// The factors of [`block_sparse_linear`](crate::sparse_linear::block_sparse_linear).
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct SparseLinearInputs<B: Backend> {
-    /// `[.., inputs]`
-    pub x: FloatTensor<B>,
-    /// `[blocks, block, block]`
-    pub weight: FloatTensor<B>,
-}
+op_values! {
+    /// The factors of [`block_sparse_linear`](crate::sparse_linear::block_sparse_linear).
+    pub struct SparseLinearInputs {
+        /// `[.., inputs]`
+        pub x: FloatTensor,
+        /// `[blocks, block, block]`
+        pub weight: FloatTensor,
+    }
 
-/// Output of the forward pass.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct SparseLinearOutput<B: Backend> {
-    /// `[.., outputs]`, in the product's dtype.
-    pub out: FloatTensor<B>,
-    /// x in the product's dtype, if it had another.
-    #[extension_type]
-    pub x: OptFloat<B>,
-    /// The weight in the product's dtype, if it had another.
-    #[extension_type]
-    pub weight: OptFloat<B>,
-}
+    /// Output of the forward pass.
+    pub struct SparseLinearOutput {
+        /// `[.., outputs]`, in the product's dtype.
+        pub out: FloatTensor,
+        /// x in the product's dtype, if it had another.
+        pub x: OptFloat,
+        /// The weight in the product's dtype, if it had another.
+        pub weight: OptFloat,
+    }
 
-/// Tensors from which a gradient is computed.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct SparseLinearSaved<B: Backend> {
-    /// The other factor as it was multiplied: the weight `[blocks, block, block]` for the gradient with respect to x, x `[.., inputs]` for that of the weight.
-    pub factor: FloatTensor<B>,
-    /// By the output, `[.., outputs]`.
-    pub grad: FloatTensor<B>,
+    /// Tensors from which a gradient is computed.
+    pub struct SparseLinearSaved {
+        /// The other factor as it was multiplied: the weight `[blocks, block, block]` for the gradient with respect to x, x `[.., inputs]` for that of the weight.
+        pub factor: FloatTensor,
+        /// By the output, `[.., outputs]`.
+        pub grad: FloatTensor,
+    }
 }

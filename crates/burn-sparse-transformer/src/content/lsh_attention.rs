@@ -1,11 +1,10 @@
 //! The attention layer of the Reformer.
 
 use burn::config::Config;
-use burn::module::{Initializer, Module, Param};
+use burn::module::{Initializer, Module};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::Seed;
-use burn_fused_ops::{Activation, bias_activation};
 
 use super::lsh::{LshHeads, LshHeadsConfig};
 use crate::dropout::Seeds;
@@ -128,8 +127,7 @@ impl LshAttention {
         let layers = [&self.query, &self.value];
         let [qk, value] = project_heads(self.precision, layers, x, [self.n_heads; 2])?;
         let context = self.heads.try_forward(qk, value, seed)?;
-        let context = self.precision.merged(&self.output, context)?;
-        let bias = self.output.bias.as_ref().map(Param::val);
-        Ok(bias_activation(context, bias, Activation::None)?.cast(dtype))
+        let context = self.precision.merged_linear(&self.output, context)?;
+        Ok(context.cast(dtype))
     }
 }

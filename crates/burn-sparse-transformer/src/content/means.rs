@@ -10,6 +10,7 @@ use burn_sparse_select::internal::row_products;
 use super::unit;
 use crate::TransformerError;
 use crate::error::ensure;
+use crate::in_graph::in_graph_of;
 use burn_blocksparse::internal::arange;
 
 /// Similarities of `x`, `[batch, heads, length, dim]`, to means `[heads, clusters, dim]`: `[batch, heads, clusters, length]`.
@@ -67,16 +68,7 @@ pub(super) fn commitment(x: Tensor<4>, means: Tensor<3>, nearest: Tensor<3, Int>
     let own = means.select(0, nearest.reshape([batch * heads * length]));
     let own = own.reshape([batch, heads, length, dim]);
     // A constant of the graph that `x` is in.
-    let own = match x.is_autodiff() {
-        true => {
-            let own = own.autodiff();
-            match x.gradient_checkpointing_strategy() {
-                Some(strategy) => own.with_gradient_checkpointing_strategy(strategy),
-                None => own,
-            }
-        }
-        false => own,
-    };
+    let own = in_graph_of(&x, own);
     let count = (batch * heads * length * dim) as f64;
     sum_all((x - own).powi_scalar(2)).div_scalar(count)
 }

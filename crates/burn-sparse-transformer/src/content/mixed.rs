@@ -13,7 +13,7 @@ use crate::call::{Call, Seen};
 use crate::dsa::indexed::Indexed;
 use crate::dsa::{DsaHeads, DsaStage};
 use crate::error::{ensure, ensure_none};
-use crate::kind::{AttentionKind, check_causal, display};
+use crate::kind::{AttentionKind, check_causal, check_input, display};
 use crate::msa::MsaHeads;
 use crate::nsa::NsaHeads;
 use crate::shared_choice::ChoiceSharing;
@@ -143,18 +143,16 @@ impl ContentHeads {
 
 /// The pattern's heads, and after them those that choose by content.
 impl AttentionKind for ContentHeads {
+    fn check_input(&self, input: &SparseMhaInput) -> Result<(), TransformerError> {
+        check_input("heads that choose by content", input)
+    }
+
     fn context(
         &self,
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
         _: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
-        let beside = "none with heads that choose by content";
-        ensure_none("padding", input.padding.is_some(), beside)?;
-        ensure_none("bias", input.bias.is_some(), beside)?;
-        let own = input.is_self_attention();
-        let expected = || "self-attention with heads that choose by content".into();
-        ensure(own, "input", expected, "another key or value")?;
         let (call, request) = mha.prepare(&input, 0)?;
         let layout = mha.layouts.get(&request)?;
         let (query, key, value) = mha.project(input, &call)?;

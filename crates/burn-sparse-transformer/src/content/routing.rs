@@ -7,8 +7,8 @@ use burn::module::{Initializer, Module, Param};
 use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::layout::PositionMask;
 use burn_blocksparse::{
-    AttentionOptions, BlockLayout, DeviceLayout, LayoutShape, Pattern, ProductPrecision, Seed,
-    SparseAttentionCall,
+    AttentionOptions, BlockLayout, DeviceLayout, Layout, LayoutShape, Pattern, ProductPrecision,
+    Seed, SparseAttentionCall,
 };
 use burn_sparse_select::internal::LayoutCache;
 
@@ -17,6 +17,7 @@ use super::means::{commitment, followed, nearest, settled, similarities};
 use super::{in_dtype, unit};
 use crate::TransformerError;
 use crate::error::{ensure, ensure_positive, ensure_shape, or_panics};
+use crate::in_graph::in_graph_of;
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
 
@@ -186,12 +187,8 @@ impl RoutingHeads {
         let x = unit(query.clone());
         let choice = self.choose(&x)?;
         let query = in_dtype(query, value.dtype());
-        let [query, key, value] = choice.clusters.keyed(query, value)?;
-        let layout = self.layout(&choice.clusters, true)?;
-        let out = SparseAttentionCall::new(query, key, value, &layout)
-            .options(self.options())
-            .run()?
-            .out;
+        let heads = choice.clusters.keyed(query, value)?;
+        let out = self.attend(heads, &self.layout(&choice.clusters, true)?)?;
         self.finish(choice.clusters.mean(out)?, x, choice.nearest)
     }
 
@@ -203,25 +200,11 @@ impl RoutingHeads {
         /// - `key`: as `query`
         /// - `value`: `[batch, heads, seq, value_dim]`
         /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
-        pub fn forward_unshared(
-            &self,
-            query: Tensor<4>,
-            key: Tensor<4>,
-            value: Tensor<4>,
-        ) -> RoutingOutput = try_forward_unshared;
-    }
+        pub fn forward_unshared(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> RoutingOutput;
 
-    /// [`Self::forward_unshared`] that returns its error.
-    ///
-    /// # Errors
-    /// If shapes do not fit each other or the means.
-    pub fn try_forward_unshared(
-        &self,
-        query: Tensor<4>,
-        key: Tensor<4>,
-        value: Tensor<4>,
-    ) -> Result<RoutingOutput, TransformerError> {
-        self.unshared([query, key, value], None)
+        /// # Errors
+        /// If shapes do not fit each other or the means.
+        pub fn try_forward_unshared = self.unshared([query, key, value], None);
     }
 
     or_panics! {
@@ -230,22 +213,9 @@ impl RoutingHeads {
         ///
         /// # Shapes
         /// As [`Self::forward_unshared`].
-        pub fn forward_unshared_causal(
-            &self,
-            query: Tensor<4>,
-            key: Tensor<4>,
-            value: Tensor<4>,
-        ) -> RoutingOutput = try_forward_unshared_causal;
-    }
+        pub fn forward_unshared_causal(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> RoutingOutput;
 
-    /// [`Self::forward_unshared_causal`] that returns its error.
-    pub fn try_forward_unshared_causal(
-        &self,
-        query: Tensor<4>,
-        key: Tensor<4>,
-        value: Tensor<4>,
-    ) -> Result<RoutingOutput, TransformerError> {
-        self.unshared([query, key, value], Some(PositionMask::UpTo))
+        pub fn try_forward_unshared_causal = self.unshared([query, key, value], Some(PositionMask::UpTo));
     }
 
     fn unshared(
@@ -260,24 +230,18 @@ impl RoutingHeads {
         let of_queries = self.choose(&x)?;
         let of_keys = self.choose(&y)?;
         let dtype = value.dtype();
-        let query = of_queries.clusters.take(in_dtype(query, dtype))?;
-        let key = of_keys.clusters.take(in_dtype(y.clone(), dtype))?;
-        let value = of_keys.clusters.take(value)?;
+        let heads = [
+            of_queries.clusters.take(in_dtype(query, dtype))?,
+            of_keys.clusters.take(in_dtype(y.clone(), dtype))?,
+            of_keys.clusters.take(value)?,
+        ];
         let layout = self.layout(&of_queries.clusters, false)?;
         let out = match rule {
-            None => {
-                SparseAttentionCall::new(query, key, value, &layout)
-                    .options(self.options())
-                    .run()?
-                    .out
-            }
+            None => self.attend(heads, &layout)?,
             Some(rule) => {
                 let [queries, keys] = [&of_queries, &of_keys].map(|of| of.clusters.index());
                 let layout = DeviceLayout::from_positions(&layout, queries, keys, rule)?;
-                SparseAttentionCall::new(query, key, value, &layout)
-                    .options(self.options())
-                    .run()?
-                    .out
+                self.attend(heads, &layout)?
             }
         };
         let context = of_queries.clusters.mean(out)?;
@@ -327,17 +291,7 @@ impl RoutingHeads {
     pub(crate) fn set_means(&mut self, means: Tensor<3>) {
         let means = means.cast(self.means.val().dtype());
         let old = self.means.clone();
-        self.means = old.map(|old| {
-            let means = match old.is_autodiff() {
-                true => means.autodiff(),
-                false => means,
-            };
-            let means = match old.gradient_checkpointing_strategy() {
-                Some(strategy) => means.with_gradient_checkpointing_strategy(strategy),
-                None => means,
-            };
-            means.set_require_grad(false)
-        });
+        self.means = old.map(|old| in_graph_of(&old, means).set_require_grad(false));
     }
 
     fn check(&self, query: &Tensor<4>, value: &Tensor<4>) -> Result<(), TransformerError> {
@@ -358,8 +312,14 @@ impl RoutingHeads {
         self.layouts.get(seen, shape, make)
     }
 
-    fn options(&self) -> AttentionOptions {
-        AttentionOptions::default().precision(self.products)
+    fn attend<'a>(
+        &self,
+        [query, key, value]: [Tensor<4>; 3],
+        layout: impl Into<Layout<'a>>,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let options = AttentionOptions::default().precision(self.products);
+        let call = SparseAttentionCall::new(query, key, value, layout);
+        Ok(call.options(options).run()?.out)
     }
 
     /// The clusters of vectors of length 1. No gradient flows through the choice.

@@ -1,11 +1,10 @@
 //! The attention layer of the Routing Transformer.
 
 use burn::config::Config;
-use burn::module::{Initializer, Module, Param};
+use burn::module::{Initializer, Module};
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::Seed;
-use burn_fused_ops::{Activation, bias_activation};
 
 use super::routing::{RoutingHeads, RoutingHeadsConfig};
 use crate::error::{
@@ -205,10 +204,9 @@ impl RoutingAttention {
                 }
             }
         };
-        let context = self.precision.merged(&self.output, out.context)?;
-        let bias = self.output.bias.as_ref().map(Param::val);
+        let context = self.precision.merged_linear(&self.output, out.context)?;
         Ok(RoutingAttentionOutput {
-            context: bias_activation(context, bias, Activation::None)?.cast(dtype),
+            context: context.cast(dtype),
             commitment: out.commitment,
         })
     }

@@ -6,8 +6,8 @@ use burn_blocksparse::Pattern;
 use super::kind::ContentAttention;
 use crate::call::{Call, Seen};
 use crate::dsa::DsaStage;
-use crate::dsa::indexed::{check_input, check_pattern, not_replaceable, seen};
-use crate::kind::{AttentionKind, Heads, display};
+use crate::dsa::indexed::{check_pattern, not_replaceable, seen};
+use crate::kind::{AttentionKind, Heads, check_input, display};
 use crate::layouts::Request;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, TransformerError};
 

@@ -28,14 +28,6 @@ pub struct DsaHeads {
     pub(crate) stage: DsaStage,
 }
 
-/// Queries, keys and values by heads, and what the indexer makes of their tokens.
-pub struct DsaParts {
-    /// Queries, keys and values.
-    pub heads: [Tensor<4>; 3],
-    /// Index by which keys are chosen.
-    pub index: DsaIndex,
-}
-
 impl DsaHeads {
     pub(crate) fn new(
         config: &DsaHeadsConfig,
@@ -85,10 +77,10 @@ impl DsaHeads {
     #[doc(hidden)]
     pub fn attend_parts(
         &self,
-        parts: DsaParts,
+        heads: [Tensor<4>; 3],
+        index: DsaIndex,
         options: &AttentionOptions,
     ) -> Result<(Tensor<4>, Option<SharedChoice>), TransformerError> {
-        let DsaParts { heads, index } = parts;
         let seen = Indexed::attend(self, heads, index, options, false)?;
         Ok((seen.heads, seen.choice))
     }

@@ -11,7 +11,7 @@ use super::DsaStage;
 use crate::call::{Call, Seen};
 use crate::error::{ensure, ensure_none};
 use crate::heads::{Positions, validate_rope};
-use crate::kind::{AttentionKind, display};
+use crate::kind::{AttentionKind, appended, check_input, display};
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     TransformerError,
@@ -82,7 +82,7 @@ impl<H: Indexed> AttentionKind for H {
         &self,
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
-        cache: Option<&mut SparseMhaCache>,
+        mut cache: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, request) = mha.prepare(&input, before)?;
@@ -91,15 +91,11 @@ impl<H: Indexed> AttentionKind for H {
         let x = input.query.clone();
         let (q, k, v) = mha.project(input, &call)?;
         if self.stage() == DsaStage::Sparse {
-            let index = self.index(x, &call.key)?;
-            let (index, k, v) = match cache {
-                Some(cache) => {
-                    let index = self.behind(index, cache)?;
-                    let (k, v) = cache.append(k, v);
-                    (index, k, v)
-                }
-                None => (index, k, v),
-            };
+            let mut index = self.index(x, &call.key)?;
+            if let Some(cache) = &mut cache {
+                index = self.behind(index, cache)?;
+            }
+            let (k, v) = appended(cache, k, v);
             return Ok((
                 Indexed::attend(self, [q, k, v], index, &mha.options, learns)?,
                 call,
@@ -109,10 +105,7 @@ impl<H: Indexed> AttentionKind for H {
             true => Some(self.loss_of((x, &call.key), [&q, &k], mha.options.scale)?),
             false => None,
         };
-        let (k, v) = match cache {
-            Some(cache) => cache.append(k, v),
-            None => (k, v),
-        };
+        let (k, v) = appended(cache, k, v);
         let heads = mha.attend((q, k, v), &mha.layouts.get(&request)?, &call)?;
         let seen = Seen {
             aux_loss,
@@ -154,16 +147,6 @@ impl<H: Indexed> AttentionKind for H {
     fn display(&self, shown: Content) -> Content {
         display(shown, &fmt::from_fn(|f| self.write(f)), 0)
     }
-}
-
-/// That an input has nothing that indexers do not know.
-pub(crate) fn check_input(name: &str, input: &SparseMhaInput) -> Result<(), TransformerError> {
-    let none = format!("none with {name}");
-    ensure_none("padding", input.padding.is_some(), &none)?;
-    ensure_none("bias", input.bias.is_some(), &none)?;
-    let expected = || format!("self-attention with {name}");
-    let is_own = input.is_self_attention();
-    ensure(is_own, "input", expected, "another key or value")
 }
 
 pub(crate) fn not_replaceable(content: impl ToString) -> TransformerError {

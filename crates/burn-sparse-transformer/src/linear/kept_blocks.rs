@@ -1,4 +1,3 @@
-use std::hash::{Hash, Hasher};
 use std::sync::{Arc, OnceLock};
 
 use burn::module::{
@@ -59,33 +58,18 @@ impl KeptBlocks {
 
 /// The same number for equal layouts, on every machine.
 fn id_of(layout: &WeightLayout) -> ParamId {
-    let mut hash = Fnv(0xcbf2_9ce4_8422_2325);
-    for number in [layout.block(), layout.in_blocks(), layout.out_blocks()] {
-        (number as u64).hash(&mut hash);
-    }
-    for (input, output) in layout.kept_blocks() {
-        (u64::from(input) << 32 | u64::from(output)).hash(&mut hash);
-    }
-    ParamId::from(hash.finish())
+    let sizes = [layout.block(), layout.in_blocks(), layout.out_blocks()].map(|size| size as u64);
+    let blocks = layout.kept_blocks();
+    let blocks = blocks.map(|(input, output)| u64::from(input) << 32 | u64::from(output));
+    let numbers = sizes.into_iter().chain(blocks);
+    ParamId::from(fnv(numbers.flat_map(u64::to_le_bytes)))
 }
 
 /// FNV-1a.
-struct Fnv(u64);
-
-impl Hasher for Fnv {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        }
-    }
-
-    fn write_u64(&mut self, number: u64) {
-        self.write(&number.to_le_bytes());
-    }
+pub(crate) fn fnv(bytes: impl IntoIterator<Item = u8>) -> u64 {
+    (bytes.into_iter()).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
 }
 
 impl Module for KeptBlocks {

@@ -6,6 +6,8 @@ mod kept_blocks;
 pub(crate) use block_sparse::fans;
 pub use block_sparse::{BlockSparseLinear, BlockSparseLinearConfig};
 pub use burn_fused_ops::sparse_linear::{WeightLayout, WeightPattern};
+#[cfg(feature = "store")]
+pub(crate) use kept_blocks::fnv;
 
 use burn::config::Config;
 use burn::module::{Module, Param};
@@ -31,15 +33,11 @@ pub struct MixedPrecisionLinearConfig {
 impl MixedPrecisionLinearConfig {
     or_panics! {
         /// Creates the layer, initialised as burn-nn's.
-        pub fn init(&self, device: &Device) -> MixedPrecisionLinear = try_init;
-    }
+        pub fn init(&self, device: &Device) -> MixedPrecisionLinear;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// [`TransformerError::Precision`] if the device does not compute in the precision.
-    pub fn try_init(&self, device: &Device) -> Result<MixedPrecisionLinear, TransformerError> {
-        MixedPrecisionLinear::from_dense(&self.linear.init(device)).with_precision(self.precision)
+        /// # Errors
+        /// [`TransformerError::Precision`] if the device does not compute in the precision.
+        pub fn try_init = MixedPrecisionLinear::from_dense(&self.linear.init(device)).with_precision(self.precision);
     }
 }
 

@@ -93,15 +93,11 @@ impl Llama {
         /// # Shapes
         /// - `tokens`: `[batch, seq]`
         /// - result: `[batch, seq, vocab_size]`
-        pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> = try_forward;
-    }
+        pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If there are no tokens, or more than the context, and as [`SparseMultiHeadAttention::try_forward`].
-    pub fn try_forward(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
-        self.logits(self.try_forward_hidden(tokens)?)
+        /// # Errors
+        /// If there are no tokens, or more than the context, and as [`SparseMultiHeadAttention::try_forward`].
+        pub fn try_forward = self.logits(self.try_forward_hidden(tokens)?);
     }
 
     /// Returns the output of the last norm, `[batch, seq, d_model]`; [`Decoder::logits`] takes any rows of it.

@@ -37,15 +37,11 @@ pub struct LongformerAttentionConfig {
 impl LongformerAttentionConfig {
     or_panics! {
         /// Creates the module. The projections of global tokens begin as copies of the others (Beltagy et al., 2020, §3.1).
-        pub fn init(&self, device: &Device) -> LongformerAttention = try_init;
-    }
+        pub fn init(&self, device: &Device) -> LongformerAttention;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttentionConfig::init`]; also if one of these is set.
-    pub fn try_init(&self, device: &Device) -> Result<LongformerAttention, TransformerError> {
-        LongformerAttention::from_attention(self.attention.try_init(device)?)
+        /// # Errors
+        /// As [`SparseMultiHeadAttentionConfig::init`]; also if one of these is set.
+        pub fn try_init = LongformerAttention::from_attention(self.attention.try_init(device)?);
     }
 }
 

@@ -12,7 +12,7 @@ use super::{NsaHeads, NsaHeadsConfig};
 use crate::call::{Call, Seen};
 use crate::error::{ensure, ensure_none};
 use crate::heads::{Positions, rotate_apart};
-use crate::kind::{AttentionKind, check_causal, display};
+use crate::kind::{AttentionKind, check_causal, check_input, display};
 use crate::precision::project_heads;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
@@ -58,17 +58,16 @@ impl SparseMultiHeadAttentionConfig {
 }
 
 impl AttentionKind for NsaHeads {
+    fn check_input(&self, input: &SparseMhaInput) -> Result<(), TransformerError> {
+        check_input(NsaHeadsConfig::NAME, input)
+    }
+
     fn context(
         &self,
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
-        ensure_none("padding", input.padding.is_some(), "none with nsa")?;
-        ensure_none("bias", input.bias.is_some(), "none with nsa")?;
-        let own = input.is_self_attention();
-        let expected = || "self-attention with nsa".into();
-        ensure(own, "input", expected, "another key or value")?;
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, _) = mha.prepare(&input, before)?;
         let x = input.query;

@@ -12,6 +12,7 @@ use burn::tensor::{DType, TensorData};
 use super::error::{WeightsError, WrongTensor};
 use super::parameters::{Wanted, wanted};
 use super::{Form, Gguf, KeyMap};
+use crate::linear::fnv;
 
 const ENDINGS: &str =
     ".safetensors, .pt, .pth, .bin (PyTorch), .gguf (llama.cpp) or .bpk, .burnpack (Burn)";
@@ -171,7 +172,9 @@ impl WeightsFile {
                 None => TensorData::full_dtype(parameter.shape, 0, dtype),
             };
             // The mask of kept blocks is known by its id.
-            let id = dtype.is_bool().then(|| id_of(&data));
+            let id = dtype
+                .is_bool()
+                .then(|| fnv(data.as_bytes().iter().copied()));
             let data = data.convert_dtype(dtype);
             tensors.push(bridge::from_data(data, parameter.name, id));
         }
@@ -296,14 +299,6 @@ fn differing(name: &str, form: Form, parameter: &Wanted, source: &Stored) -> Opt
             format!("{:?}", source.dtype),
         ),
     }
-}
-
-/// The same number for the same bytes.
-fn id_of(data: &TensorData) -> u64 {
-    let bytes = data.as_bytes().iter();
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash: u64, &byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    })
 }
 
 fn read_error(path: &str, reason: impl Display) -> WeightsError {

@@ -61,24 +61,23 @@ impl KeyMap {
 
     /// [`Self::keep`] of the indexers of a model with `dsa` or `msa`, for files of models with dense attention, which have none.
     pub fn without_indexers(self) -> Self {
-        let names = [
+        let dsa = [
             "query.weight",
             "key.weight",
             "norm.gamma",
             "norm.beta",
             "weights.weight",
         ];
-        let map = names.into_iter().fold(self, |map, name| {
-            map.keep(format!("blocks.{{}}.mha.content.dsa.indexer.{name}"))
-        });
-        let names = [
+        let msa = [
             "query.weight",
             "key.weight",
             "query_norm.gamma",
             "key_norm.gamma",
         ];
-        names.into_iter().fold(map, |map, name| {
-            map.keep(format!("blocks.{{}}.mha.content.msa.{name}"))
+        let dsa = dsa.map(|name| format!("dsa.indexer.{name}"));
+        let msa = msa.map(|name| format!("msa.{name}"));
+        dsa.into_iter().chain(msa).fold(self, |map, name| {
+            map.keep(format!("blocks.{{}}.mha.content.{name}"))
         })
     }
 

@@ -62,19 +62,6 @@ fn transformers_round_trip(#[case] factorization: Factorization) {
 }
 
 #[test]
-fn factorizations_round_trip_through_serde() {
-    for factorization in [
-        Factorization::Interleaved(patterns()),
-        Factorization::Merged(patterns()),
-        Factorization::MultiHead(patterns()),
-    ] {
-        let json = serde_json::to_string(&factorization).unwrap();
-        let loaded: Factorization = serde_json::from_str(&json).unwrap();
-        assert_eq!(loaded, factorization);
-    }
-}
-
-#[test]
 fn attention_and_block_round_trip() {
     for pattern in patterns() {
         let initializer = Initializer::XavierNormal { gain: 0.5 };

@@ -66,28 +66,6 @@ fn decoding_gives_what_the_whole_gives() {
     }
 }
 
-/// Later tokens change nothing before them, and fewer keys change something.
-#[test]
-fn it_is_prefix_stable() {
-    let device = Device::flex();
-    let layer = layer(5, 0, &device);
-    let x = random([1, 30, 16], &device);
-    let before = attend(&layer, x.clone()).unwrap();
-    let other = Tensor::cat(
-        vec![x.clone().narrow(1, 0, 20), random([1, 10, 16], &device)],
-        1,
-    );
-    let after = attend(&layer, other).unwrap();
-    assert_close(
-        after.narrow(1, 0, 20),
-        before.clone().narrow(1, 0, 20),
-        1e-5,
-    );
-    let dense = attend(&self::layer(30, 0, &device), x).unwrap();
-    let difference = apart(dense, before);
-    assert!(difference > 1e-3, "{difference}");
-}
-
 /// The indexer learns by its own loss alone, and nothing else learns by that.
 #[cfg(feature = "autodiff")]
 #[test]

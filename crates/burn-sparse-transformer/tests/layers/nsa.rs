@@ -8,11 +8,11 @@ use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::nsa::{Compression, NsaCompressor, NsaHeadsConfig};
 use burn_sparse_transformer::{
-    Pattern, Recompute, SparseMhaCache, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    SparseTransformer,
+    Pattern, Recompute, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
 };
 
-use crate::common::{assert_close, attend, attend_cache, random, randomise, seed, tokens};
+use crate::common::{assert_close, attend, random, randomise, seed, tokens};
+use crate::decoding::assert_layer_decodes;
 use crate::whole_layers::normed;
 
 const BLOCK: usize = 8;
@@ -132,32 +132,13 @@ fn a_layer_equals_its_parts() {
     }
 }
 
-/// Token by token, in pieces, and after some were taken back.
 #[test]
-fn decoding_gives_the_rows_of_the_whole() {
+fn decoding_gives_what_the_whole_gives() {
     let device = Device::flex();
     let _guard = seed(&device, 2);
     let x = random([2, 45, 24], &device);
-    let other = random([2, 45, 24], &device);
     for (compression, shared) in all_kinds() {
-        let layer = layer(heads(compression, shared), &device);
-        let whole = attend(&layer, x.clone()).unwrap();
-        for pieces in [vec![1; 45], vec![7, 1, 1, 20, 16], vec![45]] {
-            let mut cache = SparseMhaCache::new();
-            let mut rows = Vec::new();
-            for piece in pieces {
-                // Others first, which are taken back.
-                let start = cache.len();
-                let more = (45 - start).min(9);
-                let piece_of_other = other.clone().narrow(1, start, more);
-                attend_cache(&layer, piece_of_other, &mut cache).unwrap();
-                cache.truncate(start);
-                let new = x.clone().narrow(1, start, piece);
-                rows.push(attend_cache(&layer, new, &mut cache).unwrap());
-            }
-            assert_eq!(cache.len(), 45);
-            assert_close(Tensor::cat(rows, 1), whole.clone(), 1e-5);
-        }
+        assert_layer_decodes(&layer(heads(compression, shared), &device), &x);
     }
 }
 

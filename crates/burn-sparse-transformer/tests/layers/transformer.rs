@@ -1,7 +1,6 @@
 //! The model's forward pass: residual form, causality, decoding, and what it refuses.
 
 use crate::common::{apart, assert_close, attend, random, randomise, small, tokens};
-use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
     Factorization, Pattern, SparseTransformer, SparseTransformerBlockConfig,
@@ -238,14 +237,4 @@ fn attention_flops_count_allowed_pairs() {
     // Positions 0 and 1 see 1 and 2 keys, the others 3: 3 layers, 2 heads, 4 · 8 per pair.
     let pairs = 1 + 2 + 8 * 3;
     assert_eq!(model.attention_flops(10).unwrap(), 3 * 2 * 4 * 8 * pairs);
-}
-
-#[test]
-fn a_record_restores_the_model() {
-    let a = model(Pattern::fixed(8, 2));
-    let b = config(Pattern::fixed(8, 2)).init(&Device::flex());
-    let bytes = a.clone().into_record().into_bytes().unwrap();
-    let b = b.load_record(burn::store::ModuleRecord::from_bytes(bytes).unwrap());
-    let x = tokens(1, 20, VOCAB, &Device::flex());
-    assert_close(a.forward(x.clone()), b.forward(x), 0.0);
 }
