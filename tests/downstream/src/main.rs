@@ -1,10 +1,13 @@
 //! A training step of attention, as an application writes it.
 
-use burn::tensor::{Device, DeviceKind, Distribution, Tensor};
+use burn::tensor::{Device, Distribution, Tensor};
 use burn_blocksparse::{OpError, Pattern, SparseAttentionCall, check_device};
 
 fn main() -> Result<(), OpError> {
-    let device = Device::wgpu(DeviceKind::default());
+    #[cfg(feature = "wgpu")]
+    let device = Device::wgpu(burn::tensor::DeviceKind::default());
+    #[cfg(not(feature = "wgpu"))]
+    let device = Device::flex();
     check_device(&device)?;
     let device = device.autodiff();
     let [q, k, v] = [(); 3].map(|_| {
