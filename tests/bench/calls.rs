@@ -200,11 +200,12 @@ impl Bench {
             let [q, k, v] = inputs.clone();
             attention_of_burn(q, k, v, None, None, options).sum()
         };
+        let ahead = Ahead::new(&self.device);
         for n in [self.n, 4 * self.n] {
             let inputs = self.inputs(n, &self.device);
             let name = format!("Burn's attention, causal, {n}");
             self.time(&name, || attend(&inputs));
-            if let Some(ahead) = Ahead::new(&self.device) {
+            if let Some(ahead) = &ahead {
                 let seconds = ahead.time(20, self.repeats.min(5), &mut || attend(&inputs));
                 println!("{name}, one of 20 on the device: {:.3} ms", 1e3 * seconds);
             }

@@ -116,7 +116,7 @@ impl FromArgMatches for Overrides {
 }
 
 impl Overrides {
-    /// Whether a flag was given, by its name with or without its dashes.
+    /// Whether a flag was given, by its long name.
     pub fn gives(&self, flag: &str) -> bool {
         let source = self.given.value_source(&flag.replace('-', "_"));
         source == Some(ValueSource::CommandLine)
@@ -144,7 +144,7 @@ impl Overrides {
         model.update_from_arg_matches(&self.given)?;
         recipe.update_from_arg_matches(&self.given)?;
         self.changes
-            .apply(model, recipe, self.gives("position_width"));
+            .apply(model, recipe, self.gives("position-width"));
         Ok(())
     }
 }

@@ -178,10 +178,11 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
 }
 
 fn train(args: &TrainArgs, group: Group) -> Result<ExitCode> {
-    let session = match args.resume {
-        false => Session::begin(args, group)?,
-        true => Session::resume(args, group)?,
+    let start = match args.resume {
+        false => Start::new(args, &group)?,
+        true => Start::resume(args, &group)?,
     };
+    let session = Session::new(args, group, start)?;
     session.describe()?;
     if session.is_finished()? {
         say(format!(
@@ -226,35 +227,45 @@ struct Session {
     best: Option<Best>,
 }
 
-impl Session {
-    fn begin(args: &TrainArgs, group: Group) -> Result<Self> {
+/// What a run begins with, or goes on with from a checkpoint.
+struct Start {
+    config: RunConfig,
+    corpus: Corpus,
+    folder: RunFolder,
+    model: SparseTransformer,
+    optimizer: FusedAdamW,
+    sampler: SamplerState,
+    step: usize,
+    best: Option<Best>,
+}
+
+impl Start {
+    fn new(args: &TrainArgs, group: &Group) -> Result<Self> {
         let config = RunConfig::new(args.preset(), &args.overrides)?;
-        let device = args.check(&config, &group)?;
+        let device = args.check(&config, group)?;
         let corpus = Corpus::open(args.data.as_deref(), config.model.pictures)?;
         check_lengths(&corpus, &config)?;
         // Only now that all input is known to be good is anything written.
         let seed = config.recipe.seed;
         let model = model::new(&config.model, seed, &device.device.clone().autodiff())?;
-        let model = indexers::staged(model, &config, 0)?;
-        let folder = RunFolder::create(&args.folder(), args.overwrite)?;
-        let past = (SamplerState::new(seed), 0, None);
-        let optimizer = model::optimizer(&config.recipe);
-        Session::new(
-            (args, group),
+        Ok(Start {
+            model: indexers::staged(model, &config, 0)?,
+            folder: RunFolder::create(&args.folder(), args.overwrite)?,
+            optimizer: model::optimizer(&config.recipe),
+            sampler: SamplerState::new(seed),
+            step: 0,
+            best: None,
             config,
             corpus,
-            folder,
-            (model, optimizer),
-            past,
-        )
+        })
     }
 
-    fn resume(args: &TrainArgs, group: Group) -> Result<Self> {
+    fn resume(args: &TrainArgs, group: &Group) -> Result<Self> {
         let folder = RunFolder::open(&args.folder())?;
         let (path, checkpoint) = run::latest_checkpoint(folder.path())?;
         let header = &checkpoint.header;
         let config = header.config.resumed(args.preset, &args.overrides)?;
-        let device = args.check(&config, &group)?;
+        let device = args.check(&config, group)?;
         let pictures = config.model.pictures;
         let corpus = Corpus::reopen(&header.data, args.data.as_deref(), pictures)?;
         let data = corpus.fingerprint();
@@ -280,26 +291,31 @@ impl Session {
             best,
             ..
         } = checkpoint.header;
-        let past = (sampler, step, best);
-        Session::new(
-            (args, group),
+        Ok(Start {
             config,
             corpus,
             folder,
-            (model, optimizer),
-            past,
-        )
+            model,
+            optimizer,
+            sampler,
+            step,
+            best,
+        })
     }
+}
 
-    /// With what a checkpoint holds, or what a run begins with.
-    fn new(
-        (args, group): (&TrainArgs, Group),
-        config: RunConfig,
-        corpus: Corpus,
-        folder: RunFolder,
-        (model, optimizer): (SparseTransformer, FusedAdamW),
-        (sampler, step, best): (SamplerState, usize, Option<Best>),
-    ) -> Result<Self> {
+impl Session {
+    fn new(args: &TrainArgs, group: Group, start: Start) -> Result<Self> {
+        let Start {
+            config,
+            corpus,
+            folder,
+            model,
+            optimizer,
+            sampler,
+            step,
+            best,
+        } = start;
         folder.write_config(&config)?;
         let (device, recompute) = (group.first(), config.recipe.recompute);
         let training = Steps::new(model, optimizer, &device.device, recompute, args.graph);

@@ -100,7 +100,7 @@ fn three(shape: &[usize]) -> [usize; 3] {
     }
 }
 
-/// The numbers of a tensor, or the seed of them; none are in no loss.
+/// The values of a tensor, or a seed for them; a result without any is in no loss.
 pub trait Values {
     fn of(self, count: usize) -> Option<Vec<f64>>;
 }

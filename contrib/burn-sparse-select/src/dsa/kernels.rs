@@ -103,30 +103,27 @@ pub(crate) fn top_k(
     if !is_served || !has_scores(index, numbers) {
         return None;
     }
-    let (index, in_fp8) = (inputs(prepared(index)), index.is_in_fp8());
-    let among = (None, seen.cloned());
-    Some(choice(index, among, [most, near], numbers, in_fp8, None))
+    let call = IndexerChoice {
+        most,
+        near,
+        chunk_elements: numbers,
+        in_fp8: index.is_in_fp8(),
+        block: None,
+    };
+    let index = inputs(prepared(index));
+    Some(choice(index, None, seen.cloned(), call))
 }
 
 /// The choice of an index, among such lists and of so many of the keys.
 fn choice(
     index: IndexInputs<Dispatch>,
-    (lists, seen): (Option<Tensor<3, Int>>, Option<Tensor<2, Int>>),
-    [most, near]: [usize; 2],
-    chunk_elements: usize,
-    in_fp8: bool,
-    block: Option<usize>,
+    lists: Option<Tensor<3, Int>>,
+    seen: Option<Tensor<2, Int>>,
+    call: IndexerChoice,
 ) -> Tensor<3, Int> {
     let among = AmongKeys {
         lists: lists.map(Tensor::into_dispatch).into(),
         seen: seen.map(Tensor::into_dispatch).into(),
-    };
-    let call = IndexerChoice {
-        most,
-        near,
-        chunk_elements,
-        in_fp8,
-        block,
     };
     Tensor::from_dispatch(<Dispatch as IndexerOps>::indexer_choice(index, among, call))
 }
@@ -152,9 +149,15 @@ pub(crate) fn top_k_in_blocks(
     {
         return None;
     }
-    let among = (Some(lists.clone()), Some(seen.clone()));
-    let (index, keys) = (inputs(index), [most, near]);
-    Some(choice(index, among, keys, numbers, false, Some(block)))
+    let call = IndexerChoice {
+        most,
+        near,
+        chunk_elements: numbers,
+        in_fp8: false,
+        block: Some(block),
+    };
+    let (lists, seen) = (Some(lists.clone()), Some(seen.clone()));
+    Some(choice(inputs(index), lists, seen, call))
 }
 
 /// The places of the `most` highest scores of queries, `[queries, most]`, ascending, −1 after the last, `near` of the last among them: of the keys in
@@ -183,12 +186,15 @@ pub(crate) fn top_k_in_lists(
             .unsqueeze::<3>()
             .into_dispatch(),
     };
-    let among = (
-        Some(slots.clone().unsqueeze()),
-        Some(seen.clone().unsqueeze()),
-    );
-    let chosen = choice(inputs, among, [most, near], numbers, false, None);
-    Some(chosen.squeeze_dim(0))
+    let call = IndexerChoice {
+        most,
+        near,
+        chunk_elements: numbers,
+        in_fp8: false,
+        block: None,
+    };
+    let (slots, seen) = (slots.clone().unsqueeze(), seen.clone().unsqueeze());
+    Some(choice(inputs, Some(slots), Some(seen), call).squeeze_dim(0))
 }
 
 /// The highest products of some queries `[batch, heads, seq_q, width]` with the keys of each of the first blocks, `[batch, heads, rows, blocks]`; keys are

@@ -1,4 +1,4 @@
-//! Numbers of tensors on the host, which for CPUs is where they are.
+//! Elements of tensors on the host, which for CPUs is where they are.
 
 use std::fmt::Debug;
 
@@ -6,7 +6,7 @@ use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{Element, TensorData, try_read_sync};
 
-/// The numbers of a tensor, on a device that can be waited for.
+/// The elements of a tensor, on a device that can be waited for.
 pub fn floats<B: Backend, E: Element>(x: FloatTensor<B>) -> Vec<E> {
     read(B::float_into_data(x)).iter().collect()
 }

@@ -13,7 +13,7 @@ use blocksparse_cubecl::error::KernelError;
 /// Rows that a product has at most.
 pub const MOST_ROWS: usize = 32;
 
-/// Rows of a product that a tile would take in one launch, and bytes of weights that a tile would read faster than these rows here.
+/// Rows at most of one weight, which tiles multiply in one launch, and bytes of several weights from which on tiles are faster.
 const ROWS_OF_ONE_WEIGHT: usize = 16;
 const LARGE: usize = 16 << 20;
 

@@ -57,7 +57,7 @@ const COLUMN_SPAN: Spans = Spans {
     ..KEY_SPAN
 };
 
-/// Whether a device runs a kernel of so many bytes, nobody has left these out, and a call has as many heads to one of keys, and rows as wide, as there are some for.
+/// Whether the device runs a kernel with so much shared memory, tuning does not leave these out, and the call's heads and width are some that they take.
 fn takes(client: &Client, sizes: &PairSizes, shared_bytes: usize) -> bool {
     let of_device = client.properties();
     let is_left_out = Tuning::or_default().tier == TierLimit::Mma;
