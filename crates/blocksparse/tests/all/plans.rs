@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use blocksparse::plan::{MASKED_STEP, Mainloop, NO_VISIT, TilePlan, Tiling};
+use blocksparse::plan::{LAST_VISIT, MASKED_STEP, Mainloop, NO_VISIT, TilePlan, Tiling};
 use blocksparse::{BlockLayout, BlockMask, FULL, LayoutShape};
 use proptest::prelude::*;
 
@@ -10,23 +10,27 @@ use crate::{patterns, random_patterns};
 
 const SIDES: [usize; 6] = [8, 16, 32, 64, 128, 256];
 
+/// What a tiling has besides its sizes.
+const KINDS: [fn(&mut Tiling); 7] = [
+    |_| (),
+    |tiling| tiling.places = true,
+    |tiling| tiling.clustered = true,
+    |tiling| tiling.visits = true,
+    |tiling| (tiling.visits, tiling.clustered) = (true, true),
+    |tiling| (tiling.visits, tiling.coarse) = (true, true),
+    |tiling| tiling.coarse = true,
+];
+
 fn tiling() -> impl Strategy<Value = Tiling> {
     let side = || prop::sample::select(SIDES.to_vec());
-    (side(), side(), any::<bool>(), 0..6).prop_map(|(rows, cols, columns, kind)| Tiling {
-        places: kind == 1,
-        clustered: kind < 4 && (kind == 2 || rows == 256),
-        visits: kind == 3 || kind == 4,
-        coarse: kind >= 4,
-        ..Tiling::new(
-            if columns {
-                Mainloop::Columns
-            } else {
-                Mainloop::Rows
-            },
-            rows,
-            cols,
-        )
-    })
+    let mainloop = prop::sample::select(vec![Mainloop::Rows, Mainloop::Columns]);
+    (side(), side(), mainloop, prop::sample::select(KINDS.to_vec())).prop_map(
+        |(rows, cols, mainloop, set)| {
+            let mut tiling = Tiling::new(mainloop, rows, cols);
+            set(&mut tiling);
+            tiling
+        },
+    )
 }
 
 /// Coarse tilings for the blocks of a random layout.
@@ -186,6 +190,16 @@ fn check_pairs(layout: &BlockLayout, plan: &TilePlan) -> Result<(), TestCaseErro
             first_place += layout.pattern_blocks(layout.pattern_of(batch, head));
             let expected_places = places(layout, batch, head);
 
+            let mut records: Vec<_> = (0..plan.tiles).map(|tile| tiles.record(tile)).collect();
+            records.retain(|record| record[1] > 0);
+            records.sort_unstable();
+            let per_step = plan.tiling.cols / plan.group;
+            let follows = |pair: &[[usize; 3]]| pair[1][0] == pair[0][0] + pair[0][1] * per_step;
+            prop_assert!(records.windows(2).all(follows), "steps of a pattern");
+            let own: usize = records.iter().map(|record| record[1]).sum();
+            let pattern = layout.pattern_of(batch, head);
+            prop_assert_eq!(plan.pattern_steps()[pattern], own);
+
             let mut order = tiles.order();
             for &(tile, record) in &order {
                 prop_assert_eq!(record, tiles.record(tile));
@@ -229,7 +243,7 @@ fn check_pairs(layout: &BlockLayout, plan: &TilePlan) -> Result<(), TestCaseErro
     Ok(())
 }
 
-/// In launch order, which all heads share, each group of columns is visited for the first, second, … time.
+/// In launch order, which all heads share, each group of columns is visited for the first, second, … time, and the last visit says so.
 fn check_visits(layout: &BlockLayout, plan: &TilePlan) -> Result<(), TestCaseError> {
     let mut shared = None;
     for index in 0..layout.batch().unwrap_or(1) * layout.heads() {
@@ -240,7 +254,7 @@ fn check_visits(layout: &BlockLayout, plan: &TilePlan) -> Result<(), TestCaseErr
         };
         let order: Vec<usize> = tiles.order().iter().map(|ranked| ranked.0).collect();
         prop_assert_eq!(shared.get_or_insert_with(|| order.clone()), &order);
-        let mut visits: HashMap<usize, u32> = HashMap::new();
+        let mut visits: HashMap<usize, (u32, bool)> = HashMap::new();
         for tile in order {
             for entry in tiles.steps(tile).into_iter().flatten() {
                 let visit = entry.extra & NO_VISIT;
@@ -248,10 +262,20 @@ fn check_visits(layout: &BlockLayout, plan: &TilePlan) -> Result<(), TestCaseErr
                     prop_assert!(tiles.pairs(tile, &entry).is_empty());
                     continue;
                 }
-                let expected = visits.entry(entry.at).or_default();
+                let (expected, over) = visits.entry(entry.at).or_default();
+                prop_assert!(!*over, "nobody comes after the last visit");
                 prop_assert_eq!(visit, *expected);
                 *expected += 1;
+                *over = entry.extra & LAST_VISIT != 0;
             }
+        }
+        prop_assert!(visits.values().all(|&(_, over)| over));
+        if plan.complete {
+            let others = match plan.tiling.mainloop {
+                Mainloop::Rows => layout.seq_kv(),
+                Mainloop::Columns => layout.seq_q(),
+            };
+            prop_assert_eq!(visits.len(), others.div_ceil(plan.group));
         }
     }
     Ok(())
