@@ -1,8 +1,6 @@
 //! Attention with results that another pass kept.
 
-use burn_blocksparse::internal::{
-    AttentionResiduals, attention_from_residuals, attention_with_residuals,
-};
+use burn_blocksparse::internal::AttentionResiduals;
 
 use burn_blocksparse_tests::prelude::*;
 
@@ -15,9 +13,9 @@ fn given(
     device: &Device,
 ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
     let (x, v) = (zeros([1, 4, 32, 8], device), zeros([1, 4, 32, 16], device));
-    let tensors = AttentionTensors::default();
     let layout = Pattern::causal().layout(4, 32, 8).unwrap();
-    attention_from_residuals(x.clone(), x, v, tensors, kept, &layout, options)
+    let call = SparseAttentionCall::new(x.clone(), x, v, &layout);
+    call.options(options).run_from_residuals(kept)
 }
 
 #[test]
@@ -69,7 +67,8 @@ fn kept_dtypes_and_options() {
             let x = zeros([1, 4, 32, 8], &device);
             let (k, v) = (x.clone(), x.clone());
             let layout = Pattern::causal().layout(4, 32, 8).unwrap();
-            refused! { attention_with_residuals(x, k, v, Default::default(), &layout, options) => expected; }
+            let call = SparseAttentionCall::new(x, k, v, &layout).options(options);
+            refused! { call.run_with_residuals() => expected; }
         }
     }
 }

@@ -12,7 +12,7 @@ use super::args::{
 use super::call::{DeviceFacts, Request, ScoreKind, TableView, TensorView};
 use super::device::{DeviceLinePlan, line_plan};
 use super::error::KernelError;
-use super::pass::BackwardPass;
+use super::pass::{BackwardPass, Pass};
 use super::shared::addressing::PlanWordsLaunch;
 use super::simt::Tile;
 use super::simt::attention_sums::{
@@ -72,14 +72,10 @@ fn check(
     let tile = tile(device.properties, layout, request, gradient)?;
     let hardware = &device.properties.hardware;
     let lines = layout.seq_q().div_ceil(tile.rows) + layout.seq_kv().div_ceil(tile.rows);
-    for (what, limit, got) in [
+    KernelError::check_limits([
         ("the diagonals of tiles", hardware.max_cube_count.0, lines),
         ("the buffers of a kernel", hardware.max_bindings, buffers),
-    ] {
-        if got as u64 > u64::from(limit) {
-            return Err(KernelError::limit(what, limit, got));
-        }
-    }
+    ])?;
     Ok(tile)
 }
 
@@ -155,14 +151,14 @@ pub fn distance_gradient(
     stats: &Handle,
     out: &Handle,
 ) -> Result<(), KernelError> {
-    let &BackwardPass {
+    let Pass {
         client,
         layout,
         request,
         inputs: [q, k, v],
         options,
         ..
-    } = pass;
+    } = pass.pass;
     let Some(TableView { shape, .. }) = options.relative else {
         return Ok(());
     };

@@ -2,12 +2,12 @@
 
 use cubecl::prelude::*;
 
-use super::args::{Indexing, ScoreOptions};
+use super::args::ScoreOptions;
 use super::attention_sums::distance_gradient;
 use super::call::{Gradients, OutputGrads, Outputs, TensorView};
 use super::choice::AttentionPlan;
 use super::error::KernelError;
-use super::pass::BackwardPass;
+use super::pass::{BackwardPass, Pass};
 use super::tier::KnownStats;
 use blocksparse::BlockLayout;
 
@@ -28,19 +28,11 @@ pub fn backward(
 ) -> Result<(), KernelError> {
     plan.check_backward()?;
     let request = plan.request();
-    let [q, k, v] = inputs;
-    let named = [("q", q), ("k", k), ("v", v), ("grad_out", grads.out)];
+    let beside = [("grad_out", grads.out)];
     let pass = BackwardPass {
-        client,
-        layout,
-        request,
-        inputs,
-        outputs,
+        pass: Pass::new(client, layout, request, inputs, outputs, options, &beside)?,
         grads,
         gradients,
-        options,
-        slopes: options.device_slopes(client, layout, request.accumulator())?,
-        indexing: Indexing::new(client, request, layout, &named, options)?,
     };
     let mut known = KnownStats::default();
     for plan in plan.parts() {

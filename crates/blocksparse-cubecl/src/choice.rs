@@ -70,39 +70,46 @@ impl PartPlan {
     /// Writes what runs: what runs on tensor cores before what does not.
     fn write(&self, f: &mut fmt::Formatter<'_>, request: &Request) -> fmt::Result {
         let accumulator = request.accumulator().size();
-        let write = |f: &mut fmt::Formatter<'_>, lines: Vec<(&str, String)>| {
-            let mut lines = lines.into_iter();
-            lines.try_for_each(|(name, tile)| writeln!(f, "  {name:<8} {tile}"))
-        };
-        let Self {
-            forward, backward, ..
-        } = self;
-        for (tier, reason) in &forward.refused {
-            writeln!(f, "  forward  not on the {tier} tier: {reason}")?;
+        let (forward, backward) = (&self.forward, &self.backward);
+        let mut scalar = Vec::new();
+        for (pass, refused, is_tensor, lines) in [
+            (
+                "forward",
+                &forward.refused,
+                forward.tile.is_tensor(),
+                forward.tile.lines(accumulator),
+            ),
+            (
+                "backward",
+                &backward.refused,
+                backward.tile.is_tensor(),
+                backward.tile.lines(accumulator),
+            ),
+        ] {
+            write_refused(f, pass, refused)?;
+            match is_tensor {
+                true => write_lines(f, lines)?,
+                false => scalar.extend(lines),
+            }
         }
-        if forward.tile.is_tensor() {
-            write(f, forward.tile.lines(accumulator))?;
+        write_lines(f, scalar)?;
+        if request.score.bias {
+            write_refused(f, "dbias", &self.bias.refused)?;
+            write_lines(f, self.bias.tile.lines(accumulator))?;
         }
-        for (tier, reason) in &backward.refused {
-            writeln!(f, "  backward not on the {tier} tier: {reason}")?;
-        }
-        if backward.tile.is_tensor() {
-            write(f, backward.tile.lines(accumulator))?;
-        }
-        if !forward.tile.is_tensor() {
-            write(f, forward.tile.lines(accumulator))?;
-        }
-        if !backward.tile.is_tensor() {
-            write(f, backward.tile.lines(accumulator))?;
-        }
-        if !request.score.bias {
-            return Ok(());
-        }
-        for (tier, reason) in &self.bias.refused {
-            writeln!(f, "  dbias    not on the {tier} tier: {reason}")?;
-        }
-        write(f, self.bias.tile.lines(accumulator))
+        Ok(())
     }
+}
+
+/// The tiers that do not take a pass, and why.
+fn write_refused(f: &mut fmt::Formatter<'_>, pass: &str, refused: &[(&str, &str)]) -> fmt::Result {
+    let mut refused = refused.iter();
+    refused.try_for_each(|(tier, why)| writeln!(f, "  {pass:<8} not on the {tier} tier: {why}"))
+}
+
+fn write_lines(f: &mut fmt::Formatter<'_>, lines: Vec<(&str, String)>) -> fmt::Result {
+    let mut lines = lines.into_iter();
+    lines.try_for_each(|(name, tile)| writeln!(f, "  {name:<8} {tile}"))
 }
 
 /// Plans of a layout, and of the choices that devices make within it: of all of those a call has a layout of its own, of which a plan knows no more than its
@@ -298,16 +305,10 @@ fn check_limits(
         _ => 8 + 2 * usize::from(request.score.bias) + usize::from(request.score.seeds),
     } + usize::from(request.store);
     let hardware = &properties.hardware;
-    let most = hardware.max_cube_count;
-    for (what, limit, got) in [
-        ("the tiles of a head", most.0, tiles),
+    KernelError::check_limits([
+        ("the tiles of a head", hardware.max_cube_count.0, tiles),
         ("the buffers of a kernel", hardware.max_bindings, buffers),
-    ] {
-        if got as u64 > u64::from(limit) {
-            return Err(KernelError::limit(what, limit, got));
-        }
-    }
-    Ok(())
+    ])
 }
 
 impl fmt::Display for AttentionPlan {

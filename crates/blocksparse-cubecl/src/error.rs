@@ -106,6 +106,19 @@ impl KernelError {
         }
     }
 
+    /// Checks that a launch has no more of anything than the device allows.
+    pub fn check_limits<const N: usize>(
+        limits: [(&'static str, u32, usize); N],
+    ) -> Result<(), Self> {
+        let exceeded = limits
+            .iter()
+            .find(|(_, limit, got)| *got as u64 > u64::from(*limit));
+        match exceeded {
+            Some(&(what, limit, got)) => Err(Self::limit(what, limit, got)),
+            None => Ok(()),
+        }
+    }
+
     /// Checks that there are no more of something than 32 bits count.
     pub fn check_u32(what: &'static str, got: usize) -> Result<u32, Self> {
         u32::try_from(got).map_err(|_| Self::limit(what, u32::MAX, got))

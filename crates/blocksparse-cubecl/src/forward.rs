@@ -2,11 +2,11 @@
 
 use cubecl::prelude::*;
 
-use super::args::{Indexing, ScoreOptions};
+use super::args::ScoreOptions;
 use super::call::{Outputs, TensorView};
 use super::choice::AttentionPlan;
 use super::error::KernelError;
-use super::pass::ForwardPass;
+use super::pass::Pass;
 use blocksparse::BlockLayout;
 
 /// Runs the forward pass.
@@ -30,17 +30,6 @@ pub fn forward(
             return Err(KernelError::Output { output });
         }
     }
-    let [q, k, v] = inputs;
-    let named = [("q", q), ("k", k), ("v", v)];
-    let pass = ForwardPass {
-        client,
-        layout,
-        request,
-        inputs,
-        outputs,
-        options,
-        slopes: options.device_slopes(client, layout, request.accumulator())?,
-        indexing: Indexing::new(client, request, layout, &named, options)?,
-    };
+    let pass = Pass::new(client, layout, request, inputs, outputs, options, &[])?;
     (plan.parts().iter()).try_for_each(|plan| plan.forward.tile.launch(&pass, plan.part(layout)))
 }

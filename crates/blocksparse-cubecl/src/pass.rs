@@ -1,10 +1,13 @@
 //! A pass over a layout, as the tiers get it.
 
+use std::ops::Deref;
+
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::args::{Indexing, ScoreOptions, optional};
 use super::call::{Gradients, OutputGrads, Outputs, Request, TensorView};
+use super::error::KernelError;
 use blocksparse::plan::Mainloop;
 use blocksparse::{BlockLayout, Residue};
 
@@ -17,14 +20,15 @@ pub struct Part<'a> {
     pub residue: Option<Residue>,
 }
 
-/// The forward pass.
-pub struct ForwardPass<'a> {
+/// What both passes are of; the forward pass by itself.
+pub struct Pass<'a> {
     pub client: &'a Client,
     /// The call's own layout, of which the parts are.
     pub layout: &'a BlockLayout,
     pub request: &'a Request,
     /// q, k and v.
     pub inputs: [&'a TensorView; 3],
+    /// As the forward pass leaves them.
     pub outputs: Outputs<'a>,
     pub options: &'a ScoreOptions,
     /// The slopes on the device.
@@ -32,7 +36,33 @@ pub struct ForwardPass<'a> {
     pub indexing: Indexing,
 }
 
-impl ForwardPass<'_> {
+impl<'a> Pass<'a> {
+    /// A pass that reads q, k, v and the tensors `beside` them.
+    ///
+    /// # Errors
+    /// As [`Indexing::new`], and if slopes would be uploaded inside a recording.
+    pub fn new(
+        client: &'a Client,
+        layout: &'a BlockLayout,
+        request: &'a Request,
+        inputs: [&'a TensorView; 3],
+        outputs: Outputs<'a>,
+        options: &'a ScoreOptions,
+        beside: &[(&'static str, &'a TensorView)],
+    ) -> Result<Self, KernelError> {
+        let read = [&named(inputs), beside].concat();
+        Ok(Self {
+            client,
+            layout,
+            request,
+            inputs,
+            outputs,
+            options,
+            slopes: options.device_slopes(client, layout, request.accumulator())?,
+            indexing: Indexing::new(client, request, layout, &read, options)?,
+        })
+    }
+
     /// Where each row's largest score goes, if it is asked for.
     pub fn max_scores<T: LaunchArg<RuntimeArg = BufferArg>>(&self) -> ComptimeOptionArgs<T> {
         let asked = self.request.max_scores;
@@ -40,9 +70,8 @@ impl ForwardPass<'_> {
     }
 
     /// The inputs, as errors name them.
-    pub fn named(&self) -> [(&'static str, &TensorView); 3] {
-        let [q, k, v] = self.inputs;
-        [("q", q), ("k", k), ("v", v)]
+    pub fn named(&self) -> [(&'static str, &'a TensorView); 3] {
+        named(self.inputs)
     }
 
     /// Rows of queries.
@@ -51,22 +80,23 @@ impl ForwardPass<'_> {
     }
 }
 
+fn named([q, k, v]: [&TensorView; 3]) -> [(&'static str, &TensorView); 3] {
+    [("q", q), ("k", k), ("v", v)]
+}
+
 /// The backward pass.
 pub struct BackwardPass<'a> {
-    pub client: &'a Client,
-    /// The call's own layout, of which the parts are.
-    pub layout: &'a BlockLayout,
-    pub request: &'a Request,
-    /// q, k and v.
-    pub inputs: [&'a TensorView; 3],
-    /// As the forward pass left them.
-    pub outputs: Outputs<'a>,
+    pub pass: Pass<'a>,
     pub grads: OutputGrads<'a>,
     pub gradients: &'a Gradients,
-    pub options: &'a ScoreOptions,
-    /// The slopes on the device.
-    pub slopes: Option<Handle>,
-    pub indexing: Indexing,
+}
+
+impl<'a> Deref for BackwardPass<'a> {
+    type Target = Pass<'a>;
+
+    fn deref(&self) -> &Pass<'a> {
+        &self.pass
+    }
 }
 
 /// What one mainloop of the backward pass reads and writes.
@@ -102,13 +132,8 @@ impl<'a> Operands<'a> {
 impl<'a> BackwardPass<'a> {
     /// The inputs, as errors name them.
     pub fn named(&self) -> [(&'static str, &'a TensorView); 4] {
-        let [q, k, v] = self.inputs;
-        [("q", q), ("k", k), ("v", v), ("grad_out", self.grads.out)]
-    }
-
-    /// Rows of queries.
-    pub fn rows(&self) -> usize {
-        self.request.batch * self.layout.heads() * self.layout.seq_q()
+        let [q, k, v] = self.pass.named();
+        [q, k, v, ("grad_out", self.grads.out)]
     }
 
     /// What a mainloop reads and writes.

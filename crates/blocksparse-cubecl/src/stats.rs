@@ -25,6 +25,17 @@ pub struct Wanted {
     pub by_class: bool,
 }
 
+impl Wanted {
+    /// All places of a part, filled up to a multiple, and lse for powers of two: what kernels on tensor cores read.
+    pub fn of_places(part: Part, multiple: usize) -> Self {
+        Self {
+            pitch: part.layout.seq_q().next_multiple_of(multiple),
+            lse_factor: std::f64::consts::LOG2_E,
+            by_class: part.residue.is_some(),
+        }
+    }
+}
+
 /// What is known of the queries.
 pub struct Known<'a> {
     pub client: &'a Client,

@@ -7,7 +7,7 @@ use cubecl::server::Handle;
 
 use super::call::{BiasView, Kernel, PartRequest};
 use super::error::KernelError;
-use super::pass::{BackwardPass, ForwardPass, Part};
+use super::pass::{BackwardPass, Part, Pass};
 use super::{hopper, mma};
 use super::{simt, stats};
 use blocksparse::plan::{Mainloop, Tiling};
@@ -145,7 +145,7 @@ impl ForwardTile {
     ///
     /// # Errors
     /// [`KernelError`] if the tier cannot read a tensor, or one is too large.
-    pub fn launch(&self, pass: &ForwardPass, part: Part) -> Result<(), KernelError> {
+    pub fn launch(&self, pass: &Pass, part: Part) -> Result<(), KernelError> {
         match *self {
             Self::Hopper(tile) => hopper::launch_forward(pass, part, tile),
             Self::Mma(tile) => mma::launch_forward(pass, part, tile),
@@ -231,28 +231,18 @@ impl BiasTile {
 
     /// As [`ForwardTile::lines`]: a loop over rows, or over columns where queries share a row of the bias.
     pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
-        let mainloops = [
-            ("dbias", Kernel::BackwardRows),
-            ("or dbias", Kernel::BackwardColumns),
-        ];
-        let lines = mainloops.into_iter().enumerate();
-        lines
-            .map(|(index, (name, kernel))| {
-                let tile = match self {
-                    Self::Hopper(own, _) if index == 0 => own.pairs.to_string(),
-                    Self::Hopper(own, tiles) => match own.keys {
-                        Ok(keys) => format!("{keys}, sums over queries"),
-                        Err(reason) => {
-                            let tile = mma::describe(tiles[index], kernel);
-                            format!("{tile} (not on the {HOPPER} tier: {reason})")
-                        }
-                    },
-                    Self::Mma(tiles) => mma::describe(tiles[index], kernel).to_string(),
-                    Self::Simt(tiles) => simt::describe(&tiles[index], kernel, accumulator),
-                };
-                (name, tile)
-            })
-            .collect()
+        mainloop_lines(["dbias", "or dbias"], |index, kernel| match self {
+            Self::Hopper(own, _) if index == 0 => own.pairs.to_string(),
+            Self::Hopper(own, tiles) => match own.keys {
+                Ok(keys) => format!("{keys}, sums over queries"),
+                Err(reason) => {
+                    let tile = mma::describe(tiles[index], kernel);
+                    format!("{tile} (not on the {HOPPER} tier: {reason})")
+                }
+            },
+            Self::Mma(tiles) => mma::describe(tiles[index], kernel).to_string(),
+            Self::Simt(tiles) => simt::describe(&tiles[index], kernel, accumulator),
+        })
     }
 
     /// Adds a part's gradient of the bias.
@@ -306,11 +296,15 @@ impl KnownStats {
     }
 }
 
-/// The two mainloops, by the names of what they make.
-const MAINLOOPS: [(&str, Kernel); 2] = [
-    ("dQ", Kernel::BackwardRows),
-    ("dK, dV", Kernel::BackwardColumns),
-];
+/// A line for each of two mainloops, by the names of what they make.
+fn mainloop_lines(
+    names: [&'static str; 2],
+    describe: impl Fn(usize, Kernel) -> String,
+) -> Vec<(&'static str, String)> {
+    let kernels = [Kernel::BackwardRows, Kernel::BackwardColumns];
+    let lines = [0, 1].map(|index| (names[index], describe(index, kernels[index])));
+    lines.into()
+}
 
 impl BackwardTile {
     /// Whether it runs on tensor cores.
@@ -341,12 +335,8 @@ impl BackwardTile {
 
     /// As [`ForwardTile::lines`].
     pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
-        let mainloops = |describe: &dyn Fn(usize, Kernel) -> String| {
-            let lines = MAINLOOPS.into_iter().enumerate();
-            lines
-                .map(|(index, (name, kernel))| (name, describe(index, kernel)))
-                .collect::<Vec<_>>()
-        };
+        let mainloops =
+            |describe: &dyn Fn(usize, Kernel) -> String| mainloop_lines(["dQ", "dK, dV"], describe);
         match self {
             Self::HopperFused(tile) => vec![("backward", tile.to_string())],
             Self::HopperUnfused(plans) => mainloops(&|index, _| plans[index].to_string()),

@@ -402,7 +402,14 @@ mod tests {
             "REFERENCE", "1" => reference: true;
             "SIMT_SUMS", "0" => simt_sums: 0;
             "SIMT_TILE", "64x32x4" => simt_tile: Some([64, 32, 4]);
+            "TIER", "simt" => tier: TierLimit::Simt;
+            "TIER", "simt-unfused" => tier: TierLimit::SimtUnfused;
+            "TIER", "simt-fused" => tier: TierLimit::SimtFused;
+            "TIER", "mma" => tier: TierLimit::Mma;
+            "TIER", "hopper-forward" => tier: TierLimit::HopperForward;
             "TIER", "hopper-unfused" => tier: TierLimit::HopperUnfused;
+            "TIER", "hopper-alone" => tier: TierLimit::HopperAlone;
+            "TIER", "mma-bias" => tier: TierLimit::MmaBias;
         }
     }
 

@@ -211,18 +211,8 @@ mod tests {
     /// one on are 1, 0, 1, 0; 1, 1, 1, 0; 1, 1, 0, 1; 1, 1, 1, 1, a nibble for each byte.
     #[test]
     fn numbers_are_columns_of_bits() {
-        let words = philox_of(ROUNDS, [0; 4], [0; 2]);
-        let numbers = eight_numbers(words);
+        let numbers = eight_numbers(philox_of(ROUNDS, [0; 4], [0; 2]));
         assert_eq!(numbers[0], 0b1111_1011_0111_0101);
-        for (j, number) in numbers.into_iter().enumerate() {
-            for place in 0..16 {
-                let word = words[place % 4];
-                assert_eq!(
-                    number >> place & 1,
-                    (word >> (8 * (place / 4) + j) & 1) as u16
-                );
-            }
-        }
     }
 
     /// The comparison place by place says of every number what the threshold says.

@@ -115,6 +115,7 @@ pub fn attention_gradients(
         k,
         v,
         scores.clone(),
+        None,
         Layout::Host(layout),
         options.clone(),
     )?;

@@ -10,8 +10,7 @@ pub use crate::base::{device, dtype, host, kernels_run, op_plan, sums, values};
 
 #[cfg(feature = "autodiff")]
 pub use crate::attention::autodiff::inner_layout;
-pub use crate::attention::kept::values::AttentionResiduals;
-pub use crate::attention::kept::{attention_from_residuals, attention_with_residuals};
+pub use crate::attention::kept::AttentionResiduals;
 pub use crate::attention::plan::Chosen;
 pub use crate::base::arange::arange;
 pub use crate::base::kernels_run::runs_kernels;

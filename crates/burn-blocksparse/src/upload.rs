@@ -51,7 +51,7 @@ pub fn layout_tensors(
     let blocked = match known {
         Some((_, blocked)) => blocked.clone(),
         None => {
-            recording::refuse_upload("the masks of a layout")?;
+            recording::ensure_not_capturing("the masks of a layout")?;
             let dead: Vec<usize> = (uploaded.iter())
                 .filter(|(_, entry)| entry.layout.strong_count() == 0)
                 .map(|(key, _)| *key)

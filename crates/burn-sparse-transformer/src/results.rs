@@ -3,9 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::Tensor;
-use burn_blocksparse::internal::{
-    AttentionResiduals, attention_from_residuals, attention_with_residuals,
-};
+use burn_blocksparse::internal::AttentionResiduals;
 use burn_blocksparse::{
     AttentionOptions, AttentionTensors, Layout, OpError, SparseAttentionCall, WeightsMode,
 };
@@ -34,23 +32,17 @@ impl Results {
     ) -> Result<Tensor<4>, OpError> {
         // Stored weights are not kept.
         let keeps = options.weights == WeightsMode::Recompute;
+        let call = SparseAttentionCall::new(q, k, v, layout)
+            .tensors(tensors)
+            .options(options);
         Ok(match self {
-            Self::Given(kept) => {
-                let kept = AttentionResiduals::clone(kept);
-                attention_from_residuals(q, k, v, tensors, kept, layout, options)?.0
-            }
+            Self::Given(kept) => call.run_from_residuals(AttentionResiduals::clone(kept))?.0,
             Self::Kept(slot) if keeps => {
-                let (out, _, kept) = attention_with_residuals(q, k, v, tensors, layout, options)?;
+                let (out, _, kept) = call.run_with_residuals()?;
                 slot.put(kept);
                 out
             }
-            Self::Computed | Self::Kept(_) => {
-                SparseAttentionCall::new(q, k, v, layout)
-                    .tensors(tensors)
-                    .options(options)
-                    .run()?
-                    .out
-            }
+            Self::Computed | Self::Kept(_) => call.run()?.out,
         })
     }
 }

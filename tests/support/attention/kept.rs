@@ -1,8 +1,6 @@
 //! Attention with results that another pass kept: the bits that it has without, and what is given is what is used.
 
-use burn_blocksparse::internal::{
-    AttentionResiduals, attention_from_residuals, attention_with_residuals,
-};
+use burn_blocksparse::internal::AttentionResiduals;
 
 use crate::attention::cases::{Case, gaps_per_batch, table};
 use crate::attention::options::{SHARED, everything, with_alibi, with_distances};
@@ -54,27 +52,17 @@ fn run<'a>(
     let through = |x: &Tensor<4>| x.clone() * 2.0 / 2.0;
     let [tq, tk, tv] = [&q, &k, &v].map(through);
     tensors.bias = tensors.bias.as_ref().map(through);
-    let options = problem.asked();
-    let (out, lse, kept) = match by {
-        By::Itself => {
-            let (out, lse) = SparseAttentionCall::new(tq, tk, tv, layout)
-                .tensors(tensors)
-                .options(options)
-                .run_with_lse()
-                .unwrap();
-            (out, lse, None)
-        }
+    let call = SparseAttentionCall::new(tq, tk, tv, layout)
+        .tensors(tensors)
+        .options(problem.asked());
+    let ((out, lse), kept) = match by {
+        By::Itself => (call.run_with_lse().unwrap(), None),
         By::Keeping => {
-            let (out, lse, kept) =
-                attention_with_residuals(tq, tk, tv, tensors, layout, options).unwrap();
+            let (out, lse, kept) = call.run_with_residuals().unwrap();
             assert!(!kept.out.is_autodiff() && !kept.lse.is_autodiff());
-            (out, lse, Some(kept))
+            ((out, lse), Some(kept))
         }
-        By::Given(kept) => {
-            let (out, lse) =
-                attention_from_residuals(tq, tk, tv, tensors, *kept, layout, options).unwrap();
-            (out, lse, None)
-        }
+        By::Given(kept) => (call.run_from_residuals(*kept).unwrap(), None),
     };
     if !tracks {
         let outputs = vec![("out", out.into_data()), ("lse", lse.into_data())];
@@ -173,11 +161,10 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
     for plain in devices {
         let random = || Tensor::<4>::random([1, 2, 40, 8], Distribution::Default, plain);
         let [q, k, v, grad_out] = [random(), random(), random(), random()];
-        let none = AttentionTensors::default;
-        let options = AttentionOptions::default;
-        let call = (q.clone(), k.clone(), v.clone());
-        let (_, _, kept) =
-            attention_with_residuals(call.0, call.1, call.2, none(), &layout, options()).unwrap();
+        let call = |q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>| {
+            SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
+        };
+        let (_, _, kept) = call(&q, &k, &v).run_with_residuals().unwrap();
         // Half of the weights, of an output that they do not make.
         let altered = AttentionResiduals::new(
             kept.out.clone() * -3.0 + 1.0,
@@ -193,9 +180,8 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
                 leaf(&k, tracked[1]),
                 leaf(&v, tracked[2]),
             ];
-            let [tq, tk, tv] = inputs.clone();
-            let (out, lse) =
-                attention_from_residuals(tq, tk, tv, none(), kept, &layout, options()).unwrap();
+            let [q, k, v] = &inputs;
+            let (out, lse) = call(q, k, v).run_from_residuals(kept).unwrap();
             (inputs, out, lse)
         };
         let bytes = |data: TensorData| data.as_bytes().to_vec();
@@ -240,10 +226,8 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
         assert!(leaf.out.grad(&grads).is_none() && leaf.lse.grad(&grads).is_none());
         // Sinks are not in it: they take a share of what is given.
         let sinks = Tensor::<1>::from_data([0.4, -0.7], plain);
-        let tensors = none().sinks(sinks.clone());
-        let (out, lse) =
-            attention_from_residuals(q, k, v, tensors, altered.clone(), &layout, options())
-                .unwrap();
+        let with_sinks = call(&q, &k, &v).sinks(sinks.clone());
+        let (out, lse) = with_sinks.run_from_residuals(altered.clone()).unwrap();
         let total = (altered.lse.clone().exp() + sinks.reshape([1, 2, 1]).exp()).log();
         let share = (altered.lse.clone() - total.clone()).exp();
         let scaled = altered.out.clone() * share.unsqueeze_dim(3);

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::bias_gradient::{NONE, SharingLaunch, bias_gradient};
-use super::launch::{CallOptions, check, launch_mainloop, tensor_map};
+use super::launch::{CallOptions, TMA_PLACES, check, launch_mainloop, tensor_map};
 use super::long_tiles::{LongTiles, MainloopPlan};
 use super::pair_tile::PairTile;
 use super::tiles::MainloopTile;
@@ -40,10 +40,7 @@ pub fn launch_bias_pairs(
 ) -> Result<(), KernelError> {
     let (client, request, layout) = (pass.client, pass.request, part.layout);
     let [q, k, v] = pass.inputs;
-    let call = CallOptions {
-        options: pass.options,
-        slopes: pass.slopes.as_ref(),
-    };
+    let call = CallOptions::of(pass);
     let residue = part.residue;
     check(&pass.named(), residue, call)?;
     let heads = layout.heads();
@@ -54,11 +51,7 @@ pub fn launch_bias_pairs(
         wide: keys.is_multiple_of(2) && first.is_multiple_of(8) && residue.is_none(),
         ..tile
     };
-    let wanted = Wanted {
-        pitch: layout.seq_q(),
-        lse_factor: std::f64::consts::LOG2_E,
-        by_class: residue.is_some(),
-    };
+    let wanted = Wanted::of_places(part, 1);
     let stats = stats::make(pass, part, wanted)?;
     let device_plan = plan(client, layout, tile.tiling())?;
     let scales = call.scales();
@@ -141,12 +134,7 @@ pub fn launch_bias_keys(
 ) -> Result<(), KernelError> {
     let (client, request, layout) = (pass.client, pass.request, part.layout);
     let (heads, keys) = (layout.heads(), pass.inputs[1].shape[2]);
-    let wanted = Wanted {
-        // For TMA a multiple of 2.
-        pitch: layout.seq_q().next_multiple_of(2),
-        lse_factor: std::f64::consts::LOG2_E,
-        by_class: part.residue.is_some(),
-    };
+    let wanted = Wanted::of_places(part, TMA_PLACES);
     let stats = stats::make(pass, part, wanted)?;
     let sums = request.batch * heads * keys;
     let numbers = KernelError::check_u32("the keys of all heads", sums)?;

@@ -119,10 +119,7 @@ pub fn launch_fused(
     known: Option<Stats>,
 ) -> Result<Stats, KernelError> {
     let client = pass.client;
-    let call = CallOptions {
-        options: pass.options,
-        slopes: pass.slopes.as_ref(),
-    };
+    let call = CallOptions::of(pass);
     check(&pass.named(), part.residue, call)?;
     let tile = BackwardTile {
         options: call.options(tile.options, part.residue),

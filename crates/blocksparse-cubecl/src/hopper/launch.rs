@@ -14,7 +14,7 @@ use crate::args::{ScoreOptions, batch_words, buffer, optional, plan_parts, plan_
 use crate::call::TensorView;
 use crate::device::plan;
 use crate::error::KernelError;
-use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::pass::{BackwardPass, Operands, Part, Pass};
 use crate::shared::addressing::{ForwardOutputsLaunch, MainloopOperandsLaunch, QkvLaunch};
 use crate::slices::Slice;
 use crate::stats::{self, Wanted};
@@ -25,6 +25,9 @@ use blocksparse::plan::Mainloop;
 
 /// TMA's strides and addresses are multiples of 16 bytes.
 const ALIGNMENT: usize = 8;
+
+/// Places of a head's stats, of two numbers each, are a multiple of this many for the same reason.
+pub(super) const TMA_PLACES: usize = 2;
 
 /// Units of a cube of kernels before and behind a mainloop.
 pub(super) const UNITS: usize = 256;
@@ -43,7 +46,14 @@ pub struct CallOptions<'a> {
     pub slopes: Option<&'a Handle>,
 }
 
-impl CallOptions<'_> {
+impl<'a> CallOptions<'a> {
+    pub fn of(pass: &'a Pass) -> Self {
+        Self {
+            options: pass.options,
+            slopes: pass.slopes.as_ref(),
+        }
+    }
+
     /// Whether scores are not just products but for their scale.
     fn transformed(&self) -> bool {
         let ScoreOptions {
@@ -147,18 +157,15 @@ fn check_eights(what: &'static str, elements: usize) -> Result<(), KernelError> 
 ///
 /// # Errors
 /// As `check`, and if the output is too large. Then nothing was launched.
-pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), KernelError> {
-    let &ForwardPass {
+pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelError> {
+    let &Pass {
         client,
         request,
         inputs: [q, k, v],
         outputs,
         ..
     } = pass;
-    let call = CallOptions {
-        options: pass.options,
-        slopes: pass.slopes.as_ref(),
-    };
+    let call = CallOptions::of(pass);
     let residue = part.residue;
     check(&pass.named(), residue, call)?;
     let tile = Tile {
@@ -213,12 +220,7 @@ pub fn launch_mainloops(
     part: Part,
     mainloops: [MainloopPlan; 2],
 ) -> Result<(), KernelError> {
-    let wanted = Wanted {
-        // For TMA a multiple of 2.
-        pitch: part.layout.seq_q().next_multiple_of(2),
-        lse_factor: std::f64::consts::LOG2_E,
-        by_class: part.residue.is_some(),
-    };
+    let wanted = Wanted::of_places(part, TMA_PLACES);
     let stats = stats::make(pass, part, wanted)?;
     for (plan, mainloop) in mainloops
         .into_iter()
@@ -246,10 +248,7 @@ pub(super) fn launch_mainloop(
     pitch: usize,
 ) -> Result<(), KernelError> {
     let (client, request) = (pass.client, pass.request);
-    let call = CallOptions {
-        options: pass.options,
-        slopes: pass.slopes.as_ref(),
-    };
+    let call = CallOptions::of(pass);
     let mainloop = operands.mainloop;
     let ([a1, a2], [b1, b2]) = (operands.a, operands.b);
     let residue = part.residue;

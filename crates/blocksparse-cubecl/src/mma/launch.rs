@@ -13,7 +13,7 @@ use crate::args::{ScoreOptions, buffer, optional, schedule};
 use crate::call::{BiasView, TensorView};
 use crate::device::plan;
 use crate::error::KernelError;
-use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::pass::{BackwardPass, Operands, Part, Pass};
 use crate::shared::addressing::{ForwardOutputsLaunch, MainloopOperandsLaunch, QkvLaunch};
 use crate::slices::Slice;
 use crate::stats::{self, Wanted};
@@ -104,8 +104,8 @@ fn check_words(what: &'static str, elements: usize, element: Element) -> Result<
 ///
 /// # Errors
 /// As `check`, and if the output is too large. Then nothing was launched.
-pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), KernelError> {
-    let &ForwardPass {
+pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelError> {
+    let &Pass {
         client,
         request,
         inputs: [q, k, v],
@@ -163,7 +163,7 @@ pub fn launch_backward(
     part: Part,
     tiles: [Tile; 2],
 ) -> Result<(), KernelError> {
-    let wanted = wanted(part);
+    let wanted = Wanted::of_places(part, 1);
     let stats = stats::make(pass, part, wanted)?;
     for (tile, mainloop) in tiles.into_iter().zip([Mainloop::Rows, Mainloop::Columns]) {
         let launches = match (mainloop, tile.outputs) {
@@ -213,7 +213,7 @@ pub fn launch_bias_gradient(
     let operands = pass.operands(mainloop);
     check(&operands.named(), tile, pass.options)?;
     let tile = for_tensors(tile, &operands.named());
-    let stats = stats::make(pass, part, wanted(part))?;
+    let stats = stats::make(pass, part, Wanted::of_places(part, 1))?;
     let hardware = &pass.client.properties().hardware;
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
     for slice in Slice::sharing(bias.shape, pass.request.batch, pass.layout.heads()) {
@@ -237,15 +237,6 @@ pub fn launch_bias_gradient(
 /// Steps of a tile are not cut into more.
 const MOST_CHUNKS: usize = 32;
 
-/// What is wanted of the queries of a part.
-fn wanted(part: Part) -> Wanted {
-    Wanted {
-        pitch: part.layout.seq_q(),
-        lse_factor: std::f64::consts::LOG2_E,
-        by_class: part.residue.is_some(),
-    }
-}
-
 /// What a mainloop writes, for which batch entries and heads.
 #[derive(Clone, Copy)]
 struct Target<'a> {
@@ -259,7 +250,7 @@ struct Target<'a> {
     slice: Slice,
 }
 
-/// A mainloop over a part, from the [`wanted`] stats of its queries.
+/// A mainloop over a part, from the stats of its queries.
 fn launch_mainloop(
     pass: &BackwardPass,
     part: Part,
@@ -268,12 +259,12 @@ fn launch_mainloop(
     stats: &Handle,
     target: Target,
 ) -> Result<(), KernelError> {
-    let &BackwardPass {
+    let Pass {
         client,
         request,
         options,
         ..
-    } = pass;
+    } = pass.pass;
     let &Operands {
         mainloop,
         a: [a1, a2],
@@ -282,7 +273,7 @@ fn launch_mainloop(
     } = operands;
     let element = tile.element;
     let heads = part.layout.heads();
-    let pitch = wanted(part).pitch;
+    let pitch = Wanted::of_places(part, 1).pitch;
     let device_plan = plan(client, part.layout, tile.tiling(mainloop))?;
     let slopes = if tile.score.alibi { heads } else { 0 };
     let stats_len = request.batch * heads * pitch * 2 + slopes;

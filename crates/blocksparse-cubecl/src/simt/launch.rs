@@ -10,7 +10,7 @@ use crate::args::{buffer, optional, row_tensor, schedule, spread};
 use crate::call::BiasView;
 use crate::device::plan;
 use crate::error::KernelError;
-use crate::pass::{BackwardPass, ForwardPass, Operands, Part};
+use crate::pass::{BackwardPass, Operands, Part, Pass};
 use crate::shared::addressing::{ForwardOutputsLaunch, MainloopOperandsLaunch, QkvLaunch};
 use crate::slices::Slice;
 use blocksparse::plan::Mainloop;
@@ -19,8 +19,8 @@ use blocksparse::plan::Mainloop;
 ///
 /// # Errors
 /// [`KernelError`] if the launch plan is too large; then nothing was launched.
-pub fn launch_forward(pass: &ForwardPass, part: Part, tile: Tile) -> Result<(), KernelError> {
-    let &ForwardPass {
+pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelError> {
+    let &Pass {
         client,
         layout,
         request,
@@ -102,14 +102,13 @@ pub fn launch_fused(
     fused: Fused,
     stats: &Handle,
 ) -> Result<(), KernelError> {
-    let &BackwardPass {
+    let Pass {
         client,
         request,
-        gradients,
         options,
         indexing,
         ..
-    } = pass;
+    } = pass.pass;
     let Fused { tile, groups, .. } = fused;
     let operands = pass.operands(Mainloop::Columns);
     let (rows, accumulator) = (pass.rows(), request.accumulator());
@@ -132,7 +131,7 @@ pub fn launch_fused(
             indexing.address,
             indexing.width,
             buffer(&sums, groups * fours),
-            buffer(&gradients.q, rows * request.head_dim / indexing.width),
+            buffer(&pass.gradients.q, rows * request.head_dim / indexing.width),
             rows,
             groups,
             InputScalar::new(options.scale, accumulator),
@@ -192,15 +191,14 @@ fn launch_mainloop(
     slice: Slice,
     sums: Option<GroupSums>,
 ) -> Result<(), KernelError> {
-    let &BackwardPass {
+    let Pass {
         client,
         layout,
         request,
-        gradients,
         options,
         indexing,
         ..
-    } = pass;
+    } = pass.pass;
     let &Operands {
         a: [a1, a2],
         b: [b1, b2],
@@ -213,7 +211,7 @@ fn launch_mainloop(
     let (width, accumulator) = (indexing.width, request.accumulator());
     let weights = request.batch * indexing.weight_blocks * layout.block_size().pow(2);
     let [table_start, numbers] = options.stats_len(rows);
-    let bias_grad = gradients.bias.as_ref().filter(|_| tile.bias_gradient);
+    let bias_grad = pass.gradients.bias.as_ref().filter(|_| tile.bias_gradient);
     for slice in slice.cut(client) {
         // SAFETY: as for the forward pass; the sums have rows of all queries for each group, and the stats have slopes and the table behind their rows.
         unsafe {
@@ -245,7 +243,7 @@ fn launch_mainloop(
                     heads,
                     heads / request.kv_heads,
                     indexing.weight_blocks,
-                    gradients.v_offset / width,
+                    pass.gradients.v_offset / width,
                     rows * 2,
                     device_plan.tiles,
                 ),

@@ -21,9 +21,7 @@ fn staircase(heads: usize, seq_q: usize) -> BlockLayout {
 fn shares(layout: &BlockLayout, [batch, kv_heads]: [usize; 2], dim: usize) -> Option<usize> {
     let request = Request::new([batch, kv_heads], [dim, dim], BF16);
     let plan = Fake::sm90().plan(layout, request, TierLimit::None).unwrap();
-    let text = plan.to_string();
-    let line = text.lines().find(|line| line.contains("  backward hopper"));
-    let line = line.unwrap_or_else(|| panic!("{text}"));
+    let line = line(&plan, "  backward hopper");
     let (_, rest) = line.split_once("the queries of a tile shared by ")?;
     Some(rest.strip_suffix(" cubes").unwrap().parse().unwrap())
 }
@@ -63,10 +61,8 @@ fn forced(heads: usize, n: usize) -> BlockLayout {
 /// What a plan of two mainloops says of tiles that cubes share, in the loop over rows and in the one over columns: tiles, and cubes to each.
 fn long(layout: &BlockLayout, request: Request, limit: TierLimit) -> [Option<[usize; 2]>; 2] {
     let plan = Fake::sm90().plan(layout, request, limit).unwrap();
-    let text = plan.to_string();
     ["  dQ       hopper", "  dK, dV   hopper"].map(|mainloop| {
-        let line = text.lines().find(|line| line.starts_with(mainloop));
-        let line = line.unwrap_or_else(|| panic!("{text}"));
+        let line = line(&plan, mainloop);
         let (_, rest) = line.split_once(", the steps of ")?;
         let (tiles, cubes) = rest.split_once(" of a head shared by ").unwrap();
         let tiles = match tiles.strip_prefix("each of the ") {
@@ -164,12 +160,8 @@ fn who_writes_dq(
 ) {
     let layout = pattern.layout(32, 16_384, 64).unwrap();
     let request = Request::new([1, 32], [dim, dim], BF16).with_score(score);
-    let plan = Fake::sm90()
-        .plan(&layout, request, TierLimit::None)
-        .unwrap();
-    let text = plan.to_string();
-    let line = text.lines().find(|line| line.contains("  backward hopper"));
-    let line = line.unwrap_or_else(|| panic!("{text}"));
+    let plan = Fake::sm90().plan(&layout, request, TierLimit::None);
+    let line = line(&plan.unwrap(), "  backward hopper");
     let found = ["written by the last visit", "tile after tile"].map(|said| line.contains(said));
     assert_eq!(found, expected, "{line}");
 }
@@ -181,12 +173,8 @@ fn long_tiles_have_sums_of_their_own() {
     let backward = |pattern: Pattern, heads, n, dim, limit| {
         let layout = pattern.layout(heads, n, 64).unwrap();
         let request = Request::new([1, heads], [dim, dim], BF16);
-        let text = Fake::sm90()
-            .plan(&layout, request, limit)
-            .unwrap()
-            .to_string();
-        let line = text.lines().find(|line| line.contains("  backward hopper"));
-        let line = line.unwrap_or_else(|| panic!("{text}"));
+        let plan = Fake::sm90().plan(&layout, request, limit).unwrap();
+        let line = line(&plan, "  backward hopper");
         ["sums of dQ of their own", "tile after tile"].map(|said| line.contains(said))
     };
     let global = || Pattern::union([Pattern::local(256), Pattern::global([0])]);

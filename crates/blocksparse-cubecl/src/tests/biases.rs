@@ -95,9 +95,7 @@ fn options_take_tiles_of_one_warpgroup() {
         let mut request = Request::new([2, 8], [64, 64], BF16);
         set(&mut request.score);
         let plan = Fake::sm90().plan(&layout, request, TierLimit::None);
-        let text = plan.unwrap().to_string();
-        let line = text.lines().find(|line| line.contains("forward  hopper"));
-        line.unwrap_or_else(|| panic!("{text}")).to_owned()
+        line(&plan.unwrap(), "  forward  hopper")
     };
     assert!(with(|_| ()).contains("256 units"));
     let options: [fn(&mut ScoreKind); 4] = [

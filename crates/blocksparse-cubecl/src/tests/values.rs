@@ -26,9 +26,8 @@ fn narrower_values() {
     ] {
         let plan = plan_of(widths);
         assert_eq!(lines(&plan), expected, "{plan}");
-        let text = plan.to_string();
-        let forward = text.lines().find(|line| line.contains("forward  hopper"));
-        assert!(forward.unwrap().contains(tile), "{widths:?}: {text}");
+        let forward = line(&plan, "  forward  hopper");
+        assert!(forward.contains(tile), "{widths:?}: {plan}");
     }
 }
 

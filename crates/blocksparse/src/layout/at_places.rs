@@ -3,9 +3,11 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use super::BlockLayout;
+use super::builder::LayoutBuilder;
+use super::mask::MaskInterner;
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
-use super::{BlockLayout, HeadPattern, Inner, position_or_push};
 
 /// For a key block that has no place.
 pub(crate) const NOWHERE: u32 = u32::MAX;
@@ -23,11 +25,11 @@ impl BlockLayout {
         which: impl Fn(usize) -> usize,
     ) -> Self {
         let b = self.block_size();
-        let mut patterns: Vec<HeadPattern> = Vec::new();
+        let mut builder = LayoutBuilder::new(MaskInterner::of(self.masks().to_vec()));
         let mut known: HashMap<(usize, usize), u32> = HashMap::new();
-        let head_patterns = (0..self.heads()).map(|head| {
+        for head in 0..self.heads() {
             let key = (self.pattern_of(0, head), which(head));
-            *known.entry(key).or_insert_with(|| {
+            let pattern = *known.entry(key).or_insert_with(|| {
                 let mut moved = RowRuns::new();
                 for row in rows.iter().cloned().flatten() {
                     let mut runs: Vec<Run> = (self.row_runs(key.0, row).iter())
@@ -37,15 +39,13 @@ impl BlockLayout {
                     runs.into_iter().for_each(|run| moved.push(run));
                     moved.end_row();
                 }
-                position_or_push(&mut patterns, moved)
-            })
-        });
-        let head_patterns = head_patterns.collect();
+                builder.pattern(moved)
+            });
+            builder.head_patterns.push(pattern);
+        }
         let seq_q = b * rows.iter().map(Range::len).sum::<usize>();
         let shape = LayoutShape::new(self.heads(), [seq_q, b * kv_blocks], b);
-        let masks = self.masks().to_vec();
-        let inner = Inner::of_patterns(name, shape, None, head_patterns, patterns, masks);
-        Self::from_parts(inner)
+        builder.finish(name, shape, None)
     }
 }
 

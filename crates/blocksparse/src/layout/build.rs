@@ -1,11 +1,14 @@
 //! What makes layouts: a pattern, a callback over blocks, other layouts, a tensor on a device.
 
+use std::sync::Arc;
+
+use super::builder::LayoutBuilder;
 use super::choice::DeviceChoice;
 use super::grid::{Grid, natural_layout};
 use super::mask::{BlockMask, MaskInterner};
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
-use super::{BlockLayout, HeadPattern, Inner, position_or_push, residue};
+use super::{BlockLayout, residue};
 use crate::{LayoutError, Pattern};
 
 impl Pattern {
@@ -139,14 +142,9 @@ impl BlockLayout {
         }
         let first = self.inner.head_patterns[0] as usize;
         let rows = self.inner.patterns[first].rows.clone();
-        Ok(Self::from_parts(Inner::new(
-            self.inner.name.clone(),
-            shape,
-            None,
-            vec![0; heads],
-            vec![rows],
-            self.inner.masks.clone(),
-        )))
+        let masks = MaskInterner::of(self.masks().to_vec());
+        let name = self.name().to_owned();
+        Ok(Self::from_heads(name, shape, vec![rows], masks))
     }
 
     /// One layout out of one per batch entry, all of the same shape.
@@ -157,9 +155,7 @@ impl BlockLayout {
         let Some(first) = layouts.first() else {
             return Err(LayoutError::argument("layouts", "at least one", "none"));
         };
-        let mut masks = MaskInterner::new(first.block_size());
-        let mut patterns: Vec<HeadPattern> = Vec::new();
-        let mut head_patterns = Vec::new();
+        let mut builder = LayoutBuilder::new(MaskInterner::new(first.block_size()));
         for layout in layouts {
             crate::ensure! {
                 LayoutError;
@@ -168,38 +164,23 @@ impl BlockLayout {
                     format!("shared over the batch and of shape {:?}", first.shape()),
                     format!("{:?}, batch {:?}", layout.shape(), layout.batch());
             }
-            let ids: Vec<u32> = (layout.inner.masks.iter())
-                .map(|mask| {
-                    masks
-                        .intern(mask.clone())
-                        .expect("kept masks are not empty")
-                })
+            let ids: Vec<u32> = (layout.masks().iter())
+                .map(|mask| builder.masks.intern(mask.clone()))
+                .map(|id| id.expect("kept masks are not empty"))
                 .collect();
             let known: Vec<u32> = (layout.inner.patterns.iter())
                 .map(|pattern| {
                     let mut rows = pattern.rows.clone();
-                    rows.runs
-                        .iter_mut()
-                        .for_each(|r| r.mask = ids[r.mask as usize]);
-                    position_or_push(&mut patterns, rows)
+                    let runs = rows.runs.iter_mut();
+                    runs.for_each(|run| run.mask = ids[run.mask as usize]);
+                    builder.pattern(rows)
                 })
                 .collect();
-            head_patterns.extend(
-                layout
-                    .inner
-                    .head_patterns
-                    .iter()
-                    .map(|&p| known[p as usize]),
-            );
+            let heads = layout.inner.head_patterns.iter();
+            (builder.head_patterns).extend(heads.map(|&pattern| known[pattern as usize]));
         }
-        let stacked = Self::from_parts(Inner::of_patterns(
-            first.inner.name.clone(),
-            *first.shape(),
-            Some(layouts.len()),
-            head_patterns,
-            patterns,
-            masks.into_masks(),
-        ));
+        let name = first.name().to_owned();
+        let stacked = builder.finish(name, *first.shape(), Some(layouts.len()));
         Ok(stacked.with_parts(residue::stacked(layouts)?))
     }
 
@@ -220,11 +201,25 @@ impl BlockLayout {
             heads != 0 && shape.heads.is_multiple_of(heads) => "patterns' heads", format!("a divisor of the {} heads", shape.heads), heads;
             batch != 0 => "patterns' batch", "at least 1", batch;
         }
-        let rows = RowRuns::empty(shape.seq_q.div_ceil(shape.block_size));
-        let masks = vec![BlockMask::full(shape.block_size)];
         let batch = (batch > 1).then_some(batch);
-        let head_patterns = vec![0; batch.unwrap_or(1) * shape.heads];
-        let inner = Inner::new(name.into(), shape, batch, head_patterns, vec![rows], masks);
-        Ok(Self::from_parts(inner.on_device(choice)))
+        Ok(Self::chosen(name.into(), shape, batch, choice, None))
+    }
+
+    /// A layout on a device, of sizes that were checked.
+    pub(super) fn chosen(
+        name: String,
+        shape: LayoutShape,
+        batch: Option<usize>,
+        choice: DeviceChoice,
+        within: Option<&Self>,
+    ) -> Self {
+        let mut builder = LayoutBuilder::new(MaskInterner::new(shape.block_size));
+        let rows = RowRuns::empty(shape.seq_q.div_ceil(shape.block_size));
+        let nothing = builder.pattern(rows);
+        builder.head_patterns = vec![nothing; batch.unwrap_or(1) * shape.heads];
+        let mut layout = builder.finish(name, shape, batch);
+        let inner = Arc::get_mut(&mut layout.inner).expect("just made");
+        (inner.choice, inner.within) = (Some(choice), within.cloned());
+        layout
     }
 }

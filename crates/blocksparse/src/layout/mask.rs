@@ -116,10 +116,14 @@ pub(crate) struct MaskInterner {
 
 impl MaskInterner {
     pub fn new(block_size: usize) -> Self {
-        let full = BlockMask::full(block_size);
+        Self::of(vec![BlockMask::full(block_size)])
+    }
+
+    /// With a layout's masks, which keep their ids.
+    pub fn of(masks: Vec<BlockMask>) -> Self {
         Self {
-            masks: vec![full.clone()],
-            ids: HashMap::from([(full, FULL)]),
+            ids: masks.iter().cloned().zip(FULL..).collect(),
+            masks,
         }
     }
 

@@ -3,6 +3,7 @@
 mod at_places;
 pub(crate) mod attachments;
 mod build;
+mod builder;
 mod choice;
 mod columns;
 #[cfg(feature = "draw")]
@@ -29,6 +30,7 @@ use std::sync::{Arc, OnceLock};
 use serde::{Deserialize, Serialize};
 
 use attachments::Attachments;
+use builder::LayoutBuilder;
 use columns::Columns;
 use rows::{RowRuns, entries};
 
@@ -124,16 +126,6 @@ impl HeadPattern {
     }
 }
 
-/// The index of the pattern with these rows, added if it is new.
-pub(crate) fn position_or_push(patterns: &mut Vec<HeadPattern>, rows: RowRuns) -> u32 {
-    let known = patterns.iter().position(|p| p.rows == rows);
-    let index = known.unwrap_or_else(|| {
-        patterns.push(HeadPattern::new(rows));
-        patterns.len() - 1
-    });
-    index as u32
-}
-
 /// The positions of a part are ordered class by class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Residue {
@@ -175,19 +167,11 @@ impl BlockLayout {
         rows: Vec<RowRuns>,
         masks: MaskInterner,
     ) -> Self {
-        let mut patterns: Vec<HeadPattern> = Vec::new();
-        let known: Vec<u32> = rows
-            .into_iter()
-            .map(|rows| position_or_push(&mut patterns, rows))
-            .collect();
-        Self::from_parts(Inner::of_patterns(
-            name,
-            shape,
-            None,
-            (0..shape.heads).map(|h| known[h % known.len()]).collect(),
-            patterns,
-            masks.into_masks(),
-        ))
+        let mut builder = LayoutBuilder::new(masks);
+        let rows = rows.into_iter().map(|rows| builder.pattern(rows));
+        let known: Vec<u32> = rows.collect();
+        builder.head_patterns = (0..shape.heads).map(|h| known[h % known.len()]).collect();
+        builder.finish(name, shape, None)
     }
 
     /// With parts that have the same pairs, if they compute fewer in vain.
@@ -201,12 +185,6 @@ impl BlockLayout {
         let parts = parts.filter(cheaper);
         Arc::get_mut(&mut self.inner).expect("just made").parts = parts;
         self
-    }
-
-    pub(crate) fn from_parts(inner: Inner) -> Self {
-        Self {
-            inner: Arc::new(inner),
-        }
     }
 
     pub(crate) fn inner(&self) -> &Inner {
@@ -420,47 +398,6 @@ impl BlockLayout {
         });
         let masks = self.inner.masks.iter().map(|m| size_of_val(m.words()));
         patterns.sum::<usize>() + masks.sum::<usize>() + size_of_val(&self.inner.head_patterns[..])
-    }
-}
-
-impl Inner {
-    pub fn new(
-        name: String,
-        shape: LayoutShape,
-        batch: Option<usize>,
-        head_patterns: Vec<u32>,
-        rows: Vec<RowRuns>,
-        masks: Vec<BlockMask>,
-    ) -> Self {
-        let patterns = rows.into_iter().map(HeadPattern::new).collect();
-        Self::of_patterns(name, shape, batch, head_patterns, patterns, masks)
-    }
-
-    pub fn of_patterns(
-        name: String,
-        shape: LayoutShape,
-        batch: Option<usize>,
-        head_patterns: Vec<u32>,
-        patterns: Vec<HeadPattern>,
-        masks: Vec<BlockMask>,
-    ) -> Self {
-        Self {
-            name,
-            shape,
-            batch,
-            head_patterns,
-            patterns,
-            masks,
-            parts: None,
-            choice: None,
-            within: None,
-            attachments: Attachments::default(),
-        }
-    }
-
-    pub fn on_device(mut self, choice: DeviceChoice) -> Self {
-        self.choice = Some(choice);
-        self
     }
 }
 

@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
+use super::BlockLayout;
+use super::builder::LayoutBuilder;
 use super::mask::{BlockMask, MaskInterner};
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
-use super::{BlockLayout, HeadPattern, Inner, position_or_push};
 
 /// Layouts that were packed, by their heads of keys.
 #[derive(Default)]
@@ -50,9 +51,7 @@ impl BlockLayout {
             seq_q: group * self.seq_q(),
             ..*self.shape()
         };
-        let mut masks = MaskInterner::new(self.block_size());
-        let mut patterns: Vec<HeadPattern> = Vec::new();
-        let mut head_patterns = Vec::new();
+        let mut builder = LayoutBuilder::new(MaskInterner::new(self.block_size()));
         for batch in 0..self.batch().unwrap_or(1) {
             for kv_head in 0..kv_heads {
                 let first = self.pattern_of(batch, kv_head * group);
@@ -61,18 +60,12 @@ impl BlockLayout {
                 if !alike {
                     return None;
                 }
-                let rows = self.packed_rows(first, shape.seq_q, &mut masks);
-                head_patterns.push(position_or_push(&mut patterns, rows));
+                let rows = self.packed_rows(first, shape.seq_q, &mut builder.masks);
+                builder.push(rows);
             }
         }
-        Some(Self::from_parts(Inner::of_patterns(
-            format!("{}, {group} heads in a sequence", self.name()),
-            shape,
-            self.batch(),
-            head_patterns,
-            patterns,
-            masks.into_masks(),
-        )))
+        let name = format!("{}, {group} heads in a sequence", self.name());
+        Some(builder.finish(name, shape, self.batch()))
     }
 
     /// Every block row has the blocks of the only one that there was, with masks of its own.

@@ -2,10 +2,11 @@
 
 use std::collections::HashMap;
 
+use super::builder::LayoutBuilder;
 use super::mask::{BlockMask, MaskInterner};
 use super::restriction::PaddingMask;
 use super::rows::{RowRuns, Run};
-use super::{BlockLayout, HeadPattern, Inner, position_or_push, residue};
+use super::{BlockLayout, HeadPattern, residue};
 use crate::LayoutError;
 
 impl BlockLayout {
@@ -20,29 +21,22 @@ impl BlockLayout {
     pub fn mask_padding(&self, entries: &[PaddingMask]) -> Result<Self, LayoutError> {
         self.check_restrictions(entries)?;
         let inner = self.inner();
-        let mut masks = MaskInterner::new(self.block_size());
-        let mut patterns: Vec<HeadPattern> = Vec::new();
+        let mut builder = LayoutBuilder::new(MaskInterner::new(self.block_size()));
         let mut known: HashMap<(usize, &PaddingMask), u32> = HashMap::new();
-        let mut head_patterns = Vec::with_capacity(entries.len() * self.heads());
         for (batch, entry) in entries.iter().enumerate() {
             let cut = Cut::new(self, entry);
             for head in 0..self.heads() {
                 let pattern = self.pattern_of(batch, head);
                 let index = *known.entry((pattern, entry)).or_insert_with(|| {
-                    let rows = cut.rows(&inner.patterns[pattern], &inner.masks, &mut masks);
-                    position_or_push(&mut patterns, rows)
+                    let (rows, masks) = (&inner.patterns[pattern], &inner.masks);
+                    let rows = cut.rows(rows, masks, &mut builder.masks);
+                    builder.pattern(rows)
                 });
-                head_patterns.push(index);
+                builder.head_patterns.push(index);
             }
         }
-        let restricted = Self::from_parts(Inner::of_patterns(
-            format!("{}, restricted", inner.name),
-            inner.shape,
-            Some(entries.len()),
-            head_patterns,
-            patterns,
-            masks.into_masks(),
-        ));
+        let name = format!("{}, restricted", inner.name);
+        let restricted = builder.finish(name, inner.shape, Some(entries.len()));
         let parts = self
             .parts()
             .map(|parts| residue::restricted(parts, entries));

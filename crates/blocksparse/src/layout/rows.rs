@@ -52,7 +52,7 @@ pub(crate) fn entries(runs: &[Run]) -> Vec<Entry> {
 }
 
 /// The rows of one distinct head pattern: what the heads that look alike share.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RowRuns {
     /// Runs of block row `I`: `runs[run_offsets[I]..run_offsets[I + 1]]`.
     pub run_offsets: Vec<usize>,

@@ -2,11 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::builder::LayoutBuilder;
 use super::grid::Grid;
-use super::mask::{BlockMask, FULL};
+use super::mask::{BlockMask, FULL, MaskInterner};
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
-use super::{BlockLayout, Inner, Part, Residue, same_pairs};
+use super::{BlockLayout, HeadPattern, Part, Residue, same_pairs};
 use crate::LayoutError;
 
 const VERSION: u32 = 1;
@@ -18,7 +19,7 @@ pub(crate) struct LayoutData {
     shape: LayoutShape,
     batch: Option<usize>,
     head_patterns: Vec<u32>,
-    patterns: Vec<PatternData>,
+    patterns: Vec<RowRuns>,
     /// Masks 1.. of the table (mask 0 is the full block), `block_size² / 64` words each.
     masks: Vec<u64>,
     /// The parts that have the same pairs, if there are any.
@@ -33,26 +34,16 @@ struct PartData {
     layout: LayoutData,
 }
 
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct PatternData {
-    run_offsets: Vec<usize>,
-    runs: Vec<Run>,
-}
-
 impl From<BlockLayout> for LayoutData {
     fn from(layout: BlockLayout) -> Self {
         let inner = layout.inner();
-        let pattern = |p: &RowRuns| PatternData {
-            run_offsets: p.run_offsets.clone(),
-            runs: p.runs.clone(),
-        };
         Self {
             version: VERSION,
             name: inner.name.clone(),
             shape: inner.shape,
             batch: inner.batch,
             head_patterns: inner.head_patterns.clone(),
-            patterns: inner.patterns.iter().map(|p| pattern(&p.rows)).collect(),
+            patterns: inner.patterns.iter().map(|p| p.rows.clone()).collect(),
             masks: (inner.masks[1..].iter())
                 .flat_map(|mask| mask.words().iter().copied())
                 .collect(),
@@ -83,18 +74,12 @@ impl TryFrom<LayoutData> for BlockLayout {
         for (index, pattern) in data.patterns.iter().enumerate() {
             check_rows(index, pattern, &masks, &grid)?;
         }
-        let rows = data.patterns.into_iter().map(|p| RowRuns {
-            run_offsets: p.run_offsets,
-            runs: p.runs,
-        });
-        let layout = BlockLayout::from_parts(Inner::new(
-            data.name,
-            data.shape,
-            data.batch,
-            data.head_patterns,
-            rows.collect(),
-            masks,
-        ));
+        let builder = LayoutBuilder {
+            masks: MaskInterner::of(masks),
+            patterns: data.patterns.into_iter().map(HeadPattern::new).collect(),
+            head_patterns: data.head_patterns,
+        };
+        let layout = builder.finish(data.name, data.shape, data.batch);
         match data.parts.is_empty() {
             true => Ok(layout),
             false => {
@@ -168,7 +153,7 @@ fn check_heads(data: &LayoutData) -> Result<(), LayoutError> {
 /// Offsets in order, blocks in range and at most once per row, masks in range and inside the edges.
 fn check_rows(
     index: usize,
-    pattern: &PatternData,
+    pattern: &RowRuns,
     masks: &[BlockMask],
     grid: &Grid,
 ) -> Result<(), LayoutError> {

@@ -1,8 +1,9 @@
 //! Some blocks of a layout: chosen on the host, or by a tensor on a device.
 
+use super::builder::LayoutBuilder;
 use super::mask::{BlockMask, MaskInterner};
 use super::rows::{RowRuns, Run};
-use super::{BlockLayout, DeviceChoice, HeadPattern, Inner, position_or_push};
+use super::{BlockLayout, DeviceChoice};
 use crate::LayoutError;
 
 impl BlockLayout {
@@ -27,23 +28,9 @@ impl BlockLayout {
             LayoutError;
             choice.patterns == expected => "choice.patterns", format!("{expected:?} within {}", within.name()), format!("{:?}", choice.patterns);
         }
-        let layout = Self::on_device(name, *within.shape(), choice)?;
-        let Inner {
-            name,
-            shape,
-            head_patterns,
-            patterns,
-            masks,
-            ..
-        } = (std::sync::Arc::into_inner(layout.inner)).expect("nobody else has a new layout");
-        let batch = within.batch().or(match choice.patterns[0] {
-            1 => None,
-            batch => Some(batch),
-        });
-        let head_patterns = vec![head_patterns[0]; batch.unwrap_or(1) * shape.heads];
-        let mut inner = Inner::of_patterns(name, shape, batch, head_patterns, patterns, masks);
-        inner.within = Some(within.clone());
-        Ok(Self::from_parts(inner.on_device(choice)))
+        let batch = within.batch().or((expected[0] > 1).then_some(expected[0]));
+        let (name, shape) = (name.into(), *within.shape());
+        Ok(Self::chosen(name, shape, batch, choice, Some(within)))
     }
 
     /// The layout that the blocks of this one are chosen from, if it is made on a device and they are.
@@ -128,12 +115,7 @@ impl BlockLayout {
             return Err(LayoutError::argument("batch", expected, batch));
         }
         let batch = self.batch().or(batch);
-        let mut masks = MaskInterner::new(self.block_size());
-        for known in self.masks() {
-            masks.intern(known.clone());
-        }
-        let mut patterns: Vec<HeadPattern> = Vec::new();
-        let mut head_patterns = Vec::new();
+        let mut builder = LayoutBuilder::new(MaskInterner::of(self.masks().to_vec()));
         for entry in 0..batch.unwrap_or(1) {
             for head in 0..self.heads() {
                 let whole = &self.inner().patterns[self.pattern_of(entry, head)];
@@ -146,23 +128,16 @@ impl BlockLayout {
                             count: 1,
                             mask: block.mask,
                         };
-                        if let Some(mask) = mask(entry, head, q_block, &run, &mut masks) {
+                        if let Some(mask) = mask(entry, head, q_block, &run, &mut builder.masks) {
                             run.mask = mask;
                             rows.push(run);
                         }
                     }
                     rows.end_row();
                 }
-                head_patterns.push(position_or_push(&mut patterns, rows));
+                builder.push(rows);
             }
         }
-        Ok(Self::from_parts(Inner::of_patterns(
-            name,
-            *self.shape(),
-            batch,
-            head_patterns,
-            patterns,
-            masks.into_masks(),
-        )))
+        Ok(builder.finish(name, *self.shape(), batch))
     }
 }

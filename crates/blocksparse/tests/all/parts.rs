@@ -32,13 +32,23 @@ pub fn assert_parts_make_up(layout: &BlockLayout) {
     }
 }
 
-fn strided() -> [(Pattern, usize, usize); 3] {
-    [
-        (Pattern::merged_strided(16), 250, 16),
-        (Pattern::strided(7), 100, 8),
+/// Patterns that cost less by residue class, with lengths and blocks.
+fn strided() -> Vec<(Pattern, usize, usize)> {
+    let (local, strided) = (Pattern::local, Pattern::strided);
+    let merged = || Pattern::merged_strided(16);
+    let capped = strided(16).and_causal();
+    vec![
+        (strided(7), 100, 8),
+        (strided(16), 256, 32),
+        (merged(), 250, 16),
+        (merged().and_causal(), 250, 16),
+        (Pattern::union([local(50), strided(16)]), 333, 8),
+        (Pattern::union([strided(24), local(5)]), 600, 8),
+        (Pattern::union([local(9), capped, local(30)]), 333, 8),
+        (Pattern::per_head([local(20), strided(20)]), 301, 16),
         (
-            Pattern::per_head([Pattern::local(20), Pattern::strided(20)]),
-            301,
+            Pattern::per_head([Pattern::union([merged()]), strided(16)]),
+            250,
             16,
         ),
     ]
@@ -48,6 +58,7 @@ fn strided() -> [(Pattern, usize, usize); 3] {
 fn padded_layouts_keep_their_parts() {
     for (pattern, n, block_size) in strided() {
         let layout = pattern.layout(2, n, block_size).unwrap();
+        assert_parts_make_up(&layout);
         let ends = layout.with_key_padding(&[n, n / 2, n - 3]).unwrap();
         assert_parts_make_up(&ends);
         // Entries that lack some of the queries, some of the keys, all of what one class has, and both of their ends.

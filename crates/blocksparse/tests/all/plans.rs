@@ -24,13 +24,17 @@ const KINDS: [fn(&mut Tiling); 7] = [
 fn tiling() -> impl Strategy<Value = Tiling> {
     let side = || prop::sample::select(SIDES.to_vec());
     let mainloop = prop::sample::select(vec![Mainloop::Rows, Mainloop::Columns]);
-    (side(), side(), mainloop, prop::sample::select(KINDS.to_vec())).prop_map(
-        |(rows, cols, mainloop, set)| {
+    (
+        side(),
+        side(),
+        mainloop,
+        prop::sample::select(KINDS.to_vec()),
+    )
+        .prop_map(|(rows, cols, mainloop, set)| {
             let mut tiling = Tiling::new(mainloop, rows, cols);
             set(&mut tiling);
             tiling
-        },
-    )
+        })
 }
 
 /// Coarse tilings for the blocks of a random layout.

@@ -231,11 +231,7 @@ impl BlockSparseOps for CubeBackend {
             columns: columns.handle.clone(),
             diagonals: diagonals.handle.clone(),
         };
-        let mut scores = ScoreOptions::new(options.scale_for(head_dim));
-        scores.softcap = options.softcap;
-        scores.slopes = options.alibi.clone();
-        scores.bias = bias.as_ref().map(bias_view);
-        scores.relative = relative.as_ref().map(table_view);
+        let scores = score_options(&options, head_dim, [&bias, &relative]);
         let views = [&q, &k].map(view);
         let result = kernels::attention_sums(
             &q.client,
@@ -249,6 +245,20 @@ impl BlockSparseOps for CubeBackend {
         launched(result);
         AccumulatedOutput { columns, diagonals }
     }
+}
+
+/// What scores are, before dropout.
+fn score_options(
+    options: &AttentionOptions,
+    head_dim: usize,
+    [bias, relative]: [&Option<CubeTensor>; SCORE_TENSORS],
+) -> ScoreOptions {
+    let mut scores = ScoreOptions::new(options.scale_for(head_dim));
+    scores.softcap = options.softcap;
+    scores.slopes = options.alibi.clone();
+    scores.bias = bias.as_ref().map(bias_view);
+    scores.relative = relative.as_ref().map(table_view);
+    scores
 }
 
 /// What both passes need.
@@ -308,13 +318,10 @@ impl Call {
     }
 
     fn score_options(&self) -> ScoreOptions {
-        let mut scores = ScoreOptions::new(self.options.scale_for(self.request.head_dim));
-        scores.softcap = self.options.softcap;
-        scores.slopes = self.options.alibi.clone();
+        let tensors = [&self.bias, &self.relative];
+        let mut scores = score_options(&self.options, self.request.head_dim, tensors);
         scores.dropout = self.options.active_dropout();
         scores.threshold = self.options.softmax_threshold;
-        scores.bias = self.bias.as_ref().map(bias_view);
-        scores.relative = self.relative.as_ref().map(table_view);
         scores
     }
 

@@ -16,7 +16,7 @@ use blocksparse::Dropout;
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use crate::attention::kept::values::AttentionResiduals;
+use crate::attention::kept::{AttentionResiduals, check_options};
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::plan::{AttentionPlan, Chosen};
 use crate::attention::tensors::AttentionTensors;
@@ -245,7 +245,7 @@ impl<'a> SparseAttentionCall<'a> {
     /// As [`sparse_attention`], and if options or tensors do not fit the layout or the others.
     pub fn run(self) -> Result<SparseAttentionOutput, OpError> {
         let (lse, weights, layout) = (self.lse, self.weights, self.layout);
-        let (output, shares) = self.output()?;
+        let (output, shares) = self.output(None)?;
         let weights = weights.then(|| {
             let values = output.weights.into_option();
             let values = values.expect("WeightsMode::Store returns the weights");
@@ -270,11 +270,59 @@ impl<'a> SparseAttentionCall<'a> {
     /// # Errors
     /// As [`run`](Self::run).
     pub fn run_with_lse(self) -> Result<(Tensor<4>, Tensor<3>), OpError> {
-        let (output, _) = self.output()?;
-        Ok((
-            Tensor::from_dispatch(output.out),
-            Tensor::from_dispatch(output.lse),
-        ))
+        let (output, _) = self.output(None)?;
+        Ok(out_and_lse(output))
+    }
+
+    /// [`run_with_lse`](Self::run_with_lse), and what of its results a later call with the same arguments can take in place of computing it.
+    ///
+    /// It is for recomputation (gradient checkpointing) around attention: a first pass without autodiff keeps this of each call, and a second pass with
+    /// autodiff, by [`run_from_residuals`](Self::run_from_residuals), computes again all but the attention (selective recomputation; Korthikanti et al., 2022,
+    /// choose what is cheap to compute for its memory, and here attention is what is not).
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Tensor};
+    /// use burn_blocksparse::{Pattern, SparseAttentionCall};
+    ///
+    /// let x = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &Device::flex());
+    /// let layout = Pattern::local(16).layout(2, 64, 16)?;
+    /// let call = |x: &Tensor<4>| SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), &layout);
+    /// let (out, _, kept) = call(&x).run_with_residuals()?;
+    /// // Nothing is computed before the backward pass.
+    /// let x = x.autodiff().require_grad();
+    /// let (again, _) = call(&x).run_from_residuals(kept)?;
+    /// assert_eq!(again.to_data(), out.into_data());
+    /// let grads = again.sum().backward();
+    /// assert_eq!(x.grad(&grads).unwrap().dims(), [1, 2, 64, 16]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`run`](Self::run); also if the options ask for stored weights or largest scores, which are not kept.
+    #[doc(hidden)]
+    pub fn run_with_residuals(self) -> Result<(Tensor<4>, Tensor<3>, AttentionResiduals), OpError> {
+        check_options(&self.all_options())?;
+        let (output, sinks) = self.without_sinks(None)?;
+        let (out, lse) = out_and_lse(output.clone());
+        let kept = AttentionResiduals::new(out, lse);
+        let (out, lse) = out_and_lse(with_sinks(output, sinks).0);
+        Ok((out, lse, kept))
+    }
+
+    /// [`run_with_lse`](Self::run_with_lse) with known results: no kernel of attention runs, the graph keeps what is given, and sinks are applied to it.
+    ///
+    /// `kept` must be what [`run_with_residuals`](Self::run_with_residuals) kept of a call with the same values of all arguments, dropout's seed among them; which
+    /// values they are cannot be checked. The gradients, of all but `kept`, are then those of the call itself, to the bit; no gradient flows into `kept`.
+    ///
+    /// # Errors
+    /// As [`run_with_residuals`](Self::run_with_residuals); also if shapes, dtypes or devices of `kept` do not fit q and v.
+    #[doc(hidden)]
+    pub fn run_from_residuals(
+        self,
+        kept: AttentionResiduals,
+    ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
+        let (output, _) = self.output(Some(kept))?;
+        Ok(out_and_lse(output))
     }
 
     /// The options, with what the outputs need.
@@ -287,8 +335,20 @@ impl<'a> SparseAttentionCall<'a> {
         options
     }
 
-    /// What the backend returns, with sinks in out and lse, and what the keys have of each row's softmax with sinks.
-    fn output(self) -> Result<(AttentionOutput<Dispatch>, Option<Tensor<3>>), OpError> {
+    /// What the backend returns or what is given of it, with sinks in out and lse, and what the keys have of each row's softmax with sinks.
+    fn output(
+        self,
+        given: Option<AttentionResiduals>,
+    ) -> Result<(AttentionOutput<Dispatch>, Option<Tensor<3>>), OpError> {
+        let (output, sinks) = self.without_sinks(given)?;
+        Ok(with_sinks(output, sinks))
+    }
+
+    /// What the backend returns or what is given of it, and the sinks.
+    fn without_sinks(
+        self,
+        given: Option<AttentionResiduals>,
+    ) -> Result<(AttentionOutput<Dispatch>, Option<Tensor<1>>), OpError> {
         let options = self.all_options();
         let Self {
             q,
@@ -302,13 +362,18 @@ impl<'a> SparseAttentionCall<'a> {
         tensors.check(&q, layout.sizes())?;
         let sinks = tensors.sinks.clone();
         let scores = tensors.scores(&q);
-        let output = call(q, k, v, scores, layout, options)?;
-        Ok(with_sinks(output, sinks))
+        let output = call(q, k, v, scores, given, layout, options)?;
+        Ok((output, sinks))
     }
 }
 
+fn out_and_lse(output: AttentionOutput<Dispatch>) -> (Tensor<4>, Tensor<3>) {
+    let AttentionOutput { out, lse, .. } = output;
+    (Tensor::from_dispatch(out), Tensor::from_dispatch(lse))
+}
+
 /// Out and lse with sinks in them, and then what the keys have of each row's softmax.
-pub fn with_sinks(
+fn with_sinks(
     mut output: AttentionOutput<Dispatch>,
     sinks: Option<Tensor<1>>,
 ) -> (AttentionOutput<Dispatch>, Option<Tensor<3>>) {
@@ -321,19 +386,8 @@ pub fn with_sinks(
     (output, Some(a))
 }
 
-pub fn call(
-    q: Tensor<4>,
-    k: Tensor<4>,
-    v: Tensor<4>,
-    scores: ScoreTensors<Dispatch>,
-    layout: Layout,
-    options: AttentionOptions,
-) -> Result<AttentionOutput<Dispatch>, OpError> {
-    call_given(q, k, v, scores, None, layout, options)
-}
-
 /// The output, or what is given of it in its place.
-pub fn call_given(
+pub fn call(
     q: Tensor<4>,
     k: Tensor<4>,
     v: Tensor<4>,

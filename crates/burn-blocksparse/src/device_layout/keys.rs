@@ -1,7 +1,5 @@
 //! Layouts whose pairs are lists of single keys.
 
-use std::sync::Arc;
-
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice};
 use burn::tensor::{Int, Tensor};
 
@@ -29,16 +27,8 @@ impl DeviceLayout {
             causal: false,
             by: BlockSource::Keys { most },
         };
-        let keys = match patterns[0] == batch {
-            true => keys,
-            false => keys.expand([patterns[0], heads, queries, most]),
-        };
         let name = format!("{}, of single keys that are listed", places.name());
-        Ok(Self {
-            frame: BlockLayout::on_device_within(name, choice, places)?,
-            causal: false,
-            chooser: Chooser::Keys(repeated(keys, patterns)),
-            host: Arc::default(),
-        })
+        let keys = Chooser::Keys(repeated(keys, patterns));
+        Self::within(name, choice, places, keys)
     }
 }

@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, PositionMask, Rule};
 use burn::backend::Dispatch;
+use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
 use crate::base::device::served;
@@ -104,34 +105,19 @@ pub(crate) enum Chooser {
 
 impl Chooser {
     /// The same for so many batch entries and heads, as many adjacent ones of which shared one.
-    fn expanded(&self, [batch, heads]: [usize; 2]) -> Self {
+    fn expanded(&self, patterns: [usize; 2]) -> Self {
         match self.clone() {
-            Self::Mask(mask) => {
-                let dims = mask.dims();
-                match dims[..2] == [batch, heads] {
-                    true => Self::Mask(mask),
-                    false => Self::Mask(repeated(mask.int(), [batch, heads]).bool()),
-                }
-            }
-            Self::Indices(indices) => Self::Indices(repeated(indices, [batch, heads])),
-            Self::Scores(scores, rule) => {
-                let [own, patterns, rows, blocks] = scores.dims();
-                if [own, patterns] == [batch, heads] {
-                    return Self::Scores(scores, rule);
-                }
-                let group = heads / patterns;
-                let scores = scores.reshape([own, patterns, 1, rows * blocks]);
-                let scores = scores.expand([batch, patterns, group, rows * blocks]);
-                Self::Scores(scores.reshape([batch, heads, rows, blocks]), rule)
-            }
+            Self::Mask(mask) => Self::Mask(repeated(mask, patterns)),
+            Self::Indices(indices) => Self::Indices(repeated(indices, patterns)),
+            Self::Scores(scores, rule) => Self::Scores(repeated(scores, patterns), rule),
             // There is one for each head.
             Self::Positions(positions, rule) => Self::Positions(positions, rule),
-            Self::Keys(keys) => Self::Keys(repeated(keys, [batch, heads])),
+            Self::Keys(keys) => Self::Keys(repeated(keys, patterns)),
         }
     }
 }
 
-pub(crate) fn repeated(x: Tensor<4, Int>, [batch, heads]: [usize; 2]) -> Tensor<4, Int> {
+fn repeated<K: Basic>(x: Tensor<4, K>, [batch, heads]: [usize; 2]) -> Tensor<4, K> {
     let [own, patterns, rows, blocks] = x.dims();
     if [own, patterns] == [batch, heads] {
         return x;
@@ -347,10 +333,24 @@ impl DeviceLayout {
             ..choice
         };
         let name = format!("{}, within {}", self.frame.name(), layout.name());
+        let expanded = Self::within(name, choice, layout, self.chooser.expanded(patterns))?;
         Ok(Self {
-            frame: BlockLayout::on_device_within(name, choice, layout)?,
             causal: self.causal,
-            chooser: self.chooser.expanded(patterns),
+            ..expanded
+        })
+    }
+
+    /// Blocks of a layout on the host.
+    fn within(
+        name: String,
+        choice: DeviceChoice,
+        places: &BlockLayout,
+        chooser: Chooser,
+    ) -> Result<Self, OpError> {
+        Ok(Self {
+            frame: BlockLayout::on_device_within(name, choice, places)?,
+            causal: false,
+            chooser,
             host: Arc::default(),
         })
     }

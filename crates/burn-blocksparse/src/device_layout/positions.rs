@@ -1,7 +1,5 @@
 //! Layouts of places whose pairs follow from the positions of what was gathered there.
 
-use std::sync::Arc;
-
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, PositionMask};
 use burn::tensor::{DType, Int, Tensor};
 
@@ -103,12 +101,7 @@ impl DeviceLayout {
             by,
         };
         let name = format!("{}, by positions ({rule:?})", places.name());
-        Ok(Self {
-            frame: BlockLayout::on_device_within(name, choice, places)?,
-            causal: false,
-            chooser: Chooser::Positions(numbers, rule),
-            host: Arc::default(),
-        })
+        Self::within(name, choice, places, Chooser::Positions(numbers, rule))
     }
 }
 

@@ -90,7 +90,7 @@ impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
     /// [`OpError`] if the numbers have another rank or kind, if the device is not served, or if this thread records.
     pub fn new(data: TensorData, device: &Device) -> Result<Self, OpError> {
         served(device)?;
-        recording::refuse_upload("an input of a recording")?;
+        recording::ensure_not_capturing("an input of a recording")?;
         OpError::expect_same(
             "data's rank",
             D,
@@ -122,7 +122,7 @@ impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
     /// # Errors
     /// [`OpError`] if the numbers have another shape or dtype, or if this thread records: a replay would write the same numbers again.
     pub fn write(&self, data: TensorData) -> Result<(), OpError> {
-        recording::refuse_upload("an input of a recording")?;
+        recording::ensure_not_capturing("an input of a recording")?;
         let shape = self.shape.to_vec();
         OpError::expect_same("data's shape", shape, "the tensor's", data.shape().to_vec())?;
         check_kind::<K>(&data)?;

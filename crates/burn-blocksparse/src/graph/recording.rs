@@ -55,23 +55,27 @@ pub fn is_recording() -> bool {
     RECORDING.get()
 }
 
-/// That this thread does not record.
-pub fn refuse_upload(what: &'static str) -> Result<(), OpError> {
+/// That this thread does not record: for who is about to copy host data to a device, which replays of [`CapturedGraph`](crate::graph::CapturedGraph) would
+/// copy again as they were.
+///
+/// # Errors
+/// [`OpError::Recording`] with what would be copied.
+pub fn ensure_not_capturing(what: &'static str) -> Result<(), OpError> {
     match is_recording() {
         true => Err(OpError::Recording { what }),
         false => Ok(()),
     }
 }
 
-/// As [`refuse_upload`], where no error can be returned.
+/// As [`ensure_not_capturing`], where no error can be returned.
 #[track_caller]
 pub fn expect_no_upload(what: &'static str) {
-    if let Err(error) = refuse_upload(what) {
+    if let Err(error) = ensure_not_capturing(what) {
         panic!("{error}");
     }
 }
 
-/// As [`refuse_upload`], where a backend runs an operation: the recording then fails as a whole, because the thread that launches has nobody to return an error
+/// As [`ensure_not_capturing`], where a backend runs an operation: the recording then fails as a whole, because the thread that launches has nobody to return an error
 /// to. Only CubeCL records: a CPU runs the operation again, with what the host has then.
 pub fn doom_by_upload<D: 'static>(_device: &D, _what: &'static str) {
     #[cfg(feature = "cube")]
@@ -79,13 +83,4 @@ pub fn doom_by_upload<D: 'static>(_device: &D, _what: &'static str) {
     {
         let _ = blocksparse_cubecl::recording::refuse_upload(&device.client(), _what);
     }
-}
-
-/// That this thread does not record: for a layer that is about to copy host data to a device, which replays of [`CapturedGraph`](crate::graph::CapturedGraph) would
-/// copy again as they were.
-///
-/// # Errors
-/// [`OpError::Recording`] with what would be copied.
-pub fn ensure_not_capturing(what: &'static str) -> Result<(), OpError> {
-    refuse_upload(what)
 }

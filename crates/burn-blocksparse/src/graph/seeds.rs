@@ -64,7 +64,7 @@ impl DeviceSeed {
     /// [`OpError`] if the device is not served, or if this thread records.
     pub fn new(seed: u64, device: &Device) -> Result<Self, OpError> {
         served(device)?;
-        recording::refuse_upload("a seed")?;
+        recording::ensure_not_capturing("a seed")?;
         let device = device.clone().without_autodiff();
         let table = SeedTable::new(seed);
         let on_device = Tensor::from_data(words_of(&table), (&device, DType::I32));
@@ -89,7 +89,7 @@ impl DeviceSeed {
     /// # Errors
     /// [`OpError`] if this thread records, or if what was enqueued before failed.
     pub fn write(&self, seed: u64) -> Result<(), OpError> {
-        recording::refuse_upload("a seed")?;
+        recording::ensure_not_capturing("a seed")?;
         self.0.upload(Some(seed))
     }
 }
@@ -160,7 +160,7 @@ pub fn check(seed: Seed, device: &Device) -> Result<(), OpError> {
     let device = device.clone().without_autodiff();
     OpError::expect_same("dropout's seed", &device, "that of the call", &words.device)?;
     if place.slot() as usize >= words.uploaded.get() {
-        recording::refuse_upload("a seed that is derived of another")?;
+        recording::ensure_not_capturing("a seed that is derived of another")?;
         words.upload(None)?;
     }
     Ok(())

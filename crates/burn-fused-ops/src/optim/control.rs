@@ -54,7 +54,7 @@ impl AdamWStepState {
     /// [`OpError`] if the learning rate is not a finite number, at least 0, or if this thread records.
     pub fn prepare(&self, learning_rate: f64) -> Result<(), OpError> {
         crate::optim::check_rate(learning_rate)?;
-        recording::refuse_upload("the numbers of a step of the optimizer")?;
+        recording::ensure_not_capturing("the numbers of a step of the optimizer")?;
         let time = self.taken.load(Ordering::Relaxed) + 1;
         for ((before, dtype), fixed) in &self.numbers {
             let control = control(&self.config, learning_rate, before + time);

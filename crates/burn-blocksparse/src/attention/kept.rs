@@ -9,7 +9,8 @@ use crate::check::same_device;
 use crate::error::OpError;
 use crate::options::{AttentionOptions, WeightsMode};
 
-/// Tensors that [`attention_with_residuals`](crate::internal::attention_with_residuals) stores of a call for [`attention_from_residuals`](crate::internal::attention_from_residuals): output and lse **before sinks**, without autodiff.
+/// Tensors that [`run_with_residuals`](crate::SparseAttentionCall::run_with_residuals) stores of a call for
+/// [`run_from_residuals`](crate::SparseAttentionCall::run_from_residuals): output and lse **before sinks**, without autodiff.
 ///
 /// Without sinks they are what [`SparseAttentionCall`](crate::SparseAttentionCall) returns. With sinks the backward pass needs those of the keys alone,
 /// and they cannot be had back from the output, so that [`new`](Self::new) must not be given what

@@ -1,0 +1,57 @@
+//! Layouts in the making.
+
+use super::attachments::Attachments;
+use super::mask::MaskInterner;
+use super::rows::RowRuns;
+use super::shape::LayoutShape;
+use super::{BlockLayout, HeadPattern, Inner};
+
+/// Masks and rows of blocks, each once, and which rows each head of each batch entry has.
+pub(super) struct LayoutBuilder {
+    pub masks: MaskInterner,
+    pub patterns: Vec<HeadPattern>,
+    pub head_patterns: Vec<u32>,
+}
+
+impl LayoutBuilder {
+    pub fn new(masks: MaskInterner) -> Self {
+        Self {
+            masks,
+            patterns: Vec::new(),
+            head_patterns: Vec::new(),
+        }
+    }
+
+    /// The index of the pattern with these rows, added if it is new.
+    pub fn pattern(&mut self, rows: RowRuns) -> u32 {
+        let known = self.patterns.iter().position(|p| p.rows == rows);
+        let index = known.unwrap_or_else(|| {
+            self.patterns.push(HeadPattern::new(rows));
+            self.patterns.len() - 1
+        });
+        index as u32
+    }
+
+    /// Gives the next head these rows.
+    pub fn push(&mut self, rows: RowRuns) {
+        let pattern = self.pattern(rows);
+        self.head_patterns.push(pattern);
+    }
+
+    pub fn finish(self, name: String, shape: LayoutShape, batch: Option<usize>) -> BlockLayout {
+        BlockLayout {
+            inner: std::sync::Arc::new(Inner {
+                name,
+                shape,
+                batch,
+                head_patterns: self.head_patterns,
+                patterns: self.patterns,
+                masks: self.masks.into_masks(),
+                parts: None,
+                choice: None,
+                within: None,
+                attachments: Attachments::default(),
+            }),
+        }
+    }
+}
