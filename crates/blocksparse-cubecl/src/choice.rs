@@ -8,12 +8,12 @@ use cubecl::prelude::*;
 use super::call::{DeviceFacts, Kernel, PartRequest, Readable, Request};
 use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
-use super::known::Slots;
 use super::pass::Part;
 use super::tier::{self, BackwardTile, BiasTile, Choice, ForwardTile};
 use super::tuning::Tuning;
 use super::{attention_sums, on_device, simt};
 use crate::tuning::TierLimit;
+use blocksparse::internal::Slots;
 use blocksparse::plan::{Mainloop, Tiling};
 use blocksparse::{BlockLayout, DeviceChoice, Residue};
 

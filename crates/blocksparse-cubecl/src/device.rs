@@ -7,10 +7,10 @@ use cubecl::server::Handle;
 
 use super::device_key::{DeviceKey, device_key};
 use super::error::KernelError;
-use super::known::Slots;
 use super::uploaded::DevicePlan;
 use super::{on_device, recording};
 use blocksparse::BlockLayout;
+use blocksparse::internal::Slots;
 use blocksparse::lines::{LinePlan, LineSections, Lines};
 use blocksparse::plan::{TilePlan, Tiling};
 

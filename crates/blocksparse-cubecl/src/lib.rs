@@ -21,9 +21,9 @@
 //! pass       a pass over a layout, as tiers get it            device     launch plans on devices
 //! tier       the tiers as values, in the order of asking      stats      lse and delta of queries
 //! choice     AttentionPlan                                    on_device  launch plans made there
-//! tuning     what environment variables say                   known      what is made once for a key
-//! forward, backward, attention_sums                           shared     what kernels of several tiers share
-//! primitives radix select                                    simt, mma, hopper: the tiers
+//! tuning     what environment variables say                   shared     what kernels of several tiers share
+//! forward, backward, attention_sums                           simt, mma, hopper: the tiers
+//! primitives radix select
 //! ```
 //!
 //! [`rows`] are rows by an index and merges by lse. Kernels of training ops, of pages and of choices by content stand in the crates of those, on the
@@ -53,8 +53,6 @@ pub mod error;
 mod forward;
 #[doc(hidden)]
 pub mod hopper;
-#[doc(hidden)]
-pub mod known;
 #[doc(hidden)]
 pub mod limits;
 #[doc(hidden)]

@@ -1,6 +1,7 @@
 //! What the kernels of `blocksparse-cubecl` share with the definitions here.
 
 pub use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL, last_kept};
+pub use crate::known::{Recent, Slots};
 pub use crate::layout::TALLEST;
 pub use crate::pattern::Repeat;
 pub use crate::quantization::SMALLEST;

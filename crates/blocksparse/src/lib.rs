@@ -26,6 +26,7 @@ mod ensure;
 mod error;
 #[doc(hidden)]
 pub mod internal;
+mod known;
 mod layout;
 mod pattern;
 #[doc(hidden)]

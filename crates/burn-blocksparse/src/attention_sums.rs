@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::plan;
 use crate::attention::tensors::AttentionTensors;
-use crate::base::dtype::accumulate_in;
+use crate::base::dtype::sums_of;
 use crate::base::values::AccumulatedInputs;
 use crate::check::same_device;
 use crate::error::OpError;
@@ -106,7 +106,7 @@ pub fn accumulated_attention(
     tensors.check(&q, layout)?;
     let [batch, heads, seq_q, _] = q.dims();
     OpError::expect_same("lse's shape", [batch, heads, seq_q], "q's rows", lse.dims())?;
-    let dtype = accumulate_in(q.dtype().into()).into();
+    let dtype = sums_of(q.dtype());
     OpError::expect_same("lse's dtype", dtype, "that of q's sums", lse.dtype())?;
     same_device("lse's device", &q.device(), "q's", &lse.device())?;
     let queries = queries.unwrap_or(0..seq_q);

@@ -1,8 +1,8 @@
 //! Burn's own attention function: its arguments as a layout and a bias.
 
-use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Arc;
 
+use blocksparse::internal::Recent;
 use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern};
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Tensor};
@@ -16,10 +16,10 @@ use crate::options::AttentionOptions;
 pub(crate) const BLOCK: usize = 64;
 
 /// Layouts without masks: a program has few lengths.
-static LAYOUTS: Kept<(LayoutShape, Pattern)> = Kept::new(16);
+static LAYOUTS: Recent<(LayoutShape, Pattern), BlockLayout> = Recent::new(16);
 
 /// Layouts of masks, which are kept with them: a model has few, that many layers share.
-static MASKS: Kept<MaskKey> = Kept::new(4);
+static MASKS: Recent<Arc<MaskKey>, BlockLayout> = Recent::new(4);
 
 /// [`burn::tensor::module::attention`] with a fused backward pass, on every backend. Changing the `use` line is enough.
 ///
@@ -176,13 +176,13 @@ pub fn mask_layout(
     let shape = LayoutShape::new(heads, lengths, BLOCK);
     shape.validate()?;
     let masked = mask.try_into_data().map_err(OpError::read)?;
-    let key = MaskKey {
+    let key = Arc::new(MaskKey {
         shape,
         causal,
         dims,
         masked: masked.iter::<bool>().collect(),
-    };
-    MASKS.get_or_make(key, MaskKey::layout)
+    });
+    MASKS.get_or_try_make(key.clone(), || key.layout())
 }
 
 /// What a bias has where a pair is masked: kernels take finite ones only.
@@ -194,9 +194,8 @@ pub(crate) fn masked_score(dtype: DType) -> f64 {
 }
 
 pub(crate) fn pattern_layout(pattern: Pattern, shape: LayoutShape) -> Result<BlockLayout, OpError> {
-    LAYOUTS.get_or_make((shape, pattern), |(shape, pattern)| {
-        Ok(BlockLayout::new(pattern, *shape)?)
-    })
+    let key = (shape, pattern.clone());
+    LAYOUTS.get_or_try_make(key, || Ok(BlockLayout::new(&pattern, shape)?))
 }
 
 /// Names of a mask's and a bias's sizes.
@@ -267,65 +266,5 @@ impl MaskKey {
             [one] => one.clone(),
             several => BlockLayout::stack_batch(several)?,
         })
-    }
-}
-
-/// Layouts by what they were made of, those that were used last.
-struct Kept<K> {
-    most: usize,
-    layouts: Mutex<VecDeque<(K, BlockLayout)>>,
-}
-
-impl<K: PartialEq> Kept<K> {
-    const fn new(most: usize) -> Self {
-        Self {
-            most,
-            layouts: Mutex::new(VecDeque::new()),
-        }
-    }
-
-    fn get_or_make(
-        &self,
-        key: K,
-        make: impl FnOnce(&K) -> Result<BlockLayout, OpError>,
-    ) -> Result<BlockLayout, OpError> {
-        if let Some(layout) = self.find(&key) {
-            return Ok(layout);
-        }
-        // Made without the lock: other threads have layouts to find.
-        let layout = make(&key)?;
-        let mut layouts = self.layouts.lock().unwrap_or_else(PoisonError::into_inner);
-        layouts.truncate(self.most - 1);
-        layouts.push_front((key, layout.clone()));
-        Ok(layout)
-    }
-
-    /// Moves what it finds to the front.
-    fn find(&self, key: &K) -> Option<BlockLayout> {
-        let mut layouts = self.layouts.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = layouts.iter().position(|(of, _)| of == key)?;
-        let found = layouts.remove(place)?;
-        let layout = found.1.clone();
-        layouts.push_front(found);
-        Some(layout)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn layouts_are_made_once_and_the_oldest_goes() {
-        let kept = Kept::new(2);
-        let mut made = Vec::new();
-        for key in [1, 2, 1, 3, 1, 2] {
-            let layout = kept.get_or_make(key, |&key| {
-                made.push(key);
-                Ok(Pattern::dense().layout(1, 8 * key, 8)?)
-            });
-            assert_eq!(layout.unwrap().seq_q(), 8 * key);
-        }
-        assert_eq!(made, [1, 2, 3, 2]);
     }
 }

@@ -1,9 +1,9 @@
 //! Attention over disjoint sets of keys, merged by lse.
 
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Int, Tensor};
+use burn::tensor::{Int, Tensor};
 
-use crate::base::dtype::accumulate_in;
+use crate::base::dtype::sums_of;
 use crate::error::OpError;
 use crate::rows::ops::RowOps;
 use crate::rows::values::{MergedOutput, MergedParts};
@@ -55,7 +55,7 @@ pub fn merge_attention(
     OpError::expect_same("out_b's shape", out_a.dims(), "out_a's", out_b.dims())?;
     OpError::expect_same("lse_b's shape", rows, "out_a's rows", lse_b.dims())?;
     let dtype = out_a.dtype();
-    let accumulator: DType = accumulate_in(dtype.into()).into();
+    let accumulator = sums_of(dtype);
     let sums = "that of out_a's sums";
     OpError::expect_same("out_b's dtype", dtype, "out_a's", out_b.dtype())?;
     OpError::expect_same("lse_a's dtype", accumulator, sums, lse_a.dtype())?;
@@ -104,7 +104,7 @@ pub fn merge_gathered_attention(
     let expected = [batch, heads, count];
     OpError::expect_same("other_lse's shape", expected, "others'", other_lse.dims())?;
     OpError::expect_same("others' dtype", own.dtype(), "own's", others.dtype())?;
-    let accumulator: DType = accumulate_in(own.dtype().into()).into();
+    let accumulator = sums_of(own.dtype());
     let sums = "that of own's sums";
     OpError::expect_same("own_lse's dtype", accumulator, sums, own_lse.dtype())?;
     OpError::expect_same("other_lse's dtype", accumulator, sums, other_lse.dtype())?;

@@ -15,9 +15,9 @@ use super::tables::{Heads, first_tile};
 use super::words::{Counted, Cut, EMPTY, Extent, FULL, Places, place, subset};
 use crate::device_key::{DeviceKey, device_key};
 use crate::error::KernelError;
-use crate::known::Slots;
 use crate::recording;
 use blocksparse::BlockLayout;
+use blocksparse::internal::Slots;
 use blocksparse::plan::{TilePlan, Tiling};
 
 /// What the plan of a whole layout has, for the room that plans of its blocks need.

@@ -112,43 +112,50 @@ impl BlockLayout {
         if self.num_patterns() > 1 {
             builder.caption(shorten(&self.users(pattern), 40), ("sans-serif", 15));
         }
-        let mut chart = builder
-            .margin(12)
-            .x_label_area_size(36)
-            .y_label_area_size(52)
-            .build_cartesian_2d(0..self.seq_kv(), self.seq_q()..0)
-            .map_err(text)?;
-        chart
-            .configure_mesh()
-            .disable_mesh()
-            .x_labels(5)
-            .y_labels(5)
-            .x_desc("key position")
-            .y_desc("query position")
-            .draw()
-            .map_err(text)?;
-        let rectangles =
-            (self.shades(pattern, cell).into_iter().enumerate()).flat_map(|(i, row)| {
-                let bottom = ((i + 1) * cell).min(self.seq_q());
-                let shape = move |(from, to, shade): (usize, usize, f64)| {
-                    let right = (to * cell).min(self.seq_kv());
-                    Rectangle::new(
-                        [(from * cell, i * cell), (right, bottom)],
-                        color(shade).filled(),
-                    )
-                };
-                equal_stretches(&row)
-                    .into_iter()
-                    .map(shape)
-                    .collect::<Vec<_>>()
-            });
-        chart.draw_series(rectangles).map_err(text)?;
-        Ok(())
+        let sides = [
+            ("query position", self.seq_q()),
+            ("key position", self.seq_kv()),
+        ];
+        draw_cells(&mut builder, sides, cell, self.shades(pattern, cell))
     }
 }
 
+/// Draws shaded cells of `cell` numbers a side, with what goes downwards and to the right and how far.
+pub(crate) fn draw_cells<DB: DrawingBackend>(
+    builder: &mut ChartBuilder<DB>,
+    [(down, height), (right, width)]: [(&str, usize); 2],
+    cell: usize,
+    shades: Vec<Vec<f64>>,
+) -> Result<(), String> {
+    let mut chart = builder
+        .margin(12)
+        .x_label_area_size(36)
+        .y_label_area_size(52)
+        .build_cartesian_2d(0..width, height..0)
+        .map_err(text)?;
+    chart
+        .configure_mesh()
+        .disable_mesh()
+        .x_labels(5)
+        .y_labels(5)
+        .x_desc(right)
+        .y_desc(down)
+        .draw()
+        .map_err(text)?;
+    for (row, shades) in shades.into_iter().enumerate() {
+        let bottom = ((row + 1) * cell).min(height);
+        let stretches = equal_stretches(&shades).into_iter();
+        let rectangles = stretches.map(|(from, to, shade)| {
+            let corners = [(from * cell, row * cell), ((to * cell).min(width), bottom)];
+            Rectangle::new(corners, color(shade).filled())
+        });
+        chart.draw_series(rectangles).map_err(text)?;
+    }
+    Ok(())
+}
+
 /// `(from, to, shade)` for each stretch of equal, non-empty cells.
-pub(crate) fn equal_stretches(row: &[f64]) -> Vec<(usize, usize, f64)> {
+fn equal_stretches(row: &[f64]) -> Vec<(usize, usize, f64)> {
     let mut stretches: Vec<(usize, usize, f64)> = Vec::new();
     for (index, &shade) in row.iter().enumerate().filter(|(_, shade)| **shade > 0.0) {
         match stretches.last_mut() {
@@ -160,7 +167,7 @@ pub(crate) fn equal_stretches(row: &[f64]) -> Vec<(usize, usize, f64)> {
 }
 
 /// From pale to dark blue as more of a cell's pairs are computed.
-pub(crate) fn color(shade: f64) -> RGBColor {
+fn color(shade: f64) -> RGBColor {
     let mix = |from: f64, to: f64| (from + (to - from) * shade) as u8;
     RGBColor(mix(205.0, 22.0), mix(222.0, 72.0), mix(244.0, 140.0))
 }

@@ -77,7 +77,7 @@ impl Pattern {
             Self::Union(parts) => parts.iter().any(|p| p.attends(head, i, j)),
             Self::Intersection(parts) => parts.iter().all(|p| p.attends(head, i, j)),
             Self::PerHead(parts) => {
-                (head.checked_rem(parts.len())).is_some_and(|part| parts[part].attends(head, i, j))
+                of_head(parts, head).is_some_and(|part| part.attends(head, i, j))
             }
             Self::FromFn(f) => (f.predicate)(head, i, j),
         }
@@ -213,6 +213,11 @@ impl Pattern {
         }
         chosen
     }
+}
+
+/// The pattern of a head, of those that heads have in turn.
+pub(super) fn of_head(parts: &[Pattern], head: usize) -> Option<&Pattern> {
+    head.checked_rem(parts.len()).map(|part| &parts[part])
 }
 
 fn divides(divisor: i64, number: i64) -> bool {

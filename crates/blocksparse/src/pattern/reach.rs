@@ -1,7 +1,7 @@
 //! How far rows and columns reach in a sequence without an end: what a cache of keys may stop at, and what it may forget.
 
 use super::Pattern;
-use super::attends::{document, document_start, is_in, is_in_group};
+use super::attends::{document, document_start, is_in, is_in_group, of_head};
 
 /// The last position of a row's keys, or of a column's queries, in a sequence that goes on for ever. Ordered: later is greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -93,16 +93,8 @@ impl Pattern {
                 let row = i.checked_div_euclid(*block as i64).unwrap_or(0);
                 self.drawn_last(head, row, *block)
             }
-            Self::Union(parts) => {
-                let parts = parts.iter().map(|part| part.horizon(head, i));
-                parts.max().unwrap_or(LastUse::Never)
-            }
-            Self::Intersection(parts) => {
-                let parts = parts.iter().map(|part| part.horizon(head, i));
-                parts.min().unwrap_or(LastUse::Always)
-            }
-            Self::PerHead(parts) => {
-                of_head(parts, head).map_or(LastUse::Never, |part| part.horizon(head, i))
+            Self::Union(_) | Self::Intersection(_) | Self::PerHead(_) => {
+                self.of_parts(head, |part| part.horizon(head, i))
             }
         }
     }
@@ -197,16 +189,8 @@ impl Pattern {
                     LastUse::At(chunk_end(row.saturating_mul(*block as i64), *block, 0))
                 })
             }
-            Self::Union(parts) => {
-                let parts = parts.iter().map(|part| part.last_query(head, j));
-                parts.max().unwrap_or(LastUse::Never)
-            }
-            Self::Intersection(parts) => {
-                let parts = parts.iter().map(|part| part.last_query(head, j));
-                parts.min().unwrap_or(LastUse::Always)
-            }
-            Self::PerHead(parts) => {
-                of_head(parts, head).map_or(LastUse::Never, |part| part.last_query(head, j))
+            Self::Union(_) | Self::Intersection(_) | Self::PerHead(_) => {
+                self.of_parts(head, |part| part.last_query(head, j))
             }
         }
     }
@@ -310,13 +294,11 @@ impl Pattern {
                 let rows = (0..rows).map(|row| self.drawn_last(head, row, *block));
                 rows.max().unwrap_or(LastUse::Never)
             }
-            Self::Union(parts) => {
-                let parts = parts.iter().map(|part| part.furthest_of(head, t));
-                parts.max().unwrap_or(LastUse::Never)
+            Self::Union(_) | Self::PerHead(_) => {
+                self.of_parts(head, |part| part.furthest_of(head, t))
             }
-            Self::Intersection(parts) => {
-                let of_parts = parts.iter().map(|part| part.furthest_of(head, t));
-                let most = of_parts.min().unwrap_or(LastUse::Always);
+            Self::Intersection(_) => {
+                let most = self.of_parts(head, |part| part.furthest_of(head, t));
                 // The parts' furthest keys may be different queries'.
                 match most.is_before(t) || t > MOST_ROWS {
                     true => most,
@@ -325,9 +307,6 @@ impl Pattern {
                         rows.max().unwrap_or(LastUse::Never)
                     }
                 }
-            }
-            Self::PerHead(parts) => {
-                of_head(parts, head).map_or(LastUse::Never, |part| part.furthest_of(head, t))
             }
             // What later queries see ends no earlier.
             Self::Dense
@@ -344,6 +323,16 @@ impl Pattern {
             | Self::VerticalSlash { .. }
             | Self::Documents { .. }
             | Self::FromFn(_) => self.horizon(head, t - 1),
+        }
+    }
+
+    /// What is said of a combination of patterns by what `of` says of its parts.
+    fn of_parts(&self, head: usize, of: impl Fn(&Self) -> LastUse) -> LastUse {
+        match self {
+            Self::Union(parts) => parts.iter().map(of).max().unwrap_or(LastUse::Never),
+            Self::Intersection(parts) => parts.iter().map(of).min().unwrap_or(LastUse::Always),
+            Self::PerHead(parts) => of_head(parts, head).map_or(LastUse::Never, of),
+            alone => of(alone),
         }
     }
 
@@ -364,10 +353,6 @@ fn is_costly(rows: usize, count: usize) -> bool {
 
 fn position(t: usize) -> i64 {
     i64::try_from(t).unwrap_or(i64::MAX)
-}
-
-fn of_head(parts: &[Pattern], head: usize) -> Option<&Pattern> {
-    head.checked_rem(parts.len()).map(|part| &parts[part])
 }
 
 /// The last position of the chunk `after` chunks behind that of a position.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::Pattern;
+use super::attends::of_head;
 use super::cells::{BlockRow, Cell, Cells};
 
 impl Pattern {
@@ -23,9 +24,9 @@ impl Pattern {
     /// [`Self::is_causal`] of one head.
     fn is_causal_in(&self, head: usize) -> bool {
         match self {
-            Self::PerHead(parts) => head
-                .checked_rem(parts.len())
-                .is_some_and(|part| parts[part].is_causal_in(head)),
+            Self::PerHead(parts) => {
+                of_head(parts, head).is_some_and(|part| part.is_causal_in(head))
+            }
             Self::Union(parts) => parts.iter().all(|part| part.is_causal_in(head)),
             Self::Intersection(parts) => parts.iter().any(|part| part.is_causal_in(head)),
             other => other.is_causal(),
@@ -54,9 +55,9 @@ impl Pattern {
             Self::Union(parts) | Self::Intersection(parts) => {
                 parts.iter().all(|part| part.earlier_is_live(head))
             }
-            Self::PerHead(parts) => head
-                .checked_rem(parts.len())
-                .is_some_and(|part| parts[part].earlier_is_live(head)),
+            Self::PerHead(parts) => {
+                of_head(parts, head).is_some_and(|part| part.earlier_is_live(head))
+            }
             Self::Rows { .. } | Self::RandomBlocks { .. } | Self::FromFn(_) => false,
         }
     }

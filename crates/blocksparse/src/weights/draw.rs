@@ -7,7 +7,7 @@ use plotters::prelude::*;
 
 use super::WeightLayout;
 use crate::LayoutError;
-use crate::layout::draw::{color, draw_error, equal_stretches, text};
+use crate::layout::draw::{draw_cells, draw_error, text};
 use crate::layout::font;
 
 /// Cells per side, at most.
@@ -54,33 +54,10 @@ impl WeightLayout {
         title
             .draw(&Text::new(self.to_string(), (16, 16), style))
             .map_err(text)?;
-        let mut chart = ChartBuilder::on(&panel)
-            .margin(12)
-            .x_label_area_size(36)
-            .y_label_area_size(52)
-            .build_cartesian_2d(0..self.outputs(), self.inputs()..0)
-            .map_err(text)?;
-        chart
-            .configure_mesh()
-            .disable_mesh()
-            .x_labels(5)
-            .y_labels(5)
-            .x_desc("output")
-            .y_desc("input")
-            .draw()
-            .map_err(text)?;
         let cell = self.in_blocks().max(self.out_blocks()).div_ceil(MAX_CELLS);
-        let side = cell * self.block();
-        for (row, shades) in self.shades(cell).into_iter().enumerate() {
-            let bottom = ((row + 1) * side).min(self.inputs());
-            let cells = equal_stretches(&shades).into_iter();
-            let rectangles = cells.map(|(from, to, shade)| {
-                let right = (to * side).min(self.outputs());
-                let corners = [(from * side, row * side), (right, bottom)];
-                Rectangle::new(corners, color(shade).filled())
-            });
-            chart.draw_series(rectangles).map_err(text)?;
-        }
+        let sides = [("input", self.inputs()), ("output", self.outputs())];
+        let mut builder = ChartBuilder::on(&panel);
+        draw_cells(&mut builder, sides, cell * self.block(), self.shades(cell))?;
         area.present().map_err(text)
     }
 }

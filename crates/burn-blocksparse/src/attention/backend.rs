@@ -2,6 +2,7 @@
 
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::reference;
+use crate::base::dtype::sums_of;
 use crate::base::values::{
     AccumulatedInputs, AccumulatedOutput, AttentionGrads, AttentionInputs, AttentionOutput,
     LayoutTensors, NeedsGrad, OutputGrads, SCORE_TENSORS, SavedTensors, ScoreTensors,
@@ -326,10 +327,7 @@ impl Call {
     }
 
     fn accumulator(&self) -> DType {
-        match self.dtype {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        }
+        sums_of(self.dtype)
     }
 
     fn empty<const D: usize>(&self, shape: [usize; D], dtype: DType) -> CubeTensor {

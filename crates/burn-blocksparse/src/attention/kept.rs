@@ -1,9 +1,9 @@
 //! What is kept of a call of attention.
 
 use burn::backend::Dispatch;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 
-use crate::base::dtype::accumulate_in;
+use crate::base::dtype::sums_of;
 use crate::base::values::KnownOutput;
 use crate::check::same_device;
 use crate::error::OpError;
@@ -54,7 +54,7 @@ impl AttentionResiduals {
         check_options(options)?;
         let ([batch, heads, seq_q, _], [.., value_dim]) = (q.dims(), v.dims());
         let (rows, out) = ([batch, heads, seq_q], [batch, heads, seq_q, value_dim]);
-        let sums: DType = accumulate_in(q.dtype().into()).into();
+        let sums = sums_of(q.dtype());
         OpError::expect_same("kept.out's shape", out, "q's and v's", self.out.dims())?;
         OpError::expect_same("kept.lse's shape", rows, "q's rows", self.lse.dims())?;
         OpError::expect_same("kept.out's dtype", q.dtype(), "q's", self.out.dtype())?;

@@ -1,8 +1,8 @@
 //! Sums of all elements of a tensor.
 
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 
-use crate::base::dtype::accumulate_in;
+use crate::base::dtype::sums_of;
 use crate::base::kernels_run::runs_kernels;
 
 /// Most elements of a sum: as many sums as a GPU has work for.
@@ -29,7 +29,7 @@ const FEW: usize = 1 << 16;
 /// - result: `[1]`, in the dtype of `x`
 pub fn sum_all<const D: usize>(x: Tensor<D>) -> Tensor<1> {
     let given = x.dtype();
-    let sums: DType = accumulate_in(given.into()).into();
+    let sums = sums_of(given);
     let x = if sums == given { x } else { x.cast(sums) };
     let sum = match runs_kernels(&x.device()) {
         true => by_stages(x),
@@ -53,7 +53,7 @@ fn by_stages<const D: usize>(x: Tensor<D>) -> Tensor<1> {
 
 #[cfg(test)]
 mod tests {
-    use burn::tensor::{Device, TensorData};
+    use burn::tensor::{DType, Device, TensorData};
 
     use super::*;
 

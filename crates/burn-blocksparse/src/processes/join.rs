@@ -28,6 +28,18 @@ pub(super) struct Place {
 }
 
 impl Place {
+    /// On a host that nothing is known of.
+    pub fn new(rank: usize, count: usize, address: &str, port: u16) -> Self {
+        Self {
+            rank,
+            count,
+            local_rank: 0,
+            local_count: None,
+            address: address.to_owned(),
+            port,
+        }
+    }
+
     /// Of the variables that `torchrun` and OpenMPI's `mpirun` set.
     pub fn of_environment(variable: impl Fn(&str) -> Option<String>) -> Result<Self, OpError> {
         let number = |name: &'static str, other: &str, missing: Option<usize>| {
@@ -178,15 +190,15 @@ mod tests {
     #[test]
     fn variables_are_read() {
         let all = place("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=a.b MASTER_PORT=7").unwrap();
-        let expected = Place {
-            rank: 3,
-            count: 4,
-            local_rank: 1,
-            local_count: None,
-            address: "a.b".to_owned(),
-            port: 7,
-        };
-        assert_eq!(all, expected);
+        let expected = Place::new(3, 4, "a.b", 7);
+        let local_rank = 1;
+        assert_eq!(
+            all,
+            Place {
+                local_rank,
+                ..expected
+            }
+        );
         let by_mpi = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1";
         let place_of_mpi = place(by_mpi).unwrap();
         assert_eq!((place_of_mpi.rank, place_of_mpi.local_rank), (3, 1));
@@ -227,16 +239,9 @@ mod tests {
     fn who_does_not_come_is_named() {
         let free = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = free.local_addr().unwrap().port();
-        let of = |rank: usize, count: usize| Place {
-            rank,
-            count,
-            local_rank: 0,
-            local_count: None,
-            address: "127.0.0.1".to_owned(),
-            port,
-        };
         let join = |rank, count, ms| {
-            let joined = of(rank, count).connect(Duration::from_millis(ms));
+            let place = Place::new(rank, count, "127.0.0.1", port);
+            let joined = place.connect(Duration::from_millis(ms));
             joined.map(drop).map_err(|error| error.to_string())
         };
         let error = join(0, 2, 100).unwrap_err();

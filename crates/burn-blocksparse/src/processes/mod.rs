@@ -129,15 +129,7 @@ impl Processes {
     /// # Errors
     /// As [`Self::from_env`].
     pub fn join(rank: usize, count: usize, address: &str, port: u16) -> Result<Self, OpError> {
-        let place = Place {
-            rank,
-            count,
-            local_rank: 0,
-            local_count: None,
-            address: address.to_owned(),
-            port,
-        };
-        Self::at(&place, PATIENCE)
+        Self::at(&Place::new(rank, count, address, port), PATIENCE)
     }
 
     fn at(place: &Place, patience: Patience) -> Result<Self, OpError> {
@@ -493,14 +485,7 @@ mod tests {
     fn places(count: usize) -> Vec<Place> {
         let free = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = free.local_addr().unwrap().port();
-        let of = |rank| Place {
-            rank,
-            count,
-            local_rank: rank,
-            local_count: None,
-            address: "127.0.0.1".to_owned(),
-            port,
-        };
+        let of = |rank| Place::new(rank, count, "127.0.0.1", port);
         (0..count).map(of).collect()
     }
 

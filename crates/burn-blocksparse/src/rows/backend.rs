@@ -5,13 +5,13 @@ mod kernels {
     use blocksparse_cubecl::rows;
     use blocksparse_cubecl::rows::{IndexedRows, MergedGradients, gather_rows};
     use burn::backend::ops::IntTensorOps;
-    use burn::tensor::{DType, IntDType, Shape};
+    use burn::tensor::{IntDType, Shape};
     use burn_cubecl::CubeBackend;
     use burn_cubecl::kernel::{cast, into_contiguous};
     use burn_cubecl::tensor::CubeTensor;
 
     use crate::base::cube::{contiguous, empty, typed, uses_reference};
-    use crate::base::dtype::accumulate_in;
+    use crate::base::dtype::sums_of;
     use crate::base::values::OutputGrads;
     use crate::rows::ops::RowOps;
     use crate::rows::reference;
@@ -19,10 +19,6 @@ mod kernels {
 
     fn numbers(index: CubeTensor) -> CubeTensor {
         into_contiguous(cast(index, IntDType::I32.into()))
-    }
-
-    fn sums_of(x: &CubeTensor) -> DType {
-        accumulate_in(x.dtype.into()).into()
     }
 
     /// Lists of the rows of a tensor, and places that name some of them.
@@ -110,7 +106,11 @@ mod kernels {
         }
         let own = &inputs.own;
         let out = empty(own, own.meta.shape().dims::<4>(), own.dtype);
-        let lse = empty(own, inputs.own_lse.meta.shape().dims::<3>(), sums_of(own));
+        let lse = empty(
+            own,
+            inputs.own_lse.meta.shape().dims::<3>(),
+            sums_of(own.dtype),
+        );
         let made = [&out.handle, &lse.handle];
         rows::merge_rows(&own.client, &of, &parts(inputs), made).ok()?;
         Some(MergedOutput { out, lse })

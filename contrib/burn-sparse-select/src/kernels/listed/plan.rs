@@ -10,9 +10,9 @@ use crate::kernels::listed::costs::Costs;
 use crate::kernels::listed::mainloops::Mainloops;
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::tiles::ListedTiles;
+use blocksparse::internal::Recent;
 use blocksparse_cubecl::call::check_hopper;
 use blocksparse_cubecl::device_key::{DeviceKey, device_key};
-use blocksparse_cubecl::known::Recent;
 use blocksparse_cubecl::tuning::{ListedWay, TierLimit, Tuning};
 
 /// How a pass goes.

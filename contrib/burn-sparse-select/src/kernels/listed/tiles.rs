@@ -10,11 +10,11 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::listed::request::ListedRequest;
+use blocksparse::internal::Recent;
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, Pattern};
 use blocksparse_cubecl::call::Request;
 use blocksparse_cubecl::choice::AttentionPlan;
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::known::Recent;
 use blocksparse_cubecl::on_device::{ChoiceTensor, choose_blocks};
 use blocksparse_cubecl::tensor::TOO_LARGE;
 

@@ -41,7 +41,8 @@ pub struct Recent<K, V> {
     slots: Mutex<Vec<(K, Slot<V>)>>,
 }
 
-impl<K: Eq, V: Clone> Recent<K, V> {
+impl<K: PartialEq, V: Clone> Recent<K, V> {
+    /// Of at most so many keys.
     pub const fn new(most: usize) -> Self {
         Self {
             most,
