@@ -12,6 +12,7 @@ use super::args::{
 use super::call::{DeviceFacts, Request, ScoreKind, TableView, TensorView};
 use super::device::{DeviceLinePlan, line_plan};
 use super::error::KernelError;
+use super::limits::most_units;
 use super::pass::{BackwardPass, Pass};
 use super::shared::addressing::PlanWordsLaunch;
 use super::simt::Tile;
@@ -402,9 +403,7 @@ fn tile(
         let numbers = 2 * row_fours(tile, gradient) * 4 + side * side;
         // The compiler may align each of the three arrays.
         let bytes = numbers * request.accumulator().size() + 3 * 16;
-        bytes <= hardware.max_shared_memory_size
-            && tile.units() <= hardware.max_units_per_cube as usize
-            && tile.units() <= hardware.max_cube_dim.0 as usize
+        bytes <= hardware.max_shared_memory_size && tile.units() <= most_units(properties)
     };
     let tiles = SIDES.map(|(side, unit_rows)| Tile {
         mainloop: Mainloop::Rows,

@@ -14,7 +14,7 @@ use super::tuning::Tuning;
 use super::{attention_sums, on_device, simt};
 use crate::tuning::TierLimit;
 use blocksparse::internal::Slots;
-use blocksparse::plan::{Mainloop, Tiling};
+use blocksparse::plan::Tiling;
 use blocksparse::{BlockLayout, DeviceChoice, Residue};
 
 /// What a call will run on a device.
@@ -287,10 +287,7 @@ fn check_limits(
     let mut tiles = 0;
     for plan in parts {
         let (launched, tile) = (plan.part(layout).layout, &plan.simt[kernel as usize]);
-        let length = match kernel.mainloop() {
-            Mainloop::Rows => launched.seq_q(),
-            Mainloop::Columns => launched.seq_kv(),
-        };
+        let [length, _] = kernel.mainloop().lengths(launched);
         tiles = tiles.max(length.div_ceil(tile.rows));
         on_device::check(launched, plan.launched(kernel), properties)?;
         if request.score.bias && kernel != Kernel::Forward {

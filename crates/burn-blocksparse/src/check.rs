@@ -78,14 +78,7 @@ fn something(q: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
 }
 
 fn each_other(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
-    let equal = |argument, expected: usize, whose: &str, got: usize| match expected == got {
-        true => Ok(()),
-        false => Err(OpError::argument(
-            argument,
-            format!("{expected}, {whose}"),
-            got,
-        )),
-    };
+    let equal = OpError::expect_same::<usize>;
     let [batch, heads, _, head_dim] = q.dims();
     let [k_batch, kv_heads, seq_kv, k_dim] = k.dims();
     let [v_batch, v_heads, v_seq, _] = v.dims();

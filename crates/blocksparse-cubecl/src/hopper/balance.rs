@@ -110,10 +110,7 @@ pub(super) fn faster_mainloops(
 /// as computing nothing but the blocks would take at least.
 fn may_be_notable(part: &PartRequest, tiling: Tiling, turns: usize, places: usize) -> bool {
     let layout = part.layout;
-    let others = match tiling.mainloop {
-        Mainloop::Rows => layout.seq_kv(),
-        Mainloop::Columns => layout.seq_q(),
-    };
+    let [_, others] = tiling.mainloop.lengths(layout);
     let batches = layout.batch().map_or(part.request.batch, |_| 1);
     let pairs = layout.blocks() * batches * layout.block_size().pow(2);
     turns * others.div_ceil(tiling.cols) * NOTABLE * places >= pairs / (tiling.rows * tiling.cols)
@@ -299,10 +296,7 @@ impl Heads {
     fn new(part: &PartRequest, tile: &MainloopTile, mainloop: Mainloop) -> Self {
         let layout = part.layout;
         let turns = turns(part, mainloop);
-        let length = match mainloop {
-            Mainloop::Rows => layout.seq_q(),
-            Mainloop::Columns => layout.seq_kv(),
-        };
+        let [length, _] = mainloop.lengths(layout);
         let tiles = length.div_ceil(tile.rows());
         let of_patterns = tile_steps(layout, tile.tiling(mainloop));
         let mut known = BTreeMap::new();

@@ -261,10 +261,7 @@ pub(super) fn launch_mainloop(
     let device_plan = plan(client, part.layout, tile.tiling(mainloop))?;
     let heads = part.layout.heads();
     let (outer_heads, len) = (operands.heads, a1.shape[2]);
-    let sequences = match mainloop {
-        Mainloop::Rows => [len, b1.shape[2]],
-        Mainloop::Columns => [b1.shape[2], len],
-    };
+    let sequences = mainloop.sides(len, b1.shape[2]);
     let rows = request.batch * outer_heads * len;
     let elements = match tile.bias_sums {
         // Numbers in f32, of which a vector has four.

@@ -183,10 +183,8 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
     let backward = kernel != Kernel::Forward;
     let mainloop = kernel.mainloop();
     let block = layout.block_size();
-    let (length, heads) = match mainloop {
-        Mainloop::Rows => (layout.seq_q(), layout.heads()),
-        Mainloop::Columns => (layout.seq_kv(), request.kv_heads),
-    };
+    let [length, _] = mainloop.lengths(layout);
+    let [heads, _] = mainloop.sides(layout.heads(), request.kv_heads);
     let outputs = match mainloop {
         Mainloop::Rows => Outputs::First,
         Mainloop::Columns if request.head_dim + request.value_dim > 320 => Outputs::First,

@@ -76,10 +76,8 @@ impl Room {
             block: b,
             causal: choice.causal,
         };
-        let (length, lines, others) = match tiling.mainloop {
-            Mainloop::Rows => (shape.seq_q, layout.q_blocks(), layout.kv_blocks()),
-            Mainloop::Columns => (shape.seq_kv, layout.kv_blocks(), layout.q_blocks()),
-        };
+        let [length, _] = tiling.mainloop.sides(shape.seq_q, shape.seq_kv);
+        let [lines, others] = (tiling.mainloop).sides(layout.q_blocks(), layout.kv_blocks());
         let tiles = length.div_ceil(tiling.rows);
         let most = choice.most_blocks(shape);
         let step = cut.per_step;
@@ -249,10 +247,7 @@ struct Making<'a> {
 impl Making<'_> {
     fn extent(&self) -> ExtentLaunch {
         let (layout, room) = (self.layout, &self.room);
-        let [row_len, col_len] = match self.tiling.mainloop {
-            Mainloop::Rows => [layout.seq_q(), layout.seq_kv()],
-            Mainloop::Columns => [layout.seq_kv(), layout.seq_q()],
-        };
+        let [row_len, col_len] = self.tiling.mainloop.sides(layout.seq_q(), layout.seq_kv());
         ExtentLaunch::new(
             room.tiles,
             room.lines,
@@ -510,10 +505,7 @@ impl Making<'_> {
     /// Numbers of a pattern in the tensor that says what is seen, and the first of the rows and of the columns of the loop among them; of bits a row's words.
     fn numbers(&self) -> (usize, [usize; 2]) {
         let shape = self.layout.shape();
-        let turned = |[queries, keys]: [usize; 2]| match self.tiling.mainloop {
-            Mainloop::Rows => [queries, keys],
-            Mainloop::Columns => [keys, queries],
-        };
+        let turned = |[queries, keys]: [usize; 2]| self.tiling.mainloop.sides(queries, keys);
         match self.choice.positions(shape) {
             Some([numbers, keys]) => (numbers, turned([0, keys])),
             None => {

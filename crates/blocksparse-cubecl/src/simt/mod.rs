@@ -26,9 +26,10 @@ pub use tile::Tile;
 
 use super::call::{Kernel, PartRequest};
 use super::error::KernelError;
+use super::limits::most_units;
 use super::shared::score::described_threshold;
 use super::tuning::Tuning;
-use blocksparse::plan::{Grouping, Mainloop, Tiling};
+use blocksparse::plan::{Grouping, Tiling};
 use tile::pitch;
 
 /// A shape that a tile may have, and its speed relative to the others on a large problem, 0 if it is none
@@ -186,10 +187,7 @@ fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Til
     let accumulator = request.accumulator().size();
     let mainloop = kernel.mainloop();
     let may_cluster = request.may_cluster(layout, mainloop);
-    let length = match mainloop {
-        Mainloop::Rows => layout.seq_q(),
-        Mainloop::Columns => layout.seq_kv(),
-    };
+    let [length, _] = mainloop.lengths(layout);
     let wide = usize::from(request.head_dim.max(request.value_dim) > 64);
     let mut best: Option<(f64, Tile)> = None;
     let forced = forced();
@@ -203,8 +201,7 @@ fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Til
             ..shaped(candidate, part, kernel)
         };
         let fits = shared_bytes(&tile, kernel, accumulator) <= hardware.max_shared_memory_size
-            && tile.units() <= hardware.max_units_per_cube as usize
-            && tile.units() <= hardware.max_cube_dim.0 as usize
+            && tile.units() <= most_units(part.properties)
             && (!request.store || tile.rows <= layout.block_size());
         let speed = match kernel {
             Kernel::Forward => candidate.forward[wide],

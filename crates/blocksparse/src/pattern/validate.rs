@@ -157,19 +157,10 @@ impl Check<'_> {
         columns: usize,
         num_verts: usize,
     ) -> Result<(), LayoutError> {
-        self.positive("stride", stride)?;
-        self.positive("columns", columns)?;
-        self.positive("num_verts", num_verts)?;
+        self.groups("columns", stride, columns, num_verts)?;
         if !stride.is_multiple_of(columns) {
             let expected = format!("a multiple of columns = {columns}");
             return self.error("stride", expected, stride);
-        }
-        if num_verts.checked_mul(columns).is_none_or(|c| c > stride) {
-            return self.error(
-                "num_verts · columns",
-                format!("at most stride = {stride}"),
-                format!("{num_verts} · {columns}"),
-            );
         }
         if !heads.is_multiple_of(num_verts) {
             let expected = format!("a multiple of num_verts = {num_verts}");

@@ -60,10 +60,7 @@ pub(crate) fn clusters(
     pattern: usize,
     height: usize,
 ) -> Vec<Vec<u32>> {
-    let (lines, across) = match mainloop {
-        Mainloop::Rows => (layout.q_blocks(), layout.kv_blocks()),
-        Mainloop::Columns => (layout.kv_blocks(), layout.q_blocks()),
-    };
+    let [lines, across] = mainloop.blocks(layout);
     let runs = |line| match mainloop {
         Mainloop::Rows => layout.row_runs(pattern, line),
         Mainloop::Columns => layout.column_runs(pattern, line),

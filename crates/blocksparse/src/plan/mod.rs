@@ -92,10 +92,7 @@ impl TilePlan {
     pub fn new(layout: &BlockLayout, tiling: Tiling) -> Self {
         check_fit(layout.block_size(), tiling);
         let Tiling { rows, cols, .. } = tiling;
-        let (length, others) = match tiling.mainloop {
-            Mainloop::Rows => (layout.seq_q(), layout.seq_kv()),
-            Mainloop::Columns => (layout.seq_kv(), layout.seq_q()),
-        };
+        let [length, others] = tiling.mainloop.lengths(layout);
         let group = tiling.group(layout.block_size());
         let tiles = length.div_ceil(rows);
         let mut masks = TileMasks::new(layout, tiling, group);
@@ -163,10 +160,7 @@ impl TilePlan {
 /// Returns whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share. Tiles have
 /// `least` steps on average, or more.
 pub fn has_long_tiles(layout: &BlockLayout, tiling: Tiling, least: f64) -> bool {
-    let others = match tiling.mainloop {
-        Mainloop::Rows => layout.seq_kv(),
-        Mainloop::Columns => layout.seq_q(),
-    };
+    let [_, others] = tiling.mainloop.lengths(layout);
     // Steps are counted where they may be few: that takes as long as a plan.
     if !visits::may_be_short(least, others.div_ceil(tiling.cols)) {
         return false;

@@ -3,6 +3,7 @@
 use super::cluster::clusters;
 use super::source::Source;
 use super::tiling::{Mainloop, Tiling};
+use crate::arith::gcd;
 use crate::layout::TALLEST;
 use crate::{BlockLayout, BlockSource, DeviceChoice, Entry, FULL, LayoutShape};
 
@@ -150,10 +151,7 @@ impl<'a> Tiles<'a> {
 pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
     let Tiling { rows, cols, .. } = tiling;
     let b = layout.block_size();
-    let others = match tiling.mainloop {
-        Mainloop::Rows => layout.kv_blocks(),
-        Mainloop::Columns => layout.q_blocks(),
-    };
+    let [_, others] = tiling.mainloop.blocks(layout);
     let of_pattern = |pattern| -> Vec<usize> {
         let tiles = Tiles::of(layout, tiling, pattern);
         // The last tile that each block was met in.
@@ -195,13 +193,7 @@ fn chosen_overhead(choice: &DeviceChoice, shape: &LayoutShape, tiling: Tiling) -
 
 /// All numbers below `count`, neighbours far apart: any first few are a sample, of periodic things, too.
 fn scattered(count: usize) -> impl Iterator<Item = usize> {
-    let coprime = |step: &usize| {
-        let (mut a, mut b) = (*step, count);
-        while b != 0 {
-            (a, b) = (b, a % b);
-        }
-        a == 1
-    };
+    let coprime = |&step: &usize| gcd(step as i64, count as i64) == 1;
     let golden = (count as f64 * 0.618) as usize + 1;
     let step = (golden..).find(coprime).unwrap_or(1);
     (0..count).map(move |index| index * step % count)
@@ -294,10 +286,7 @@ impl NarrowCosts {
         }
         let sample = Sample::of(layout, tiling);
         let long = sample.entries * tiling.cols >= LONG * sample.tiles;
-        let length = match tiling.mainloop {
-            Mainloop::Rows => layout.seq_q(),
-            Mainloop::Columns => layout.seq_kv(),
-        };
+        let [length, _] = tiling.mainloop.lengths(layout);
         let tiles = length.div_ceil(tiling.rows) * layout.num_patterns();
         let masks = sample.partial as f64 * tiles as f64 / sample.tiles.max(1) as f64;
         let few = masks * (tiling.rows * tiling.cols / 8) as f64 <= MOST;

@@ -143,10 +143,7 @@ impl<'a> Source<'a> {
     }
 
     pub fn lines(&self) -> usize {
-        match self.tiling.mainloop {
-            Mainloop::Rows => self.layout.q_blocks(),
-            Mainloop::Columns => self.layout.kv_blocks(),
-        }
+        self.tiling.mainloop.blocks(self.layout)[0]
     }
 
     /// The entries of a tile of adjacent block rows.

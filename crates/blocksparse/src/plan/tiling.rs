@@ -1,5 +1,7 @@
 //! How a launch cuts a layout, and where the parts of a plan lie.
 
+use crate::BlockLayout;
+
 /// Side of the layout that the tiles' rows are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mainloop {
@@ -7,6 +9,26 @@ pub enum Mainloop {
     Rows,
     /// Tiles of keys against the queries that attend to them: dK and dV.
     Columns,
+}
+
+impl Mainloop {
+    /// What there is of queries and of keys, as the tiles' own side and the other one.
+    pub fn sides<T>(self, queries: T, keys: T) -> [T; 2] {
+        match self {
+            Self::Rows => [queries, keys],
+            Self::Columns => [keys, queries],
+        }
+    }
+
+    /// Positions of a layout's [sides](Self::sides).
+    pub fn lengths(self, layout: &BlockLayout) -> [usize; 2] {
+        self.sides(layout.seq_q(), layout.seq_kv())
+    }
+
+    /// Blocks of a layout's [sides](Self::sides).
+    pub fn blocks(self, layout: &BlockLayout) -> [usize; 2] {
+        self.sides(layout.q_blocks(), layout.kv_blocks())
+    }
 }
 
 /// Parameters by which a plan cuts a layout.

@@ -6,6 +6,8 @@ use std::sync::{Arc, Mutex};
 use blocksparse::{BlockLayout, LayoutShape, Pattern};
 use rstest::rstest;
 
+use crate::patterns::assert_keeps;
+
 type Asked = Arc<Mutex<HashMap<(usize, i64, i64), usize>>>;
 
 /// A callback that notes what it is asked for.
@@ -67,11 +69,7 @@ fn lists_are_never_left(#[case] within: fn(Pattern) -> Pattern) {
     let pattern = within(own);
     for block_size in blocksparse::BLOCK_SIZES {
         let layout = pattern.layout(2, n, block_size).unwrap();
-        for (i, row) in layout.to_dense(1).iter().enumerate() {
-            for (j, &kept) in row.iter().enumerate() {
-                assert_eq!(kept, pattern.attends(1, i as i64, j as i64), "({i}, {j})");
-            }
-        }
+        assert_keeps(&layout, &pattern, 1..2);
     }
 }
 

@@ -17,7 +17,7 @@ fn bad_arguments() {
         Pattern::strided(0).layout(8, 64, 8) => "strided(0): stride must be between 1 and 1099511627776, got 0";
         Pattern::fixed(128, 48).layout(8, 256, 8) => "fixed(128, 48): stride must be a multiple of columns = 48, got 128";
         Pattern::fixed(0, 4).layout(8, 256, 8) => "fixed(0, 4): stride must be between 1 and 1099511627776, got 0";
-        Pattern::fixed_heads(8, 4, 3).layout(6, 64, 8) => "fixed(8, 4, num_verts = 3): num_verts · columns must be at most stride = 8, got 3 · 4";
+        Pattern::fixed_heads(8, 4, 3).layout(6, 64, 8) => "fixed(8, 4, num_verts = 3): columns must be at most stride = 8, got 3 groups of 4";
         Pattern::fixed_heads(16, 4, 4).layout(6, 64, 8) => "fixed(16, 4, num_verts = 4): heads must be a multiple of num_verts = 4, got 6";
         Pattern::per_head([Pattern::dense(), Pattern::causal()]).layout(3, 64, 8) => "per_head(dense, causal): heads must be a multiple of the 2 patterns, got 3";
         Pattern::dilated_window(3, 0).layout(3, 64, 8) => "window(3, dilation = 0): dilation must be between 1 and 1099511627776, got 0";

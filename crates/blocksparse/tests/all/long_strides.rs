@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 use blocksparse::{BlockLayout, LayoutShape, Pattern};
 use rstest::rstest;
 
+use crate::patterns::assert_keeps;
+
 const LONGEST: usize = 1 << 40;
 
 fn assert_quick<T>(limit: Duration, name: &str, make: impl FnOnce() -> T) -> T {
@@ -58,7 +60,6 @@ fn time_does_not_follow_the_stride(
     #[values(8, 32, 128)] block_size: usize,
 ) {
     let shape = LayoutShape::new(2, lengths, block_size);
-    let offset = lengths[1] as i64 - lengths[0] as i64;
     for pattern in patterns(stride) {
         let build = || BlockLayout::new(&pattern, shape).unwrap();
         let layout = assert_quick(Duration::from_millis(200), &pattern.to_string(), build);
@@ -66,14 +67,7 @@ fn time_does_not_follow_the_stride(
         for part in layout.parts().unwrap_or_default() {
             assert!(part.layout.host_bytes() < 1 << 17, "{pattern}");
         }
-        for head in 0..2 {
-            for (i, row) in layout.to_dense(head).iter().enumerate() {
-                for (j, &kept) in row.iter().enumerate() {
-                    let allowed = pattern.attends(head, i as i64 + offset, j as i64);
-                    assert_eq!(kept, allowed, "{pattern} head {head} ({i}, {j})");
-                }
-            }
-        }
+        assert_keeps(&layout, &pattern, 0..2);
     }
 }
 
@@ -102,13 +96,7 @@ fn periods_whose_common_multiple_overflows() {
     let of = |verts: usize| format!("deepspeed-fixed:1000000000000,1,{verts}");
     let pattern: Pattern = format!("{}+{}", of(a), of(b)).parse().unwrap();
     let layout = pattern.layout(4, 64, 8).unwrap();
-    for head in 0..4 {
-        for (i, row) in layout.to_dense(head).iter().enumerate() {
-            for (j, &kept) in row.iter().enumerate() {
-                assert_eq!(kept, pattern.attends(head, i as i64, j as i64));
-            }
-        }
-    }
+    assert_keeps(&layout, &pattern, 0..4);
     let in_turn = Pattern::per_head([pattern.clone(), pattern]);
     assert!(in_turn.layout(4, 64, 8).is_ok());
 }

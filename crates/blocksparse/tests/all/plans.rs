@@ -151,10 +151,7 @@ impl Head<'_> {
                 |&col: &usize| self.bit(entry.mask, row, col) && self.keeps(entry, row, col);
             for col in (0..self.plan.group).filter(allowed) {
                 let (own, other) = (self.position(tile, row), entry.at * self.plan.group + col);
-                pairs.push(match self.plan.tiling.mainloop {
-                    Mainloop::Rows => (own, other),
-                    Mainloop::Columns => (other, own),
-                });
+                pairs.push(self.plan.tiling.mainloop.sides(own, other).into());
             }
         }
         pairs
@@ -275,10 +272,7 @@ fn check_visits(layout: &BlockLayout, plan: &TilePlan) -> Result<(), TestCaseErr
         }
         prop_assert!(visits.values().all(|&(_, over)| over));
         if plan.complete {
-            let others = match plan.tiling.mainloop {
-                Mainloop::Rows => layout.seq_kv(),
-                Mainloop::Columns => layout.seq_q(),
-            };
+            let [_, others] = plan.tiling.mainloop.lengths(layout);
             prop_assert_eq!(visits.len(), others.div_ceil(plan.group));
         }
     }

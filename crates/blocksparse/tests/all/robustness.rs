@@ -4,6 +4,7 @@ use blocksparse::{BlockLayout, LastUse, LayoutShape, PaddingMask, Pattern};
 use proptest::prelude::*;
 
 use crate::parts::assert_parts_make_up;
+use crate::patterns::assert_keeps;
 
 /// Numbers a person may get wrong: 0, small ones, and those at which arithmetic overflows.
 fn number() -> impl Strategy<Value = usize> {
@@ -130,19 +131,12 @@ proptest! {
 
     #[test]
     fn arguments_of_any_size((pattern, shape, head, i, j) in (pattern(), shape(), number(), position(), position())) {
-        let name = pattern.to_string();
         pattern.is_causal();
         pattern.attends(head, i, j);
         match BlockLayout::new(&pattern, shape) {
             Ok(layout) => {
                 prop_assert!(pattern.validate(shape.heads).is_ok());
-                let offset = shape.seq_kv as i64 - shape.seq_q as i64;
-                for (i, row) in layout.to_dense(shape.heads - 1).iter().enumerate() {
-                    for (j, &kept) in row.iter().enumerate() {
-                        let allowed = pattern.attends(shape.heads - 1, i as i64 + offset, j as i64);
-                        prop_assert_eq!(kept, allowed, "{} ({}, {})", name, i, j);
-                    }
-                }
+                assert_keeps(&layout, &pattern, shape.heads - 1..shape.heads);
             }
             Err(error) => prop_assert!(error.to_string().contains(" must be "), "{}", error),
         }

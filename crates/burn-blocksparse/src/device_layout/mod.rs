@@ -142,9 +142,7 @@ impl DeviceLayout {
     ) -> Result<Self, OpError> {
         served(&mask.device().without_autodiff())?;
         let shape = checked(&options.shape)?;
-        let dims = mask.dims();
-        let patterns = rows("mask", dims, &shape)?;
-        expect_kv_blocks("mask's kv_blocks", dims, &shape)?;
+        let patterns = rows("mask", mask.dims(), &shape)?;
         let choice = DeviceChoice {
             patterns,
             causal: options.causal,
@@ -252,13 +250,7 @@ impl DeviceLayout {
         options: DeviceLayoutOptions,
     ) -> Result<Self, OpError> {
         let DeviceLayoutOptions { shape, causal } = options;
-        let dims = scores.dims();
-        let patterns = rows("scores", dims, &shape)?;
-        expect(
-            "scores' kv_blocks",
-            shape.seq_kv.div_ceil(shape.block_size),
-            dims[3],
-        )?;
+        let patterns = rows("scores", scores.dims(), &shape)?;
         let choice = DeviceChoice {
             patterns,
             causal,
@@ -422,25 +414,25 @@ pub(crate) fn expect(argument: &'static str, expected: usize, got: usize) -> Res
     OpError::expect_same(argument, expected, "the shape's", got)
 }
 
-/// A number for each key block, in each row.
-fn expect_kv_blocks(
-    argument: &'static str,
-    dims: [usize; 4],
-    shape: &LayoutShape,
-) -> Result<(), OpError> {
-    expect(argument, shape.seq_kv.div_ceil(shape.block_size), dims[3])
-}
-
-/// The batch entries and heads of a tensor of rows of query blocks.
+/// The batch entries and heads of a tensor of rows of query blocks, which have a number for each key block unless they are indices.
 fn rows(
     tensor: &'static str,
-    [batch, heads, q_blocks, _]: [usize; 4],
+    [batch, heads, q_blocks, width]: [usize; 4],
     shape: &LayoutShape,
 ) -> Result<[usize; 2], OpError> {
-    let [batches, of_heads, of_rows] = match tensor {
-        "mask" => ["mask's batch", "mask's heads", "mask's q_blocks"],
-        "indices" => ["indices' batch", "indices' heads", "indices' q_blocks"],
-        _ => ["scores' batch", "scores' heads", "scores' q_blocks"],
+    let ([batches, of_heads, of_rows], of_columns) = match tensor {
+        "mask" => (
+            ["mask's batch", "mask's heads", "mask's q_blocks"],
+            Some("mask's kv_blocks"),
+        ),
+        "indices" => (
+            ["indices' batch", "indices' heads", "indices' q_blocks"],
+            None,
+        ),
+        _ => (
+            ["scores' batch", "scores' heads", "scores' q_blocks"],
+            Some("scores' kv_blocks"),
+        ),
     };
     OpError::ensure_positive(batches, batch)?;
     blocksparse::ensure! {
@@ -448,6 +440,9 @@ fn rows(
         heads != 0 && shape.heads.is_multiple_of(heads) => of_heads, format!("a divisor of the {} heads of the shape", shape.heads), heads;
     }
     expect(of_rows, shape.seq_q.div_ceil(shape.block_size), q_blocks)?;
+    if let Some(of_columns) = of_columns {
+        expect(of_columns, shape.seq_kv.div_ceil(shape.block_size), width)?;
+    }
     Ok([batch, heads])
 }
 

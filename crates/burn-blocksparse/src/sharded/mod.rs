@@ -208,9 +208,7 @@ impl SequenceShard {
             ("k's head_dim", head_dim),
             ("v's value_dim", value_dim),
         ] {
-            if size == 0 {
-                return Err(OpError::argument(argument, "at least 1", 0));
-            }
+            OpError::ensure_positive(argument, size)?;
         }
         let rows = [batch, kv_heads, self.layout.seq_q()];
         for (argument, x) in [("k's rows", &k), ("v's rows", &v)] {

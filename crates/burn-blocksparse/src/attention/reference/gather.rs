@@ -10,7 +10,7 @@ use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
 use blocksparse::{BlockLayout, Dropout};
 
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
-use super::tiles::{tile, untile};
+use super::tiles::{pad, tile, untile};
 use crate::base::dtype::accumulate_in;
 use crate::base::values::{AttentionInputs, LayoutTensors};
 use crate::graph::recording;
@@ -312,19 +312,10 @@ impl<'a, B: Backend> Problem<'a, B> {
 
     /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]` to one row per block, ragged ends padded with zeros.
     fn tile_bias(&self, bias: FloatTensor<B>) -> FloatTensor<B> {
-        let ([batch, heads, seq_q, seq_kv], b) = (self.bias, self.b);
+        let ([batch, heads, ..], b) = (self.bias, self.b);
         let [blocks, rows] = self.bias_blocks();
-        let pad = |x: FloatTensor<B>, dim: usize, missing: usize| match missing {
-            0 => x,
-            _ => {
-                let mut shape = x.shape();
-                shape[dim] = missing;
-                let padding = B::float_zeros(shape, &self.device, self.dtype);
-                B::float_cat(vec![x, padding], dim)
-            }
-        };
-        let bias = pad(bias, 2, blocks * rows - seq_q);
-        let bias = pad(bias, 3, self.kv_blocks * b - seq_kv);
+        let bias = pad::<B>(bias, 2, blocks * rows);
+        let bias = pad::<B>(bias, 3, self.kv_blocks * b);
         let shape = [batch * heads, blocks, rows, self.kv_blocks, b];
         let bias = B::float_permute(B::float_reshape(bias, Shape::new(shape)), &[0, 1, 3, 2, 4]);
         let shape = [batch * heads * blocks * self.kv_blocks, rows * b];
@@ -346,13 +337,23 @@ impl<'a, B: Backend> Problem<'a, B> {
 
     /// The bias of each pair: `[T, b, L·b]`, or `[T, 1, L·b]` if all queries share it.
     pub fn gather_bias(&self, bias: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
-        let (tiles, entries, b) = (chunk.tiles.len(), chunk.shape.entries, self.b);
         let [_, rows] = self.bias_blocks();
-        let places = self.indices(chunk.bias_places(self));
-        let bias = B::float_select(bias.clone(), 0, places);
-        let bias = B::float_reshape(bias, Shape::new([tiles, entries, rows, b]));
-        let bias = B::float_permute(bias, &[0, 2, 1, 3]);
-        B::float_reshape(bias, Shape::new([tiles, rows, entries * b]))
+        self.gather_blocks(bias, chunk.bias_places(self), rows, chunk)
+    }
+
+    /// Blocks of as many `rows`, those of a tile beside each other: `[T, rows, L·b]`.
+    fn gather_blocks(
+        &self,
+        blocks: &FloatTensor<B>,
+        places: Vec<i32>,
+        rows: usize,
+        chunk: &Chunk,
+    ) -> FloatTensor<B> {
+        let (tiles, entries, b) = (chunk.tiles.len(), chunk.shape.entries, self.b);
+        let blocks = B::float_select(blocks.clone(), 0, self.indices(places));
+        let blocks = B::float_reshape(blocks, Shape::new([tiles, entries, rows, b]));
+        let blocks = B::float_permute(blocks, &[0, 2, 1, 3]);
+        B::float_reshape(blocks, Shape::new([tiles, rows, entries * b]))
     }
 
     /// Gradients of the scores `[T, b, L·b]` as those of the bias: one row per block, summed over queries if all share it.
@@ -404,12 +405,7 @@ impl<'a, B: Backend> Problem<'a, B> {
 
     /// The inverse of [`Self::split_blocks`] on the stored weights.
     pub fn gather_weights(&self, weights: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
-        let (tiles, entries, b) = (chunk.tiles.len(), chunk.shape.entries, self.b);
-        let places = self.indices(chunk.weight_places(self));
-        let p = B::float_select(weights.clone(), 0, places);
-        let p = B::float_reshape(p, Shape::new([tiles, entries, b, b]));
-        let p = B::float_permute(p, &[0, 2, 1, 3]);
-        B::float_reshape(p, Shape::new([tiles, b, entries * b]))
+        self.gather_blocks(weights, chunk.weight_places(self), self.b, chunk)
     }
 }
 

@@ -8,15 +8,19 @@ use burn::tensor::{Shape, Slice};
 pub(crate) fn tile<B: Backend>(x: FloatTensor<B>, b: usize) -> FloatTensor<B> {
     let [batch, heads, seq, dim] = x.shape().dims::<4>();
     let padded = seq.next_multiple_of(b);
-    let x = match padded - seq {
-        0 => x,
-        missing => {
-            let shape = Shape::new([batch, heads, missing, dim]);
-            let padding = B::float_zeros(shape, &x.device(), x.dtype().into());
-            B::float_cat(vec![x, padding], 2)
-        }
-    };
+    let x = pad::<B>(x, 2, padded);
     B::float_reshape(x, Shape::new([batch * heads * (padded / b), b * dim]))
+}
+
+/// Zeros at the end of a dimension, so that it has `length`.
+pub(crate) fn pad<B: Backend>(x: FloatTensor<B>, dim: usize, length: usize) -> FloatTensor<B> {
+    let mut shape = x.shape();
+    if shape[dim] == length {
+        return x;
+    }
+    shape[dim] = length - shape[dim];
+    let padding = B::float_zeros(shape, &x.device(), x.dtype().into());
+    B::float_cat(vec![x, padding], dim)
 }
 
 /// The inverse of [`tile`].
