@@ -1,7 +1,6 @@
 //! The operators on block-sparse tensors against dense f64 arithmetic, and their errors.
 
 use burn_blocksparse::BlockSparseTensor;
-use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;
 
@@ -16,39 +15,30 @@ fn weights(device: &Device) -> BlockSparseTensor {
     BlockSparseTensor::from_values(zeros([2, 40, 8, 8], device), &layout()).unwrap()
 }
 
-#[rstest]
-#[case([0, 4, 30, 3], [0, 4, 30, 3], "a's batch must be at least 1, got 0")]
-#[case([1, 3, 30, 3], [1, 4, 30, 3], "a's heads must be 4, the layout's, got 3")]
-#[case([1, 4, 32, 3], [1, 4, 30, 3], "a's seq_q must be 30, the layout's, got 32")]
-#[case([1, 4, 30, 0], [1, 4, 30, 0], "a's dim must be at least 1, got 0")]
-#[case([1, 4, 30, 3], [2, 4, 30, 3], "b's batch must be 1, a's, got 2")]
-#[case([1, 4, 30, 3], [1, 3, 30, 3], "b's kv_heads must be a divisor of the 4 heads of the layout, got 3")]
-#[case([1, 4, 30, 3], [1, 0, 30, 3], "b's kv_heads must be a divisor of the 4 heads of the layout, got 0")]
-#[case([1, 4, 30, 3], [1, 4, 31, 3], "b's seq_kv must be 30, the layout's, got 31")]
-#[case([1, 4, 30, 3], [1, 4, 30, 4], "b's dim must be 3, a's, got 4")]
-fn factors_of_nt(#[case] a: [usize; 4], #[case] b: [usize; 4], #[case] expected: &str) {
-    for device in devices() {
-        refused! { BlockSparseTensor::nt(zeros(a, &device), zeros(b, &device), &layout()) => expected; }
-    }
-}
-
-#[rstest]
-#[case([1, 4, 30, 3], "b's batch must be 2, the values', got 1")]
-#[case([2, 3, 30, 3], "b's kv_heads must be a divisor of the 4 heads of the layout, got 3")]
-#[case([2, 4, 32, 3], "b's seq_kv must be 30, the layout's, got 32")]
-fn factors_of_nn(#[case] b: [usize; 4], #[case] expected: &str) {
-    for device in devices() {
-        refused! { weights(&device).nn(zeros(b, &device)) => expected; }
-    }
-}
-
-#[rstest]
-#[case([1, 4, 30, 3], "a's batch must be 2, the values', got 1")]
-#[case([2, 2, 30, 3], "a's heads must be 4, the layout's, got 2")]
-#[case([2, 4, 32, 3], "a's seq_q must be 30, the layout's, got 32")]
-fn factors_of_tn(#[case] a: [usize; 4], #[case] expected: &str) {
-    for device in devices() {
-        refused! { weights(&device).tn(zeros(a, &device)) => expected; }
+#[test]
+fn factors() {
+    for device in &devices() {
+        let x = |shape| zeros(shape, device);
+        let nt = |a, b| BlockSparseTensor::nt(x(a), x(b), &layout());
+        let nn = |b| weights(device).nn(x(b));
+        let tn = |a| weights(device).tn(x(a));
+        refused! {
+            nt([0, 4, 30, 3], [0, 4, 30, 3]) => "a's batch must be at least 1, got 0";
+            nt([1, 3, 30, 3], [1, 4, 30, 3]) => "a's heads must be 4, the layout's, got 3";
+            nt([1, 4, 32, 3], [1, 4, 30, 3]) => "a's seq_q must be 30, the layout's, got 32";
+            nt([1, 4, 30, 0], [1, 4, 30, 0]) => "a's dim must be at least 1, got 0";
+            nt([1, 4, 30, 3], [2, 4, 30, 3]) => "b's batch must be 1, a's, got 2";
+            nt([1, 4, 30, 3], [1, 3, 30, 3]) => "b's kv_heads must be a divisor of the 4 heads of the layout, got 3";
+            nt([1, 4, 30, 3], [1, 0, 30, 3]) => "b's kv_heads must be a divisor of the 4 heads of the layout, got 0";
+            nt([1, 4, 30, 3], [1, 4, 31, 3]) => "b's seq_kv must be 30, the layout's, got 31";
+            nt([1, 4, 30, 3], [1, 4, 30, 4]) => "b's dim must be 3, a's, got 4";
+            nn([1, 4, 30, 3]) => "b's batch must be 2, the values', got 1";
+            nn([2, 3, 30, 3]) => "b's kv_heads must be a divisor of the 4 heads of the layout, got 3";
+            nn([2, 4, 32, 3]) => "b's seq_kv must be 30, the layout's, got 32";
+            tn([1, 4, 30, 3]) => "a's batch must be 2, the values', got 1";
+            tn([2, 2, 30, 3]) => "a's heads must be 4, the layout's, got 2";
+            tn([2, 4, 32, 3]) => "a's seq_q must be 30, the layout's, got 32";
+        }
     }
 }
 

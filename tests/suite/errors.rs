@@ -7,53 +7,60 @@ use burn_blocksparse::{
 use burn_sparse_select::{top_k_blocks, top_k_blocks_on_device, vertical_slash_layout};
 use proptest::prelude::*;
 use proptest::{collection, option, sample};
-use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;
+
+mod ops;
 
 fn layout() -> BlockLayout {
     Pattern::causal().layout(4, 32, 8).unwrap()
 }
 
-#[rstest]
-#[case([1, 3, 32, 8], [1, 4, 32, 8], [1, 4, 32, 8], "q's heads must be 4, the layout's, got 3")]
-#[case([1, 4, 31, 8], [1, 4, 32, 8], [1, 4, 32, 8], "q's seq_q must be 32, the layout's, got 31")]
-#[case([1, 4, 32, 8], [1, 4, 40, 8], [1, 4, 40, 8], "k's seq_kv must be 32, the layout's, got 40")]
-#[case([1, 4, 32, 8], [2, 4, 32, 8], [1, 4, 32, 8], "k's batch must be 1, q's, got 2")]
-#[case([1, 4, 32, 8], [1, 4, 32, 16], [1, 4, 32, 8], "k's head_dim must be 8, q's, got 16")]
-#[case([1, 4, 32, 8], [1, 3, 32, 8], [1, 3, 32, 8], "k's kv_heads must be a divisor of the 4 heads of q, got 3")]
-#[case([1, 4, 32, 8], [1, 2, 32, 8], [1, 4, 32, 8], "v's kv_heads must be 2, k's, got 4")]
-#[case([1, 4, 32, 8], [1, 4, 32, 8], [1, 4, 16, 8], "v's seq_kv must be 32, k's, got 16")]
-#[case([1, 4, 32, 8], [1, 4, 32, 8], [3, 4, 32, 8], "v's batch must be 1, q's, got 3")]
-fn shapes(
-    #[case] q: [usize; 4],
-    #[case] k: [usize; 4],
-    #[case] v: [usize; 4],
-    #[case] message: &str,
-) {
-    for device in devices() {
-        let [q, k, v] = [q, k, v].map(|shape| zeros(shape, &device));
-        refused! { sparse_attention(q, k, v, &layout()) => message; }
+#[test]
+fn shapes() {
+    for device in &devices() {
+        let call = |q, k, v| {
+            let [q, k, v] = [q, k, v].map(|shape| zeros(shape, device));
+            sparse_attention(q, k, v, &layout())
+        };
+        refused! {
+            call([1, 3, 32, 8], [1, 4, 32, 8], [1, 4, 32, 8]) => "q's heads must be 4, the layout's, got 3";
+            call([1, 4, 31, 8], [1, 4, 32, 8], [1, 4, 32, 8]) => "q's seq_q must be 32, the layout's, got 31";
+            call([1, 4, 32, 8], [1, 4, 40, 8], [1, 4, 40, 8]) => "k's seq_kv must be 32, the layout's, got 40";
+            call([1, 4, 32, 8], [2, 4, 32, 8], [1, 4, 32, 8]) => "k's batch must be 1, q's, got 2";
+            call([1, 4, 32, 8], [1, 4, 32, 16], [1, 4, 32, 8]) => "k's head_dim must be 8, q's, got 16";
+            call([1, 4, 32, 8], [1, 3, 32, 8], [1, 3, 32, 8]) => "k's kv_heads must be a divisor of the 4 heads of q, got 3";
+            call([1, 4, 32, 8], [1, 2, 32, 8], [1, 4, 32, 8]) => "v's kv_heads must be 2, k's, got 4";
+            call([1, 4, 32, 8], [1, 4, 32, 8], [1, 4, 16, 8]) => "v's seq_kv must be 32, k's, got 16";
+            call([1, 4, 32, 8], [1, 4, 32, 8], [3, 4, 32, 8]) => "v's batch must be 1, q's, got 3";
+        }
     }
 }
 
-#[rstest]
-#[case(AttentionOptions::default().scale(f64::NAN), "options.scale must be finite in f32, got NaN")]
-#[case(AttentionOptions::default().scale(-1e39), "options.scale must be finite in f32, got -1000000000000000000000000000000000000000")]
-#[case(AttentionOptions::default().softcap(0.0), "options.softcap must be positive and finite in f32, got 0")]
-#[case(AttentionOptions::default().alibi([0.5]), "options.alibi's slopes must be 4, the layout's heads, got 1")]
-#[case(AttentionOptions::default().alibi([0.5, 0.5, f64::NAN, 0.5]), "options.alibi's slopes must be finite in f32, got NaN")]
-#[case(AttentionOptions::default().dropout(Dropout::new(1.0, 0)), "options.dropout's probability must be at least 0 and less than 1, got 1")]
-#[case(AttentionOptions::default().dropout(Dropout::new(-0.1, 0)), "options.dropout's probability must be at least 0 and less than 1, got -0.1")]
-#[case(AttentionOptions::default().softcap(-1.0), "options.softcap must be positive and finite in f32, got -1")]
-#[case(AttentionOptions::default().softmax_threshold(0.0), "options.softmax_threshold must be positive and finite in f32, got 0")]
-#[case(AttentionOptions::default().softmax_threshold(-1.0), "options.softmax_threshold must be positive and finite in f32, got -1")]
-#[case(AttentionOptions::default().softmax_threshold(f64::INFINITY), "options.softmax_threshold must be positive and finite in f32, got inf")]
-#[case(AttentionOptions::default().softmax_threshold(f64::NAN), "options.softmax_threshold must be positive and finite in f32, got NaN")]
-fn option_values(#[case] options: AttentionOptions, #[case] message: &str) {
-    for device in devices() {
-        let x = zeros([1, 4, 32, 8], &device);
-        refused! { SparseAttentionCall::new(x.clone(), x.clone(), x, &layout()).options(options.clone()).run() => message; }
+#[test]
+fn option_values() {
+    for device in &devices() {
+        let plain = AttentionOptions::default;
+        let call = |options| {
+            let x = zeros([1, 4, 32, 8], device);
+            let layout = layout();
+            let call = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout);
+            call.options(options).run()
+        };
+        refused! {
+            call(plain().scale(f64::NAN)) => "options.scale must be finite in f32, got NaN";
+            call(plain().scale(-1e39)) => "options.scale must be finite in f32, got -1000000000000000000000000000000000000000";
+            call(plain().softcap(0.0)) => "options.softcap must be positive and finite in f32, got 0";
+            call(plain().alibi([0.5])) => "options.alibi's slopes must be 4, the layout's heads, got 1";
+            call(plain().alibi([0.5, 0.5, f64::NAN, 0.5])) => "options.alibi's slopes must be finite in f32, got NaN";
+            call(plain().dropout(Dropout::new(1.0, 0))) => "options.dropout's probability must be at least 0 and less than 1, got 1";
+            call(plain().dropout(Dropout::new(-0.1, 0))) => "options.dropout's probability must be at least 0 and less than 1, got -0.1";
+            call(plain().softcap(-1.0)) => "options.softcap must be positive and finite in f32, got -1";
+            call(plain().softmax_threshold(0.0)) => "options.softmax_threshold must be positive and finite in f32, got 0";
+            call(plain().softmax_threshold(-1.0)) => "options.softmax_threshold must be positive and finite in f32, got -1";
+            call(plain().softmax_threshold(f64::INFINITY)) => "options.softmax_threshold must be positive and finite in f32, got inf";
+            call(plain().softmax_threshold(f64::NAN)) => "options.softmax_threshold must be positive and finite in f32, got NaN";
+        }
     }
 }
 
@@ -94,44 +101,26 @@ fn different_devices() {
     refused! { sparse_attention(x.clone(), k, x, &layout()) => "k's device must be…"; }
 }
 
-/// What a call with these tensors is refused with.
-fn refused(tensors: AttentionTensors, device: &Device) -> String {
-    let x = zeros([1, 4, 32, 8], device);
-    let layout = layout();
-    let call = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout);
-    let result = call.tensors(tensors).run_with_lse();
-    result.unwrap_err().to_string()
-}
-
 #[test]
-fn sinks() {
-    for device in devices() {
-        let tensors = AttentionTensors::default().sinks(Tensor::zeros([3], &device));
-        let message = "sinks' heads must be 4, the layout's, got 3";
-        assert_eq!(refused(tensors, &device), message);
-    }
-}
-
-#[rstest]
-#[case([3, 4, 32, 32], "bias's batch must be 1 or 1, got 3")]
-#[case([1, 3, 32, 32], "bias's heads must be 4 or 1, got 3")]
-#[case([1, 4, 31, 32], "bias's seq_q must be 32 or 1, got 31")]
-#[case([1, 4, 32, 1], "bias's seq_kv must be 32, the layout's, got 1")]
-fn biases(#[case] shape: [usize; 4], #[case] message: &str) {
-    for device in devices() {
-        let tensors = AttentionTensors::default().bias(zeros(shape, &device));
-        assert_eq!(refused(tensors, &device), message);
-    }
-}
-
-#[rstest]
-#[case([3, 5], "relative_bias's heads must be 4 or 1, got 3")]
-#[case([4, 6], "relative_bias's distances must be an odd number, 2 · reach + 1, got 6")]
-#[case([1, 0], "relative_bias's distances must be an odd number, 2 · reach + 1, got 0")]
-fn relative_biases(#[case] shape: [usize; 2], #[case] message: &str) {
-    for device in devices() {
-        let tensors = AttentionTensors::default().relative_bias(Tensor::zeros(shape, &device));
-        assert_eq!(refused(tensors, &device), message);
+fn sinks_and_biases() {
+    for device in &devices() {
+        let of = AttentionTensors::default;
+        let call = |tensors| {
+            let x = zeros([1, 4, 32, 8], device);
+            let layout = layout();
+            let call = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout);
+            call.tensors(tensors).run_with_lse()
+        };
+        refused! {
+            call(of().sinks(Tensor::zeros([3], device))) => "sinks' heads must be 4, the layout's, got 3";
+            call(of().bias(zeros([3, 4, 32, 32], device))) => "bias's batch must be 1 or 1, got 3";
+            call(of().bias(zeros([1, 3, 32, 32], device))) => "bias's heads must be 4 or 1, got 3";
+            call(of().bias(zeros([1, 4, 31, 32], device))) => "bias's seq_q must be 32 or 1, got 31";
+            call(of().bias(zeros([1, 4, 32, 1], device))) => "bias's seq_kv must be 32, the layout's, got 1";
+            call(of().relative_bias(Tensor::zeros([3, 5], device))) => "relative_bias's heads must be 4 or 1, got 3";
+            call(of().relative_bias(Tensor::zeros([4, 6], device))) => "relative_bias's distances must be an odd number, 2 · reach + 1, got 6";
+            call(of().relative_bias(Tensor::zeros([1, 0], device))) => "relative_bias's distances must be an odd number, 2 · reach + 1, got 0";
+        }
     }
 }
 

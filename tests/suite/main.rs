@@ -2,42 +2,28 @@
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod accelerated;
-mod activation;
 mod arrows;
-mod attention_sums;
-mod block_sparse;
 mod blocks;
 mod burn_attention;
 mod call;
 mod compare;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod compiled;
-mod embedding;
 mod errors;
 mod features;
 mod fuzz;
-mod gates;
 mod graph;
-mod heads;
 mod kept;
 mod layers;
-mod linear;
-mod loss;
-mod mlp;
 mod model_layers;
-mod norm;
 mod nsa;
 mod optim;
 mod paged;
-mod projection;
 mod public_names;
-mod rope;
-mod sampling;
 mod selected;
 mod selection;
 mod selection_planted;
 mod sharded;
-mod stream_dropout;
 mod table;
 mod top_k;
 mod tuning;
@@ -52,4 +38,7 @@ macro_rules! modules_of_checks {
     };
 }
 
-modules_of_checks!(attention autodiff device_layout eviction gradients max_scores options sharing threshold tiles widths);
+modules_of_checks! {
+    activation attention attention_sums autodiff block_sparse device_layout embedding eviction gates gradients heads linear
+    loss max_scores mlp norm options projection rope sampling sharing stream_dropout threshold tiles widths
+}

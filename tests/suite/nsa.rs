@@ -2,23 +2,24 @@
 
 use burn_sparse_select::Always;
 use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
-use rstest::rstest;
 
 use burn_blocksparse_tests::prelude::*;
 
 burn_blocksparse_tests::tests!(nsa);
 
-#[rstest]
-#[case(NsaOptions::default().stride(0), "stride must be at least 1, got 0")]
-#[case(NsaOptions::default().stride(12), "block must be a multiple of stride, which is 12, got 32")]
-#[case(NsaOptions::default().block(48).stride(24), "selected_block must be a multiple of stride, which is 24, got 64")]
-#[case(NsaOptions::default().block(0), "block must be a multiple of stride, which is 16, got 0")]
-#[case(NsaOptions::default().selected_block(48), "selected_block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 48")]
-#[case(NsaOptions::default().keep(2), "keep must be at least 3, the forced blocks, got 2")]
-#[case(NsaOptions::default().forced(Always { first: 1, local: 0 }), "forced.local must be at least 1, the query's own block, got 0")]
-#[case(NsaOptions::default().scale(f64::NAN), "scale must be finite, got NaN")]
-fn options_of_none(#[case] options: NsaOptions, #[case] message: &str) {
-    refused! { Nsa::new(options) => message; }
+#[test]
+fn options_of_none() {
+    let plain = NsaOptions::default;
+    refused! {
+        Nsa::new(plain().stride(0)) => "stride must be at least 1, got 0";
+        Nsa::new(plain().stride(12)) => "block must be a multiple of stride, which is 12, got 32";
+        Nsa::new(plain().block(48).stride(24)) => "selected_block must be a multiple of stride, which is 24, got 64";
+        Nsa::new(plain().block(0)) => "block must be a multiple of stride, which is 16, got 0";
+        Nsa::new(plain().selected_block(48)) => "selected_block must be 8, 16, 32, 64, 128 or a larger multiple of 128, got 48";
+        Nsa::new(plain().keep(2)) => "keep must be at least 3, the forced blocks, got 2";
+        Nsa::new(plain().forced(Always { first: 1, local: 0 })) => "forced.local must be at least 1, the query's own block, got 0";
+        Nsa::new(plain().scale(f64::NAN)) => "scale must be finite, got NaN";
+    }
 }
 
 #[test]

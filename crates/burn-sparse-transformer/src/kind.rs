@@ -26,6 +26,16 @@ pub(crate) trait AttentionKind {
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
+        self.attend_projected(mha, input, cache)
+    }
+
+    /// [`Self::attend`] of an input's projected heads.
+    fn attend_projected(
+        &self,
+        mha: &SparseMultiHeadAttention,
+        input: SparseMhaInput,
+        cache: Option<&mut SparseMhaCache>,
+    ) -> Result<(Seen, Call), TransformerError> {
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, request) = mha.prepare(&input, before)?;
         let (query, key, value) = mha.project(input, &call)?;
@@ -121,10 +131,6 @@ pub(crate) fn check_causal(pattern: &Pattern) -> Result<(), TransformerError> {
     ensure(pattern.is_causal(), "pattern", expected, pattern)
 }
 
-pub(crate) fn display(content: Content, config: &impl ToString, local_heads: usize) -> Content {
-    (content.add("content", &config.to_string())).add("local_heads", &local_heads)
-}
-
 /// Which keys are seen is the pattern's alone.
 struct ByPattern;
 
@@ -134,7 +140,7 @@ impl SparseMultiHeadAttention {
     /// How the heads find their keys.
     pub(crate) fn kind(&self) -> &dyn AttentionKind {
         if let Some(content) = &self.content {
-            return content.kind();
+            return content;
         }
         match (&self.selection, &self.head_selections) {
             (Some(selection), _) => selection,

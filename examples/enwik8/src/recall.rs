@@ -200,24 +200,20 @@ fn print(
     bits_per_byte: f64,
     heads: &[Vec<SelectionQuality>],
 ) -> Result<()> {
-    let layers = heads.iter().enumerate();
-    let layers: Vec<LayerRecall> = layers
-        .map(|(layer, heads)| LayerRecall::of(layer, heads))
-        .collect();
     let numbers = |head: &SelectionQuality| SelectionNumbers {
         recall: head.recall,
         first_percentile: head.first_percentile,
         ratio: head.ratio(),
         density: head.density,
     };
+    let of_heads = heads
+        .iter()
+        .map(|heads| heads.iter().map(numbers).collect());
     let found = Found {
         selection: selection.clone(),
         bits_per_byte,
-        heads: heads
-            .iter()
-            .map(|heads| heads.iter().map(numbers).collect())
-            .collect(),
-        layers: layers.clone(),
+        heads: of_heads.collect(),
+        layers: by_layer(heads).collect(),
     };
     if let Some((to, name)) = lines {
         let line = serde_json::to_string(&found)?;
@@ -231,7 +227,7 @@ fn print(
         ratio,
         density,
         ..
-    } = mean(&layers);
+    } = mean(&found.layers);
     say(match selection {
         None => format!(
             "{everything:<28} {bits_per_byte:>9.4} {:>8} {:>8} {:>8}",
@@ -241,17 +237,11 @@ fn print(
             "{selection:<28} {bits_per_byte:>9.4} {recall:>8.4} {ratio:>8.4} {density:>8.4}"
         ),
     });
-    for (layer, heads) in heads.iter().enumerate().filter(|_| args.heads) {
-        for (head, found) in heads.iter().enumerate() {
-            let SelectionNumbers {
-                recall,
-                first_percentile,
-                ratio,
-                density,
-            } = numbers(found);
+    for (layer, heads) in found.heads.iter().enumerate().filter(|_| args.heads) {
+        for (head, of) in heads.iter().enumerate() {
             say(format!(
-                "  layer {layer:>2}, head {head:>2} {:>21.4} {ratio:>8.4} {density:>8.4}  99 of 100 rows {first_percentile:.4}",
-                recall
+                "  layer {layer:>2}, head {head:>2} {:>21.4} {:>8.4} {:>8.4}  99 of 100 rows {:.4}",
+                of.recall, of.ratio, of.density, of.first_percentile
             ));
         }
     }
@@ -270,18 +260,29 @@ pub struct LayerRecall {
     pub density: f64,
 }
 
-impl LayerRecall {
-    fn of(layer: usize, heads: &[SelectionQuality]) -> Self {
-        let mean = |of: fn(&SelectionQuality) -> f64| {
-            heads.iter().map(of).sum::<f64>() / heads.len() as f64
-        };
-        Self {
-            layer,
-            recall: mean(|head| head.recall),
-            ratio: mean(SelectionQuality::ratio),
-            density: mean(|head| head.density),
-        }
+/// The mean of recall, ratio and density.
+fn mean_of(layer: usize, shares: impl ExactSizeIterator<Item = [f64; 3]>) -> LayerRecall {
+    let count = shares.len().max(1) as f64;
+    let sums = shares.fold([0.0; 3], |sums, more| [0, 1, 2].map(|i| sums[i] + more[i]));
+    let [recall, ratio, density] = sums.map(|sum| sum / count);
+    LayerRecall {
+        layer,
+        recall,
+        ratio,
+        density,
     }
+}
+
+/// Of each layer that has heads which choose.
+fn by_layer(heads: &[Vec<SelectionQuality>]) -> impl Iterator<Item = LayerRecall> {
+    let layers = heads
+        .iter()
+        .enumerate()
+        .filter(|(_, heads)| !heads.is_empty());
+    layers.map(|(layer, heads)| {
+        let shares = |head: &SelectionQuality| [head.recall, head.ratio(), head.density];
+        mean_of(layer, heads.iter().map(shares))
+    })
 }
 
 /// Measures over a window of bytes: `selection`, or each layer's own; layers without one are left out.
@@ -291,14 +292,7 @@ pub fn measure(
     window: &[u8],
     device: &Device,
 ) -> Result<Vec<LayerRecall>> {
-    let heads = heads(model, selection, window, device)?;
-    let chosen = heads
-        .iter()
-        .enumerate()
-        .filter(|(_, heads)| !heads.is_empty());
-    Ok(chosen
-        .map(|(layer, heads)| LayerRecall::of(layer, heads))
-        .collect())
+    Ok(by_layer(&heads(model, selection, window, device)?).collect())
 }
 
 /// [`measure`] of each layer and head.
@@ -320,15 +314,8 @@ fn tokens(window: &[u8], device: &Device) -> Tensor<2, Int> {
 
 /// The mean over layers, with as many of them in the place of one's number.
 pub fn mean(layers: &[LayerRecall]) -> LayerRecall {
-    let mean = |of: fn(&LayerRecall) -> f64| {
-        layers.iter().map(of).sum::<f64>() / layers.len().max(1) as f64
-    };
-    LayerRecall {
-        layer: layers.len(),
-        recall: mean(|layer| layer.recall),
-        ratio: mean(|layer| layer.ratio),
-        density: mean(|layer| layer.density),
-    }
+    let shares = |layer: &LayerRecall| [layer.recall, layer.ratio, layer.density];
+    mean_of(layers.len(), layers.iter().map(shares))
 }
 
 /// One line of all layers.

@@ -62,52 +62,45 @@ pub fn replayed_decoding_equals_plain_decoding(devices: &[Device]) {
 
 /// The same where queries choose pages, of which 96 tokens have six.
 pub fn replayed_decoding_chooses_pages(devices: &[Device]) {
-    for device in devices {
-        let model = model_with(Pattern::causal(), &["quest:16,48,1"], device);
-        for (dtype, tolerance) in some_of([(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)], 2) {
-            let what = format!("quest, {dtype:?} on {device:?}");
-            replayed_equals_plain(&what, model.clone(), dtype, tolerance, device);
-        }
-    }
+    let model = |text: &str, device: &Device| model_with(Pattern::causal(), &[text], device);
+    replayed_equals_plain_of_either_dtype(&["quest:16,48,1"], 2, model, devices);
 }
 
 /// The same where an indexer chooses single keys, 12 of them, or three blocks of 16.
 pub fn replayed_decoding_chooses_keys(devices: &[Device]) {
-    for (text, device) in ["dsa:12,3,2,8", "msa:16,3,8"]
-        .into_iter()
-        .flat_map(|text| devices.iter().map(move |device| (text, device)))
-    {
-        let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
-        let model = config(Pattern::causal(), &[], device)
-            .with_attention(Some(attention))
-            .with_content(Some(text.parse().unwrap()))
-            .try_init(device)
-            .unwrap();
-        for (dtype, tolerance) in some_of([(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)], 2) {
-            let what = format!("{text}, {dtype:?} on {device:?}");
-            replayed_equals_plain(&what, model.clone(), dtype, tolerance, device);
-        }
-    }
+    let texts = ["dsa:12,3,2,8", "msa:16,3,8"];
+    replayed_equals_plain_of_either_dtype(&texts, 2, model_with_content, devices);
 }
 
 /// The same of three branches, where a block of 16 of six is chosen and a block of 8 ends every 4 tokens of each sequence.
 pub fn replayed_decoding_sees_three_branches(devices: &[Device]) {
+    let texts = ["nsa:8,4,16,3,20", "nsa:8,4,16,4,20,mlp,shared"];
+    replayed_equals_plain_of_either_dtype(&texts, 4, model_with_content, devices);
+}
+
+fn model_with_content(content: &str, device: &Device) -> SparseTransformer {
+    let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
+    config(Pattern::causal(), &[], device)
+        .with_attention(Some(attention))
+        .with_content(Some(content.parse().unwrap()))
+        .try_init(device)
+        .unwrap()
+}
+
+/// Of the rows, in runs of a part, `one_in`.
+fn replayed_equals_plain_of_either_dtype(
+    texts: &[&str],
+    one_in: usize,
+    model: impl Fn(&str, &Device) -> SparseTransformer,
+    devices: &[Device],
+) {
     for device in devices {
-        let texts = ["nsa:8,4,16,3,20", "nsa:8,4,16,4,20,mlp,shared"];
-        let rows = texts.into_iter().flat_map(|text| {
+        let rows = texts.iter().flat_map(|text| {
             [(KvDtype::Model, 2e-5), (KvDtype::Int8, 1e-2)].map(|of_pool| (text, of_pool))
         });
-        for (text, (dtype, tolerance)) in some_of(rows, 4) {
-            let content = Some(text.parse().unwrap());
-            let model = config(Pattern::causal(), &[], device);
-            let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
-            let model = model
-                .with_attention(Some(attention))
-                .with_content(content)
-                .try_init(device)
-                .unwrap();
+        for (text, (dtype, tolerance)) in some_of(rows, one_in) {
             let what = format!("{text}, {dtype:?} on {device:?}");
-            replayed_equals_plain(&what, model, dtype, tolerance, device);
+            replayed_equals_plain(&what, model(text, device), dtype, tolerance, device);
         }
     }
 }

@@ -8,12 +8,12 @@ use burn_blocksparse::{Pattern, Seed};
 use super::kind::ContentAttention;
 use super::lsh::LshHeads;
 use super::routing::RoutingHeads;
-use super::taken::TakenHeads;
 use crate::call::{Call, Seen};
-use crate::dsa::indexed::Indexed;
+use crate::dsa::indexed::{Indexed, check_pattern, seen};
 use crate::dsa::{DsaHeads, DsaStage};
 use crate::error::{ensure, ensure_none};
-use crate::kind::{AttentionKind, check_causal, check_input, display};
+use crate::kind::{AttentionKind, Heads, check_causal, check_input};
+use crate::layouts::Request;
 use crate::msa::MsaHeads;
 use crate::nsa::NsaHeads;
 use crate::shared_choice::ChoiceSharing;
@@ -40,12 +40,12 @@ pub struct ContentHeads {
     pub dsa: Option<DsaHeads>,
     /// Those of MiniMax sparse attention, which are all of a layer; queries, keys and values are the layer's own.
     pub msa: Option<MsaHeads>,
-    /// In the place of the last two, where an earlier layer chooses.
-    #[module(skip)]
-    taken: Option<TakenHeads>,
     local_heads: usize,
     #[module(skip)]
     config: ContentAttention,
+    /// Of those with an indexer, their own or an earlier layer's.
+    #[module(skip)]
+    stage: DsaStage,
 }
 
 impl ContentHeads {
@@ -57,16 +57,6 @@ impl ContentHeads {
     /// Returns the number of the pattern's heads, which come first.
     pub fn local_heads(&self) -> usize {
         self.local_heads
-    }
-
-    pub(crate) fn kind(&self) -> &dyn AttentionKind {
-        match (&self.nsa, &self.dsa, &self.msa, &self.taken) {
-            (Some(nsa), ..) => nsa,
-            (_, Some(dsa), ..) => dsa,
-            (_, _, Some(msa), _) => msa,
-            (.., Some(taken)) => taken,
-            (None, None, None, None) => self,
-        }
     }
 
     pub(crate) fn layers_mut(&mut self) -> Vec<&mut Linear> {
@@ -83,12 +73,23 @@ impl ContentHeads {
         }
     }
 
-    pub(crate) fn stage_mut(&mut self) -> Option<&mut DsaStage> {
-        match (&mut self.dsa, &mut self.msa, &mut self.taken) {
-            (Some(dsa), ..) => Some(&mut dsa.stage),
-            (None, Some(msa), _) => Some(&mut msa.stage),
-            (None, None, taken) => taken.as_mut().map(|taken| &mut taken.stage),
+    /// Puts an indexer, the layer's own or an earlier layer's, into a stage, and returns whether there is one.
+    pub(crate) fn set_stage(&mut self, stage: DsaStage) -> bool {
+        let has_indexer = self.config.has_indexer();
+        if has_indexer {
+            self.stage = stage;
         }
+        has_indexer
+    }
+
+    /// The stage of an indexer, the layer's own or an earlier layer's.
+    pub(crate) fn stage(&self) -> Option<DsaStage> {
+        self.config.has_indexer().then_some(self.stage)
+    }
+
+    /// Whether an indexer chooses.
+    fn is_chosen(&self) -> bool {
+        self.stage() == Some(DsaStage::Sparse)
     }
 
     fn new(
@@ -114,12 +115,13 @@ impl ContentHeads {
             nsa: None,
             dsa: None,
             msa: None,
-            taken: None,
             local_heads,
             config: config.clone(),
+            stage: DsaStage::default(),
         })
     }
 
+    /// Of heads that choose by content.
     fn forward(
         &self,
         query: Tensor<4>,
@@ -139,19 +141,12 @@ impl ContentHeads {
             (None, None) => unreachable!("made with one of them, or called as a whole layer"),
         }
     }
-}
 
-/// The pattern's heads, and after them those that choose by content.
-impl AttentionKind for ContentHeads {
-    fn check_input(&self, input: &SparseMhaInput) -> Result<(), TransformerError> {
-        check_input("heads that choose by content", input)
-    }
-
-    fn context(
+    /// The pattern's heads, and after them those that choose by content.
+    fn beside_pattern(
         &self,
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
-        _: Option<&mut SparseMhaCache>,
     ) -> Result<(Seen, Call), TransformerError> {
         let (call, request) = mha.prepare(&input, 0)?;
         let layout = mha.layouts.get(&request)?;
@@ -176,13 +171,66 @@ impl AttentionKind for ContentHeads {
         };
         Ok((seen, call))
     }
+}
+
+impl AttentionKind for ContentHeads {
+    fn check_input(&self, input: &SparseMhaInput) -> Result<(), TransformerError> {
+        check_input(
+            match self.config.is_whole_layer() {
+                true => self.config.name(),
+                false => "heads that choose by content",
+            },
+            input,
+        )
+    }
+
+    fn context(
+        &self,
+        mha: &SparseMultiHeadAttention,
+        input: SparseMhaInput,
+        cache: Option<&mut SparseMhaCache>,
+    ) -> Result<(Seen, Call), TransformerError> {
+        match (&self.nsa, &self.dsa, &self.msa) {
+            (Some(nsa), ..) => nsa.context(mha, input, cache),
+            (_, Some(dsa), _) => dsa.context(self.stage, mha, input, cache),
+            (.., Some(msa)) => msa.context(self.stage, mha, input, cache),
+            _ if self.config.has_indexer() => self.attend_projected(mha, input, cache),
+            _ => self.beside_pattern(mha, input),
+        }
+    }
+
+    fn attend(
+        &self,
+        mha: &SparseMultiHeadAttention,
+        heads: Heads,
+        request: &Request,
+        call: &Call,
+    ) -> Result<Seen, TransformerError> {
+        match mha.takes_choice() && self.is_chosen() {
+            true => call.taken_by(mha, heads),
+            false => Ok((mha.attend(heads, &mha.layouts.get(request)?, call)?).into()),
+        }
+    }
 
     fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
-        check_causal(pattern)
+        match self.config.has_indexer() {
+            true => check_pattern(self.config.name(), pattern),
+            false => check_causal(pattern),
+        }
     }
 
     fn ensure_replaceable(&self) -> Result<(), TransformerError> {
-        let expected = "none with padding, packed sequences, weights, caches and pools: later tokens influence what its heads see";
+        let expected = match &self.config {
+            ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {
+                "none with padding, packed sequences, weights, caches and pools: later tokens influence what its heads see"
+            }
+            ContentAttention::Nsa(_) => {
+                "none with padding, packed sequences and weights, which know nothing of its branches"
+            }
+            ContentAttention::Dsa(_) | ContentAttention::Msa(_) => {
+                "none with padding, packed sequences and weights, which know nothing of its indexer"
+            }
+        };
         Err(TransformerError::argument(
             "content",
             expected,
@@ -191,19 +239,51 @@ impl AttentionKind for ContentHeads {
     }
 
     fn ensure_decodable(&self) -> Result<(), TransformerError> {
-        self.ensure_replaceable()
+        match self.config.is_prefix_stable() {
+            true => Ok(()),
+            false => self.ensure_replaceable(),
+        }
     }
 
     fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
-        let of_clusters = self.routing.as_ref().map(|routing| routing.pairs(seq));
-        let of_hashes = self.lsh.as_ref().map(|lsh| lsh.pairs(seq));
-        let pairs = of_clusters.or(of_hashes).unwrap_or_default();
-        let chosen = (mha.n_heads - self.local_heads) as u64 * pairs;
-        Ok(mha.layout(seq, seq)?.allowed_pairs() + chosen)
+        let far = (mha.n_heads - self.local_heads) as u64;
+        let of_head = match (&self.routing, &self.lsh, &self.nsa) {
+            (Some(routing), ..) => routing.pairs(seq),
+            (_, Some(lsh), _) => lsh.pairs(seq),
+            (.., Some(nsa)) => nsa.pairs(seq),
+            (None, None, None) => match &self.config {
+                ContentAttention::Dsa(dsa) if self.is_chosen() => seen(seq, dsa.keep),
+                ContentAttention::Msa(msa) if self.is_chosen() => msa.pairs(seq)?,
+                _ => seen(seq, seq),
+            },
+        };
+        let near = match self.config.is_whole_layer() {
+            true => 0,
+            false => mha.layout(seq, seq)?.allowed_pairs(),
+        };
+        Ok(near + far * of_head)
+    }
+
+    fn matmul_flops_per_token(&self) -> u64 {
+        match (&self.nsa, &self.dsa, &self.msa) {
+            (Some(nsa), ..) => nsa.matmul_flops_per_token(),
+            (_, Some(dsa), _) if self.is_chosen() => dsa.layer_flops(),
+            (.., Some(msa)) if self.is_chosen() => msa.layer_flops(),
+            _ => 0,
+        }
+    }
+
+    fn score_flops(&self, seq: usize) -> u64 {
+        match (&self.dsa, &self.msa) {
+            (Some(dsa), _) if self.is_chosen() => dsa.choice_flops(seq),
+            (_, Some(msa)) if self.is_chosen() => msa.choice_flops(seq),
+            _ => 0,
+        }
     }
 
     fn display(&self, content: Content) -> Content {
-        display(content, &self.config, self.local_heads)
+        let content = content.add("content", &self.config.to_string());
+        content.add("local_heads", &self.local_heads)
     }
 }
 
@@ -224,11 +304,20 @@ impl SparseMultiHeadAttentionConfig {
             return ensure_none("local_heads", self.local_heads.is_some(), expected);
         };
         content.validate()?;
-        match content {
-            ContentAttention::Nsa(config) => return self.validate_nsa(config),
-            ContentAttention::Dsa(_) => return self.validate_indexed(DsaHeads::NAME),
-            ContentAttention::Msa(_) => return self.validate_indexed(MsaHeads::NAME),
-            ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {}
+        if content.is_whole_layer() {
+            let name = content.name();
+            match content.has_indexer() {
+                true => check_pattern(name, &self.pattern)?,
+                false => ensure(
+                    self.pattern.is_causal(),
+                    "pattern",
+                    || format!("causal with {name}, whose tokens see earlier ones alone"),
+                    &self.pattern,
+                )?,
+            }
+            let expected = format!("none with {name}, which is all heads of a layer");
+            ensure_none("local_heads", self.local_heads.is_some(), &expected)?;
+            return self.ensure_no_options(&expected);
         }
         let local = self.pattern_heads();
         ensure(
@@ -307,9 +396,8 @@ impl SparseMultiHeadAttentionConfig {
         let heads = [self.n_heads, local_heads, head_dim];
         let mut heads = ContentHeads::new(content, heads, self.precision, device)?;
         match content {
-            _ if self.choice_sharing == Some(ChoiceSharing::Takes) => {
-                heads.taken = Some(TakenHeads::new(content));
-            }
+            // An earlier layer chooses.
+            _ if self.choice_sharing == Some(ChoiceSharing::Takes) => {}
             ContentAttention::Nsa(config) => heads.nsa = Some(self.init_nsa(config, device)?),
             ContentAttention::Dsa(config) => heads.dsa = Some(DsaHeads::new(config, self, device)?),
             ContentAttention::Msa(config) => heads.msa = Some(MsaHeads::new(config, self, device)?),
@@ -332,24 +420,19 @@ impl SparseMultiHeadAttention {
 
     /// Heads of DeepSeek sparse attention that choose: in other stages of training they see what their pattern keeps.
     pub fn choosing_dsa(&self) -> Option<&DsaHeads> {
-        self.dsa().filter(|dsa| dsa.stage() == DsaStage::Sparse)
+        (self.choosing_indexer()).and_then(|_| self.dsa())
     }
 
     /// Configuration of the indexer whose choice heads attend to, the layer's own or that of an earlier layer; none in other stages of training.
     #[doc(hidden)]
     pub fn choosing_indexer(&self) -> Option<&ContentAttention> {
         let content = self.content.as_ref()?;
-        let stage = match (&content.dsa, &content.msa, &content.taken) {
-            (Some(dsa), ..) => dsa.stage,
-            (_, Some(msa), _) => msa.stage,
-            (.., taken) => taken.as_ref()?.stage,
-        };
-        (stage == DsaStage::Sparse).then_some(&content.config)
+        content.is_chosen().then_some(&content.config)
     }
 
     /// Heads of MiniMax sparse attention that choose.
     pub fn choosing_msa(&self) -> Option<&MsaHeads> {
-        self.msa().filter(|msa| msa.stage() == DsaStage::Sparse)
+        (self.choosing_indexer()).and_then(|_| self.msa())
     }
 
     pub(crate) fn kv_heads(&self) -> [usize; 2] {
@@ -370,7 +453,7 @@ impl SparseMultiHeadAttention {
     pub fn ensure_no_content(&self) -> Result<(), TransformerError> {
         match &self.content {
             None => Ok(()),
-            Some(content) => content.kind().ensure_replaceable(),
+            Some(content) => content.ensure_replaceable(),
         }
     }
 

@@ -5,8 +5,7 @@
 // which places   clusters.rs (the nearest tokens of each mean)
 // attention      routing.rs (over clusters), lsh.rs (over chunks of a sorted sequence), lsh_places.rs (the same, by kernels)
 // state          means.rs (means and how they follow queries), rotations.rs (planes that are drawn from a seed)
-// modules        routing_attention.rs, lsh_attention.rs; kind.rs and mixed.rs (beside the heads of a pattern); taken.rs (by an
-//                earlier layer's indexer)
+// modules        routing_attention.rs, lsh_attention.rs; kind.rs and mixed.rs (beside the heads of a pattern)
 
 mod clusters;
 mod kind;
@@ -18,7 +17,6 @@ mod mixed;
 mod rotations;
 mod routing;
 mod routing_attention;
-mod taken;
 
 pub use crate::shared_choice::{ChoiceSharing, SharedChoice};
 pub use kind::ContentAttention;

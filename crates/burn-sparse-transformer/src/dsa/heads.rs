@@ -1,14 +1,12 @@
 //! The choice of an indexer, attention over it, and what the indexer learns by.
 
-use std::fmt;
-
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::AttentionOptions;
 use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
 
 use super::indexed::{Indexed, cached_keys, seen};
-use super::{DsaHeadsConfig, DsaIndexer, DsaStage};
+use super::{DsaHeadsConfig, DsaIndexer};
 use crate::call::Seen;
 use crate::heads::Positions;
 use crate::linear::linear_flops;
@@ -24,8 +22,6 @@ pub struct DsaHeads {
     op: Dsa,
     #[module(skip)]
     config: DsaHeadsConfig,
-    #[module(skip)]
-    pub(crate) stage: DsaStage,
 }
 
 impl DsaHeads {
@@ -39,18 +35,12 @@ impl DsaHeads {
             indexer: DsaIndexer::new(config, mha, device)?,
             op: config.op()?,
             config: config.clone(),
-            stage: DsaStage::default(),
         })
     }
 
     /// Its configuration.
     pub fn config(&self) -> &DsaHeadsConfig {
         &self.config
-    }
-
-    /// Returns its training stage.
-    pub fn stage(&self) -> DsaStage {
-        self.stage
     }
 
     #[doc(hidden)]
@@ -88,15 +78,6 @@ impl DsaHeads {
 
 impl Indexed for DsaHeads {
     type Index = DsaIndex;
-    const NAME: &'static str = DsaHeadsConfig::NAME;
-
-    fn stage(&self) -> DsaStage {
-        self.stage
-    }
-
-    fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.config.write(f)
-    }
 
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex, TransformerError> {
         self.index(x, positions)
@@ -148,10 +129,6 @@ impl Indexed for DsaHeads {
         scale: Option<f64>,
     ) -> Result<Tensor<1>, TransformerError> {
         Ok(self.op.loss(index, pair, scale, DsaTarget::All)?)
-    }
-
-    fn head_pairs(&self, seq: usize) -> u64 {
-        seen(seq, self.config.keep)
     }
 
     fn layer_flops(&self) -> u64 {

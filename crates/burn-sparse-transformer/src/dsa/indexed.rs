@@ -1,17 +1,14 @@
 //! What layers have in common whose keys an indexer chooses: the stages of its training, its keys in caches, and their place instead of a pattern.
 
-use std::fmt;
-
-use burn::module::Content;
 use burn::nn::{Linear, LinearConfig, RotaryEncoding};
 use burn::tensor::{Device, Tensor};
 use burn_blocksparse::{AttentionOptions, Pattern};
 
 use super::DsaStage;
 use crate::call::{Call, Seen};
-use crate::error::{ensure, ensure_none};
+use crate::error::ensure;
 use crate::heads::{Positions, validate_rope};
-use crate::kind::{AttentionKind, appended, check_input, display};
+use crate::kind::appended;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
     TransformerError,
@@ -20,13 +17,6 @@ use crate::{
 pub(crate) trait Indexed {
     /// What it makes of tokens.
     type Index;
-    const NAME: &'static str;
-
-    fn stage(&self) -> DsaStage;
-
-    /// As it is written.
-    fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result;
-
     /// Of tokens `[batch, seq, d_model]`, which are detached.
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<Self::Index, TransformerError>;
 
@@ -64,22 +54,15 @@ pub(crate) trait Indexed {
         self.warm_up_loss(&self.index(x, positions)?, pair, scale)
     }
 
-    /// Pairs that one head attends to in a sequence.
-    fn head_pairs(&self, seq: usize) -> u64;
-
     fn layer_flops(&self) -> u64;
 
     /// Operations of the indexer's scores for one sequence, forward: none where there is nothing to choose.
     fn choice_flops(&self, seq: usize) -> u64;
-}
 
-impl<H: Indexed> AttentionKind for H {
-    fn check_input(&self, input: &SparseMhaInput) -> Result<(), TransformerError> {
-        check_input(H::NAME, input)
-    }
-
+    /// What the layer's heads see, and what the indexer learns by, in a stage of its training.
     fn context(
         &self,
+        stage: DsaStage,
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
         mut cache: Option<&mut SparseMhaCache>,
@@ -90,18 +73,15 @@ impl<H: Indexed> AttentionKind for H {
         let learns = input.query.is_autodiff() && cache.is_none();
         let x = input.query.clone();
         let (q, k, v) = mha.project(input, &call)?;
-        if self.stage() == DsaStage::Sparse {
+        if stage == DsaStage::Sparse {
             let mut index = self.index(x, &call.key)?;
             if let Some(cache) = &mut cache {
                 index = self.behind(index, cache)?;
             }
             let (k, v) = appended(cache, k, v);
-            return Ok((
-                Indexed::attend(self, [q, k, v], index, &mha.options, learns)?,
-                call,
-            ));
+            return Ok((self.attend([q, k, v], index, &mha.options, learns)?, call));
         }
-        let aux_loss = match learns && self.stage() == DsaStage::WarmUp {
+        let aux_loss = match learns && stage == DsaStage::WarmUp {
             true => Some(self.loss_of((x, &call.key), [&q, &k], mha.options.scale)?),
             false => None,
         };
@@ -113,46 +93,6 @@ impl<H: Indexed> AttentionKind for H {
         };
         Ok((seen, call))
     }
-
-    fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
-        check_pattern(H::NAME, pattern)
-    }
-
-    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
-        Err(not_replaceable(fmt::from_fn(|f| self.write(f))))
-    }
-
-    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
-        let pairs = match self.stage() {
-            DsaStage::Sparse => self.head_pairs(seq),
-            DsaStage::Dense | DsaStage::WarmUp => seen(seq, seq),
-        };
-        Ok(mha.n_heads as u64 * pairs)
-    }
-
-    fn matmul_flops_per_token(&self) -> u64 {
-        match self.stage() {
-            DsaStage::Sparse => self.layer_flops(),
-            DsaStage::Dense | DsaStage::WarmUp => 0,
-        }
-    }
-
-    fn score_flops(&self, seq: usize) -> u64 {
-        match self.stage() {
-            DsaStage::Sparse => self.choice_flops(seq),
-            DsaStage::Dense | DsaStage::WarmUp => 0,
-        }
-    }
-
-    fn display(&self, shown: Content) -> Content {
-        display(shown, &fmt::from_fn(|f| self.write(f)), 0)
-    }
-}
-
-pub(crate) fn not_replaceable(content: impl ToString) -> TransformerError {
-    let expected =
-        "none with padding, packed sequences and weights, which know nothing of its indexer";
-    TransformerError::argument("content", expected, content)
 }
 
 /// Pairs of a sequence whose tokens see so many of the tokens up to their own, at most.
@@ -192,14 +132,6 @@ pub(crate) fn check_pattern(name: &str, pattern: &Pattern) -> Result<(), Transfo
 }
 
 impl SparseMultiHeadAttentionConfig {
-    /// That nothing stands beside an indexer that its heads do not have.
-    pub(crate) fn validate_indexed(&self, name: &'static str) -> Result<(), TransformerError> {
-        check_pattern(name, &self.pattern)?;
-        let expected = format!("none with {name}, which is all heads of a layer");
-        ensure_none("local_heads", self.local_heads.is_some(), &expected)?;
-        self.ensure_no_options(&expected)
-    }
-
     /// The rotations of an indexer's first channels beside those of the attention.
     pub(crate) fn index_rope(
         &self,

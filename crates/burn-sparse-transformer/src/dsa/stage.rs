@@ -1,5 +1,6 @@
 //! How far the training of models with indexers is.
 
+use crate::content::ContentHeads;
 use crate::{SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
 /// Training stage of layers with indexers (`dsa`, `msa`): what they attend to, and what learns. The paper trains a model with dense attention, then its indexers alone for 1,000
@@ -40,11 +41,8 @@ impl SparseMultiHeadAttention {
 
     /// Returns whether there is an indexer.
     fn set_dsa_stage(&mut self, stage: DsaStage) -> bool {
-        let stages = self
-            .content
-            .as_mut()
-            .and_then(|content| content.stage_mut());
-        stages.map(|own| *own = stage).is_some()
+        let content = self.content.as_mut();
+        content.is_some_and(|content| content.set_stage(stage))
     }
 }
 
@@ -62,10 +60,10 @@ impl SparseTransformer {
 
     /// The stage, of a model with layers of `dsa` or `msa`.
     pub fn dsa_stage(&self) -> Option<DsaStage> {
-        let mut layers = self.blocks.iter().map(|block| &block.mha);
-        layers.find_map(|mha| match (mha.dsa(), mha.msa()) {
-            (Some(dsa), _) => Some(dsa.stage),
-            (None, msa) => Some(msa?.stage),
-        })
+        let mut layers = self
+            .blocks
+            .iter()
+            .filter_map(|block| block.mha.content.as_ref());
+        layers.find_map(ContentHeads::stage)
     }
 }

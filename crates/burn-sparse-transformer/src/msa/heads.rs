@@ -1,7 +1,5 @@
 //! An index branch, its choice, attention over it, and what the branch learns by.
 
-use std::fmt;
-
 use burn::module::Module;
 use burn::nn::{Linear, RmsNorm, RmsNormConfig, RotaryEncoding};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
@@ -11,7 +9,6 @@ use burn_sparse_select::msa::{Msa, MsaIndex, MsaTarget};
 
 use super::MsaHeadsConfig;
 use crate::call::Seen;
-use crate::dsa::DsaStage;
 use crate::dsa::indexed::{Indexed, cached_keys, rotated, seen};
 use crate::heads::{Positions, rotate_first};
 use crate::linear::linear_flops;
@@ -38,8 +35,6 @@ pub struct MsaHeads {
     config: MsaHeadsConfig,
     #[module(skip)]
     precision: Precision,
-    #[module(skip)]
-    pub(crate) stage: DsaStage,
 }
 
 impl MsaHeads {
@@ -60,18 +55,12 @@ impl MsaHeads {
             op: config.op()?,
             config: config.clone(),
             precision: mha.precision,
-            stage: DsaStage::default(),
         })
     }
 
     /// Its configuration.
     pub fn config(&self) -> &MsaHeadsConfig {
         &self.config
-    }
-
-    /// Returns its training stage.
-    pub fn stage(&self) -> DsaStage {
-        self.stage
     }
 
     /// The dtype of the queries and keys that the index branch makes.
@@ -126,15 +115,6 @@ impl MsaHeads {
 
 impl Indexed for MsaHeads {
     type Index = MsaIndex;
-    const NAME: &'static str = MsaHeadsConfig::NAME;
-
-    fn stage(&self) -> DsaStage {
-        self.stage
-    }
-
-    fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.config.write(f)
-    }
 
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex, TransformerError> {
         self.index(x, positions)
@@ -183,10 +163,6 @@ impl Indexed for MsaHeads {
         scale: Option<f64>,
     ) -> Result<Tensor<1>, TransformerError> {
         Ok(self.op.loss(index, pair, scale, MsaTarget::All)?)
-    }
-
-    fn head_pairs(&self, seq: usize) -> u64 {
-        (1..=seq).map(|keys| self.op.attended(keys) as u64).sum()
     }
 
     fn layer_flops(&self) -> u64 {

@@ -1,18 +1,12 @@
 //! Native sparse attention in the place of a layer's pattern.
 
-use std::fmt;
-
-use burn::module::Content;
 use burn::nn::LinearConfig;
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::Pattern;
 
 use super::heads::{NsaSizes, Placing, Projections};
 use super::{NsaHeads, NsaHeadsConfig};
 use crate::call::{Call, Seen};
-use crate::error::{ensure, ensure_none};
 use crate::heads::{Positions, rotate_apart};
-use crate::kind::{AttentionKind, check_causal, check_input, display};
 use crate::precision::project_heads;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
@@ -20,20 +14,6 @@ use crate::{
 };
 
 impl SparseMultiHeadAttentionConfig {
-    /// That nothing stands beside native sparse attention that it does not have.
-    pub(crate) fn validate_nsa(&self, config: &NsaHeadsConfig) -> Result<(), TransformerError> {
-        config.validate()?;
-        ensure(
-            self.pattern.is_causal(),
-            "pattern",
-            || "causal with nsa, whose tokens see earlier ones alone".into(),
-            &self.pattern,
-        )?;
-        let expected = "none with nsa, which is all heads of a layer";
-        ensure_none("local_heads", self.local_heads.is_some(), expected)?;
-        self.ensure_no_options(expected)
-    }
-
     pub(crate) fn init_nsa(
         &self,
         config: &NsaHeadsConfig,
@@ -57,12 +37,9 @@ impl SparseMultiHeadAttentionConfig {
     }
 }
 
-impl AttentionKind for NsaHeads {
-    fn check_input(&self, input: &SparseMhaInput) -> Result<(), TransformerError> {
-        check_input(NsaHeadsConfig::NAME, input)
-    }
-
-    fn context(
+impl NsaHeads {
+    /// What the layer's heads see.
+    pub(crate) fn context(
         &self,
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
@@ -78,36 +55,6 @@ impl AttentionKind for NsaHeads {
         };
         Ok((context.into(), call))
     }
-
-    fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
-        check_causal(pattern)
-    }
-
-    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
-        let expected =
-            "none with padding, packed sequences and weights, which know nothing of its branches";
-        Err(TransformerError::argument(
-            "content",
-            expected,
-            content(self),
-        ))
-    }
-
-    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
-        Ok(mha.n_heads as u64 * NsaHeads::pairs(self, seq))
-    }
-
-    fn matmul_flops_per_token(&self) -> u64 {
-        NsaHeads::matmul_flops_per_token(self)
-    }
-
-    fn display(&self, shown: Content) -> Content {
-        display(shown, &content(self), 0)
-    }
-}
-
-fn content(nsa: &NsaHeads) -> String {
-    fmt::from_fn(|f| nsa.config().write(f)).to_string()
 }
 
 impl SparseMultiHeadAttention {

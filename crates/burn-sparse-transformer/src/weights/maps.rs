@@ -6,22 +6,35 @@ use crate::llama::LlamaConfig;
 
 use Form::{Same, Transposed};
 
-/// A module's linear layers, from and to, whose weights are transposed and whose biases are not.
-fn linear(map: KeyMap, parameter: &str, tensor: &str) -> KeyMap {
-    let [weights, biases] =
-        ["weight", "bias"].map(|part| [parameter, tensor].map(|name| format!("{name}.{part}")));
-    let ([weight, to], [bias, bias_to]) = (weights, biases);
-    map.rule(weight, to, Transposed).rule(bias, bias_to, Same)
-}
+/// A parameter of a module, the tensor of its module in a file, and how it lies there.
+type Part = (&'static str, &'static str, Form);
+
+/// A linear layer of PyTorch's.
+const LINEAR: [Part; 2] = linear(Transposed, Same);
 
 /// A layer norm, whose gain and offset PyTorch calls `weight` and `bias`.
-fn norm(map: KeyMap, parameter: &str, tensor: &str) -> KeyMap {
-    map.rule(
-        format!("{parameter}.gamma"),
-        format!("{tensor}.weight"),
-        Same,
-    )
-    .rule(format!("{parameter}.beta"), format!("{tensor}.bias"), Same)
+const NORM: [Part; 2] = [("gamma", "weight", Same), ("beta", "bias", Same)];
+
+/// A linear layer whose weight and bias lie in these forms.
+const fn linear(weight: Form, bias: Form) -> [Part; 2] {
+    [("weight", "weight", weight), ("bias", "bias", bias)]
+}
+
+impl KeyMap {
+    /// Rules for the parts of modules, from and to, whose names begin with `within`.
+    fn modules(mut self, within: [&str; 2], modules: &[(&str, &str)], parts: &[Part]) -> Self {
+        let [of_module, of_file] = within;
+        for (module, name) in modules {
+            for (parameter, tensor, form) in parts {
+                self = self.rule(
+                    format!("{of_module}{module}.{parameter}"),
+                    format!("{of_file}{name}.{tensor}"),
+                    *form,
+                );
+            }
+        }
+        self
+    }
 }
 
 /// How files name the tensors of a Llama's layer.
@@ -39,56 +52,35 @@ struct LlamaLayer<'a> {
 
 impl LlamaLayer<'_> {
     /// The rules of a layer with so many heads of queries and of keys, whose channels lie in halves or as pairs.
-    fn rules(&self, mut map: KeyMap, heads: [usize; 2], in_halves: bool) -> KeyMap {
-        let in_layer = |parameter: &str, tensor: &str| {
-            let tensor = format!("{}.{{}}.{tensor}", self.layer);
-            (format!("layers.{{}}.{parameter}"), tensor)
-        };
+    fn rules(&self, map: KeyMap, heads: [usize; 2], in_halves: bool) -> KeyMap {
+        let within = ["layers.{}.", &format!("{}.{{}}.", self.layer)];
         let rotated = |form, heads| match in_halves {
             true => Form::RotaryHalves { heads },
             false => form,
         };
-        for (parameter, tensor) in ["attention_norm", "mlp_norm"].iter().zip(self.norms) {
-            let (parameter, tensor) =
-                in_layer(&format!("{parameter}.gamma"), &format!("{tensor}.weight"));
-            map = map.rule(parameter, tensor, Same);
-        }
+        let turned = |heads| linear(rotated(Transposed, heads), rotated(Same, heads));
+        let gain = |form| [("gamma", "weight", form)];
+        let [attention_norm, mlp_norm] = self.norms;
         let [query, key, value, output] = self.attention;
         let [query_norm, key_norm] = self.head_norms;
         let [gate, up, down] = self.mlp;
-        for (name, tensor, norm, heads) in [
-            ("query", query, query_norm, heads[0]),
-            ("key", key, key_norm, heads[1]),
-        ] {
-            let name = format!("attention.{name}");
-            for (parameter, tensor, form) in [
-                (
-                    ".weight",
-                    format!("{tensor}.weight"),
-                    rotated(Transposed, heads),
-                ),
-                (".bias", format!("{tensor}.bias"), rotated(Same, heads)),
-                (
-                    "_norm.Rms.gamma",
-                    format!("{norm}.weight"),
-                    rotated(Same, 1),
-                ),
-            ] {
-                let (parameter, tensor) = in_layer(&format!("{name}{parameter}"), &tensor);
-                map = map.rule(parameter, tensor, form);
-            }
-        }
-        for (parameter, tensor) in [
+        let norms = [("attention_norm", attention_norm), ("mlp_norm", mlp_norm)];
+        let head_norms = [
+            ("attention.query_norm.Rms", query_norm),
+            ("attention.key_norm.Rms", key_norm),
+        ];
+        let others = [
             ("attention.value", value),
             ("attention.output", output),
             ("mlp.gate", gate),
             ("mlp.up", up),
             ("mlp.down", down),
-        ] {
-            let (parameter, tensor) = in_layer(parameter, tensor);
-            map = linear(map, &parameter, &tensor);
-        }
-        map
+        ];
+        map.modules(within, &norms, &gain(Same))
+            .modules(within, &[("attention.query", query)], &turned(heads[0]))
+            .modules(within, &[("attention.key", key)], &turned(heads[1]))
+            .modules(within, &head_norms, &gain(rotated(Same, 1)))
+            .modules(within, &others, &LINEAR)
     }
 }
 
@@ -98,26 +90,26 @@ impl KeyMap {
     ///
     /// Blocks of block-sparse weights are transposed, each in its place.
     pub fn pytorch() -> Self {
+        let linears = [
+            "mha.query",
+            "mha.key",
+            "mha.value",
+            "mha.output",
+            "pwff.linear_inner",
+            "pwff.linear_outer",
+        ];
+        let same = |name| (name, name);
         let mut map = Self::default();
-        for block in ["blocks.{}", "layers.{}"] {
-            for layer in [
-                "mha.query",
-                "mha.key",
-                "mha.value",
-                "mha.output",
-                "pwff.linear_inner",
-                "pwff.linear_outer",
-            ] {
-                let name = format!("{block}.{layer}");
-                map = linear(map, &name, &name);
-            }
-            for layer in ["norm_1", "norm_2"] {
-                let name = format!("{block}.{layer}");
-                map = norm(map, &name, &name);
-            }
+        for block in ["blocks.{}.", "layers.{}."] {
+            map = map
+                .modules([block; 2], &linears.map(same), &LINEAR)
+                .modules([block; 2], &["norm_1", "norm_2"].map(same), &NORM);
         }
-        let map = norm(map, "norm", "norm");
-        map.rule("output.weight", "output.weight", Transposed)
+        map.modules([""; 2], &[("norm", "norm")], &NORM).rule(
+            "output.weight",
+            "output.weight",
+            Transposed,
+        )
     }
 
     /// GPT-2's names (Radford et al., 2019) in `transformers`, for a [`SparseTransformer`](crate::SparseTransformer) of [`gpt2_config`](super::gpt2_config): with or
@@ -126,33 +118,24 @@ impl KeyMap {
     /// Its linear layers lie as Burn's do, with queries, keys and values side by side in one. Its positions have a table each, which is the columns' of
     /// a matrix of one row.
     pub fn gpt2() -> Self {
+        let within = ["blocks.{}.", "h.{}."];
+        let norms = [("norm_1", "ln_1"), ("norm_2", "ln_2")];
+        let linears = [
+            ("mha.output", "attn.c_proj"),
+            ("pwff.linear_inner", "mlp.c_fc"),
+            ("pwff.linear_outer", "mlp.c_proj"),
+        ];
         let mut map = Self::default()
             .prefix("transformer.")
             .rule("token_embedding.weight", "wte.weight", Same)
             .rule("position_embedding.column", "wpe.weight", Same)
-            .rule("position_embedding.row", "", Form::Zeros);
-        map = norm(map, "blocks.{}.norm_1", "h.{}.ln_1");
-        map = norm(map, "blocks.{}.norm_2", "h.{}.ln_2");
-        map = norm(map, "norm", "ln_f");
-        for part in ["weight", "bias"] {
-            for (index, name) in ["query", "key", "value"].iter().enumerate() {
-                map = map.rule(
-                    format!("blocks.{{}}.mha.{name}.{part}"),
-                    format!("h.{{}}.attn.c_attn.{part}"),
-                    Form::Part { index, count: 3 },
-                );
-            }
-            for (parameter, tensor) in [
-                ("mha.output", "attn.c_proj"),
-                ("pwff.linear_inner", "mlp.c_fc"),
-                ("pwff.linear_outer", "mlp.c_proj"),
-            ] {
-                map = map.rule(
-                    format!("blocks.{{}}.{parameter}.{part}"),
-                    format!("h.{{}}.{tensor}.{part}"),
-                    Same,
-                );
-            }
+            .rule("position_embedding.row", "", Form::Zeros)
+            .modules(within, &norms, &NORM)
+            .modules([""; 2], &[("norm", "ln_f")], &NORM)
+            .modules(within, &linears, &linear(Same, Same));
+        for (index, name) in ["mha.query", "mha.key", "mha.value"].iter().enumerate() {
+            let part = Form::Part { index, count: 3 };
+            map = map.modules(within, &[(name, "attn.c_attn")], &linear(part, part));
         }
         map.rule("output.weight", "lm_head.weight", Transposed)
             .rule("output.weight", "wte.weight", Transposed)
@@ -194,18 +177,7 @@ impl KeyMap {
     ///
     /// Positions begin after those of the padding token, at 2.
     pub fn longformer() -> Self {
-        let embeddings = |name: &str| format!("embeddings.{name}_embeddings.weight");
-        let mut map = Self::default()
-            .prefix("longformer.")
-            .rule("token_embedding.weight", embeddings("word"), Same)
-            .rule("type_embedding.weight", embeddings("token_type"), Same)
-            .rule(
-                "position_embedding.weight",
-                embeddings("position"),
-                Form::Rows { skipped: 2 },
-            );
-        map = norm(map, "norm", "embeddings.LayerNorm");
-        for (parameter, tensor) in [
+        let linears = [
             ("attention.mha.query", "attention.self.query"),
             ("attention.mha.key", "attention.self.key"),
             ("attention.mha.value", "attention.self.value"),
@@ -215,20 +187,26 @@ impl KeyMap {
             ("attention.mha.output", "attention.output.dense"),
             ("linear_inner", "intermediate.dense"),
             ("linear_outer", "output.dense"),
-        ] {
-            let (parameter, tensor) = (
-                format!("layers.{{}}.{parameter}"),
-                format!("encoder.layer.{{}}.{tensor}"),
-            );
-            map = linear(map, &parameter, &tensor);
-        }
-        map = norm(
-            map,
-            "layers.{}.norm_1",
-            "encoder.layer.{}.attention.output.LayerNorm",
-        );
-        map = norm(map, "layers.{}.norm_2", "encoder.layer.{}.output.LayerNorm");
-        for ignored in [
+        ];
+        let norms = [
+            ("norm_1", "attention.output.LayerNorm"),
+            ("norm_2", "output.LayerNorm"),
+        ];
+        let within = ["layers.{}.", "encoder.layer.{}."];
+        let embeddings = |name: &str| format!("embeddings.{name}_embeddings.weight");
+        let map = Self::default()
+            .prefix("longformer.")
+            .rule("token_embedding.weight", embeddings("word"), Same)
+            .rule("type_embedding.weight", embeddings("token_type"), Same)
+            .rule(
+                "position_embedding.weight",
+                embeddings("position"),
+                Form::Rows { skipped: 2 },
+            )
+            .modules([""; 2], &[("norm", "embeddings.LayerNorm")], &NORM)
+            .modules(within, &linears, &LINEAR)
+            .modules(within, &norms, &NORM);
+        [
             "embeddings.position_ids",
             "pooler.dense.weight",
             "pooler.dense.bias",
@@ -247,10 +225,9 @@ impl KeyMap {
             "classifier.bias",
             "qa_outputs.weight",
             "qa_outputs.bias",
-        ] {
-            map = map.ignore(ignored);
-        }
-        map
+        ]
+        .into_iter()
+        .fold(map, Self::ignore)
     }
 }
 

@@ -1,12 +1,13 @@
 //! The model's forward pass: residual form, causality, decoding, and what it refuses.
 
-use crate::common::{apart, assert_close, attend, random, randomise, small, tokens};
+use crate::common::{assert_close, attend, random, randomise, small, tokens};
 use burn::tensor::{Device, Int, Tensor};
 use burn_sparse_transformer::{
     Factorization, Pattern, SparseTransformer, SparseTransformerBlockConfig,
     SparseTransformerConfig, TransformerError,
 };
-use rstest::rstest;
+
+use crate::decoding::assert_decodes_and_sees_no_future;
 
 const VOCAB: usize = 11;
 const CONTEXT: usize = 40;
@@ -80,22 +81,12 @@ fn loss_is_the_mean_negative_log_likelihood_of_the_targets() {
     assert!((loss - nats / targets.len() as f64).abs() < 1e-5);
 }
 
+/// One token at a time and several, back and forth.
 #[test]
-fn logits_depend_on_their_own_and_earlier_tokens_only() {
-    let device = Device::flex();
-    let changed = 17;
+fn models_decode_and_see_no_future() {
+    let tokens = tokens(2, CONTEXT, VOCAB, &Device::flex());
     for factorization in factorizations() {
-        let model = model(factorization.clone());
-        let x = tokens(1, CONTEXT, VOCAB, &device);
-        let other = (x.clone().narrow(1, changed, 1) + 1).remainder_scalar(VOCAB as i64);
-        let y = x.clone().slice_assign([0..1, changed..changed + 1], other);
-        let (a, b) = (model.forward(x), model.forward(y));
-        let before = |t: &Tensor<3>| t.clone().narrow(1, 0, changed);
-        let at = |t: &Tensor<3>| t.clone().narrow(1, changed, 1);
-        let later = |t: &Tensor<3>| t.clone().narrow(1, changed + 1, CONTEXT - changed - 1);
-        assert_eq!(apart(before(&a), before(&b)), 0.0, "{factorization}");
-        assert!(apart(at(&a), at(&b)) > 1e-3, "{factorization}");
-        assert!(apart(later(&a), later(&b)) > 1e-3, "{factorization}");
+        assert_decodes_and_sees_no_future(&model(factorization), &tokens);
     }
 }
 
@@ -121,44 +112,18 @@ fn blocks_have_their_layers_pattern() {
     );
 }
 
-#[rstest]
-#[case::one_by_one(&[1; CONTEXT])]
-#[case::in_chunks(&[5, 1, 12, 8, 1, 1, 9, 3])]
-#[case::a_prompt_and_then_one_by_one(&[33, 1, 1, 1, 1, 1, 1, 1])]
-fn pieces_through_the_cache_equal_the_whole(#[case] pieces: &[usize]) {
-    let device = Device::flex();
-    let x = tokens(2, CONTEXT, VOCAB, &device);
-    for factorization in factorizations() {
-        let model = model(factorization);
-        let whole = model.forward(x.clone());
-        let mut cache = model.new_cache();
-        let mut logits = vec![];
-        for new in pieces {
-            let piece = x.clone().narrow(1, cache.position(), *new);
-            logits.push(model.forward_cache(piece, &mut cache));
-        }
-        assert_eq!(cache.position(), CONTEXT);
-        assert_close(Tensor::cat(logits, 1), whole, 1e-5);
-    }
-}
-
 #[test]
-fn a_truncated_cache_continues_from_there() {
-    let device = Device::flex();
+fn a_cleared_cache_takes_another_batch() {
     let model = model(Pattern::fixed(8, 2));
-    let x = tokens(1, 30, VOCAB, &device);
+    let x = tokens(2, 30, VOCAB, &Device::flex());
     let mut cache = model.new_cache();
-    model.forward_cache(x.clone(), &mut cache);
-    cache.truncate(12);
-    assert_eq!(cache.position(), 12);
-    let again = model.forward_cache(x.clone().narrow(1, 12, 18), &mut cache);
-    let whole = model.forward(x.clone());
-    assert_close(again, whole.narrow(1, 12, 18), 1e-5);
-    // Cleared, it takes another batch.
+    model.forward_cache(x.clone().narrow(0, 0, 1), &mut cache);
     cache.clear();
-    let two = Tensor::cat(vec![x.clone(), x], 0);
-    let logits = model.forward_cache(two, &mut cache);
-    assert_eq!(logits.dims(), [2, 30, VOCAB]);
+    assert_close(
+        model.forward_cache(x.clone(), &mut cache),
+        model.forward(x),
+        1e-5,
+    );
 }
 
 #[test]
