@@ -112,6 +112,15 @@ impl EstimateInputs {
         causal: bool,
     }
 
+    /// The call of plain tensors: no choice has a gradient.
+    pub(crate) fn without_autodiff(&self) -> Self {
+        Self {
+            q: self.q.clone().without_autodiff(),
+            k: self.k.clone().without_autodiff(),
+            ..*self
+        }
+    }
+
     /// Query heads of a key head.
     pub fn group(&self) -> usize {
         self.q.dims()[1] / self.k.dims()[1]

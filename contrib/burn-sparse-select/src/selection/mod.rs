@@ -107,7 +107,6 @@ pub use sharing::GqaReduction;
 pub use sparge::SpargeAttn;
 pub use vertical_slash::VerticalSlash;
 pub use within::Candidates;
-use within::WholeLayouts;
 
 /// Selection of blocks of keys by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
 /// [`sparse_attention`](burn_blocksparse::sparse_attention) runs over.
@@ -135,8 +134,7 @@ pub struct Selection {
     keep: Budget,
     forced: Always,
     sharing: GqaReduction,
-    own: LayoutCache,
-    whole: WholeLayouts,
+    layouts: LayoutCache,
 }
 
 /// The layout that a [`Selection`] chose.
@@ -178,8 +176,7 @@ impl Selection {
             keep,
             forced: Always::default(),
             sharing: GqaReduction::PerHead,
-            own: LayoutCache::default(),
-            whole: WholeLayouts::default(),
+            layouts: LayoutCache::default(),
         }
     }
 
