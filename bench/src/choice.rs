@@ -9,7 +9,7 @@ use blocksparse_bench::device::{self, empty, upload};
 use blocksparse_bench::device_time::{host, median};
 use blocksparse_bench::numbers::{BF16, F32, sixteenths};
 use blocksparse_bench::runner::Timing;
-use burn_sparse_select::kernels::rows::{Blocked, RowBlocks, block_means};
+use burn_sparse_select::kernels::rows::{Beside, Blocked, RowBlocks, block_means};
 use burn_sparse_select::kernels::selection::{
     Antidiagonals, FlexLimits, GateSizes, Kept, LineSizes, LinesPlan, MeanProducts, RowsView,
     RunMaxima, SeenRows, antidiagonal_attention_sums, line_sums, mean_products, query_picks,
@@ -105,7 +105,7 @@ fn main() -> Result<()> {
             of: &of_blocks,
             means: &means,
         };
-        Ok(block_means(client, BF16, blocked)?)
+        Ok(block_means(client, BF16, blocked, Beside::default())?)
     })?;
     let products = MeanProducts {
         lists: [heads; 2],
@@ -121,7 +121,13 @@ fn main() -> Result<()> {
     };
     let scores = empty(client, heads * blocks.pow(2), F32);
     time("products of means", &|| {
-        Ok(mean_products(client, [&means; 2], &products, &scores)?)
+        Ok(mean_products(
+            client,
+            [&means; 2],
+            &products,
+            None,
+            &scores,
+        )?)
     })?;
     let gate = GateSizes {
         lists,

@@ -88,7 +88,7 @@ impl HalfKept {
     }
 
     pub fn run(&self, client: &Client) -> Result<()> {
-        least_kept(client, &self.numbers, &self.of, &self.least)?;
+        least_kept(client, &self.numbers, &self.of, None, &self.least)?;
         Ok(())
     }
 }
