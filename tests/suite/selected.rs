@@ -138,7 +138,7 @@ fn texts_of_none() {
 #[case(AttentionOptions::default().weights(WeightsMode::Store).into(), "options.weights must be Recompute where every query chooses for itself, got Store")]
 #[case(AttentionOptions::default().softcap(0.0).into(), "options.softcap must be positive and finite in f32, got 0")]
 #[case(AttentionOptions::default().scale(f64::NAN).into(), "call.scale must be finite, got NaN")]
-#[case(SelectedOptions::default().causal(false), "call.causal must be true for moba, got false")]
+#[case(SelectedOptions::default().causal(false), "call.causal must be true for moba:16,3, got false")]
 fn options_of_none(#[case] options: SelectedOptions, #[case] message: &str) {
     for device in devices() {
         let x = zeros([1, 2, 40, 8], &device);

@@ -48,7 +48,7 @@ fn boundary_texts() {
     };
     refused! {
         append(Pattern::prefix_lm(5), 3) => "a cache cannot stop at position 3: queries before it attend to keys up to position 4; the next position to stop at is 5";
-        append(Pattern::dense(), 3) => "a cache cannot stop at position 3: queries before it attend to keys without an end; this pattern has no position to stop at: it is not causal";
+        append(Pattern::dense(), 3) => "a cache cannot stop at position 3: queries before it attend to keys without an end; this pattern has none: it is not causal";
     }
 }
 

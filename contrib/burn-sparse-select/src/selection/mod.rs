@@ -233,7 +233,7 @@ impl Selection {
         self.check()?;
         check_call(call)?;
         let traits = self.estimator.traits();
-        blocksparse::ensure! { OpError; !traits.causal_only || call.causal => "call.causal", format!("true for {}", self.estimator.name()), false; }
+        blocksparse::ensure! { OpError; !traits.causal_only || call.causal => "call.causal", format!("true for {self}"), false; }
         Ok(())
     }
 
@@ -324,6 +324,16 @@ impl TryFrom<String> for Selection {
 fn sizes(q: [usize; 4], seq_kv: usize, block_size: usize) -> Result<LayoutShape, OpError> {
     let [_, heads, seq_q, _] = q;
     checked(&LayoutShape::new(heads, [seq_q, seq_kv], block_size))
+}
+
+/// That blocks of keys are as wide as those of a layout, or several of the widest.
+pub(crate) fn check_wide_block(argument: &'static str, block: usize) -> Result<(), OpError> {
+    let is_wide = block > 128 && block.is_multiple_of(128);
+    blocksparse::ensure! {
+        OpError;
+        BLOCK_SIZES.contains(&block) || is_wide => argument, "8, 16, 32, 64, 128 or a larger multiple of 128", block;
+    }
+    Ok(())
 }
 
 /// A width that blocks can have.
