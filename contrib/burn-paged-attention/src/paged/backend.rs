@@ -12,14 +12,14 @@ mod kernels {
     use blocksparse_cubecl::recording::Failure;
     use blocksparse_cubecl::{KernelError, recording};
     use burn::backend::cubecl::dtype_to_elem_type;
-    use burn::tensor::{DType, FloatDType, Tensor};
+    use burn::backend::{Backend, Dispatch, TensorMetadata};
+    use burn::tensor::{DType, FloatDType};
     use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
     use cubecl::server::Handle;
 
     use crate::paged::ops::PagedOps;
-    use crate::paged::options::{PagedKeysValues, PagedOptions};
     use crate::paged::values::{
         AppendInputs, OptInt, PackedRows, PagedCall, PagedInputs, PagedRows, StoredPages,
         StoredRows, SumsInputs,
@@ -33,49 +33,32 @@ mod kernels {
     /// Returns a text of how a call is launched.
     pub fn text(
         device: &CubeDevice,
-        q: &Tensor<4>,
-        pages: &PagedKeysValues,
-        options: &PagedOptions,
+        inputs: &PagedInputs<Dispatch>,
+        call: &PagedCall,
     ) -> Result<String, KernelError> {
-        let [batch, heads, rows, width] = q.dims();
-        let [_, tables, entries] = pages.table.dims();
-        let mut shape = PagedShape::new(
-            [batch, heads, pages.kv_heads, rows],
-            [tables, entries],
-            pages.store.pages(),
-            [width, pages.store.widths()[1]],
-            dtype_to_elem_type(q.dtype()),
-        );
-        shape.quantization = pages.store.quantization();
-        shape.softcap = options.softcap.is_some();
-        shape.visibility = pages.visibility.is_some();
-        shape.selected = pages.selected.as_ref().map(|selected| selected.dims()[2]);
-        shape.sinks = options.sinks.is_some();
-        shape.counters = (pages.counters.as_ref()).is_some_and(|x| x.dtype() == DType::I32);
-        shape.fixed_split = options.fixed_split;
-        PagedPlan::new(&device.client(), shape).map(|plan| plan.to_string())
+        PagedPlan::new(&device.client(), shape_of(inputs, call)).map(|plan| plan.to_string())
     }
 
-    fn shape_of(inputs: &PagedInputs<CubeBackend>, call: &PagedCall) -> PagedShape {
-        let [batch, heads, rows, width] = inputs.q.meta.shape().dims();
+    fn shape_of<B: Backend>(inputs: &PagedInputs<B>, call: &PagedCall) -> PagedShape {
+        let [batch, heads, rows, width] = inputs.q.shape().dims();
         let [_, value_width] = inputs.pages.widths();
-        let [_, tables, entries] = inputs.table.meta.shape().dims();
+        let [_, tables, entries] = inputs.table.shape().dims();
         let mut shape = PagedShape::new(
             [batch, heads, call.kv_heads, rows],
             [tables, entries],
             inputs.pages.pages(),
             [width, value_width],
-            dtype_to_elem_type(inputs.q.dtype),
+            dtype_to_elem_type(inputs.q.dtype()),
         );
         shape.quantization = inputs.pages.keys.quantization();
         shape.softcap = call.softcap.is_some();
         shape.visibility = matches!(inputs.positions, OptInt::Some(_));
         shape.selected = match &inputs.selected {
-            OptInt::Some(selected) => Some(selected.meta.shape()[2]),
+            OptInt::Some(selected) => Some(selected.shape()[2]),
             OptInt::None => None,
         };
         shape.sinks = inputs.sinks.as_ref().is_some();
-        shape.counters = matches!(&inputs.counters, OptInt::Some(x) if x.dtype == DType::I32);
+        shape.counters = matches!(&inputs.counters, OptInt::Some(x) if x.dtype() == DType::I32);
         shape.fixed_split = call.fixed_split;
         shape
     }

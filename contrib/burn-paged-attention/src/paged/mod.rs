@@ -78,9 +78,22 @@ pub fn paged_attention(
 ) -> Result<PagedOutput, OpError> {
     check(&q, pages, options)?;
     let call = options.call(&q, pages);
+    let rows = <Dispatch as PagedOps>::paged_attention(inputs_of(q, pages, options), call);
+    Ok(PagedOutput {
+        out: Tensor::from_dispatch(rows.out),
+        lse: Tensor::from_dispatch(rows.lse),
+    })
+}
+
+/// The tensors of a call.
+fn inputs_of(
+    q: Tensor<4>,
+    pages: &PagedKeysValues,
+    options: &PagedOptions,
+) -> PagedInputs<Dispatch> {
     let sight = pages.visibility.as_ref();
     let sums = accumulate_in(q.dtype().into());
-    let inputs = PagedInputs {
+    PagedInputs {
         q: inner(q),
         pages: pages.store.clone().stored(),
         table: inner(pages.table.clone()),
@@ -93,12 +106,7 @@ pub fn paged_attention(
             .map(|sinks| inner(sinks.cast(sums)))
             .into(),
         counters: pages.counters.clone().map(inner).into(),
-    };
-    let rows = <Dispatch as PagedOps>::paged_attention(inputs, call);
-    Ok(PagedOutput {
-        out: Tensor::from_dispatch(rows.out),
-        lse: Tensor::from_dispatch(rows.lse),
-    })
+    }
 }
 
 /// A tensor as operations get it, which are not differentiated.
@@ -115,7 +123,8 @@ impl PagedOptions {
     pub fn explain(&self, q: &Tensor<4>, pages: &PagedKeysValues) -> Result<OpPlan, OpError> {
         check(q, pages, self)?;
         Ok(burn_blocksparse::op_plan!(&q.device(), |device| {
-            crate::paged::backend::text(device, q, pages, self)
+            let inputs = inputs_of(q.clone(), pages, self);
+            crate::paged::backend::text(device, &inputs, &self.call(q, pages))
         }))
     }
 }

@@ -47,7 +47,7 @@ mod verify;
 mod writes;
 
 pub use append::Step;
-pub use config::{KvRetention, PAGE_SIZES, PoolConfig};
+pub use config::{KvRetention, PoolConfig};
 pub use error::CacheError;
 pub use eviction::{
     EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing, adaptive, best, pooled_votes,
