@@ -464,7 +464,16 @@ impl Bench {
             return Ok(());
         }
         let (batch, kv_heads, page, width, pages) = (32, 8, 32, 128, 8192);
-        let shape = AppendShape::new([batch, kv_heads, 1, 1], [pages, page], [width; 2], BF16);
+        let shape = AppendShape {
+            batch,
+            kv_heads,
+            tables: 1,
+            rows: 1,
+            page,
+            pages,
+            widths: [width; 2],
+            dtype: BF16,
+        };
         let [keys, values] = [1, 2].map(|seed| self.stored(pages * page * width, seed));
         let scales = [(); 2].map(|()| self.scales(pages * page));
         let quantization = self.args.quantization();

@@ -117,7 +117,11 @@ impl Bench {
             .flat_map(|_| [keep as i32, 0, 0, 0])
             .collect();
         sparse.spans = upload_ints(&self.client, &spans);
-        let page_lists = SlotShape::new(batch, of.entries, PAGE);
+        let page_lists = SlotShape {
+            page_lists: batch,
+            entries: of.entries,
+            page: PAGE,
+        };
         let all = slots / kv_heads;
         let sizes = PairSizes::new(
             [1, index_heads, batch, index_dim],

@@ -126,8 +126,16 @@ impl Bench {
                 false => -1,
             }));
         }
-        let new = |length| [batch, kv_heads, 1, length];
-        let rows = |length| AppendShape::new(new(length), [of.pages, page], of.widths, BF16);
+        let rows = |rows| AppendShape {
+            batch,
+            kv_heads,
+            tables: 1,
+            rows,
+            page,
+            pages: of.pages,
+            widths: of.widths,
+            dtype: BF16,
+        };
         let of_bounds = match of.quantization {
             Some(_) => F32,
             None => BF16,
@@ -139,13 +147,19 @@ impl Bench {
         let last: Vec<i32> = last.map(|(entry, of)| slot(entry, of[0] - 1)).collect();
         Ok(Chosen {
             client: self.client.clone(),
-            scored: PageScoreShape::new(
-                [batch, of.heads, kv_heads],
-                [1, of.entries],
-                [of.pages, page, width],
-                BF16,
-                (PageSummary::Bounds, of_bounds),
-            ),
+            scored: PageScoreShape {
+                batch,
+                heads: of.heads,
+                kv_heads,
+                tables: 1,
+                entries: of.entries,
+                pages: of.pages,
+                page,
+                width,
+                dtype: BF16,
+                summary: PageSummary::Bounds,
+                summary_dtype: of_bounds,
+            },
             highest: TopKPagesShape::new([batch, kv_heads], [1, of.entries], page, [1, keep]),
             rows: rows(1),
             summaries,

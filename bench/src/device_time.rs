@@ -1,13 +1,9 @@
-//! Times of calls by a device's own clock, and by the host's.
-
-use std::time::Instant;
+//! Times of calls by a device's own clock.
 
 use anyhow::{Context, Result, anyhow};
 use cubecl::client::Client;
 use cubecl::future::block_on;
 use cubecl::prelude::*;
-
-use crate::device::sync;
 
 /// Calls of which no time is taken: they compile kernels, and make and upload plans.
 const WARM_UP: usize = 2;
@@ -70,18 +66,6 @@ pub fn median(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sy
 /// The median of calls that come to an idle device, and have their way to it in their time.
 pub fn alone(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
     Ok(profiled(client, repeats, || {}, run)?.median)
-}
-
-/// The median of the seconds until a call returns, while the device has nothing else to do.
-pub fn host(client: &Client, repeats: usize, run: impl Fn() -> Result<()>) -> Result<f64> {
-    let call = |_| -> Result<f64> {
-        sync(client)?;
-        let start = Instant::now();
-        run()?;
-        Ok(start.elapsed().as_secs_f64())
-    };
-    let seconds = (0..repeats + WARM_UP).map(call);
-    Ok(Times::of(seconds.collect::<Result<_>>()?).median)
 }
 
 fn profiled(

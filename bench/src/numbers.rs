@@ -88,11 +88,6 @@ pub fn nearly_normal(count: usize, rng: &mut ChaCha8Rng) -> Vec<f32> {
     })
 }
 
-/// Sixteenths, which every type and sums of their products have exactly.
-pub fn sixteenths(count: usize, rng: &mut ChaCha8Rng) -> Vec<f32> {
-    repeated(count, || rng.random_range(-24..25) as f32 / 16.0)
-}
-
 /// A million distinct ones, repeated from changing places: making all of them takes longer than the kernels, and nothing depends on them but power.
 fn repeated(count: usize, mut draw: impl FnMut() -> f32) -> Vec<f32> {
     let distinct: Vec<f32> = (0..count.min(1 << 20)).map(|_| draw()).collect();

@@ -3,7 +3,7 @@
 use burn::nn::LinearConfig;
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::Bytes;
-use burn_fused_ops::optim::{FusedAdamWConfig, clip_gradients, gradient_norm};
+use burn_fused_ops::optim::{FusedAdamWConfig, clip_gradients, concat, gradient_norm};
 
 use burn_blocksparse_tests::prelude::*;
 
@@ -43,6 +43,16 @@ fn gradients_of_another_shape() {
     refused! {
         gradient_norm(&model, &gradients) => expected;
         clip_gradients(&model, gradients, -1.0) => "max_norm must be a finite number above 0, got -1";
+    }
+}
+
+#[test]
+fn tensors_that_do_not_go_together() {
+    let device = &devices()[0];
+    let of = |dtype| Tensor::<1>::ones([3], (device, dtype));
+    refused! {
+        concat(Vec::new()) => "tensors must be one at least, got none";
+        concat(vec![of(DType::F32), of(DType::F64)]) => "a tensor's dtype must be F32, the first one's, got F64";
     }
 }
 

@@ -101,8 +101,14 @@ fn of_module(file: &Path, folder: &Path, path: &str, names: &mut BTreeSet<String
 /// The public items of a file's top level, and which of them are modules with a file.
 fn public_items(text: &str) -> Result<BTreeMap<String, bool>, String> {
     let mut items = BTreeMap::new();
-    // Items begin at the left margin, as rustfmt writes them.
+    // Items begin at the left margin, as rustfmt writes them, and those that `op_values!` declares one step to the right.
+    let mut declared = false;
     for (at, line) in lines_with_places(text) {
+        declared = line == "op_values! {" || declared && line != "}";
+        let line = match declared {
+            true => line.strip_prefix("    ").unwrap_or_default(),
+            false => line,
+        };
         if let Some(name) = line.strip_prefix("macro_rules! ") {
             if text[..at].ends_with("#[macro_export]\n") {
                 items.insert(word(name).to_owned(), false);
@@ -198,11 +204,12 @@ fn items_are_read_as_rust_reads_them() {
         pub(crate) use hidden::F;\n\
         pub mod topic;\nmod inner;\n\
         pub const fn g<const N: usize>() {}\n\
+        op_values! {\n    /// Values.\n    pub struct V {\n        pub field: FloatTensor,\n    }\n}\n\
         pub const H: usize = 1;\n\
         pub unsafe trait I {}\n\
         pub struct J<T>(T);\nimpl J<u8> {\n    pub fn method() {}\n}\n";
     let items: Vec<_> = public_items(text).unwrap().into_iter().collect();
-    let expected = ["B", "D", "E", "H", "I", "J", "g", "topic"];
+    let expected = ["B", "D", "E", "H", "I", "J", "V", "g", "topic"];
     assert_eq!(
         items,
         expected.map(|name| (name.to_owned(), name == "topic"))

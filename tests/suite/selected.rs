@@ -145,7 +145,7 @@ fn options_of_none() {
             call(plain().weights(WeightsMode::Store).into()) => "options.weights must be Recompute where every query chooses for itself, got Store";
             call(plain().softcap(0.0).into()) => "options.softcap must be positive and finite in f32, got 0";
             call(plain().scale(f64::NAN).into()) => "call.scale must be finite, got NaN";
-            call(SelectedOptions::default().causal(false)) => "call.causal must be true for moba, got false";
+            call(SelectedOptions::default().causal(false)) => "call.causal must be true for moba:16,3, got false";
         }
     }
 }

@@ -144,7 +144,7 @@ registry! {
     }
     optim {
         training::optim: adamw_equals_f64, adamw_in_half_precision, adamw_gives_the_same_bits, clones_keep_their_values, records_are_burns,
-            parameters_keep_their_autodiff_state, clipping_equals_f64, clipping_of_large_gradients, steps_without_gradients,
+            parameters_keep_their_autodiff_state, clipping_equals_f64, concat_is_exact, clipping_of_large_gradients, steps_without_gradients,
             optimizer_plans_print;
     }
     options {

@@ -6,8 +6,8 @@ use crate::attention::cases::{cases, per_batch, table};
 use crate::attention::options::SHARED;
 use crate::prelude::*;
 
-/// Columns and diagonals of the weights of `queries`.
-fn expected(problem: &Problem, queries: std::ops::Range<usize>) -> [Vec<f64>; 2] {
+/// Columns and diagonals of an answer's weights of `queries`.
+fn expected(problem: &Problem, answer: &Answer, queries: std::ops::Range<usize>) -> [Vec<f64>; 2] {
     let Sizes {
         batch,
         heads,
@@ -15,13 +15,12 @@ fn expected(problem: &Problem, queries: std::ops::Range<usize>) -> [Vec<f64>; 2]
         seq_kv,
         ..
     } = problem.sizes;
-    let weights = problem.solve().weights;
     let (rows, lines) = (batch * heads, seq_q + seq_kv - 1);
     let (mut columns, mut diagonals) = (vec![0.0; rows * seq_kv], vec![0.0; rows * lines]);
     for row in 0..rows {
         for i in queries.clone() {
             for j in 0..seq_kv {
-                let p = weights[(row * seq_q + i) * seq_kv + j];
+                let p = answer.weights[(row * seq_q + i) * seq_kv + j];
                 columns[row * seq_kv + j] += p;
                 // Of positions: the last query sits at the last key.
                 let distance = (i + seq_kv) as i64 - seq_q as i64 - j as i64;
@@ -52,7 +51,7 @@ impl Call<'_> {
         }
     }
 
-    fn run(&self, device: &Device, dtype: DType) -> [TensorData; 2] {
+    fn run(&self, answer: &Answer, device: &Device, dtype: DType) -> [TensorData; 2] {
         let [q, k, ..] = inputs(self.problem, device, dtype);
         let sums = if dtype == DType::F64 {
             dtype
@@ -60,12 +59,7 @@ impl Call<'_> {
             DType::F32
         };
         let [batch, heads, seq_q, _] = q.dims();
-        let lse = tensor(
-            &self.problem.solve().lse,
-            [batch, heads, seq_q],
-            device,
-            sums,
-        );
+        let lse = tensor(&answer.lse, [batch, heads, seq_q], device, sums);
         let attention_sums =
             accumulated_attention(q, k, lse, &self.layout, self.options(device, dtype));
         let attention_sums = attention_sums.unwrap();
@@ -74,10 +68,10 @@ impl Call<'_> {
 
     pub fn check(&self, device: &Device, dtype: DType, tolerance: f64) {
         let queries = self.queries.clone().unwrap_or(0..self.problem.sizes.seq_q);
-        let expected = expected(self.problem, queries);
-        let names = ["columns", "diagonals"].into_iter();
-        for ((got, expected), name) in self.run(device, dtype).into_iter().zip(expected).zip(names)
-        {
+        let answer = self.problem.solve();
+        let expected = expected(self.problem, &answer, queries);
+        let got = self.run(&answer, device, dtype).into_iter();
+        for ((got, expected), name) in got.zip(expected).zip(["columns", "diagonals"]) {
             let what = format!("{}, {device:?}, {dtype:?}: {name}", self.what);
             assert_close(&what, got, &expected, tolerance);
         }
@@ -134,7 +128,7 @@ pub fn attention_sums_of_long_lines(devices: &[Device]) {
     let patterns = [Pattern::causal(), Pattern::streaming(300, 9)];
     let (layout, problem) = per_batch(&patterns, sizes, 8, 9);
     let problem = problem.with_sinks(4);
-    let expected = expected(&problem, 0..700);
+    let expected = expected(&problem, &problem.solve(), 0..700);
     for device in devices {
         let device = device.clone().autodiff();
         let [q, k, v, _] = inputs(&problem, &device, DType::F32);

@@ -189,7 +189,7 @@ pub fn sequences_of_a_batch_get_what_they_get_alone(devices: &[Device]) {
     ];
     for device in devices {
         let mha = attention(Pattern::causal(), device);
-        for (seed, config) in some_of(policies.into_iter().enumerate(), 3) {
+        for (seed, config) in some_of(policies.into_iter().enumerate(), 4) {
             let config = config.with_slack(9);
             println!("{config:?} on {device:?}");
             come_and_go(&mha, config, seed as u64, device);

@@ -336,8 +336,7 @@ pub fn methods_of_earlier_keys_say_so(devices: &[Device]) {
             if every_key {
                 continue;
             }
-            let name = selection.estimator().name();
-            let expected = format!("call.causal must be true for {name}, got false");
+            let expected = format!("call.causal must be true for {selection}, got false");
             assert_eq!(selection.choose(&call).unwrap_err().to_string(), expected);
             assert_eq!(traits.kind, EstimateKind::Probability);
         }

@@ -81,10 +81,6 @@ struct Given {
 }
 
 impl BlockEstimator for Given {
-    fn name(&self) -> &'static str {
-        "given"
-    }
-
     fn text(&self, _rule: &Rule, _sharing: GqaReduction) -> String {
         "given".to_owned()
     }

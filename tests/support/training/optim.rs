@@ -4,7 +4,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
 use burn_blocksparse::OpPlan;
-use burn_fused_ops::optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, gradient_norm};
+use burn_fused_ops::optim::{FusedAdamW, FusedAdamWConfig, clip_gradients, concat, gradient_norm};
 
 use crate::prelude::*;
 
@@ -536,6 +536,32 @@ pub fn steps_without_gradients(devices: &[Device]) {
         let strided = run(gradient.transpose());
         let plain = run(Tensor::from_data(data, device));
         assert_eq!(strided[0].as_bytes(), plain[0].as_bytes());
+    }
+}
+
+/// Vectors of any lengths and beginnings come behind each other, bit for bit.
+pub fn concat_is_exact(devices: &[Device]) {
+    let cases = exact(devices).map(|(device, dtype, _)| (device, dtype));
+    for (device, dtype) in cases.chain(halves(devices)) {
+        let mut rng = ChaCha8Rng::seed_from_u64(31);
+        let values = random(&mut rng, &vectors(), 4.0);
+        let tensors = values.iter().enumerate().map(|(index, values)| {
+            // Every third begins behind others' elements.
+            let skipped = if index % 3 == 1 { values.len() / 3 } else { 0 };
+            let data = TensorData::new(values.clone(), [values.len()]);
+            let tensor = Tensor::<1>::from_data(data, (device, dtype));
+            match skipped {
+                0 => tensor,
+                skipped => tensor.narrow(0, skipped, values.len() - skipped),
+            }
+        });
+        let tensors: Vec<_> = tensors.collect();
+        let expected: Vec<f64> = (tensors.iter())
+            .flat_map(|tensor| to_f64(tensor.to_data()))
+            .collect();
+        let all = concat(tensors).unwrap();
+        assert_eq!((all.dims(), all.dtype()), ([expected.len()], dtype));
+        assert!(to_f64(all.into_data()) == expected, "{device:?} {dtype:?}");
     }
 }
 

@@ -1,7 +1,7 @@
 //! Attention over pages on each backend. Autodiff has none: public functions hand over tensors that it does not follow.
 
 #[cfg(feature = "cube")]
-pub use kernels::{contiguous_rows, in_place, text};
+pub use kernels::{handles, in_place, rows_by, text};
 
 #[cfg(feature = "cube")]
 mod kernels {
@@ -12,13 +12,14 @@ mod kernels {
     use blocksparse_cubecl::recording::Failure;
     use blocksparse_cubecl::{KernelError, recording};
     use burn::backend::cubecl::dtype_to_elem_type;
-    use burn::tensor::{DType, FloatDType, Tensor};
+    use burn::backend::{Backend, Dispatch, TensorMetadata};
+    use burn::tensor::{DType, FloatDType};
     use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
+    use cubecl::server::Handle;
 
     use crate::paged::ops::PagedOps;
-    use crate::paged::options::{PagedKeysValues, PagedOptions};
     use crate::paged::values::{
         AppendInputs, OptInt, PackedRows, PagedCall, PagedInputs, PagedRows, StoredPages,
         StoredRows, SumsInputs,
@@ -32,49 +33,32 @@ mod kernels {
     /// Returns a text of how a call is launched.
     pub fn text(
         device: &CubeDevice,
-        q: &Tensor<4>,
-        pages: &PagedKeysValues,
-        options: &PagedOptions,
+        inputs: &PagedInputs<Dispatch>,
+        call: &PagedCall,
     ) -> Result<String, KernelError> {
-        let [batch, heads, rows, width] = q.dims();
-        let [_, tables, entries] = pages.table.dims();
-        let mut shape = PagedShape::new(
-            [batch, heads, pages.kv_heads, rows],
-            [tables, entries],
-            pages.store.pages(),
-            [width, pages.store.widths()[1]],
-            dtype_to_elem_type(q.dtype()),
-        );
-        shape.quantization = pages.store.quantization();
-        shape.softcap = options.softcap.is_some();
-        shape.visibility = pages.visibility.is_some();
-        shape.selected = pages.selected.as_ref().map(|selected| selected.dims()[2]);
-        shape.sinks = options.sinks.is_some();
-        shape.counters = (pages.counters.as_ref()).is_some_and(|x| x.dtype() == DType::I32);
-        shape.fixed_split = options.fixed_split;
-        PagedPlan::new(&device.client(), shape).map(|plan| plan.to_string())
+        PagedPlan::new(&device.client(), shape_of(inputs, call)).map(|plan| plan.to_string())
     }
 
-    fn shape_of(inputs: &PagedInputs<CubeBackend>, call: &PagedCall) -> PagedShape {
-        let [batch, heads, rows, width] = inputs.q.meta.shape().dims();
+    fn shape_of<B: Backend>(inputs: &PagedInputs<B>, call: &PagedCall) -> PagedShape {
+        let [batch, heads, rows, width] = inputs.q.shape().dims();
         let [_, value_width] = inputs.pages.widths();
-        let [_, tables, entries] = inputs.table.meta.shape().dims();
+        let [_, tables, entries] = inputs.table.shape().dims();
         let mut shape = PagedShape::new(
             [batch, heads, call.kv_heads, rows],
             [tables, entries],
             inputs.pages.pages(),
             [width, value_width],
-            dtype_to_elem_type(inputs.q.dtype),
+            dtype_to_elem_type(inputs.q.dtype()),
         );
         shape.quantization = inputs.pages.keys.quantization();
         shape.softcap = call.softcap.is_some();
         shape.visibility = matches!(inputs.positions, OptInt::Some(_));
         shape.selected = match &inputs.selected {
-            OptInt::Some(selected) => Some(selected.meta.shape()[2]),
+            OptInt::Some(selected) => Some(selected.shape()[2]),
             OptInt::None => None,
         };
         shape.sinks = inputs.sinks.as_ref().is_some();
-        shape.counters = matches!(&inputs.counters, OptInt::Some(x) if x.dtype == DType::I32);
+        shape.counters = matches!(&inputs.counters, OptInt::Some(x) if x.dtype() == DType::I32);
         shape.fixed_split = call.fixed_split;
         shape
     }
@@ -91,26 +75,26 @@ mod kernels {
         writable(pages)
     }
 
-    /// Rows, or the words of those in eight bits and their scales.
-    pub fn contiguous_rows(rows: StoredRows<CubeBackend>) -> (CubeTensor, Option<CubeTensor>) {
+    /// Rows, or the words of those in eight bits and their scales, as something makes them.
+    pub fn rows_by(
+        rows: StoredRows<CubeBackend>,
+        of: fn(CubeTensor) -> CubeTensor,
+    ) -> StoredRows<CubeBackend> {
         match rows {
-            StoredRows::Plain(rows) => (into_contiguous(rows), None),
-            StoredRows::Packed(rows) => {
-                let scales = into_contiguous(rows.scales);
-                (into_contiguous(rows.words), Some(scales))
-            }
+            StoredRows::Plain(rows) => StoredRows::Plain(of(rows)),
+            StoredRows::Packed(rows) => StoredRows::Packed(PackedRows {
+                quantization: rows.quantization,
+                words: of(rows.words),
+                scales: of(rows.scales),
+            }),
         }
     }
 
-    /// Rows that a kernel writes.
-    fn rows_in_place(rows: StoredRows<CubeBackend>) -> StoredRows<CubeBackend> {
+    /// Where rows are, or their words and scales.
+    pub fn handles(rows: &StoredRows<CubeBackend>) -> (&Handle, Option<&Handle>) {
         match rows {
-            StoredRows::Plain(rows) => StoredRows::Plain(in_place(rows)),
-            StoredRows::Packed(rows) => StoredRows::Packed(PackedRows {
-                quantization: rows.quantization,
-                words: in_place(rows.words),
-                scales: in_place(rows.scales),
-            }),
+            StoredRows::Plain(rows) => (&rows.handle, None),
+            StoredRows::Packed(rows) => (&rows.words.handle, Some(&rows.scales.handle)),
         }
     }
 
@@ -133,9 +117,9 @@ mod kernels {
             let out = empty(&inputs.q, [batch, heads, rows, value_width], inputs.q.dtype);
             let lse = empty(&inputs.q, [batch, heads, rows], sums);
             let q = into_contiguous(inputs.q);
-            let (keys, key_scales) = contiguous_rows(inputs.pages.keys);
-            let (values, value_scales) = contiguous_rows(inputs.pages.values);
-            let scales = key_scales.as_ref().zip(value_scales.as_ref());
+            let StoredPages { keys, values } = inputs.pages;
+            let [keys, values] = [keys, values].map(|rows| rows_by(rows, into_contiguous));
+            let [(keys, key_scales), (values, value_scales)] = [&keys, &values].map(handles);
             let [table, spans] = [inputs.table, inputs.spans].map(integers);
             let sight = [inputs.positions, inputs.last, inputs.query_positions].map(maybe_integers);
             let selected = maybe_integers(inputs.selected);
@@ -150,9 +134,11 @@ mod kernels {
             };
             let buffers = PagedBuffers {
                 q: &q.handle,
-                keys: &keys.handle,
-                values: &values.handle,
-                scales: scales.map(|(keys, values)| [&keys.handle, &values.handle]),
+                keys,
+                values,
+                scales: key_scales
+                    .zip(value_scales)
+                    .map(|(keys, values)| [keys, values]),
                 table: &table.handle,
                 spans: &spans.handle,
                 visibility,
@@ -170,27 +156,31 @@ mod kernels {
 
         fn append(inputs: AppendInputs<Self>) -> StoredPages<Self> {
             let [batch, kv_heads, rows, width] = inputs.k.meta.shape().dims();
-            let shape = AppendShape::new(
-                [batch, kv_heads, inputs.slots.meta.shape()[1], rows],
-                inputs.pages.pages(),
-                [width, inputs.v.meta.shape()[3]],
-                dtype_to_elem_type(inputs.k.dtype),
-            );
-            let client = inputs.k.client.clone();
-            let is_taken = match inputs.pages.keys.quantization() {
-                None => paged::check_append(&client, &shape),
-                Some(_) => paged::check_append_quantized(&client, &shape),
+            let [pages, page] = inputs.pages.pages();
+            let shape = AppendShape {
+                batch,
+                kv_heads,
+                tables: inputs.slots.meta.shape()[1],
+                rows,
+                page,
+                pages,
+                widths: [width, inputs.v.meta.shape()[3]],
+                dtype: dtype_to_elem_type(inputs.k.dtype),
             };
-            if uses_reference() || is_taken.is_err() {
+            let client = inputs.k.client.clone();
+            let elsewhere = |inputs| {
                 recording::fails(&client, Failure::NotInPlace("the pages"));
-                return reference::append::<Self>(inputs);
+                reference::append::<Self>(inputs)
+            };
+            if uses_reference() {
+                return elsewhere(inputs);
             }
             let [k, v] = [inputs.k, inputs.v].map(into_contiguous);
             let rows = [&k.handle, &v.handle];
             let slots = integers(inputs.slots);
-            let keys = rows_in_place(inputs.pages.keys);
-            let values = rows_in_place(inputs.pages.values);
-            checked(match (&keys, &values) {
+            let StoredPages { keys, values } = inputs.pages;
+            let [keys, values] = [keys, values].map(|rows| rows_by(rows, in_place));
+            let written = match (&keys, &values) {
                 (StoredRows::Plain(keys), StoredRows::Plain(values)) => {
                     let to = [&keys.handle, &values.handle];
                     paged::append_rows(&client, &shape, rows, &slots.handle, to)
@@ -201,8 +191,12 @@ mod kernels {
                     paged::append_quantized(&client, &shape, of, rows, &slots.handle, to)
                 }
                 _ => unreachable!("keys and values are stored alike"),
-            });
-            StoredPages { keys, values }
+            };
+            let pages = StoredPages { keys, values };
+            match written {
+                Ok(()) => pages,
+                Err(_) => elsewhere(AppendInputs { pages, k, v, slots }),
+            }
         }
 
         fn page_list_slots(table: CubeTensor, spans: CubeTensor, page: usize) -> CubeTensor {
@@ -211,7 +205,11 @@ mod kernels {
                 return slots_reference::page_list_slots::<Self>(table, spans, page);
             }
             let [table, spans] = [table, spans].map(integers);
-            let shape = SlotShape::new(page_lists, entries, page);
+            let shape = SlotShape {
+                page_lists,
+                entries,
+                page,
+            };
             let slots = empty(&table, [page_lists, shape.slots()], DType::I32);
             checked(paged::page_list_slots(
                 &table.client,
@@ -234,7 +232,11 @@ mod kernels {
                 return slots_reference::picked_slots::<Self>(places, table, heads, page);
             }
             let [places, table] = [places, table].map(integers);
-            let shape = SlotShape::new(page_lists, entries, page);
+            let shape = SlotShape {
+                page_lists,
+                entries,
+                page,
+            };
             let slots = empty(&table, [page_lists, heads, most], DType::I32);
             checked(paged::picked_slots(
                 &table.client,
@@ -273,14 +275,15 @@ mod kernels {
             shape.softcap = call.softcap.is_some();
             let sizes = [seats / call.kv_heads, slots, planes - 1];
             let client = inputs.q.client.clone();
-            let is_f32 = inputs.sums.dtype == DType::F32;
-            let is_taken = is_f32 && paged::check_attention_sums(&client, &shape, sizes).is_ok();
-            let keys = match &inputs.pages.keys {
-                StoredRows::Plain(keys) if is_taken && !uses_reference() => keys.clone(),
-                _ => {
-                    recording::fails(&client, Failure::NotInPlace("sums of attention"));
-                    return reference::attention_sums::<Self>(inputs, &call);
-                }
+            let elsewhere = |inputs| {
+                recording::fails(&client, Failure::NotInPlace("sums of attention"));
+                reference::attention_sums::<Self>(inputs, &call)
+            };
+            if inputs.sums.dtype != DType::F32 || uses_reference() {
+                return elsewhere(inputs);
+            }
+            let StoredRows::Plain(keys) = inputs.pages.keys.clone() else {
+                return elsewhere(inputs);
             };
             let sums = in_place(inputs.sums);
             let [q, lse, keys] = [inputs.q, inputs.lse, keys].map(into_contiguous);
@@ -295,10 +298,18 @@ mod kernels {
                 sums: &sums.handle,
             };
             let (scale, softcap) = (call.scale, call.softcap);
-            checked(paged::attention_sums(
-                &client, &shape, sizes, &buffers, scale, softcap,
-            ));
-            sums
+            match paged::attention_sums(&client, &shape, sizes, &buffers, scale, softcap) {
+                Ok(()) => sums,
+                Err(_) => elsewhere(SumsInputs {
+                    q,
+                    lse,
+                    pages: inputs.pages,
+                    table,
+                    spans,
+                    calls,
+                    sums,
+                }),
+            }
         }
     }
 }

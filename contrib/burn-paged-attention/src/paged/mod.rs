@@ -11,7 +11,8 @@ pub mod values;
 
 pub use blocksparse::Quantization;
 
-use burn::backend::Dispatch;
+use burn::backend::{Dispatch, DispatchTensor};
+use burn::tensor::kind::Autodiff;
 use burn::tensor::{DType, Device, Int, Tensor};
 
 use crate::paged::ops::PagedOps;
@@ -22,7 +23,7 @@ use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::internal::op_plan::OpPlan;
 pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
 pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};
-use values::{AppendInputs, OptInt, PagedCall, PagedInputs, SumsInputs};
+use values::{AppendInputs, PagedCall, PagedInputs, SumsInputs};
 
 /// Output of [`paged_attention`].
 #[derive(Clone, Debug)]
@@ -77,45 +78,40 @@ pub fn paged_attention(
 ) -> Result<PagedOutput, OpError> {
     check(&q, pages, options)?;
     let call = options.call(&q, pages);
-    let int = |tensor: &Tensor<3, Int>| tensor.clone().without_autodiff().into_dispatch();
-    let sight = pages.visibility.as_ref();
-    let slots = |of: fn(&PagedVisibility) -> &Tensor<2, Int>| {
-        OptInt::from(sight.map(|sight| of(sight).clone().without_autodiff().into_dispatch()))
-    };
-    let sums: DType = accumulate_in(q.dtype().into()).into();
-    let sinks = options.sinks.clone().map(|sinks| {
-        let sinks = sinks
-            .without_autodiff()
-            .cast(burn::tensor::FloatDType::from(sums));
-        sinks.into_dispatch()
-    });
-    let inputs = PagedInputs {
-        q: q.without_autodiff().into_dispatch(),
-        pages: pages.store.clone().stored(),
-        table: int(&pages.table),
-        spans: int(&pages.spans),
-        positions: slots(|sight| &sight.positions),
-        last: slots(|sight| &sight.last),
-        query_positions: sight
-            .map(|sight| {
-                sight
-                    .query_positions
-                    .clone()
-                    .without_autodiff()
-                    .into_dispatch()
-            })
-            .into(),
-        selected: pages.selected.as_ref().map(int).into(),
-        sinks: sinks.into(),
-        counters: (pages.counters.clone())
-            .map(|counters| counters.without_autodiff().into_dispatch())
-            .into(),
-    };
-    let rows = <Dispatch as PagedOps>::paged_attention(inputs, call);
+    let rows = <Dispatch as PagedOps>::paged_attention(inputs_of(q, pages, options), call);
     Ok(PagedOutput {
         out: Tensor::from_dispatch(rows.out),
         lse: Tensor::from_dispatch(rows.lse),
     })
+}
+
+/// The tensors of a call.
+fn inputs_of(
+    q: Tensor<4>,
+    pages: &PagedKeysValues,
+    options: &PagedOptions,
+) -> PagedInputs<Dispatch> {
+    let sight = pages.visibility.as_ref();
+    let sums = accumulate_in(q.dtype().into());
+    PagedInputs {
+        q: inner(q),
+        pages: pages.store.clone().stored(),
+        table: inner(pages.table.clone()),
+        spans: inner(pages.spans.clone()),
+        positions: sight.map(|sight| inner(sight.positions.clone())).into(),
+        last: sight.map(|sight| inner(sight.last.clone())).into(),
+        query_positions: (sight.map(|sight| inner(sight.query_positions.clone()))).into(),
+        selected: pages.selected.clone().map(inner).into(),
+        sinks: (options.sinks.clone())
+            .map(|sinks| inner(sinks.cast(sums)))
+            .into(),
+        counters: pages.counters.clone().map(inner).into(),
+    }
+}
+
+/// A tensor as operations get it, which are not differentiated.
+pub(crate) fn inner<const D: usize, K: Autodiff>(tensor: Tensor<D, K>) -> DispatchTensor {
+    tensor.without_autodiff().into_dispatch()
 }
 
 impl PagedOptions {
@@ -127,7 +123,8 @@ impl PagedOptions {
     pub fn explain(&self, q: &Tensor<4>, pages: &PagedKeysValues) -> Result<OpPlan, OpError> {
         check(q, pages, self)?;
         Ok(burn_blocksparse::op_plan!(&q.device(), |device| {
-            crate::paged::backend::text(device, q, pages, self)
+            let inputs = inputs_of(q.clone(), pages, self);
+            crate::paged::backend::text(device, &inputs, &self.call(q, pages))
         }))
     }
 }
@@ -184,9 +181,9 @@ pub fn append_rows(
 fn append(store: PagedStore, [k, v]: [Tensor<4>; 2], slots: Tensor<3, Int>) -> PagedStore {
     let inputs = AppendInputs {
         pages: store.stored(),
-        k: k.without_autodiff().into_dispatch(),
-        v: v.without_autodiff().into_dispatch(),
-        slots: slots.without_autodiff().into_dispatch(),
+        k: inner(k),
+        v: inner(v),
+        slots: inner(slots),
     };
     <Dispatch as PagedOps>::append(inputs).into()
 }
@@ -306,6 +303,30 @@ pub fn check_shared(pages: usize, kv_heads: usize, tables: usize) -> Result<(), 
     Ok(())
 }
 
+/// That page lists are those of queries of so many heads, over so many pages.
+pub(crate) fn check_tables(
+    [batch, heads]: [usize; 2],
+    kv_heads: usize,
+    pages: usize,
+    table: &Tensor<3, Int>,
+    spans: &Tensor<3, Int>,
+) -> Result<(), OpError> {
+    let [table_batch, tables, _] = table.dims();
+    check_heads("table's heads", tables, kv_heads)?;
+    check_shared(pages, kv_heads, tables)?;
+    blocksparse::ensure! { OpError; heads.is_multiple_of(kv_heads) => "kv_heads", format!("a divisor of the {heads} heads of q"), kv_heads; }
+    OpError::expect_same("table's batch", batch, "q's", table_batch)?;
+    let expected = [batch, tables, 4];
+    OpError::expect_same("spans' shape", expected, "the table's rows", spans.dims())?;
+    for (argument, dtype) in [
+        ("table's dtype", table.dtype()),
+        ("spans' dtype", spans.dtype()),
+    ] {
+        blocksparse::ensure! { OpError; matches!(dtype, DType::I32 | DType::I64) => argument, "I32 or I64", format!("{dtype:?}"); }
+    }
+    Ok(())
+}
+
 fn check(q: &Tensor<4>, pages: &PagedKeysValues, options: &PagedOptions) -> Result<(), OpError> {
     served(&q.device())?;
     let PagedKeysValues {
@@ -329,22 +350,14 @@ fn check(q: &Tensor<4>, pages: &PagedKeysValues, options: &PagedOptions) -> Resu
     let [page_count, page] = store.pages();
     let [width, _] = store.widths();
     let [_, tables, _] = table.dims();
-    check_heads("table's heads", tables, kv_heads)?;
-    check_shared(page_count, kv_heads, tables)?;
     OpError::expect_same("keys' width", q_width, "q's", width)?;
-    blocksparse::ensure! { OpError; heads.is_multiple_of(kv_heads) => "kv_heads", format!("a divisor of the {heads} heads of q"), kv_heads; }
-    OpError::expect_same("table's batch", batch, "q's", table.dims()[0])?;
-    let expected = [batch, tables, 4];
-    OpError::expect_same("spans' shape", expected, "the table's rows", spans.dims())?;
+    check_tables([batch, heads], kv_heads, page_count, table, spans)?;
     let mut devices = vec![
         ("keys' device", store.device()),
         ("table's device", table.device()),
         ("spans' device", spans.device()),
     ];
-    let mut dtypes = vec![
-        ("table's dtype", table.dtype()),
-        ("spans' dtype", spans.dtype()),
-    ];
+    let mut dtypes = vec![("spans' dtype", spans.dtype())];
     if let Some(sight) = visibility {
         let expected = [page_count / (kv_heads / tables), page];
         for (argument, tensor) in [
@@ -388,7 +401,6 @@ fn check(q: &Tensor<4>, pages: &PagedKeysValues, options: &PagedOptions) -> Resu
         devices.push(("sinks' device", sinks.device()));
     }
     for (argument, dtype) in dtypes {
-        blocksparse::ensure! { OpError; matches!(dtype, DType::I32 | DType::I64) => argument, "I32 or I64", format!("{dtype:?}"); }
         OpError::expect_same(argument, table.dtype(), "the table's", dtype)?;
     }
     for (argument, device) in devices {

@@ -6,7 +6,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Int, Tensor};
 
 use crate::paged::values::{PackedRows, StoredPages, StoredRows};
-use crate::paged::{append, check_append, check_page_sizes, reference};
+use crate::paged::{append, check_append, check_page_sizes, inner, reference};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
@@ -190,7 +190,7 @@ impl PagedStore {
     }
 
     pub fn stored(self) -> StoredPages<Dispatch> {
-        let plain = |rows: Tensor<3>| StoredRows::Plain(rows.without_autodiff().into_dispatch());
+        let plain = |rows: Tensor<3>| StoredRows::Plain(inner(rows));
         match self {
             Self::Plain { keys, values } => StoredPages {
                 keys: plain(keys),
@@ -200,8 +200,8 @@ impl PagedStore {
                 let packed = |words: Tensor<3, Int>, scales: Tensor<2>| {
                     StoredRows::Packed(PackedRows {
                         quantization: pages.quantization,
-                        words: words.without_autodiff().into_dispatch(),
-                        scales: scales.without_autodiff().into_dispatch(),
+                        words: inner(words),
+                        scales: inner(scales),
                     })
                 };
                 StoredPages {
@@ -299,8 +299,8 @@ pub fn dequantize(
         "the words'",
         &scales.device(),
     )?;
-    let words = words.without_autodiff().into_dispatch();
-    let scales = scales.without_autodiff().into_dispatch();
+    let words = inner(words);
+    let scales = inner(scales);
     let numbers = reference::dequantize::<Dispatch>(quantization, words, scales);
     Ok(Tensor::from_dispatch(numbers))
 }

@@ -6,39 +6,32 @@ use burn::backend::{Backend, ExtensionType, TensorMetadata};
 
 use burn_blocksparse::internal::values::OptFloat;
 pub use burn_blocksparse::internal::values::OptInt;
+use burn_blocksparse::op_values;
 
-/// The tensors of [`paged_attention`](crate::paged::paged_attention), contiguous or not.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct PagedInputs<B: Backend> {
-    /// `[batch, heads, s, d_k]`
-    pub q: FloatTensor<B>,
-    /// Keys and values.
-    #[extension_type]
-    pub pages: StoredPages<B>,
-    /// `[batch, T, max_pages]`
-    pub table: IntTensor<B>,
-    /// `[batch, T, 4]`
-    pub spans: IntTensor<B>,
-    /// `[ids, P]`: the position of each slot. It comes with the next two, or none of them does.
-    #[extension_type]
-    pub positions: OptInt<B>,
-    /// `[ids, P]`: the last query that sees each slot.
-    #[extension_type]
-    pub last: OptInt<B>,
-    /// `[batch]`: the position of the first query.
-    #[extension_type]
-    pub query_positions: OptInt<B>,
-    /// `[batch, kv_heads, n]`: the entries of the table that count.
-    #[extension_type]
-    pub selected: OptInt<B>,
-    /// `[heads]`, in the dtype of sums.
-    #[extension_type]
-    pub sinks: OptFloat<B>,
-    /// Zeros, at least `batch · heads · s` of them, which calls leave as they find them.
-    #[extension_type]
-    pub counters: OptInt<B>,
+op_values! {
+    /// The tensors of [`paged_attention`](crate::paged::paged_attention), contiguous or not.
+    pub struct PagedInputs {
+        /// `[batch, heads, s, d_k]`
+        pub q: FloatTensor,
+        /// Keys and values.
+        pub pages: StoredPages,
+        /// `[batch, T, max_pages]`
+        pub table: IntTensor,
+        /// `[batch, T, 4]`
+        pub spans: IntTensor,
+        /// `[ids, P]`: the position of each slot. It comes with the next two, or none of them does.
+        pub positions: OptInt,
+        /// `[ids, P]`: the last query that sees each slot.
+        pub last: OptInt,
+        /// `[batch]`: the position of the first query.
+        pub query_positions: OptInt,
+        /// `[batch, kv_heads, n]`: the entries of the table that count.
+        pub selected: OptInt,
+        /// `[heads]`, in the dtype of sums.
+        pub sinks: OptFloat,
+        /// Zeros, at least `batch · heads · s` of them, which calls leave as they find them.
+        pub counters: OptInt,
+    }
 }
 
 /// Parameters of a call of [`paged_attention`](crate::paged::paged_attention).
@@ -55,15 +48,14 @@ pub struct PagedCall {
     pub fixed_split: Option<usize>,
 }
 
-/// Output of attention over pages.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct PagedRows<B: Backend> {
-    /// `[batch, heads, s, d_v]`, in the dtype of q.
-    pub out: FloatTensor<B>,
-    /// `[batch, heads, s]`; f32, or f64 for f64 inputs.
-    pub lse: FloatTensor<B>,
+op_values! {
+    /// Output of attention over pages.
+    pub struct PagedRows {
+        /// `[batch, heads, s, d_v]`, in the dtype of q.
+        pub out: FloatTensor,
+        /// `[batch, heads, s]`; f32, or f64 for f64 inputs.
+        pub lse: FloatTensor,
+    }
 }
 
 /// Keys or values as pages store them.
@@ -89,55 +81,44 @@ pub struct PackedRows<B: Backend> {
     pub scales: FloatTensor<B>,
 }
 
-/// Keys and values, which are stored alike.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct StoredPages<B: Backend> {
-    /// Rows of `d_k` numbers.
-    #[extension_type]
-    pub keys: StoredRows<B>,
-    /// Rows of `d_v` numbers.
-    #[extension_type]
-    pub values: StoredRows<B>,
-}
+op_values! {
+    /// Keys and values, which are stored alike.
+    pub struct StoredPages {
+        /// Rows of `d_k` numbers.
+        pub keys: StoredRows,
+        /// Rows of `d_v` numbers.
+        pub values: StoredRows,
+    }
 
-/// The tensors of [`append_rows`](crate::paged::append_rows) and [`append_quantized`](crate::paged::append_quantized).
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct AppendInputs<B: Backend> {
-    /// Where rows are written.
-    #[extension_type]
-    pub pages: StoredPages<B>,
-    /// `[batch, kv_heads, s, d_k]`
-    pub k: FloatTensor<B>,
-    /// `[batch, kv_heads, s, d_v]`
-    pub v: FloatTensor<B>,
-    /// `[batch, T, s]`: where rows go, or a negative number.
-    pub slots: IntTensor<B>,
-}
+    /// The tensors of [`append_rows`](crate::paged::append_rows) and [`append_quantized`](crate::paged::append_quantized).
+    pub struct AppendInputs {
+        /// Where rows are written.
+        pub pages: StoredPages,
+        /// `[batch, kv_heads, s, d_k]`
+        pub k: FloatTensor,
+        /// `[batch, kv_heads, s, d_v]`
+        pub v: FloatTensor,
+        /// `[batch, T, s]`: where rows go, or a negative number.
+        pub slots: IntTensor,
+    }
 
-/// The tensors of `PagedOps::attention_sums`.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct SumsInputs<B: Backend> {
-    /// `[batch, heads, s, d_k]`
-    pub q: FloatTensor<B>,
-    /// `[batch, heads, s]`, in the dtype of sums.
-    pub lse: FloatTensor<B>,
-    /// Keys and values.
-    #[extension_type]
-    pub pages: StoredPages<B>,
-    /// `[batch, T, max_pages]`
-    pub table: IntTensor<B>,
-    /// `[batch, T, 4]`
-    pub spans: IntTensor<B>,
-    /// `[batch, 4]`: of each sequence its seat, its queries, how many rows of its ring count, and the position of the first query.
-    pub calls: IntTensor<B>,
-    /// `[seats · kv_heads, slots, 1 + ring]`, in the dtype of sums: of the key in each slot of a page list the sum, and the rows of the ring.
-    pub sums: FloatTensor<B>,
+    /// The tensors of `PagedOps::attention_sums`.
+    pub struct SumsInputs {
+        /// `[batch, heads, s, d_k]`
+        pub q: FloatTensor,
+        /// `[batch, heads, s]`, in the dtype of sums.
+        pub lse: FloatTensor,
+        /// Keys and values.
+        pub pages: StoredPages,
+        /// `[batch, T, max_pages]`
+        pub table: IntTensor,
+        /// `[batch, T, 4]`
+        pub spans: IntTensor,
+        /// `[batch, 4]`: of each sequence its seat, its queries, how many rows of its ring count, and the position of the first query.
+        pub calls: IntTensor,
+        /// `[seats · kv_heads, slots, 1 + ring]`, in the dtype of sums: of the key in each slot of a page list the sum, and the rows of the ring.
+        pub sums: FloatTensor,
+    }
 }
 
 impl<B: Backend> StoredRows<B> {

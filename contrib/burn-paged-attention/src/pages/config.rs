@@ -6,7 +6,7 @@ use super::CacheError;
 use blocksparse::Pattern;
 
 /// The page sizes that pools have; smaller ones are for tests, [`PoolConfig::with_small_pages`].
-pub const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
+const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 
 /// Keys of a sequence that are retained.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -1,4 +1,5 @@
 use super::SequenceId;
+use burn_sparse_transformer::TransformerError;
 
 /// Errors of a pool of pages. After an error the pool is as it was before the call.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -72,18 +73,11 @@ pub enum CacheError {
     },
 }
 
-fn boundary(position: usize, last: Option<usize>, next: Option<usize>) -> String {
-    let seen = match last {
-        Some(last) => format!("queries before it attend to keys up to position {last}"),
-        None => "queries before it attend to keys without an end".to_string(),
-    };
-    match next {
-        Some(next) => format!(
-            "a cache cannot stop at position {position}: {seen}; the next position to stop at is {next}"
-        ),
-        None => format!(
-            "a cache cannot stop at position {position}: {seen}; this pattern has no position to stop at: it is not causal"
-        ),
+fn boundary(position: usize, last: Option<usize>, next: Option<usize>) -> TransformerError {
+    TransformerError::Boundary {
+        position,
+        last,
+        next,
     }
 }
 

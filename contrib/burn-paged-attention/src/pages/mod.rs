@@ -1,7 +1,7 @@
 //! The books of a cache of keys and values in pages: which page and slot each key of each sequence lives in.
 //!
 //! A [`PagePool`] holds no tensors. It says where the keys of new tokens are written ([`Writes`]), which pages have to be copied before that, and
-//! what the kernels are told ([`Tables`], [`RowPlan`]). A *page* is a number of slots, each of which holds one key and value of one *table row*: of
+//! what the kernels are told ([`Tables`], and what single queries see of them). A *page* is a number of slots, each of which holds one key and value of one *table row*: of
 //! one KV head, or of all KV heads of a layer where these keep the same keys. Sequences join and leave, share pages when one is forked
 //! from another, and forget the keys that no later query attends to, by the [`Pattern`](blocksparse::Pattern) of the pool.
 //!
@@ -39,7 +39,6 @@ mod pool;
 mod prefix;
 mod region;
 mod retain;
-mod row_plan;
 mod saved;
 mod sequence;
 mod tables;
@@ -48,7 +47,7 @@ mod verify;
 mod writes;
 
 pub use append::Step;
-pub use config::{KvRetention, PAGE_SIZES, PoolConfig};
+pub use config::{KvRetention, PoolConfig};
 pub use error::CacheError;
 pub use eviction::{
     EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing, adaptive, best, pooled_votes,
@@ -56,7 +55,6 @@ pub use eviction::{
 };
 pub use pool::{PagePool, SequenceId};
 pub use retain::Retained;
-pub use row_plan::{RowPlan, SlotRuns};
 pub use saved::SavedSequence;
 pub use tables::Tables;
 pub use usage::Usage;

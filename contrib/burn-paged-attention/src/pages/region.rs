@@ -3,8 +3,6 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use blocksparse::internal::Repeat;
-
 /// Keys in a list of pages, oldest first: slots `start..start + slots` of the pages are in use. Pages die whole: the first one is given back when
 /// its last slot is freed, and all of them when no key is left, so that a page never waits for a key that is not there.
 ///
@@ -105,13 +103,16 @@ impl Region {
 
     /// The same as contiguous ranges.
     pub fn runs(&self) -> impl Iterator<Item = Range<usize>> + '_ {
-        let ends = self.stretches.iter().skip(1).map(|next| next.number);
-        let ends = ends.chain([self.end]);
-        self.stretches.iter().zip(ends).map(|(stretch, end)| {
-            let from = self.first.max(stretch.number);
-            let position = |number: usize| stretch.position + number - stretch.number;
-            position(from)..position(end)
-        })
+        (0..self.stretches.len()).map(|at| self.run(at).0)
+    }
+
+    /// The positions of a stretch, and the slot of the first one.
+    fn run(&self, at: usize) -> (Range<usize>, usize) {
+        let Stretch { position, number } = self.stretches[at];
+        let end = (self.stretches.get(at + 1)).map_or(self.end, |next| next.number);
+        let from = self.first.max(number);
+        let positions = position + from - number..position + end - number;
+        (positions, self.start + from - self.first)
     }
 
     /// Adds a key after all others, in a slot of a page that is there: page and slot.
@@ -171,53 +172,15 @@ impl Region {
     }
 
     /// The slots of the keys at positions, in order, as slots of these pages.
-    pub fn slots_of(&self, keys: &Repeat, mut found: impl FnMut(Repeat)) {
-        let after = |keys: &Range<usize>| {
-            self.stretches
-                .partition_point(|at| at.position <= keys.start)
-        };
-        // Where the keys are all of one stretch, or there are fewer stretches than ranges, each stretch is looked at; otherwise each range.
-        let all = keys.keys.start..keys.keys.end + keys.period * (keys.times - 1);
-        let first = after(&all).saturating_sub(1);
-        let stretches = self.stretches.range(first..);
-        let few = stretches
-            .take_while(|at| at.position < all.end)
-            .take(keys.times)
-            .count();
-        if few < keys.times || keys.times == 1 {
-            self.slots_from(first, keys, &mut found);
-        } else {
-            for range in keys.ranges() {
-                let first = after(&range).saturating_sub(1);
-                self.slots_from(first, &Repeat::once(range), &mut found);
-            }
-        }
-    }
-
-    /// [`Self::slots_of`] in the stretches from one on.
-    fn slots_from(&self, first: usize, keys: &Repeat, found: &mut impl FnMut(Repeat)) {
-        let end = keys.keys.end + keys.period * (keys.times - 1);
-        for at in first..self.stretches.len() {
-            let stretch = self.stretches[at];
-            if stretch.position >= end {
-                break;
-            }
-            let after = self
-                .stretches
-                .get(at + 1)
-                .map_or(self.end, |next| next.number);
-            let from = self.first.max(stretch.number);
-            let position = |number: usize| stretch.position + number - stretch.number;
-            let slot = |position: usize| {
-                self.start + stretch.number + position - stretch.position - self.first
-            };
-            for part in keys.within(position(from)..position(after)) {
-                found(Repeat {
-                    keys: slot(part.keys.start)..slot(part.keys.end),
-                    ..part
-                });
-            }
-        }
+    pub fn slots_of(&self, keys: Range<usize>) -> impl Iterator<Item = usize> + '_ {
+        let after = |at: &Stretch| at.position <= keys.start;
+        let first = self.stretches.partition_point(after).saturating_sub(1);
+        let runs = (first..self.stretches.len()).map(|at| self.run(at));
+        let runs = runs.take_while(move |(run, _)| run.start < keys.end);
+        runs.flat_map(move |(run, slot)| {
+            let found = run.start.max(keys.start)..run.end.min(keys.end);
+            found.map(move |position| slot + position - run.start)
+        })
     }
 
     /// That pages, slots and positions fit each other.

@@ -142,9 +142,52 @@ impl PagePool {
     }
 
     /// Returns whether a query sees a stored key just if it is at the key's position or later and no later than its last query, in every head:
-    /// then kernels need nothing but [`Writes::last`](super::Writes). Otherwise each query has a [`RowPlan`](super::RowPlan).
+    /// then kernels need nothing but [`Writes::last`](super::Writes). Otherwise queries are told their own [`row_slots`](Self::row_slots).
     pub fn row_is_live(&self) -> bool {
         self.lifetimes.row_is_live()
+    }
+
+    /// The places along a sequence's row of the page table that the query at a position reads in `head`, ascending: place `x` is slot `x mod P` of page
+    /// `table[⌊x / P⌋]`, whichever region it is in, until the next step of the sequence. Found from the pattern without a layout, in O(keys) that it sees.
+    /// Keys after the sequence's last token are not there yet, and evicted ones are gone, so only queries from [`oldest`](Self::oldest) on read all
+    /// that the pattern says.
+    ///
+    /// # Errors
+    /// [`CacheError::Unknown`]; [`CacheError::Argument`] if there is no such head.
+    pub fn row_slots(
+        &self,
+        id: SequenceId,
+        head: usize,
+        query: usize,
+    ) -> Result<Vec<usize>, CacheError> {
+        let sequence = self.sequence(id)?;
+        blocksparse::ensure! {
+            CacheError;
+            head < self.config.heads => "head", format!("below the {} heads", self.config.heads), head;
+            query <= super::config::MOST_POSITIONS => "query", format!("at most {}", super::config::MOST_POSITIONS), query;
+        }
+        let seen = match sequence.residency {
+            KvRetention::Window { window, sinks } => {
+                let from = (query + 1).saturating_sub(window).max(sinks);
+                [0..sinks, from..sequence.next]
+            }
+            _ => [0..sequence.next, 0..0],
+        };
+        let row = &sequence.rows[self.row_of_head(head)];
+        let first_timed = row.timed_entry * self.config.page_size;
+        let mut places = Vec::new();
+        for keys in self.config.pattern.row_keys(head, query, sequence.next) {
+            for (keys, part) in keys
+                .ranges()
+                .flat_map(|keys| seen.iter().map(move |part| (keys.clone(), part)))
+            {
+                let keys = keys.start.max(part.start)..keys.end.min(part.end);
+                places.extend(row.permanent.slots_of(keys.clone()));
+                places.extend(row.timed.slots_of(keys).map(|slot| first_timed + slot));
+            }
+        }
+        places.sort_unstable();
+        Ok(places)
     }
 
     /// Returns whether the query of a single new token ([`Step::decode`](super::Step::decode)) sees every slot that its sequence has then: kernels need no positions for it. Otherwise slots

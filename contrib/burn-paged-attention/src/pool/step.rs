@@ -504,7 +504,7 @@ pub(super) fn gather(
     })
 }
 
-/// The slots that one new query of each sequence reads, by the runs of its pattern's row: however many keys are live, no others are looked at.
+/// The slots that one new query of each sequence reads, by its pattern's row: however many keys are live, no others are looked at.
 fn gather_single(
     books: &PagePool,
     key: &GroupKey,
@@ -523,11 +523,9 @@ fn gather_single(
         for kv_head in 0..key.kv_heads {
             let mut seen: BTreeMap<usize, Vec<bool>> = BTreeMap::new();
             for place in 0..group {
-                let plan = books.row_plan(step.id, kv_head * group + place, writes.first)?;
-                for (first, slots) in plan.runs() {
-                    for slot in first..first + slots {
-                        seen.entry(slot).or_insert_with(|| vec![false; group])[place] = true;
-                    }
+                let head = kv_head * group + place;
+                for slot in books.row_slots(step.id, head, writes.first)? {
+                    seen.entry(slot).or_insert_with(|| vec![false; group])[place] = true;
                 }
             }
             let row = books.row_of_head(kv_head * group);

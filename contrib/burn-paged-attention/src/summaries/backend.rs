@@ -12,12 +12,12 @@ mod kernels {
 
     use crate::kernels::paged;
     use crate::kernels::paged::{AppendShape, PageScoreBuffers, PageScoreShape};
-    use crate::paged::backend::{contiguous_rows, in_place};
+    use crate::paged::backend::{handles, in_place, rows_by};
     use crate::paged::values::StoredRows;
     use crate::summaries::ops::PageSummaryOps;
     use crate::summaries::reference;
     use crate::summaries::values::{PageScoreInputs, SummarizeInputs};
-    use burn_blocksparse::internal::cube::{checked, empty, integers, uses_reference};
+    use burn_blocksparse::internal::cube::{empty, integers, uses_reference};
     use burn_sparse_select::PageSummary;
     use burn_sparse_select::pages::PageChoice;
 
@@ -34,35 +34,42 @@ mod kernels {
                 StoredRows::Plain(keys) => keys.dtype,
                 StoredRows::Packed(_) => DType::F32,
             };
-            let shape = AppendShape::new(
-                [batch, kv_heads, tables, rows],
-                [pages, page],
-                [width, 0],
-                dtype_to_elem_type(keys_dtype),
-            );
+            let shape = AppendShape {
+                batch,
+                kv_heads,
+                tables,
+                rows,
+                page,
+                pages,
+                widths: [width, 0],
+                dtype: dtype_to_elem_type(keys_dtype),
+            };
             let dtype = dtype_to_elem_type(inputs.summaries.dtype);
             let client = inputs.summaries.client.clone();
-            let is_taken = paged::check_summarize(&client, &shape, quantization, dtype).is_ok();
-            if uses_reference() || !is_taken {
+            let elsewhere = |inputs| {
                 recording::fails(&client, Failure::NotInPlace("the summaries of pages"));
-                return reference::summarize::<Self>(inputs, kv_heads, summary);
+                reference::summarize::<Self>(inputs, kv_heads, summary)
+            };
+            if uses_reference() {
+                return elsewhere(inputs);
             }
             let summaries = in_place(inputs.summaries);
-            let (keys, scales) = contiguous_rows(inputs.keys);
+            let keys = rows_by(inputs.keys, into_contiguous);
             let slots = integers(inputs.slots);
-            let keys = paged::StoredKeys {
-                keys: &keys.handle,
-                packed: quantization.zip(scales.as_ref().map(|scales| &scales.handle)),
+            let (stored, scales) = handles(&keys);
+            let stored = paged::StoredKeys {
+                keys: stored,
+                packed: quantization.zip(scales),
             };
-            checked(paged::summarize_pages(
-                &client,
-                &shape,
-                summary,
-                keys,
-                &slots.handle,
-                (&summaries.handle, dtype),
-            ));
-            summaries
+            let to = (&summaries.handle, dtype);
+            match paged::summarize_pages(&client, &shape, summary, stored, &slots.handle, to) {
+                Ok(()) => summaries,
+                Err(_) => elsewhere(SummarizeInputs {
+                    summaries,
+                    keys,
+                    slots,
+                }),
+            }
         }
 
         fn page_scores(
@@ -73,16 +80,20 @@ mod kernels {
             let [batch, heads, width] = inputs.q.meta.shape().dims();
             let [_, tables, entries] = inputs.table.meta.shape().dims();
             let pages = inputs.summaries.meta.shape()[0];
-            let shape = PageScoreShape::new(
-                [batch, heads, kv_heads],
-                [tables, entries],
-                [pages, choice.page, width],
-                dtype_to_elem_type(inputs.q.dtype),
-                (choice.summary, dtype_to_elem_type(inputs.summaries.dtype)),
-            );
-            let client = inputs.q.client.clone();
-            let is_empty = batch * heads * entries * pages == 0;
-            if is_empty || uses_reference() || paged::check_page_scores(&client, &shape).is_err() {
+            let shape = PageScoreShape {
+                batch,
+                heads,
+                kv_heads,
+                tables,
+                entries,
+                pages,
+                page: choice.page,
+                width,
+                dtype: dtype_to_elem_type(inputs.q.dtype),
+                summary: choice.summary,
+                summary_dtype: dtype_to_elem_type(inputs.summaries.dtype),
+            };
+            if batch * heads * entries * pages == 0 || uses_reference() {
                 return reference::scores::<Self>(inputs, kv_heads, &choice);
             }
             let scores = empty(&inputs.q, [batch, kv_heads, entries], DType::F32);
@@ -96,8 +107,18 @@ mod kernels {
                 scores: &scores.handle,
             };
             let factor = choice.factor(heads / kv_heads);
-            checked(paged::page_scores(&client, &shape, &buffers, factor));
-            scores
+            match paged::page_scores(&q.client, &shape, &buffers, factor) {
+                Ok(()) => scores,
+                Err(_) => {
+                    let inputs = PageScoreInputs {
+                        q,
+                        summaries,
+                        table,
+                        spans,
+                    };
+                    reference::scores::<Self>(inputs, kv_heads, &choice)
+                }
+            }
         }
     }
 }

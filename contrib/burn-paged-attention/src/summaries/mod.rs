@@ -13,7 +13,7 @@ use burn_blocksparse::internal::device::served;
 use burn_sparse_select::PageSummary;
 
 use crate::PagedStore;
-use crate::paged::{check_heads, check_shared};
+use crate::paged::{check_heads, check_shared, check_tables, inner};
 use crate::summaries::ops::PageSummaryOps;
 use crate::summaries::values::{PageScoreInputs, SummarizeInputs};
 
@@ -124,34 +124,7 @@ pub fn summarize_stored(
 ) -> Result<PageSummaries, OpError> {
     let ([pages, page], [width, _]) = (store.pages(), store.widths());
     let device = store.device();
-    check_summarize(&summaries, [pages, page, width], &device, kv_heads, &slots)?;
-    if let PagedStore::Quantized(pages) = store {
-        pages.check()?;
-        let dtype = summaries.values.dtype();
-        OpError::expect_same("summaries' dtype", DType::F32, "of quantised keys", dtype)?;
-    }
-    let PageSummaries { summary, values } = summaries;
-    let inputs = SummarizeInputs {
-        summaries: values.without_autodiff().into_dispatch(),
-        keys: store.clone().stored().keys,
-        slots: slots.without_autodiff().into_dispatch(),
-    };
-    let values = <Dispatch as PageSummaryOps>::summarize_pages(inputs, kv_heads, summary);
-    Ok(PageSummaries {
-        summary,
-        values: Tensor::from_dispatch(values),
-    })
-}
-
-/// That keys of a shape, summaries and slots fit each other.
-fn check_summarize(
-    summaries: &PageSummaries,
-    [pages, page, width]: [usize; 3],
-    device: &Device,
-    kv_heads: usize,
-    slots: &Tensor<3, Int>,
-) -> Result<(), OpError> {
-    served(device)?;
+    served(&device)?;
     summaries.check()?;
     blocksparse::ensure! { OpError; page.is_power_of_two() => "keys' page size", "a power of two", page; }
     let expected = [pages, summaries.summary.rows(), width];
@@ -164,9 +137,24 @@ fn check_summarize(
         ("summaries' device", summaries.values.device()),
         ("slots' device", slots.device()),
     ] {
-        same_device(argument, device, "the keys'", &other)?;
+        same_device(argument, &device, "the keys'", &other)?;
     }
-    Ok(())
+    if let PagedStore::Quantized(pages) = store {
+        pages.check()?;
+        let dtype = summaries.values.dtype();
+        OpError::expect_same("summaries' dtype", DType::F32, "of quantised keys", dtype)?;
+    }
+    let PageSummaries { summary, values } = summaries;
+    let inputs = SummarizeInputs {
+        summaries: inner(values),
+        keys: store.clone().stored().keys,
+        slots: inner(slots),
+    };
+    let values = <Dispatch as PageSummaryOps>::summarize_pages(inputs, kv_heads, summary);
+    Ok(PageSummaries {
+        summary,
+        values: Tensor::from_dispatch(values),
+    })
 }
 
 /// Scores of the pages of region one of each query, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, which no product of the query and a key
@@ -188,10 +176,10 @@ pub fn page_scores(
 ) -> Result<Tensor<3>, OpError> {
     check(&q, summaries, kv_heads, table, spans, choice)?;
     let inputs = PageScoreInputs {
-        q: q.without_autodiff().into_dispatch(),
-        summaries: summaries.values.clone().without_autodiff().into_dispatch(),
-        table: table.clone().without_autodiff().into_dispatch(),
-        spans: spans.clone().without_autodiff().into_dispatch(),
+        q: inner(q),
+        summaries: inner(summaries.values.clone()),
+        table: inner(table.clone()),
+        spans: inner(spans.clone()),
     };
     Ok(Tensor::from_dispatch(
         <Dispatch as PageSummaryOps>::page_scores(inputs, kv_heads, *choice),
@@ -260,23 +248,11 @@ fn check(
     summaries.check()?;
     choice.check()?;
     let [batch, heads, width] = q.dims();
-    let [table_batch, tables, _] = table.dims();
     let [pages, _, summary_width] = summaries.values.dims();
-    check_heads("table's heads", tables, kv_heads)?;
-    check_shared(pages, kv_heads, tables)?;
-    blocksparse::ensure! { OpError; heads.is_multiple_of(kv_heads) => "kv_heads", format!("a divisor of the {heads} heads of q"), kv_heads; }
     OpError::expect_same("summaries' width", width, "q's", summary_width)?;
-    OpError::expect_same("table's batch", batch, "q's", table_batch)?;
-    let got = spans.dims();
-    OpError::expect_same("spans' shape", [batch, tables, 4], "the table's rows", got)?;
+    check_tables([batch, heads], kv_heads, pages, table, spans)?;
     let (expected, got) = (choice.summary, summaries.summary);
     blocksparse::ensure! { OpError; expected == got => "summaries", format!("{expected:?}, the choice's"), format!("{got:?}"); }
-    for (argument, dtype) in [
-        ("table's dtype", table.dtype()),
-        ("spans' dtype", spans.dtype()),
-    ] {
-        blocksparse::ensure! { OpError; matches!(dtype, DType::I32 | DType::I64) => argument, "I32 or I64", format!("{dtype:?}"); }
-    }
     for (argument, device) in [
         ("summaries' device", summaries.values.device()),
         ("table's device", table.device()),

@@ -48,7 +48,7 @@ fn boundary_texts() {
     };
     refused! {
         append(Pattern::prefix_lm(5), 3) => "a cache cannot stop at position 3: queries before it attend to keys up to position 4; the next position to stop at is 5";
-        append(Pattern::dense(), 3) => "a cache cannot stop at position 3: queries before it attend to keys without an end; this pattern has no position to stop at: it is not causal";
+        append(Pattern::dense(), 3) => "a cache cannot stop at position 3: queries before it attend to keys without an end; this pattern has none: it is not causal";
     }
 }
 
@@ -108,7 +108,7 @@ fn errors_name_what_is_wrong() {
     refused! {
         pool.truncate(id, 3) => "len must be at most the 0 tokens of sequence 0, got 3";
         pool.slot_keys(id, 1) => "row must be below the 1 table rows, got 1";
-        pool.row_plan(id, 1, 0) => "head must be below the 1 heads, got 1";
+        pool.row_slots(id, 1, 0) => "head must be below the 1 heads, got 1";
     }
     assert_eq!(pool.free_pages(), 1);
     pool.verify().unwrap();
@@ -218,7 +218,7 @@ proptest! {
                 2 => pool.step(Step::decode(id, step).last()).err(),
                 3 => pool.truncate(id, n).err(),
                 4 => pool.rollback(id, n).err(),
-                5 => pool.row_plan(id, n % 70, n).err(),
+                5 => pool.row_slots(id, n % 70, n).err(),
                 6 => pool.slot_keys(id, n).err(),
                 _ => pool.join_with_prefix(residency, &[1; 40], n).err(),
             };

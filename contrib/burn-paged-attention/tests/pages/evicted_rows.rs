@@ -189,7 +189,7 @@ fn kept_keys_come_to_the_front() {
     );
     // All queries see what is kept.
     assert!(pool.single_sees_all(KvRetention::Evict));
-    assert_eq!(pool.row_plan(fork, 0, 10).unwrap().runs(), [(0, 3)]);
+    assert_eq!(pool.row_slots(fork, 0, 10).unwrap(), [0, 1, 2]);
     // Saved and loaded.
     let saved = pool.save(fork).unwrap();
     pool.load(&saved).unwrap();

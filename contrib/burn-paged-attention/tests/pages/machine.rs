@@ -11,6 +11,8 @@ use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
 
+use crate::rows::is_near;
+
 /// A call, its sequence as a number of those there are.
 #[derive(Clone, Debug)]
 enum Call {
@@ -420,23 +422,14 @@ impl Machine {
                 let row = self.pool.row_of_head(head);
                 let entries = &tables.table[row * tables.max_pages..];
                 for query in [oldest, next] {
-                    let plan = self.pool.row_plan(id, head, query).unwrap();
-                    let slots = plan
-                        .runs()
-                        .into_iter()
-                        .flat_map(|(first, n)| first..first + n);
+                    let slots = self.pool.row_slots(id, head, query).unwrap();
                     let content = |at: usize| {
                         self.memory[entries[at / page_size] as usize * page_size + at % page_size]
                     };
-                    let mut read: Vec<_> = slots.map(content).collect();
+                    let mut read: Vec<_> = slots.into_iter().map(content).collect();
                     let sees = |&j: &usize| {
-                        let is_near = match model.residency {
-                            KvRetention::Window { window, sinks } => {
-                                j < sinks || j + window > query
-                            }
-                            _ => true,
-                        };
-                        is_near && self.pattern.attends(head, query as i64, j as i64)
+                        is_near(model.residency, j, query)
+                            && self.pattern.attends(head, query as i64, j as i64)
                     };
                     let seen = (0..next).filter(sees).map(|j| Some((row, contents[j])));
                     let mut seen: Vec<_> = seen.collect();

@@ -1,72 +1,57 @@
 //! The slots of single queries, against the pairs of the pattern.
 
 use blocksparse::{LastUse, Pattern};
-use burn_paged_attention::pages::{KvRetention, PagePool, PoolConfig, Step};
+use burn_paged_attention::pages::{KvRetention, PagePool, PoolConfig, SequenceId, SlotKey, Step};
 use proptest::prelude::*;
 
 use crate::random_patterns::pattern;
 
 /// The positions that a plan's slots hold, by way of the table.
-fn positions(
-    pool: &PagePool,
-    id: burn_paged_attention::pages::SequenceId,
-    head: usize,
-    query: usize,
-) -> Vec<usize> {
+fn positions(pool: &PagePool, id: SequenceId, head: usize, query: usize) -> Vec<usize> {
     let page_size = pool.config().page_size();
     let row = pool.row_of_head(head);
     let tables = pool.tables(&[id]).unwrap();
     let entries = &tables.table[row * tables.max_pages..(row + 1) * tables.max_pages];
     let keys = pool.slot_keys(id, row).unwrap();
-    let plan = pool.row_plan(id, head, query).unwrap();
-    let ends = plan
-        .runs()
-        .windows(2)
-        .all(|pair| pair[0].0 + pair[0].1 < pair[1].0);
-    assert!(ends, "runs that could be one: {plan:?}");
-    assert_eq!(plan.to_i32().len(), 4 * plan.repeats.len());
-    let slots = plan
-        .runs()
-        .into_iter()
-        .flat_map(|(first, slots)| first..first + slots);
-    let mut found: Vec<usize> = slots
-        .map(|at| {
-            let (page, slot) = (entries[at / page_size] as usize, at % page_size);
-            let is_here = |key: &&burn_paged_attention::pages::SlotKey| {
-                (key.slot.page, key.slot.slot) == (page, slot)
-            };
-            keys.iter().find(is_here).expect("a slot in use").position
-        })
-        .collect();
-    assert_eq!(found.len(), plan.slots());
+    let slots = pool.row_slots(id, head, query).unwrap();
+    assert!(slots.is_sorted_by(|a, b| a < b), "{slots:?}");
+    let found = slots.into_iter().map(|at| {
+        let (page, slot) = (entries[at / page_size] as usize, at % page_size);
+        let is_here = |key: &&SlotKey| (key.slot.page, key.slot.slot) == (page, slot);
+        keys.iter().find(is_here).expect("a slot in use").position
+    });
+    let mut found: Vec<usize> = found.collect();
     found.sort_unstable();
     found
 }
 
-/// A query's runs are few, however long the sequence is, and found at once.
+/// Returns whether a retention lets a query see a key, if the pattern does.
+pub(crate) fn is_near(residency: KvRetention, key: usize, query: usize) -> bool {
+    match residency {
+        KvRetention::Window { window, sinks } => key < sinks || key + window > query,
+        _ => true,
+    }
+}
+
+/// A query's slots are found at once, however long the sequence is.
 #[test]
 fn long_sequences() {
     let n = 1 << 20;
-    let plans = |pattern: Pattern, query: usize| {
-        let config = PoolConfig::new(n / 64)
-            .with_page_size(64)
-            .with_pattern(pattern, 8, 8);
-        let mut pool = PagePool::new(config.with_table_rows(1)).unwrap();
+    let slots = |pattern: Pattern| {
+        let config = PoolConfig::new(n / 64).with_page_size(64);
+        let config = config.with_pattern(pattern, 8, 8).with_table_rows(1);
+        let mut pool = PagePool::new(config).unwrap();
         let id = pool.join(KvRetention::All).unwrap();
         pool.step(Step::prefill(id, n)).unwrap();
-        pool.row_plan(id, 3, query).unwrap()
+        pool.row_slots(id, 3, n - 1).unwrap()
     };
-    let plan = plans(Pattern::strided(128), n - 1);
-    assert_eq!(plan.to_i32(), [127, 1, 128, 8_192]);
-    assert_eq!((plan.runs().len(), plan.slots()), (8_192, 8_192));
-    let plan = plans(Pattern::merged_strided(128), n - 1);
-    assert_eq!(plan.repeats.len(), 2);
-    assert_eq!((plan.runs().len(), plan.slots()), (8_191, 8_191 + 128));
-    let plan = plans(Pattern::vertical_slash([0, 3, 4], [0, 1, 2, 1000]), n - 1);
-    assert_eq!(plan.runs(), [(0, 1), (3, 2), (n - 1001, 1), (n - 3, 3)]);
-    let plan = plans(Pattern::fixed_heads(128, 8, 8), n - 1);
-    assert_eq!(plan.repeats.len(), 2);
-    assert_eq!((plan.runs().len(), plan.slots()), (8_192, 8_191 * 8 + 128));
+    let strided: Vec<usize> = (127..n).step_by(128).collect();
+    assert_eq!(slots(Pattern::strided(128)), strided);
+    assert_eq!(slots(Pattern::merged_strided(128)).len(), 8_191 + 128);
+    let slashes = Pattern::vertical_slash([0, 3, 4], [0, 1, 2, 1000]);
+    assert_eq!(slots(slashes), [0, 3, 4, n - 1001, n - 3, n - 2, n - 1]);
+    let fixed = slots(Pattern::fixed_heads(128, 8, 8));
+    assert_eq!(fixed.len(), 8_191 * 8 + 128);
 }
 
 proptest! {
@@ -103,11 +88,7 @@ proptest! {
             for query in pool.oldest(id).unwrap().min(before)..=next {
                 for head in 0..heads {
                     let is_seen = |&j: &usize| {
-                        let is_near = match residency {
-                            KvRetention::Window { window, sinks } => j < sinks || j + window > query,
-                            _ => true,
-                        };
-                        is_near && pattern.attends(head, query as i64, j as i64)
+                        is_near(residency, j, query) && pattern.attends(head, query as i64, j as i64)
                     };
                     let expected: Vec<usize> = (0..next).filter(is_seen).collect();
                     let got = positions(&pool, id, head, query);
@@ -123,12 +104,7 @@ proptest! {
                     for key in pool.slot_keys(id, row).unwrap() {
                         for query in 0..next {
                             let sees = key.position <= query && query as i64 <= i64::from(key.last);
-                            let is_near = match residency {
-                                KvRetention::Window { window, sinks } => {
-                                    key.position < sinks || key.position + window > query
-                                }
-                                _ => true,
-                            };
+                            let is_near = is_near(residency, key.position, query);
                             let attends = pattern.attends(head, query as i64, key.position as i64);
                             prop_assert_eq!(sees, attends && is_near, "{} at {}, {:?}", pattern, query, key);
                         }

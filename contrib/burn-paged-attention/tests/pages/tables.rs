@@ -335,7 +335,13 @@ fn sizes(
     let mut changes = 0;
     for (at, t) in [12_287, 1_048_575].into_iter().enumerate() {
         while pool.len(id).unwrap() < t {
-            changes += pool.append(id, 1).unwrap().changes.len();
+            // Token by token to where somebody looks.
+            let tokens = if t - pool.len(id).unwrap() > 12_287 {
+                7
+            } else {
+                1
+            };
+            changes += pool.append(id, tokens).unwrap().changes.len();
         }
         let usage = pool.usage(id).unwrap();
         assert_eq!(usage.live, live[at], "{pattern} at {t}");

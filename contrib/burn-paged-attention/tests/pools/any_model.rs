@@ -20,7 +20,7 @@ use burn_sparse_transformer::{
 };
 
 use crate::common::{assert_close, devices, randomise, seed, tokens};
-use crate::texts::Texts;
+use crate::texts::{Texts, ids};
 
 const WIDTH: usize = 32;
 const LAYERS: usize = 3;
@@ -173,8 +173,7 @@ fn recorded_steps_are_those_of_the_pool() {
     let mut decoder = GraphDecoder::new(model.clone(), pool).unwrap();
     let same = decoder.pool_mut().join().unwrap();
     for token in [[1, 2, 3].as_slice(), &[4], &[5], &[6], &[7], &[8]] {
-        let ids: Vec<i32> = token.iter().map(|&token| token as i32).collect();
-        let ids = Tensor::<1, Int>::from_data(ids.as_slice(), &device).unsqueeze::<2>();
+        let ids = ids(token, &device);
         let steps = |id| [KvStep::new(id, token.len())];
         let expected = model.next_logits(ids, &steps(id), &mut plain).unwrap();
         let got = decoder.next_logits(token, &steps(same)).unwrap();
@@ -198,9 +197,7 @@ fn texts_are_what_the_whole_would_write() {
     for (prompt, text) in prompts.iter().zip(write(greedy.clone())) {
         let mut all = prompt.clone();
         for &token in &text.tokens {
-            let ids: Vec<i32> = all.iter().map(|&token| token as i32).collect();
-            let ids = Tensor::<1, Int>::from_data(ids.as_slice(), &device).unsqueeze::<2>();
-            let last = model.dense(ids).narrow(1, all.len() - 1, 1);
+            let last = model.dense(ids(&all, &device)).narrow(1, all.len() - 1, 1);
             let best = last.argmax(2).into_data().iter::<i64>().next();
             assert_eq!(best, Some(i64::from(token)));
             all.push(token);

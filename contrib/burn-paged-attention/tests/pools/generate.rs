@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use burn::tensor::{Device, FloatDType, Int, Tensor};
+use burn::tensor::{Device, FloatDType};
 use burn_paged_attention::generate::{
     FinishReason, GenerateOptions, GenerateOutput, PromptLookup, Sampling, generate,
 };
@@ -11,6 +11,7 @@ use burn_sparse_transformer::{Factorization, Pattern, SparseTransformer, SparseT
 use rstest::rstest;
 
 use crate::common::randomise;
+use crate::texts::ids;
 
 const VOCAB: usize = 11;
 const CONTEXT: usize = 20;
@@ -46,9 +47,7 @@ fn run(
 
 /// The likeliest token after some, by the whole model.
 fn likeliest(model: &SparseTransformer, tokens: &[u32]) -> u32 {
-    let ids: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
-    let ids = Tensor::<1, Int>::from_ints(ids.as_slice(), &Device::flex()).unsqueeze::<2>();
-    let logits = model.try_forward(ids).unwrap();
+    let logits = model.try_forward(ids(tokens, &Device::flex())).unwrap();
     let last = logits.narrow(1, tokens.len() - 1, 1).reshape([VOCAB]);
     last.argmax(0).into_scalar::<i32>() as u32
 }

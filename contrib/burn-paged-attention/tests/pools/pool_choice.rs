@@ -157,8 +157,8 @@ fn what_cannot_be_chosen_from_is_refused() {
     refused! {
         pool("topk:16,3", room()) => "selection must be prefix stable with a cache: later tokens influence this one's choice; take quest or moba, \
              or let prompts alone choose: `with_choosing_prompts` of a pool, got topk:16,3";
-        pool("quest:16,48", room().with_page_size(32)) => "page_size must be 16, the page of quest, got 32";
-        pool("moba:16,3,share=mean", room().with_page_size(64)) => "page_size must be a divisor of 16, the block of moba, got 64";
+        pool("quest:16,48", room().with_page_size(32)) => "page_size must be 16, the page of quest:16,48, got 32";
+        pool("moba:16,3,share=mean", room().with_page_size(64)) => "page_size must be a divisor of 16, the block of moba:16,3,share=mean, got 64";
         pool("quest:16,48,share=max", room()) => "share must be mean or sum over a pool of pages, where heads that share keys read the same pages: add share=mean to the text of the selection, got max";
         pool("moba:16,3", room()) => "share must be mean or sum over a pool of pages, where heads that share keys read the same pages: add share=mean to the text of the selection, got no";
         pool("quest:8,24", room()) => "page_size must be 16, 32, 64 or 128, got 8";

@@ -1,7 +1,7 @@
 //! What outlives a sequence of a pool: pages that are known by their tokens, and snapshots.
 
 use burn::nn::RotaryEncodingConfig;
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor};
 use burn_paged_attention::PoolError;
 use burn_paged_attention::pool::{
     CacheError, EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvPositions, KvRetention,
@@ -15,6 +15,7 @@ use rstest::rstest;
 use serde_json::json;
 
 use crate::common::{assert_close, random, randomise};
+use crate::texts::ids;
 
 const VOCAB: usize = 11;
 const CONTEXT: usize = 128;
@@ -45,12 +46,6 @@ fn text(count: usize, seed: usize) -> Vec<u32> {
     (0..count)
         .map(|i| ((i * 5 + i / 7 * seed + seed) % VOCAB) as u32)
         .collect()
-}
-
-fn ids(tokens: &[u32], device: &Device) -> Tensor<2, Int> {
-    let tokens: Vec<i64> = tokens.iter().map(|&token| token.into()).collect();
-    let count = tokens.len();
-    Tensor::from_data(TensorData::new(tokens, [1, count]), device)
 }
 
 /// Feeds tokens, and compares the last logits with those of the whole text.

@@ -35,6 +35,12 @@ pub fn part(tokens: &Tensor<2, Int>, entry: usize, range: Range<usize>) -> Tenso
     tokens.clone().slice([entry..entry + 1, range])
 }
 
+/// Tokens of one text.
+pub fn ids(tokens: &[u32], device: &Device) -> Tensor<2, Int> {
+    let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
+    Tensor::<1, Int>::from_ints(tokens.as_slice(), device).unsqueeze()
+}
+
 /// Texts, and the logits of the whole model.
 pub struct Texts {
     pub tokens: Tensor<2, Int>,

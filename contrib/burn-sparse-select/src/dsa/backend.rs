@@ -15,6 +15,7 @@ use burn::tensor::DType;
 use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{CubeBackend, CubeDevice};
+use cubecl::ir::ElemType;
 
 use crate::dsa::ops::{
     AmongKeys, BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss,
@@ -30,11 +31,19 @@ const ALIGNMENT: usize = 8;
 /// Slabs of queries whose lists by blocks are in memory at a time.
 const SLABS: usize = 32;
 
+/// The type of floats of up to 32 bits, or of half precision alone, that kernels may be asked for.
+fn element_of(dtype: DType, half: bool) -> Option<ElemType> {
+    let is_float = match dtype {
+        DType::F32 => !half,
+        _ => matches!(dtype, DType::F16 | DType::BF16),
+    };
+    (is_float && !uses_reference()).then(|| dtype_to_elem_type(dtype))
+}
+
 /// Returns whether kernels take pairs of such sizes and of elements of a type on a device.
 pub(crate) fn available(device: &CubeDevice, dtype: DType, sizes: &PairSizes) -> bool {
-    let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-    let element = || dtype_to_elem_type(dtype);
-    is_float && !uses_reference() && check(&device.client(), element(), sizes).is_ok()
+    let element = element_of(dtype, false);
+    element.is_some_and(|element| check(&device.client(), element, sizes).is_ok())
 }
 
 /// Returns whether a kernel of their own selects the keys of scores.
@@ -49,17 +58,15 @@ pub(crate) fn has_block_sums(
     sizes: &PairSizes,
     block: usize,
 ) -> bool {
-    let is_half = matches!(dtype, DType::F16 | DType::BF16);
-    let (client, element) = (device.client(), || dtype_to_elem_type(dtype));
-    let sizes = PairSizes { batch: 1, ..*sizes };
-    is_half && !uses_reference() && kernels::has_block_sums(&client, element(), &sizes, block)
+    let (client, sizes) = (device.client(), PairSizes { batch: 1, ..*sizes });
+    element_of(dtype, true)
+        .is_some_and(|element| kernels::has_block_sums(&client, element, &sizes, block))
 }
 
 /// Returns whether a kernel rounds rows of such a width.
 pub(crate) fn rounds(device: &CubeDevice, dtype: DType, width: usize) -> bool {
-    let is_float = matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-    let element = || dtype_to_elem_type(dtype);
-    is_float && !uses_reference() && check_rounding(&device.client(), element(), width).is_ok()
+    let element = element_of(dtype, false);
+    element.is_some_and(|element| check_rounding(&device.client(), element, width).is_ok())
 }
 
 /// The highest products of blocks, of queries `[batch, heads, .., width]`.
@@ -79,9 +86,8 @@ pub(crate) fn has_maxima(
     q: [usize; 4],
     call: &BlockMaxima,
 ) -> bool {
-    let is_half = matches!(dtype, DType::F16 | DType::BF16);
     let of = run_maxima(q, call);
-    is_half && !uses_reference() && of.is_served(&device.client(), dtype_to_elem_type(dtype))
+    element_of(dtype, true).is_some_and(|element| of.is_served(&device.client(), element))
 }
 
 /// Contiguous tensors of queries, of keys, and of numbers of queries, these in f32.

@@ -7,6 +7,7 @@ use burn::tensor::DType;
 
 use blocksparse::HadamardFp8;
 use burn_blocksparse::internal::values::OptInt;
+use burn_blocksparse::op_values;
 
 /// Request for scores of an indexer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -62,33 +63,28 @@ pub struct IndexerLoss {
     pub causal: bool,
 }
 
-/// An index: q and k of one type.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct IndexInputs<B: Backend> {
-    /// `[batch, index_heads, seq_q, index_dim]`
-    pub q: FloatTensor<B>,
-    /// `[batch, 1, seq_kv, index_dim]`
-    pub k: FloatTensor<B>,
-    /// `[batch, index_heads, seq_q]`
-    pub weights: FloatTensor<B>,
-}
+op_values! {
+    /// An index: q and k of one type.
+    pub struct IndexInputs {
+        /// `[batch, index_heads, seq_q, index_dim]`
+        pub q: FloatTensor,
+        /// `[batch, 1, seq_kv, index_dim]`
+        pub k: FloatTensor,
+        /// `[batch, index_heads, seq_q]`
+        pub weights: FloatTensor,
+    }
 
-/// Dense attention that an indexer learns from: q and k of one type.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct TargetInputs<B: Backend> {
-    /// `[batch, heads, seq_q, head_dim]`
-    pub q: FloatTensor<B>,
-    /// `[batch, kv_heads, seq_kv, head_dim]`
-    pub k: FloatTensor<B>,
-    /// `[batch, heads, seq_q]`
-    pub lse: FloatTensor<B>,
-    /// The keys over which it is compared.
-    #[extension_type]
-    pub over: ComparedKeys<B>,
+    /// Dense attention that an indexer learns from: q and k of one type.
+    pub struct TargetInputs {
+        /// `[batch, heads, seq_q, head_dim]`
+        pub q: FloatTensor,
+        /// `[batch, kv_heads, seq_kv, head_dim]`
+        pub k: FloatTensor,
+        /// `[batch, heads, seq_q]`
+        pub lse: FloatTensor,
+        /// The keys over which it is compared.
+        pub over: ComparedKeys,
+    }
 }
 
 /// The keys over which an indexer is compared.
@@ -102,33 +98,27 @@ pub enum ComparedKeys<B: Backend> {
     Indices(IntTensor<B>),
 }
 
-/// The keys that queries choose from.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct AmongKeys<B: Backend> {
-    /// i32 `[batch, seq_q, listed]`: the keys that each query lists, in any order, of one batch entry alone, or the blocks, ascending. Below 0 after the last. All
-    /// keys, if there are no lists.
-    #[extension_type]
-    pub lists: OptInt<B>,
-    /// i32 `[batch or 1, seq_q]`: of these keys queries see so many, from the first on. Those up to their own positions, if it is not said.
-    #[extension_type]
-    pub seen: OptInt<B>,
-}
+op_values! {
+    /// The keys that queries choose from.
+    pub struct AmongKeys {
+        /// i32 `[batch, seq_q, listed]`: the keys that each query lists, in any order, of one batch entry alone, or the blocks, ascending. Below 0 after the last. All
+        /// keys, if there are no lists.
+        pub lists: OptInt,
+        /// i32 `[batch or 1, seq_q]`: of these keys queries see so many, from the first on. Those up to their own positions, if it is not said.
+        pub seen: OptInt,
+    }
 
-/// The losses of queries, and the gradients of their mean, all f32.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct IndexerGrads<B: Backend> {
-    /// `[batch, seq_q]`
-    pub losses: FloatTensor<B>,
-    /// `[batch, index_heads, seq_q, index_dim]`
-    pub q: FloatTensor<B>,
-    /// `[batch, 1, seq_kv, index_dim]`
-    pub k: FloatTensor<B>,
-    /// `[batch, index_heads, seq_q]`
-    pub weights: FloatTensor<B>,
+    /// The losses of queries, and the gradients of their mean, all f32.
+    pub struct IndexerGrads {
+        /// `[batch, seq_q]`
+        pub losses: FloatTensor,
+        /// `[batch, index_heads, seq_q, index_dim]`
+        pub q: FloatTensor,
+        /// `[batch, 1, seq_kv, index_dim]`
+        pub k: FloatTensor,
+        /// `[batch, index_heads, seq_q]`
+        pub weights: FloatTensor,
+    }
 }
 
 /// An indexer's scores and losses as backend operations, on devices that have kernels alone, of tensors that are not on an autodiff device. Elsewhere they are

@@ -1,23 +1,21 @@
 //! The values that cross the backend trait of gates.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType};
-
+#[cfg(feature = "autodiff")]
+use burn::backend::{Backend, tensor::FloatTensor};
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+use burn_blocksparse::op_values;
 
 /// Most branches, as many as [`ThreeFloats`] has.
 pub const MOST_BRANCHES: usize = 3;
 
-/// Branches and gates of a gated sum.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct GatedInputs<B: Backend> {
-    /// `[batch, heads, seq, width]` each, one of them at least.
-    #[extension_type]
-    pub branches: ThreeFloats<B>,
-    /// `[batch, heads, seq, 3]`, of any float dtype.
-    pub gates: FloatTensor<B>,
+op_values! {
+    /// Branches and gates of a gated sum.
+    pub struct GatedInputs {
+        /// `[batch, heads, seq, width]` each, one of them at least.
+        pub branches: ThreeFloats,
+        /// `[batch, heads, seq, 3]`, of any float dtype.
+        pub gates: FloatTensor,
+    }
 }
 
 #[cfg(feature = "autodiff")]
@@ -38,29 +36,22 @@ impl<B: Backend> GatedInputs<B> {
     }
 }
 
-/// Tensors saved for the backward pass.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct GatedSaved<B: Backend> {
-    /// As they came.
-    #[extension_type]
-    pub inputs: GatedInputs<B>,
-    /// By the result.
-    pub grad: FloatTensor<B>,
-}
+op_values! {
+    /// Tensors saved for the backward pass.
+    pub struct GatedSaved {
+        /// As they came.
+        pub inputs: GatedInputs,
+        /// By the result.
+        pub grad: FloatTensor,
+    }
 
-/// Gradients, each of its input's shape and dtype, if it is wanted.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct GatedGrads<B: Backend> {
-    /// Of the branches that are there.
-    #[extension_type]
-    pub branches: ThreeFloats<B>,
-    /// `[batch, heads, seq, 3]`, 0 for branches that are not there.
-    #[extension_type]
-    pub gates: OptFloat<B>,
+    /// Gradients, each of its input's shape and dtype, if it is wanted.
+    pub struct GatedGrads {
+        /// Of the branches that are there.
+        pub branches: ThreeFloats,
+        /// `[batch, heads, seq, 3]`, 0 for branches that are not there.
+        pub gates: OptFloat,
+    }
 }
 
 /// Gradients that the backward pass computes.

@@ -16,6 +16,7 @@ use burn::tensor::Tensor;
 
 use crate::msa::scores::BlockScores;
 use crate::pages::page_choice::OWN;
+use crate::selection::check_wide_block;
 use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::{check_options, selected_blocks_attention};
 use crate::selection::parts::in_steps;
@@ -81,11 +82,7 @@ impl Msa {
     /// # Errors
     /// [`OpError`] if `block` is not 8, 16, 32, 64, 128 or a larger multiple of 128, or `keep` is 0.
     pub fn new(block: usize, keep: usize) -> Result<Self, OpError> {
-        let is_wide = block > 128 && block.is_multiple_of(128);
-        if !BLOCK_SIZES.contains(&block) && !is_wide {
-            let expected = "8, 16, 32, 64, 128 or a larger multiple of 128";
-            return Err(OpError::argument("block", expected, block));
-        }
+        check_wide_block("block", block)?;
         if keep == 0 {
             return Err(OpError::argument("keep", "at least 1, the own block", 0));
         }
@@ -102,10 +99,8 @@ impl Msa {
     /// # Errors
     /// [`OpError`] if it is 0.
     pub fn with_chunk_elements(self, numbers: usize) -> Result<Self, OpError> {
-        match numbers {
-            0 => Err(OpError::argument("numbers", "at least 1", 0)),
-            _ => Ok(Self { numbers, ..self }),
-        }
+        OpError::ensure_positive("numbers", numbers)?;
+        Ok(Self { numbers, ..self })
     }
 
     /// Keys of a block.

@@ -1,7 +1,8 @@
 //! Parameters of native sparse attention.
 
-use blocksparse::{Always, BLOCK_SIZES};
+use blocksparse::Always;
 
+use crate::selection::check_wide_block;
 use burn_blocksparse::internal::DispatchMode;
 use burn_blocksparse::{OpError, ProductPrecision};
 
@@ -84,12 +85,7 @@ impl NsaOptions {
                 block != 0 && block.is_multiple_of(stride) => argument, format!("a multiple of stride, which is {stride}"), block;
             }
         }
-        let selected = self.selected_block;
-        let is_wide = selected > 128 && selected.is_multiple_of(128);
-        blocksparse::ensure! {
-            OpError;
-            BLOCK_SIZES.contains(&selected) || is_wide => "selected_block", "8, 16, 32, 64, 128 or a larger multiple of 128", selected;
-        }
+        check_wide_block("selected_block", self.selected_block)?;
         let Always { first, local } = self.forced;
         blocksparse::ensure! { OpError; local != 0 => "forced.local", "at least 1, the query's own block", 0; }
         let forced = first.saturating_add(local);

@@ -12,7 +12,7 @@ mod kernels {
     use crate::pages::ops::PageChoiceOps;
     use crate::pages::page_choice::PageChoice;
     use crate::pages::reference;
-    use burn_blocksparse::internal::cube::{checked, empty, integers, uses_reference};
+    use burn_blocksparse::internal::cube::{empty, integers, uses_reference};
 
     impl PageChoiceOps for CubeBackend {
         fn topk_pages(scores: CubeTensor, spans: CubeTensor, choice: PageChoice) -> CubeTensor {
@@ -24,28 +24,18 @@ mod kernels {
                 [choice.block, choice.keep],
             )
             .forced(choice.forced);
-            let is_empty = batch * kv_heads * entries == 0;
-            if is_empty
-                || uses_reference()
-                || rows::check_topk_pages(&scores.client, &shape).is_err()
-            {
+            if batch * kv_heads * entries == 0 || uses_reference() {
                 return reference::highest::<Self>(scores, spans, &choice);
             }
             let scores = into_contiguous(cast(scores, DType::F32));
             let spans = integers(spans);
-            let picks = empty(
-                &scores,
-                [batch, kv_heads, choice.selected_pages()],
-                DType::I32,
-            );
-            checked(rows::topk_pages(
-                &scores.client,
-                &shape,
-                &scores.handle,
-                &spans.handle,
-                &picks.handle,
-            ));
-            picks
+            let dims = [batch, kv_heads, choice.selected_pages()];
+            let picks = empty(&scores, dims, DType::I32);
+            let (client, to) = (&scores.client, &picks.handle);
+            match rows::topk_pages(client, &shape, &scores.handle, &spans.handle, to) {
+                Ok(()) => picks,
+                Err(_) => reference::highest::<Self>(scores, spans, &choice),
+            }
         }
     }
 }

@@ -113,7 +113,6 @@ impl Selection {
     /// read for all of them.
     pub fn on_pages(&self, page: usize, group: usize) -> Result<PageChoice, OpError> {
         self.check()?;
-        let name = self.estimator().name();
         let summary = self.estimator().page_summary().ok_or_else(|| {
             let expected = "one that a pool of pages can choose by (moba, quest)";
             OpError::argument("selection", expected, self)
@@ -131,10 +130,10 @@ impl Selection {
         let block = self.estimator().grid().block;
         // A bound of several pages is no sum of theirs.
         let (fits, expected) = match summary {
-            PageSummary::Bounds => (page == block, format!("{block}, the page of {name}")),
+            PageSummary::Bounds => (page == block, format!("{block}, the page of {self}")),
             PageSummary::Mean => (
                 page > 0 && block.is_multiple_of(page),
-                format!("a divisor of {block}, the block of {name}"),
+                format!("a divisor of {block}, the block of {self}"),
             ),
         };
         blocksparse::ensure! { OpError; fits => "page_size", expected, page; }

@@ -82,10 +82,6 @@ impl XAttention {
 }
 
 impl BlockEstimator for XAttention {
-    fn name(&self) -> &'static str {
-        METHOD.name
-    }
-
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name)
             .number(self.block)

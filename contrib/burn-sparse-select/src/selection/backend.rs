@@ -3,7 +3,7 @@
 #[cfg(feature = "cube")]
 mod kernels {
     use crate::kernels::rows;
-    use crate::kernels::rows::blocks::{Blocked, RowBlocks};
+    use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks};
     use crate::kernels::selection::highest;
     use blocksparse_cubecl as kernels;
     use blocksparse_cubecl::error::KernelError;
@@ -50,7 +50,7 @@ mod kernels {
             };
             let result = match uses_reference() {
                 true => None,
-                false => rows::block_means(&x.client, element, blocked).ok(),
+                false => rows::block_means(&x.client, element, blocked, Beside::default()).ok(),
             };
             match result {
                 Some(()) => means,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means_of_two};
+use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use crate::kernels::selection::{
     AlikeScores, Antidiagonals, CompressedInputs, CompressedPlan, FlexTensors, GateSizes, Kept,
     LineSizes, MeanProducts, SeenRows, Touched, Wanted, alike_scores, antidiagonal_attention_sums,
@@ -156,13 +156,18 @@ impl EstimateOps for CubeBackend {
                 let of_queries = RowBlocks::new(lists[0], [queries.len(), width], block);
                 let of_keys = RowBlocks::new(lists[1], [seq_kv, width], block);
                 let both = [(&q, &of_queries, &q_means), (&k, &of_keys, &k_means)];
-                let both = both.map(|(x, of, means)| Blocked {
+                let [first, second] = both.map(|(x, of, means)| Blocked {
                     x: &x.handle,
                     of,
                     means: &means.handle,
                 });
-                launched(block_means_of_two(client, element, both));
-                mean_products(client, [&q_means.handle, &k_means.handle], &products, out)
+                let beside = Beside {
+                    second: Some(second),
+                    ..Beside::default()
+                };
+                launched(block_means(client, element, first, beside));
+                let means = [&q_means.handle, &k_means.handle];
+                mean_products(client, means, &products, None, out)
             }
             ScoredBy::Alike { similarity, smooth } => {
                 let q = rows_of(&q, queries.clone());

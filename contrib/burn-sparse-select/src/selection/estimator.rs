@@ -112,6 +112,15 @@ impl EstimateInputs {
         causal: bool,
     }
 
+    /// The call of plain tensors: no choice has a gradient.
+    pub(crate) fn without_autodiff(&self) -> Self {
+        Self {
+            q: self.q.clone().without_autodiff(),
+            k: self.k.clone().without_autodiff(),
+            ..*self
+        }
+    }
+
     /// Query heads of a key head.
     pub fn group(&self) -> usize {
         self.q.dims()[1] / self.k.dims()[1]
@@ -173,9 +182,6 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
 ///
 /// To add a method, write a file with a struct that implements this, and give `METHODS` a row that reads it from text.
 pub trait BlockEstimator: fmt::Debug + Send + Sync {
-    /// How its text begins.
-    fn name(&self) -> &'static str;
-
     /// The text of a selection by this estimator: what [`Selection`](crate::selection::Selection) reads.
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String;
 

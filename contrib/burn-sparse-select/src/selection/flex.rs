@@ -165,10 +165,6 @@ impl FlexPrefill {
 }
 
 impl BlockEstimator for FlexPrefill {
-    fn name(&self) -> &'static str {
-        METHOD.name
-    }
-
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name).number(self.block);
         let mut written = written.number(self.gamma);

@@ -40,10 +40,6 @@ pub(crate) const METHOD: Method = Method {
 };
 
 impl BlockEstimator for MeanPool {
-    fn name(&self) -> &'static str {
-        METHOD.name
-    }
-
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let Always { first, local } = rule.forced;
         let written = Written::new(METHOD.name).number(self.block);

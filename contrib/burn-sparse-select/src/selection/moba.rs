@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use blocksparse::{BLOCK_SIZES, Budget, Rule};
+use blocksparse::{Budget, Rule};
 #[cfg(feature = "cube")]
 use burn::tensor::Int;
 use burn::tensor::{DType, Tensor};
@@ -19,7 +19,7 @@ use crate::selection::mean::{means, means_reference};
 use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, Written};
 use crate::selection::token_order::row_products;
-use crate::selection::{Selection, by_query};
+use crate::selection::{Selection, by_query, check_wide_block};
 use burn_blocksparse::OpError;
 
 /// `q · mean(k)` of a query and a block of keys, keys as they are attended to: every query chooses for itself. Its own block is always among the chosen
@@ -64,10 +64,6 @@ pub(crate) const METHOD: Method = Method {
 };
 
 impl BlockEstimator for Moba {
-    fn name(&self) -> &'static str {
-        METHOD.name
-    }
-
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name).number(self.block);
         let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopK(_)));
@@ -88,12 +84,7 @@ impl BlockEstimator for Moba {
     }
 
     fn check(&self) -> Result<(), OpError> {
-        let is_wide = self.block > 128 && self.block.is_multiple_of(128);
-        blocksparse::ensure! {
-            OpError;
-            BLOCK_SIZES.contains(&self.block) || is_wide => "block", "8, 16, 32, 64, 128 or a larger multiple of 128", self.block;
-        }
-        Ok(())
+        check_wide_block("block", self.block)
     }
 
     fn check_rule(&self, rule: &Rule) -> Result<(), OpError> {

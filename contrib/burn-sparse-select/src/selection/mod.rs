@@ -107,7 +107,6 @@ pub use sharing::GqaReduction;
 pub use sparge::SpargeAttn;
 pub use vertical_slash::VerticalSlash;
 pub use within::Candidates;
-use within::WholeLayouts;
 
 /// Selection of blocks of keys by content: an estimator gives each block a score, a rule keeps some, and those are the layout that
 /// [`sparse_attention`](burn_blocksparse::sparse_attention) runs over.
@@ -135,8 +134,7 @@ pub struct Selection {
     keep: Budget,
     forced: Always,
     sharing: GqaReduction,
-    own: LayoutCache,
-    whole: WholeLayouts,
+    layouts: LayoutCache,
 }
 
 /// The layout that a [`Selection`] chose.
@@ -178,8 +176,7 @@ impl Selection {
             keep,
             forced: Always::default(),
             sharing: GqaReduction::PerHead,
-            own: LayoutCache::default(),
-            whole: WholeLayouts::default(),
+            layouts: LayoutCache::default(),
         }
     }
 
@@ -236,7 +233,7 @@ impl Selection {
         self.check()?;
         check_call(call)?;
         let traits = self.estimator.traits();
-        blocksparse::ensure! { OpError; !traits.causal_only || call.causal => "call.causal", format!("true for {}", self.estimator.name()), false; }
+        blocksparse::ensure! { OpError; !traits.causal_only || call.causal => "call.causal", format!("true for {self}"), false; }
         Ok(())
     }
 
@@ -327,6 +324,16 @@ impl TryFrom<String> for Selection {
 fn sizes(q: [usize; 4], seq_kv: usize, block_size: usize) -> Result<LayoutShape, OpError> {
     let [_, heads, seq_q, _] = q;
     checked(&LayoutShape::new(heads, [seq_q, seq_kv], block_size))
+}
+
+/// That blocks of keys are as wide as those of a layout, or several of the widest.
+pub(crate) fn check_wide_block(argument: &'static str, block: usize) -> Result<(), OpError> {
+    let is_wide = block > 128 && block.is_multiple_of(128);
+    blocksparse::ensure! {
+        OpError;
+        BLOCK_SIZES.contains(&block) || is_wide => argument, "8, 16, 32, 64, 128 or a larger multiple of 128", block;
+    }
+    Ok(())
 }
 
 /// A width that blocks can have.

@@ -72,11 +72,7 @@ impl Selection {
             let batch = layout.batch().unwrap_or(own);
             OpError::expect_same("layout's batch", own, "q's", batch)?;
         }
-        let call = EstimateInputs {
-            q: call.q.clone().without_autodiff(),
-            k: call.k.clone().without_autodiff(),
-            ..*call
-        };
+        let call = call.without_autodiff();
         let mut grid = call.grid(self.estimator.grid());
         // Who sees whom is the layout's to say.
         grid.causal &= layout.is_none();

@@ -69,10 +69,6 @@ pub(crate) const METHOD: Method = Method {
 };
 
 impl BlockEstimator for Quest {
-    fn name(&self) -> &'static str {
-        METHOD.name
-    }
-
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name).number(self.page);
         let written = match rule.keep {

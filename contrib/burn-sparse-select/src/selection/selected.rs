@@ -214,11 +214,7 @@ impl Selection {
     }
 
     fn lists(&self, call: &EstimateInputs, sizes: &ListSizes) -> Result<SelectedBlocks, OpError> {
-        let call = EstimateInputs {
-            q: call.q.clone().without_autodiff(),
-            k: call.k.clone().without_autodiff(),
-            ..*call
-        };
+        let call = call.without_autodiff();
         if call.group() == 1 || self.sharing == GqaReduction::PerHead {
             let between = sizes.between_forced();
             let k = match between == (0..call.k.dims()[2]) {
@@ -262,6 +258,6 @@ impl Selection {
     fn own_blocks(&self, call: &EstimateInputs) -> Result<BlockLayout, OpError> {
         let shape = self.query_shape(call.q.dims(), call.k.dims()[2])?;
         let grid = call.grid(self.estimator.grid());
-        self.own.of_forced(&grid, self.forced, shape)
+        self.layouts.of_forced(&grid, self.forced, shape)
     }
 }

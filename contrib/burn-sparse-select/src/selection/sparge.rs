@@ -89,10 +89,6 @@ impl SpargeAttn {
 }
 
 impl BlockEstimator for SpargeAttn {
-    fn name(&self) -> &'static str {
-        METHOD.name
-    }
-
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let written = Written::new(METHOD.name).number(self.block);
         let written = written.keep(rule.keep, |keep| matches!(keep, Budget::TopP { .. }));

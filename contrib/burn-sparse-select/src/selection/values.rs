@@ -1,7 +1,6 @@
 //! What crosses backends of choices by content.
 
-use burn::backend::tensor::IntTensor;
-use burn::backend::{Backend, ExtensionType};
+use burn_blocksparse::op_values;
 
 /// Request for the highest-scoring blocks of queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,26 +48,22 @@ pub struct QueryTiles {
     pub tile: usize,
 }
 
-/// Queries by the blocks that they chose: i32, −1 for none.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct QueriesOfBlocks<B: Backend> {
-    /// The place of each choice: `[batch, lists, queries, most]`.
-    pub places: IntTensor<B>,
-    /// The choice at each place: `[batch, lists, tiles · tile]`.
-    pub choices: IntTensor<B>,
-    /// The block of each tile: `[batch, lists, tiles]`.
-    pub tile_blocks: IntTensor<B>,
-}
+op_values! {
+    /// Queries by the blocks that they chose: i32, −1 for none.
+    pub struct QueriesOfBlocks {
+        /// The place of each choice: `[batch, lists, queries, most]`.
+        pub places: IntTensor,
+        /// The choice at each place: `[batch, lists, tiles · tile]`.
+        pub choices: IntTensor,
+        /// The block of each tile: `[batch, lists, tiles]`.
+        pub tile_blocks: IntTensor,
+    }
 
-/// The top-k of rows, i32.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct TopKLists<B: Backend> {
-    /// Their columns, ascending: `[groups, rows, most]`.
-    pub columns: IntTensor<B>,
-    /// Of each number `row · most` and its place in the row's list, or −1: `[groups, rows, columns]`.
-    pub places: IntTensor<B>,
+    /// The top-k of rows, i32.
+    pub struct TopKLists {
+        /// Their columns, ascending: `[groups, rows, most]`.
+        pub columns: IntTensor,
+        /// Of each number `row · most` and its place in the row's list, or −1: `[groups, rows, columns]`.
+        pub places: IntTensor,
+    }
 }

@@ -116,10 +116,6 @@ impl VerticalSlash {
 }
 
 impl BlockEstimator for VerticalSlash {
-    fn name(&self) -> &'static str {
-        METHOD.name
-    }
-
     fn text(&self, rule: &Rule, sharing: GqaReduction) -> String {
         let default = Self::new(self.block, self.columns, self.slashes);
         let written = Written::new(METHOD.name).number(self.block);

@@ -1,12 +1,12 @@
 //! Choices that are cut by a layout, and by padding.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use blocksparse::{BlockLayout, LayoutShape, PaddingMask, Pattern};
 use burn::tensor::{DType, Tensor};
 
 use crate::selection::estimator::{EstimateInputs, ReferenceInputs};
+use crate::selection::layouts::LayoutCache;
 use crate::selection::parts::{joined, padded};
 use crate::selection::{SelectedLayout, Selection};
 use burn_blocksparse::layout::DeviceLayoutOptions;
@@ -55,7 +55,7 @@ impl<'a> Candidates<'a> {
     /// The layout with both, if there is one. Those of recent lengths are kept with the layout without.
     fn whole(
         &self,
-        known: &WholeLayouts,
+        known: &LayoutCache,
         shape: LayoutShape,
         causal: bool,
     ) -> Result<Option<BlockLayout>, OpError> {
@@ -64,83 +64,19 @@ impl<'a> Candidates<'a> {
         };
         let base = match self.layout {
             Some(layout) => layout.clone(),
-            None => known.get(shape, causal)?,
+            None if causal => known.of_pattern(&Pattern::causal(), shape)?,
+            None => known.of_pattern(&Pattern::dense(), shape)?,
         };
-        let restricted = base.attachment(Restricted::default);
-        restricted
-            .get(lengths, |lengths| {
-                let entries = lengths.iter().map(|&length| {
-                    let real = |seq: usize| (0..seq).map(move |i| i < length);
-                    let entry = PaddingMask::default().queries(real(shape.seq_q));
-                    entry.keys(real(shape.seq_kv))
-                });
-                Ok(base.mask_padding(&entries.collect::<Vec<_>>())?)
-            })
-            .map(Some)
-    }
-}
-
-/// The latest of a few values.
-#[derive(Debug)]
-struct Latest<K, V>(Mutex<Vec<(K, V)>>);
-
-impl<K, V> Default for Latest<K, V> {
-    fn default() -> Self {
-        Self(Mutex::default())
-    }
-}
-
-/// Values that are kept.
-const KEPT: usize = 8;
-
-impl<K: Clone, V: Clone> Latest<K, V> {
-    fn get(
-        &self,
-        is_it: impl Fn(&K) -> bool,
-        make: impl FnOnce() -> Result<(K, V), OpError>,
-    ) -> Result<V, OpError> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = known.iter().position(|(key, _)| is_it(key)) {
-            let found = known.remove(at);
-            known.push(found.clone());
-            return Ok(found.1);
-        }
-        let made = make()?;
-        if known.len() == KEPT {
-            known.remove(0);
-        }
-        known.push(made.clone());
-        Ok(made.1)
-    }
-}
-
-/// Layouts without padding, by lengths.
-#[derive(Default)]
-struct Restricted(Latest<Vec<usize>, BlockLayout>);
-
-impl Restricted {
-    fn get(
-        &self,
-        lengths: &[usize],
-        make: impl FnOnce(&[usize]) -> Result<BlockLayout, OpError>,
-    ) -> Result<BlockLayout, OpError> {
-        let made = || Ok((lengths.to_vec(), make(lengths)?));
-        self.0.get(|known| known == lengths, made)
-    }
-}
-
-/// Layouts of all keys and of all earlier ones, the latest of a few sizes, for padding to be cut from.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct WholeLayouts(Arc<Latest<(LayoutShape, bool), BlockLayout>>);
-
-impl WholeLayouts {
-    fn get(&self, shape: LayoutShape, causal: bool) -> Result<BlockLayout, OpError> {
-        let pattern = match causal {
-            true => Pattern::causal(),
-            false => Pattern::dense(),
-        };
-        let made = || Ok(((shape, causal), BlockLayout::new(&pattern, shape)?));
-        self.0.get(|known| *known == (shape, causal), made)
+        let of_lengths = base.attachment(LayoutCache::default);
+        let masked = of_lengths.get(format!("{lengths:?}"), shape, || {
+            let entries = lengths.iter().map(|&length| {
+                let real = |seq: usize| (0..seq).map(move |i| i < length);
+                let entry = PaddingMask::default().queries(real(shape.seq_q));
+                entry.keys(real(shape.seq_kv))
+            });
+            base.mask_padding(&entries.collect::<Vec<_>>())
+        });
+        Ok(Some(masked?))
     }
 }
 
@@ -176,16 +112,12 @@ impl Selection {
         let seq_kv = call.k.dims()[2];
         let shape = self.shape(call.q.dims(), seq_kv)?;
         within.check([batch, seq_q, seq_kv])?;
-        let call = EstimateInputs {
-            q: call.q.clone().without_autodiff(),
-            k: call.k.clone().without_autodiff(),
-            ..*call
-        };
+        let call = call.without_autodiff();
         let scores = self.scores_of(&call, within.lengths)?;
         let scores = self.sharing.reduce(scores, call.group());
         let options = DeviceLayoutOptions::new(shape).causal(call.causal);
         let layout = DeviceLayout::from_scores(scores, self.rule(), options)?;
-        let layout = match within.whole(&self.whole, shape, call.causal)? {
+        let layout = match within.whole(&self.layouts, shape, call.causal)? {
             None => layout,
             Some(whole) => layout.masked_by(&whole)?,
         };
@@ -243,7 +175,7 @@ impl Selection {
         let shape = self.shape(dims, call.seq_kv)?;
         let batch = within.lengths.map_or(1, <[usize]>::len);
         within.check([batch, call.seq_q, call.seq_kv])?;
-        let Some(whole) = within.whole(&self.whole, shape, call.causal)? else {
+        let Some(whole) = within.whole(&self.layouts, shape, call.causal)? else {
             return self.choose_reference(call);
         };
         let grid = call.grid(self.estimator.grid());

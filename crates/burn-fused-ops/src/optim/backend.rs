@@ -124,6 +124,22 @@ pub(crate) mod kernels {
             }
         }
 
+        fn concat(tensors: TensorList<Self>, output: CubeTensor, first: usize) -> CubeTensor {
+            let tensors = tensors.into_vec();
+            if !kernels_take([&output]) {
+                return reference::concat::<Self>(TensorList::new(tensors), output, first);
+            }
+            let tensors: Vec<_> = tensors.into_iter().map(into_contiguous).collect();
+            let output = writable(output);
+            checked(optim::concat(
+                &output.client,
+                &tensors.iter().map(flat).collect::<Vec<_>>(),
+                &flat(&output),
+                first,
+            ));
+            output
+        }
+
         fn scale(tensors: TensorList<Self>, factor: CubeTensor) -> TensorList<Self> {
             let tensors = tensors.into_vec();
             if !kernels_take(&tensors) {

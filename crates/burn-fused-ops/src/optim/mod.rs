@@ -23,6 +23,7 @@ use crate::optim::ops::OptimOps;
 use crate::optim::values::{AdamWHyper, AdamWInputs, CONTROL, GradNorm, MOST_TENSORS, TensorList};
 use burn_blocksparse::OpError;
 use burn_blocksparse::graph::recording;
+use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::internal::values::OptFloat;
 use collect::{GiveBack, Held, Replace, Survey, Take};
@@ -395,6 +396,35 @@ pub fn clip_gradients<M: Module>(
     replace.back = Some(scaled.into_iter().flatten().collect());
     model.visit(&mut replace);
     Ok((replace.gradients, Tensor::from_dispatch(clip.norm)))
+}
+
+/// The elements of `tensors`, one tensor after another: `[elements]`. On CubeCL devices 32 tensors are a launch, where `Tensor::cat` makes one for each.
+/// Not differentiated.
+///
+/// # Errors
+/// [`OpError`] if there are none, or if they are of several dtypes or devices, or on one that this crate does not serve.
+pub fn concat(tensors: Vec<Tensor<1>>) -> Result<Tensor<1>, OpError> {
+    let Some(first) = tensors.first() else {
+        return Err(OpError::argument("tensors", "one at least", "none"));
+    };
+    let (dtype, device) = (first.dtype(), first.device().without_autodiff());
+    for tensor in &tensors {
+        let own = tensor.device().without_autodiff();
+        same_device("a tensor's device", &device, "the first one's", &own)?;
+        OpError::expect_same("a tensor's dtype", dtype, "the first one's", tensor.dtype())?;
+    }
+    let elements: usize = tensors.iter().map(|tensor| tensor.dims()[0]).sum();
+    let mut output = Tensor::<1>::empty([elements], (&device, dtype)).into_dispatch();
+    let mut first = 0;
+    for part in tensors.chunks(MOST_TENSORS) {
+        let length: usize = part.iter().map(|tensor| tensor.dims()[0]).sum();
+        let list = part
+            .iter()
+            .map(|tensor| tensor.clone().inner().into_dispatch());
+        output = <Dispatch as OptimOps>::concat(TensorList::new(list), output, first);
+        first += length;
+    }
+    Ok(Tensor::from_dispatch(output))
 }
 
 /// The norm of tensors together, and the factor that clips it to `limit`.

@@ -43,6 +43,16 @@ pub trait OptimOps: Backend {
         reference::adamw::<Self>(inputs, control, numbers)
     }
 
+    /// Writes the tensors, one after another, into `output` `[elements]`, from element `first` on; all are of its dtype.
+    #[fusion(dtype = output, shape = output)]
+    fn concat(
+        #[extension_type] tensors: TensorList<Self>,
+        output: FloatTensor<Self>,
+        first: usize,
+    ) -> FloatTensor<Self> {
+        reference::concat::<Self>(tensors, output, first)
+    }
+
     /// The tensors multiplied by `factor`, `[1]`, in the dtype of their sums.
     #[fusion(meta = |tensors, _factor| tensors.clone())]
     fn scale(

@@ -202,6 +202,22 @@ pub(crate) fn adamw<B: Backend>(
     }
 }
 
+pub(crate) fn concat<B: Backend>(
+    tensors: TensorList<B>,
+    mut output: FloatTensor<B>,
+    mut first: usize,
+) -> FloatTensor<B> {
+    for tensor in tensors.into_vec() {
+        let end = first + tensor.shape().num_elements();
+        if end > first {
+            let place = Slice::from(first..end);
+            output = B::float_slice_assign(output, &[place], flat::<B>(tensor));
+        }
+        first = end;
+    }
+    output
+}
+
 pub(crate) fn scale<B: Backend>(tensors: TensorList<B>, factor: FloatTensor<B>) -> TensorList<B> {
     let sums = FloatDType::from(factor.dtype());
     let tensors = tensors.into_vec().into_iter().map(|tensor| {

@@ -1,6 +1,5 @@
 //! How far the training of models with indexers is.
 
-use crate::content::ContentHeads;
 use crate::{SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
 /// Training stage of layers with indexers (`dsa`, `msa`): what they attend to, and what learns. The paper trains a model with dense attention, then its indexers alone for 1,000
@@ -60,10 +59,7 @@ impl SparseTransformer {
 
     /// The stage, of a model with layers of `dsa` or `msa`.
     pub fn dsa_stage(&self) -> Option<DsaStage> {
-        let mut layers = self
-            .blocks
-            .iter()
-            .filter_map(|block| block.mha.content.as_ref());
-        layers.find_map(ContentHeads::stage)
+        let mut layers = self.blocks.iter().map(|block| &block.mha);
+        layers.find_map(|mha| mha.content.as_ref()?.stage())
     }
 }

@@ -51,15 +51,21 @@ pub const PATTERNS: &[&str] = &[
     "local:3 / strided:5",
 ];
 
-/// The CPU backends that are compiled in.
+/// The CPU backends that are compiled in, or that which `BURN_SPARSE_DEVICE` names.
 pub fn devices() -> Vec<Device> {
-    vec![
-        Device::flex(),
+    let found = [
+        ("flex", Device::flex()),
         // It has other orders of sums.
         #[cfg(feature = "ndarray")]
         #[allow(deprecated)]
-        Device::ndarray(),
-    ]
+        ("ndarray", Device::ndarray()),
+    ];
+    let wanted = std::env::var("BURN_SPARSE_DEVICE").ok();
+    let is_wanted = |name: &str| wanted.as_ref().is_none_or(|wanted| wanted == name);
+    let found = found.into_iter().filter(|(name, _)| is_wanted(name));
+    let devices: Vec<Device> = found.map(|(_, device)| device).collect();
+    assert!(!devices.is_empty(), "{wanted:?} is no CPU backend here");
+    devices
 }
 
 pub fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {

@@ -1,10 +1,12 @@
-//! Gradients as a few long vectors: adding costs a call for each tensor, whatever its length.
+//! Gradients as a few long vectors: a sum over devices costs a call for each tensor, whatever its length.
 
 use std::collections::VecDeque;
 
+use anyhow::Result;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
+use burn_fused_ops::optim::concat;
 
 /// Elements of a bucket, unless one gradient has more: 64 MiB of f32.
 const BUCKET: usize = 16 << 20;
@@ -24,7 +26,10 @@ struct Slot {
 
 impl Bundle {
     /// Takes all gradients of a model out of their container: one after another in buckets `[elements]`, each of one dtype.
-    pub fn pack<M: Module>(model: &M, gradients: GradientsParams) -> (Self, Vec<Tensor<1>>) {
+    pub fn pack<M: Module>(
+        model: &M,
+        gradients: GradientsParams,
+    ) -> Result<(Self, Vec<Tensor<1>>)> {
         let mut pack = Pack {
             gradients,
             found: Vec::new(),
@@ -53,11 +58,11 @@ impl Bundle {
         }
         let buckets = (parts.into_iter())
             .map(|mut part| match part.len() {
-                1 => part.remove(0),
-                _ => Tensor::cat(part, 0),
+                1 => Ok(part.remove(0)),
+                _ => Ok(concat(part)?),
             })
-            .collect();
-        (Self { slots }, buckets)
+            .collect::<Result<_>>()?;
+        Ok((Self { slots }, buckets))
     }
 
     /// The gradients of the same model again, out of buckets that were divided or added.
@@ -151,7 +156,7 @@ mod tests {
         let second = Tensor::<1>::from_data(numbers(15, 14), &device).reshape([2, 1, 7]);
         gradients.register::<2>(model.a.id, first.clone());
         gradients.register::<3>(model.b.id, second.clone());
-        let (bundle, buckets) = Bundle::pack(&model, gradients);
+        let (bundle, buckets) = Bundle::pack(&model, gradients).unwrap();
         assert_eq!(buckets.len(), 1);
         assert_eq!(buckets[0].to_data(), numbers(0, 29));
         let doubled = buckets.into_iter().map(|bucket| bucket * 2.0).collect();

@@ -167,17 +167,17 @@ fn common_port(processes: &Processes) -> Result<u64> {
     Ok(port.into())
 }
 
-/// One device's call of NCCL: each of `buckets` becomes its sum over all `devices`, which must each call this, from a thread of their own, with as many buckets of
+/// One device's call of NCCL: each of `buckets` becomes its mean over all `devices`, which must each call this, from a thread of their own, with as many buckets of
 /// the same lengths.
 ///
 /// Burn's engine submits it to the device's own queue, reduces in place what nobody else holds, and makes compute that is submitted later wait for it on the
 /// device. From one thread for all devices it would wait for ever: with fusion the first device's `resolve` returns when its queue is
 /// empty, and joining the others, which waits for them, is in that queue.
-pub(super) fn nccl_sums(buckets: Vec<Tensor<1>>, devices: &[Device]) -> Vec<Tensor<1>> {
-    let submit = |bucket| all_reduce(bucket, ReduceOperation::Sum, devices.to_vec());
+pub(super) fn nccl_means(buckets: Vec<Tensor<1>>, devices: &[Device]) -> Vec<Tensor<1>> {
+    let submit = |bucket| all_reduce(bucket, ReduceOperation::Mean, devices.to_vec());
     // All of them before the first wait.
-    let sums: Vec<_> = buckets.into_iter().map(submit).collect();
-    sums.into_iter().map(|sum| sum.resolve()).collect()
+    let means: Vec<_> = buckets.into_iter().map(submit).collect();
+    means.into_iter().map(|mean| mean.resolve()).collect()
 }
 
 /// The sum of all devices' buckets, in the order of the devices, on the first one; `[device][bucket]`.

@@ -11,7 +11,7 @@ use burn_sparse_transformer::{StepLosses, TransformerShard};
 
 use super::bundle::Bundle;
 use super::error::Lost;
-use super::reduce::{Strategy, lengths, nccl_sums};
+use super::reduce::{Strategy, lengths, nccl_means};
 use crate::checkpoint::Checkpoint;
 use crate::device::NamedDevice;
 use crate::step::{Change, Measured, Steps, numbers};
@@ -134,7 +134,7 @@ impl Replica {
             None => (self.steps).gradients(part.data, part.first_entry, part.dropout_seed)?,
             Some(shard) => self.steps.gradients_of_shard(part.data, shard)?,
         };
-        let (bundle, buckets) = Bundle::pack(&*self.steps.model()?, gradients);
+        let (bundle, buckets) = Bundle::pack(&*self.steps.model()?, gradients)?;
         let (report, buckets) = match self.strategy {
             Strategy::Nccl { .. } => (Report::Lengths(lengths(&buckets)), Some(buckets)),
             Strategy::Copies { .. } => (Report::Gradients(buckets), None),
@@ -150,15 +150,14 @@ impl Replica {
     fn update(&mut self, update: Update) -> Result<Report> {
         self.fail_where_a_test_says("update")?;
         let half = self.half.take().context("an update without gradients")?;
-        let sums = match (&self.strategy, half.buckets, update.sums) {
-            (Strategy::Nccl { devices }, Some(buckets), None) => nccl_sums(buckets, devices),
-            (Strategy::Copies { .. }, None, Some(sums)) => sums,
+        let means = match (&self.strategy, half.buckets, update.sums) {
+            (Strategy::Nccl { devices }, Some(buckets), None) => nccl_means(buckets, devices),
+            // The mean over equal parts is that of the batch.
+            (Strategy::Copies { .. }, None, Some(sums)) => match self.count {
+                1 => sums,
+                count => (sums.into_iter()).map(|sum| sum / count as f64).collect(),
+            },
             _ => bail!("an update of another strategy"),
-        };
-        // The mean over equal parts is that of the batch.
-        let means = match self.count {
-            1 => sums,
-            count => (sums.into_iter()).map(|sum| sum / count as f64).collect(),
         };
         let gradients = half.bundle.unpack(&*self.steps.model()?, means);
         let norm = self.steps.update(update.learning_rate, gradients)?;

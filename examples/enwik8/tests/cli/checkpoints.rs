@@ -351,5 +351,8 @@ pub fn chosen_pages_are_sampled_from(checkpoint: &str) {
     let [_, stats] = succeed_and_tell(format!("{sample} --selection moba:16,1 --stats"));
     says(stats, "; the last bytes read ");
     let message = fail(format!("{sample} {quest} --page-size 32"), 1);
-    says(message, "--page-size must be 16, the page of quest, got 32");
+    says(
+        message,
+        "--page-size must be 16, the page of quest:16,48, got 32",
+    );
 }

@@ -13,7 +13,6 @@ const UNITS: usize = 256;
 
 /// Rows and pages that they go to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct AppendShape {
     /// Sequences.
     pub batch: usize,
@@ -31,27 +30,6 @@ pub struct AppendShape {
     pub widths: [usize; 2],
     /// The type of all of them.
     pub dtype: ElemType,
-}
-
-impl AppendShape {
-    /// `[batch, kv_heads, tables, rows]` and `[pages, page]`.
-    pub fn new(
-        [batch, kv_heads, tables, rows]: [usize; 4],
-        [pages, page]: [usize; 2],
-        widths: [usize; 2],
-        dtype: ElemType,
-    ) -> Self {
-        Self {
-            batch,
-            kv_heads,
-            tables,
-            rows,
-            page,
-            pages,
-            widths,
-            dtype,
-        }
-    }
 }
 
 impl AppendShape {
@@ -132,49 +110,6 @@ fn append<E: Float, N: Size>(
     }
 }
 
-/// How rows are launched.
-struct Launch {
-    /// New rows.
-    count: usize,
-    /// Elements of a load.
-    vector: usize,
-    /// Vectors of a key, and of a value.
-    vectors: [usize; 2],
-    units: usize,
-    address: AddressType,
-    cubes: CubeCount,
-}
-
-impl Launch {
-    fn new(client: &Client, shape: &AppendShape) -> Result<Self, KernelError> {
-        let properties = client.properties();
-        check_types(properties, [shape.dtype])?;
-        let count = shape.count();
-        let vector = vector_of(properties, shape.dtype.size(), &shape.widths);
-        let vectors = shape.widths.map(|width| width / vector);
-        let units = UNITS.min(most_units(properties));
-        let all = count * (vectors[0] + vectors[1]);
-        let widest = shape.widths[0].max(shape.widths[1]);
-        let largest = (shape.pages * shape.page * widest).max(all + units);
-        Ok(Self {
-            count,
-            vector,
-            vectors,
-            units,
-            address: address_of(client, largest)?,
-            cubes: spread(client, all.div_ceil(units) as u64)?,
-        })
-    }
-}
-
-/// That [`append_rows`] takes rows of a shape.
-///
-/// # Errors
-/// As [`append_rows`].
-pub fn check_append(client: &Client, shape: &AppendShape) -> Result<(), KernelError> {
-    Launch::new(client, shape).map(|_| ())
-}
-
 /// Writes rows `[batch, kv_heads, rows, ·]` into pages, in place. `slots` `[batch, tables, rows]`, i32: slot `s` of entry `x` is `x · page + s`; negative: the
 /// row is not written. Contiguous. Slots that do not exist are left out.
 ///
@@ -187,22 +122,25 @@ pub fn append_rows(
     slots: &Handle,
     [keys, values]: [&Handle; 2],
 ) -> Result<(), KernelError> {
-    let Launch {
-        count,
-        vector,
-        vectors,
-        units,
-        address,
-        cubes,
-    } = Launch::new(client, shape)?;
     let AppendShape {
         batch,
         tables,
         rows,
         page,
         pages,
+        widths,
         ..
     } = *shape;
+    let properties = client.properties();
+    check_types(properties, [shape.dtype])?;
+    let count = shape.count();
+    let vector = vector_of(properties, shape.dtype.size(), &widths);
+    let vectors = widths.map(|width| width / vector);
+    let units = UNITS.min(most_units(properties));
+    let all = count * (vectors[0] + vectors[1]);
+    let largest = (pages * page * widths[0].max(widths[1])).max(all + units);
+    let address = address_of(client, largest)?;
+    let cubes = spread(client, all.div_ceil(units) as u64)?;
     if count == 0 || pages == 0 {
         return Ok(());
     }

@@ -154,67 +154,6 @@ fn attention_sums_kernel<E: Float, N: Size>(
     }
 }
 
-/// How it is launched.
-struct Launch {
-    tile: Summed,
-    vector: usize,
-    units: usize,
-    chunks: usize,
-    address: AddressType,
-    cubes: CubeCount,
-}
-
-impl Launch {
-    fn new(
-        client: &Client,
-        shape: &PagedShape,
-        [seats, width, ring]: [usize; 3],
-    ) -> Result<Self, KernelError> {
-        let properties = client.properties();
-        if shape.quantization.is_some()
-            || !properties.supports_type(shape.dtype)
-            || shape.dtype.size() > 4
-        {
-            let dtype = format!("{:?}", shape.dtype);
-            return Err(KernelError::Dtype { dtype });
-        }
-        let vector = vector_of(properties, shape.dtype.size(), &[shape.widths[0]]);
-        let units = UNITS.min(most_units(properties));
-        let slots = (shape.entries * shape.page).min(width);
-        let chunks = slots.div_ceil(units).max(1);
-        let largest = [
-            shape.pages * shape.page * shape.widths[0],
-            shape.batch * shape.heads * shape.rows * shape.widths[0],
-            seats * shape.kv_heads * width * (1 + ring),
-            shape.batch * shape.tables * shape.entries,
-        ];
-        Ok(Self {
-            tile: Summed {
-                vectors: shape.widths[0] / vector,
-                page: shape.page,
-                softcap: shape.softcap,
-            },
-            vector,
-            units,
-            chunks,
-            address: address_of(client, largest.into_iter().max().unwrap_or(0))?,
-            cubes: spread(client, (shape.batch * shape.kv_heads * chunks) as u64)?,
-        })
-    }
-}
-
-/// That [`attention_sums`] takes a shape and so many seats, slots of each and rows of a ring.
-///
-/// # Errors
-/// As [`attention_sums`].
-pub fn check_attention_sums(
-    client: &Client,
-    shape: &PagedShape,
-    sums: [usize; 3],
-) -> Result<(), KernelError> {
-    Launch::new(client, shape, sums).map(|_| ())
-}
-
 /// The tensors of a call, contiguous; integers are i32.
 #[derive(Clone, Copy, Debug)]
 pub struct SumsBuffers<'a> {
@@ -241,21 +180,38 @@ pub struct SumsBuffers<'a> {
 pub fn attention_sums(
     client: &Client,
     shape: &PagedShape,
-    sums @ [seats, width, ring]: [usize; 3],
+    [seats, width, ring]: [usize; 3],
     buffers: &SumsBuffers,
     scale: f64,
     softcap: Option<f64>,
 ) -> Result<(), KernelError> {
-    let Launch {
-        tile,
-        vector,
-        units,
-        chunks,
-        address,
-        cubes,
-    } = Launch::new(client, shape, sums)?;
+    let properties = client.properties();
+    if shape.quantization.is_some()
+        || !properties.supports_type(shape.dtype)
+        || shape.dtype.size() > 4
+    {
+        let dtype = format!("{:?}", shape.dtype);
+        return Err(KernelError::Dtype { dtype });
+    }
+    let vector = vector_of(properties, shape.dtype.size(), &[shape.widths[0]]);
+    let tile = Summed {
+        vectors: shape.widths[0] / vector,
+        page: shape.page,
+        softcap: shape.softcap,
+    };
+    let units = UNITS.min(most_units(properties));
+    let chunks = (shape.entries * shape.page).min(width).div_ceil(units);
+    let chunks = chunks.max(1);
     let queries = shape.batch * shape.heads * shape.rows;
     let page_lists = shape.batch * shape.tables;
+    let largest = [
+        shape.pages * shape.page * shape.widths[0],
+        queries * shape.widths[0],
+        seats * shape.kv_heads * width * (1 + ring),
+        page_lists * shape.entries,
+    ];
+    let address = address_of(client, largest.into_iter().max().unwrap_or(0))?;
+    let cubes = spread(client, (shape.batch * shape.kv_heads * chunks) as u64)?;
     if queries * shape.entries * shape.pages * seats * width == 0 {
         return Ok(());
     }

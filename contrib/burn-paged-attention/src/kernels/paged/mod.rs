@@ -43,11 +43,11 @@ mod slots;
 mod summary;
 mod tile;
 
-pub use append::{AppendShape, append_rows, check_append};
-pub use attention_sums::{SumsBuffers, attention_sums, check_attention_sums};
-pub use page_scores::{PageScoreBuffers, PageScoreShape, check_page_scores, page_scores};
+pub use append::{AppendShape, append_rows};
+pub use attention_sums::{SumsBuffers, attention_sums};
+pub use page_scores::{PageScoreBuffers, PageScoreShape, page_scores};
 pub use plan::{PagedBuffers, PagedPlan, paged_attention};
-pub use quantize::{append_quantized, check_append_quantized};
+pub use quantize::append_quantized;
 pub use shape::PagedShape;
 pub use slots::{SlotShape, page_list_slots, picked_slots, write_integers};
-pub use summary::{StoredKeys, check_summarize, summarize_pages};
+pub use summary::{StoredKeys, summarize_pages};

@@ -28,7 +28,6 @@ const ROUNDS: usize = 8;
 
 /// What a call is: one query of each head for each page list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub struct PageScoreShape {
     /// Page lists, of sequences or queries of them.
     pub batch: usize,
@@ -52,31 +51,6 @@ pub struct PageScoreShape {
     pub summary: PageSummary,
     /// In which type.
     pub summary_dtype: ElemType,
-}
-
-impl PageScoreShape {
-    /// `[batch, heads, kv_heads]`, `[tables, entries]`, `[pages, page, width]`; the type of queries, and of what is known of pages.
-    pub fn new(
-        [batch, heads, kv_heads]: [usize; 3],
-        [tables, entries]: [usize; 2],
-        [pages, page, width]: [usize; 3],
-        dtype: ElemType,
-        (summary, summary_dtype): (PageSummary, ElemType),
-    ) -> Self {
-        Self {
-            batch,
-            heads,
-            kv_heads,
-            tables,
-            entries,
-            pages,
-            page,
-            width,
-            dtype,
-            summary,
-            summary_dtype,
-        }
-    }
 }
 
 /// What is compiled into the kernel.
@@ -262,65 +236,6 @@ fn score<Q: Float, S: Float, N: Size>(
     }
 }
 
-/// How it is launched.
-struct Launch {
-    tile: Scored,
-    vector: usize,
-    chunks: usize,
-    address: AddressType,
-    cubes: CubeCount,
-}
-
-impl Launch {
-    fn new(client: &Client, shape: &PageScoreShape) -> Result<Self, KernelError> {
-        let properties = client.properties();
-        for dtype in [shape.dtype, shape.summary_dtype] {
-            check_float(properties, dtype)?;
-        }
-        let bytes = shape.dtype.size().max(shape.summary_dtype.size());
-        let vector = vector_of(properties, bytes, &[shape.width]);
-        let vectors = shape.width / vector;
-        let units = 1 << UNITS.min(most_units(properties)).ilog2();
-        let lanes = vectors.next_power_of_two().min(MOST_LANES).min(units);
-        let rows = shape.batch * shape.kv_heads;
-        let mut tile = Scored {
-            summary: shape.summary,
-            vectors,
-            lanes,
-            units,
-            rounds: ROUNDS,
-            page: shape.page,
-        };
-        // Fewer pages of a cube where there are few, so that more of the device reads them.
-        let wanted = properties
-            .hardware
-            .num_streaming_multiprocessors
-            .unwrap_or(1) as usize
-            * 4;
-        while tile.rounds > 1 && rows * shape.entries.div_ceil(tile.pages()) < wanted {
-            tile.rounds /= 2;
-        }
-        let chunks = shape.entries.div_ceil(tile.pages());
-        let largest = [
-            shape.pages * shape.summary.rows() * shape.width,
-            shape.batch * shape.heads * shape.width,
-            rows * shape.entries,
-            shape.batch * shape.tables * shape.entries,
-        ];
-        // Numbers of pages are 32 bits wide, and one of them is none.
-        if u32::try_from(shape.pages + 1).is_err() {
-            return Err(KernelError::limit("pages", u32::MAX, shape.pages));
-        }
-        Ok(Self {
-            tile,
-            vector,
-            chunks,
-            address: address_of(client, largest.into_iter().max().unwrap_or(0))?,
-            cubes: spread(client, (rows * chunks) as u64)?,
-        })
-    }
-}
-
 /// The tensors of a call, contiguous; integers are i32.
 #[derive(Clone, Copy, Debug)]
 pub struct PageScoreBuffers<'a> {
@@ -336,14 +251,6 @@ pub struct PageScoreBuffers<'a> {
     pub scores: &'a Handle,
 }
 
-/// That [`page_scores`] takes a shape.
-///
-/// # Errors
-/// As [`page_scores`].
-pub fn check_page_scores(client: &Client, shape: &PageScoreShape) -> Result<(), KernelError> {
-    Launch::new(client, shape).map(|_| ())
-}
-
 /// The scores of the pages of region one of page lists, times `factor`, added over the heads of queries of a head of keys. Behind the pages of a page list nothing is
 /// written. Pages that do not exist have the score 0.
 ///
@@ -355,19 +262,46 @@ pub fn page_scores(
     buffers: &PageScoreBuffers,
     factor: f64,
 ) -> Result<(), KernelError> {
-    let Launch {
-        tile,
-        vector,
-        chunks,
-        address,
-        cubes,
-    } = Launch::new(client, shape)?;
+    let properties = client.properties();
+    for dtype in [shape.dtype, shape.summary_dtype] {
+        check_float(properties, dtype)?;
+    }
+    let bytes = shape.dtype.size().max(shape.summary_dtype.size());
+    let vector = vector_of(properties, bytes, &[shape.width]);
+    let vectors = shape.width / vector;
+    let units = 1 << UNITS.min(most_units(properties)).ilog2();
+    let mut tile = Scored {
+        summary: shape.summary,
+        vectors,
+        lanes: vectors.next_power_of_two().min(MOST_LANES).min(units),
+        units,
+        rounds: ROUNDS,
+        page: shape.page,
+    };
     let rows = shape.batch * shape.kv_heads;
+    // Fewer pages of a cube where there are few, so that more of the device reads them.
+    let multiprocessors = properties.hardware.num_streaming_multiprocessors;
+    let wanted = multiprocessors.unwrap_or(1) as usize * 4;
+    while tile.rounds > 1 && rows * shape.entries.div_ceil(tile.pages()) < wanted {
+        tile.rounds /= 2;
+    }
+    let chunks = shape.entries.div_ceil(tile.pages());
+    let page_lists = shape.batch * shape.tables;
+    let largest = [
+        shape.pages * shape.summary.rows() * shape.width,
+        shape.batch * shape.heads * shape.width,
+        rows * shape.entries,
+        page_lists * shape.entries,
+    ];
+    // Numbers of pages are 32 bits wide, and one of them is none.
+    if u32::try_from(shape.pages + 1).is_err() {
+        return Err(KernelError::limit("pages", u32::MAX, shape.pages));
+    }
+    let address = address_of(client, largest.into_iter().max().unwrap_or(0))?;
+    let cubes = spread(client, (rows * chunks) as u64)?;
     if rows * shape.entries * shape.pages == 0 {
         return Ok(());
     }
-    let page_lists = shape.batch * shape.tables;
-    let vectors = tile.vectors;
     // SAFETY: a cube below the rows times their chunks reads the queries of its row, entries of its page list and summaries of pages below `pages`, and
     // writes scores of its row; the buffers have the lengths they say.
     unsafe {

@@ -128,50 +128,6 @@ fn read<E: Float>(k: &[E], v: &[E], is_key: bool, at: usize) -> f32 {
     }
 }
 
-/// How rows are launched.
-struct Launch {
-    lanes: Lanes,
-    address: AddressType,
-    cubes: CubeCount,
-}
-
-impl Launch {
-    fn new(
-        client: &Client,
-        shape: &AppendShape,
-        quantization: Quantization,
-    ) -> Result<Self, KernelError> {
-        let properties = client.properties();
-        check_types(properties, [shape.dtype, ElemType::Float(FloatKind::F32)])?;
-        let words = shape.widths.map(|width| width / 4);
-        let units = 1 << UNITS.min(most_units(properties)).ilog2();
-        let lanes = words[0].max(words[1]).max(1).next_power_of_two();
-        let lanes = lanes.min(MOST_LANES).min(units);
-        let count = shape.count();
-        let widest = shape.widths[0].max(shape.widths[1]);
-        let largest = (shape.pages * shape.page * widest).max(2 * count * widest + units);
-        let cubes = (2 * count).div_ceil(units / lanes);
-        Ok(Self {
-            lanes: Lanes {
-                quantization,
-                words,
-                lanes,
-                units,
-            },
-            address: address_of(client, largest)?,
-            cubes: spread(client, cubes as u64)?,
-        })
-    }
-}
-
-/// That [`append_quantized`] takes rows of a shape.
-///
-/// # Errors
-/// As [`append_quantized`].
-pub fn check_append_quantized(client: &Client, shape: &AppendShape) -> Result<(), KernelError> {
-    Launch::new(client, shape, Quantization::Int8).map(|_| ())
-}
-
 /// [`append_rows`](crate::kernels::paged::append_rows) into pages of keys, values, scales of keys and scales of values, the first two in words of four numbers. The shape's dtype is
 /// that of the new rows; widths are multiples of 4.
 ///
@@ -185,17 +141,27 @@ pub fn append_quantized(
     slots: &Handle,
     [keys, values, key_scales, value_scales]: [&Handle; 4],
 ) -> Result<(), KernelError> {
-    let Launch {
-        lanes,
-        address,
-        cubes,
-    } = Launch::new(client, shape, quantization)?;
+    let properties = client.properties();
+    check_types(properties, [shape.dtype, ElemType::Float(FloatKind::F32)])?;
+    let words = shape.widths.map(|width| width / 4);
+    let units = 1 << UNITS.min(most_units(properties)).ilog2();
+    let lanes = words[0].max(words[1]).max(1).next_power_of_two();
+    let lanes = Lanes {
+        quantization,
+        words,
+        lanes: lanes.min(MOST_LANES).min(units),
+        units,
+    };
     let count = shape.count();
+    let widest = shape.widths[0].max(shape.widths[1]);
+    let largest = (shape.pages * shape.page * widest).max(2 * count * widest + units);
+    let address = address_of(client, largest)?;
+    let cubes = (2 * count).div_ceil(units / lanes.lanes);
+    let cubes = spread(client, cubes as u64)?;
     if count == 0 || shape.pages == 0 {
         return Ok(());
     }
     let all = shape.pages * shape.page;
-    let [words, value_words] = lanes.words;
     // SAFETY: a unit reads elements of a row below `count` and that row's slot, and writes words of a slot of a page below `pages`, and its scale; the buffers
     // have the lengths they say (see `buffer`).
     unsafe {
@@ -204,11 +170,11 @@ pub fn append_quantized(
             cubes,
             CubeDim::new_1d(lanes.units as u32),
             address,
-            buffer(k, count * 4 * words),
-            buffer(v, count * 4 * value_words),
+            buffer(k, count * 4 * words[0]),
+            buffer(v, count * 4 * words[1]),
             buffer(slots, shape.batch * shape.tables * shape.rows),
-            buffer(keys, all * words),
-            buffer(values, all * value_words),
+            buffer(keys, all * words[0]),
+            buffer(values, all * words[1]),
             buffer(key_scales, all),
             buffer(value_scales, all),
             shape.sizes(),

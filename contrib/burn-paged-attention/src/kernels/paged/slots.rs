@@ -11,7 +11,6 @@ const UNITS: usize = 256;
 
 /// Page lists over region one of a table that all heads of keys share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub struct SlotShape {
     /// Page lists.
     pub page_lists: usize,
@@ -22,15 +21,6 @@ pub struct SlotShape {
 }
 
 impl SlotShape {
-    /// So many page lists and entries, and slots of a page.
-    pub fn new(page_lists: usize, entries: usize, page: usize) -> Self {
-        Self {
-            page_lists,
-            entries,
-            page,
-        }
-    }
-
     /// Slots of a page list, at most.
     pub fn slots(&self) -> usize {
         self.entries * self.page

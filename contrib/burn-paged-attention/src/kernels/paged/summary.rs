@@ -119,50 +119,6 @@ fn summarize<K: Numeric, S: Float, W: Size, N: Size>(
     }
 }
 
-/// How it is launched.
-struct Launch {
-    vector: usize,
-    vectors: usize,
-    units: usize,
-    address: AddressType,
-    cubes: CubeCount,
-}
-
-impl Launch {
-    fn new(
-        client: &Client,
-        shape: &AppendShape,
-        quantization: Option<Quantization>,
-        dtype: ElemType,
-    ) -> Result<Self, KernelError> {
-        let properties = client.properties();
-        for dtype in [shape.dtype, dtype] {
-            check_float(properties, dtype)?;
-        }
-        let width = shape.widths[0];
-        let vector = match quantization {
-            Some(_) => WORD,
-            None => vector_of(properties, shape.dtype.size().max(dtype.size()), &[width]),
-        };
-        let most = properties.hardware.max_vector_size;
-        if quantization.is_some() && (most < WORD || !width.is_multiple_of(WORD)) {
-            let what = "numbers of a vector, which has a word";
-            return Err(KernelError::limit(what, most as u32, WORD));
-        }
-        let vectors = width / vector;
-        let units = UNITS.min(most_units(properties));
-        let all = shape.count() * vectors;
-        let largest = (shape.pages * shape.page.max(2) * width).max(all + units);
-        Ok(Self {
-            vector,
-            vectors,
-            units,
-            address: address_of(client, largest)?,
-            cubes: spread(client, all.div_ceil(units) as u64)?,
-        })
-    }
-}
-
 /// A type of floats of up to 32 bits that the device has.
 pub(crate) fn check_float(
     properties: &DeviceProperties,
@@ -187,19 +143,6 @@ pub struct StoredKeys<'a> {
     pub packed: Option<(Quantization, &'a Handle)>,
 }
 
-/// That [`summarize_pages`] takes rows of a shape, and summaries of a type.
-///
-/// # Errors
-/// As [`summarize_pages`].
-pub fn check_summarize(
-    client: &Client,
-    shape: &AppendShape,
-    quantization: Option<Quantization>,
-    dtype: ElemType,
-) -> Result<(), KernelError> {
-    Launch::new(client, shape, quantization, dtype).map(|_| ())
-}
-
 /// Summaries of the pages that rows were written to, `[pages, rows of a summary, width]` of a type, in place: of what such a page has up to the last of its
 /// new rows, and of numbers that words and scales stand for. `slots` are those that the rows were written to, as
 /// [`append_rows`](crate::kernels::paged::append_rows) has them: those of a page one behind the other, ascending. Contiguous.
@@ -215,13 +158,26 @@ pub fn summarize_pages(
     (summaries, dtype): (&Handle, ElemType),
 ) -> Result<(), KernelError> {
     let (quantization, scales) = packed.unzip();
-    let Launch {
-        vector,
-        vectors,
-        units,
-        address,
-        cubes,
-    } = Launch::new(client, shape, quantization, dtype)?;
+    let properties = client.properties();
+    for dtype in [shape.dtype, dtype] {
+        check_float(properties, dtype)?;
+    }
+    let width = shape.widths[0];
+    let vector = match quantization {
+        Some(_) => WORD,
+        None => vector_of(properties, shape.dtype.size().max(dtype.size()), &[width]),
+    };
+    let most = properties.hardware.max_vector_size;
+    if quantization.is_some() && (most < WORD || !width.is_multiple_of(WORD)) {
+        let what = "numbers of a vector, which has a word";
+        return Err(KernelError::limit(what, most as u32, WORD));
+    }
+    let vectors = width / vector;
+    let units = UNITS.min(most_units(properties));
+    let of_rows = shape.count() * vectors;
+    let largest = (shape.pages * shape.page.max(2) * width).max(of_rows + units);
+    let address = address_of(client, largest)?;
+    let cubes = spread(client, of_rows.div_ceil(units) as u64)?;
     if shape.count() == 0 || shape.pages == 0 {
         return Ok(());
     }

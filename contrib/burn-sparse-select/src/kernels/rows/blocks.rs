@@ -320,82 +320,25 @@ pub struct Blocked<'a> {
     pub means: &'a Handle,
 }
 
-/// The mean of each block of rows; sums are f32.
+/// What a launch may have beside its rows.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Beside<'a> {
+    /// Another tensor of the same type: blocks have as many rows, and rows are as wide.
+    pub second: Option<Blocked<'a>>,
+    /// Where the mean of the cosines of all pairs of a block's rows goes, which is the square of the length of their directions' mean: `[lists, blocks]`, f32, of
+    /// each tensor.
+    pub alike: Option<[&'a Handle; 2]>,
+    /// What rows of the first tensor are taken less: `[lists, width]`, f32.
+    pub less: Option<&'a Handle>,
+    /// Lists of the first tensor that are wanted: the rows of others are not read, and their means are 0.
+    pub only: Option<OnlyLists<'a>>,
+}
+
+/// The mean of each block of rows, and what is wanted beside; sums are f32.
 ///
 /// # Errors
 /// [`KernelError`] if the device does not index as many numbers, or has no cube for a row.
 pub fn block_means(
-    client: &Client,
-    element: ElemType,
-    blocked: Blocked,
-) -> Result<(), KernelError> {
-    launch(client, element, blocked, Beside::default())
-}
-
-/// [`block_means`], where only some lists are wanted: the rows of others are not read, and their means are 0.
-///
-/// # Errors
-/// As [`block_means`].
-pub(crate) fn block_means_of_lists(
-    client: &Client,
-    element: ElemType,
-    blocked: Blocked,
-    only: Option<OnlyLists>,
-) -> Result<(), KernelError> {
-    let beside = Beside {
-        only,
-        ..Beside::default()
-    };
-    launch(client, element, blocked, beside)
-}
-
-/// [`block_means`] of two tensors of one type by one launch: blocks have as many rows, and rows are as wide.
-///
-/// # Errors
-/// As [`block_means`].
-pub fn block_means_of_two(
-    client: &Client,
-    element: ElemType,
-    [first, second]: [Blocked; 2],
-) -> Result<(), KernelError> {
-    let beside = Beside {
-        second: Some(second),
-        ..Beside::default()
-    };
-    launch(client, element, first, beside)
-}
-
-/// [`block_means_of_two`], and beside each block's mean the mean of the cosines of all pairs of its rows, which is the square of the length of their directions'
-/// mean: `alike`, `[lists, blocks]` each, f32. Rows of the first tensor are taken less `less` `[lists, width]`, f32, if there is one.
-///
-/// # Errors
-/// As [`block_means`].
-pub(crate) fn block_means_and_likeness(
-    client: &Client,
-    element: ElemType,
-    [first, second]: [Blocked; 2],
-    alike: [&Handle; 2],
-    less: Option<&Handle>,
-) -> Result<(), KernelError> {
-    let beside = Beside {
-        second: Some(second),
-        alike: Some(alike),
-        less,
-        only: None,
-    };
-    launch(client, element, first, beside)
-}
-
-/// What a launch may have beside its rows.
-#[derive(Default)]
-struct Beside<'a> {
-    second: Option<Blocked<'a>>,
-    alike: Option<[&'a Handle; 2]>,
-    less: Option<&'a Handle>,
-    only: Option<OnlyLists<'a>>,
-}
-
-fn launch(
     client: &Client,
     element: ElemType,
     first: Blocked,
@@ -430,7 +373,7 @@ fn launch(
                 alike: alike.map(|[_, alike]| [alike; 2]),
                 ..Beside::default()
             };
-            return launch(client, element, second, beside);
+            return block_means(client, element, second, beside);
         }
         _ => {}
     }

@@ -7,7 +7,7 @@ pub(crate) mod top_k;
 pub(crate) mod top_k_pages;
 pub(crate) mod whole;
 
-pub use blocks::{Blocked, RowBlocks, block_means, block_means_of_two};
+pub use blocks::{Beside, Blocked, RowBlocks, block_means};
 pub use gates::{GatedBackward, gated_sum, gated_sum_backward, gated_text};
 pub use top_k::topk_rows;
-pub use top_k_pages::{TopKPagesShape, check_topk_pages, topk_pages};
+pub use top_k_pages::{TopKPagesShape, topk_pages};

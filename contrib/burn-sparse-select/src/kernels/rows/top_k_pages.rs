@@ -191,30 +191,6 @@ fn top_k<N: Size>(
     }
 }
 
-/// How a shape is launched.
-fn launch_of(
-    client: &Client,
-    shape: &TopKPagesShape,
-) -> Result<(RadixTile, AddressType, CubeCount), KernelError> {
-    let rows = shape.batch * shape.kv_heads;
-    let largest = rows.saturating_mul(shape.entries.max(shape.listed()));
-    // A step has few rows, each of which a cube's units wait for: four times as many as a long row's have fewer counts each.
-    let columns = shape.entries.div_ceil(shape.block).saturating_mul(4);
-    Ok((
-        RadixTile::new(client, columns)?,
-        address_of(client, largest)?,
-        spread(client, rows as u64)?,
-    ))
-}
-
-/// That [`topk_pages`] takes a shape.
-///
-/// # Errors
-/// As [`topk_pages`].
-pub fn check_topk_pages(client: &Client, shape: &TopKPagesShape) -> Result<(), KernelError> {
-    launch_of(client, shape).map(|_| ())
-}
-
 /// Of each page list and head of keys the blocks of pages that are forced, that in which region one ends among them, and of the others so many with the highest
 /// scores that `keep` are kept: of equal ones the earlier, and NaN is the lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the page list's
 /// pages count; `spans` are `[batch, tables, 4]`, i32; `pages` are i32 `[batch, kv_heads, kept · block]`, where `kept` is `keep`, or the number of forced blocks
@@ -229,8 +205,13 @@ pub fn topk_pages(
     spans: &Handle,
     pages: &Handle,
 ) -> Result<(), KernelError> {
-    let (tile, address, cubes) = launch_of(client, shape)?;
     let rows = shape.batch * shape.kv_heads;
+    // A step has few rows, each of which a cube's units wait for: four times as many as a long row's have fewer counts each.
+    let columns = shape.entries.div_ceil(shape.block).saturating_mul(4);
+    let tile = RadixTile::new(client, columns)?;
+    let largest = rows.saturating_mul(shape.entries.max(shape.listed()));
+    let address = address_of(client, largest)?;
+    let cubes = spread(client, rows as u64)?;
     if rows * shape.entries * shape.kept() == 0 {
         return Ok(());
     }

@@ -4,7 +4,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means};
+use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 
@@ -83,7 +83,7 @@ pub(crate) fn whole_means(
         of: &of,
         means: &means,
     };
-    block_means(client, element, blocked)?;
+    block_means(client, element, blocked, Beside::default())?;
     let cubes = lists * width.div_ceil(CHANNELS);
     if cubes == 0 {
         return Ok(whole);

@@ -11,7 +11,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means_and_likeness};
+use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use crate::kernels::rows::whole::whole_means;
 use crate::kernels::selection::means::{Likeness, MeanProducts, mean_products, softmax_of_seen};
 use blocksparse_cubecl::error::KernelError;
@@ -66,11 +66,15 @@ pub fn alike_scores(
         of: &k_blocks,
         means: &k_means,
     };
-    let less = less.as_ref();
-    let (blocked, alike) = ([of_keys, of_queries], [&k_alike, &q_alike]);
-    block_means_and_likeness(client, element, blocked, alike, less)?;
+    let beside = Beside {
+        second: Some(of_queries),
+        alike: Some([&k_alike, &q_alike]),
+        less: less.as_ref(),
+        only: None,
+    };
+    block_means(client, element, of_keys, beside)?;
     let MeanProducts { rows, blocks, .. } = of.products;
-    mean_products(client, [&q_means, &k_means], &of.products, out)?;
+    mean_products(client, [&q_means, &k_means], &of.products, None, out)?;
     let likeness = Likeness {
         alike: [&q_alike, &k_alike],
         kv_lists,

@@ -12,15 +12,13 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means_of_lists};
+use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use crate::kernels::rows::only::OnlyLists;
 use crate::kernels::selection::line_sizes::LineSizes;
 use crate::kernels::selection::line_weights::{LineWeights, RUN};
 use crate::kernels::selection::lines::line_sums;
-use crate::kernels::selection::means::{
-    MeanProducts, SeenRows, products_of_lists, softmax_of_seen,
-};
-use crate::kernels::selection::threshold::{Kept, KeptLines, least_of_lists};
+use crate::kernels::selection::means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
+use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept};
 use crate::kernels::selection::touched::{ScoreSizes, Touched, is_kept, is_touched};
 use crate::kernels::selection::{UNITS, across_cube};
 use blocksparse_cubecl::args::{buffer, optional, spread};
@@ -87,7 +85,11 @@ pub fn flex_blocks(
             of: &of,
             means: &means,
         };
-        block_means_of_lists(client, element, blocked, only)?;
+        let beside = Beside {
+            only,
+            ..Beside::default()
+        };
+        block_means(client, element, blocked, beside)?;
         Ok::<Handle, KernelError>(means)
     };
     let k_means = means_of(k, [kv_lists, seq_kv, b], None)?;
@@ -101,7 +103,7 @@ pub fn flex_blocks(
             factor: sizes.factor,
             seen,
         };
-        products_of_lists(client, [q, &k_means], &of, only, &x)?;
+        mean_products(client, [q, &k_means], &of, only, &x)?;
         softmax_of_seen(client, &x, [lists, rows, blocks], seen, None)?;
         Ok::<Handle, KernelError>(x)
     };
@@ -164,7 +166,7 @@ pub fn flex_blocks(
         step: rows * blocks,
         kept: of.kept,
     };
-    least_of_lists(client, &by_means, &lines, by, &least)?;
+    least_kept(client, &by_means, &lines, by, &least)?;
     // SAFETY: a unit below `count` reads what its list has, and writes its score.
     unsafe {
         flex_scores::launch_unchecked(

@@ -5,7 +5,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::rows::blocks::{Blocked, RowBlocks, block_means};
+use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use crate::kernels::selection::UNITS;
 use crate::kernels::selection::products::{RowsView, asked, pitch, request_of};
 use blocksparse_cubecl::args::{address_of, buffer, spread};
@@ -75,7 +75,7 @@ pub fn query_picks(
         of: &by_block,
         means: &means,
     };
-    block_means(client, element, blocked)?;
+    block_means(client, element, blocked, Beside::default())?;
     let means = halves(client, element, &means, [kv_lists * blocks, of.width])?;
     let q = RowsView::new(q, [lists, seq_q, of.width]);
     let means = RowsView::new(&means, [kv_lists, blocks * PARTS, of.width]);

@@ -50,24 +50,12 @@ pub struct MeanProducts {
     pub seen: Option<SeenRows>,
 }
 
-/// `factor · a · bᵀ` of means `[lists, rows, width]` and `[kv lists, blocks, width]`, in f32: `[lists, rows, blocks]`.
+/// `factor · a · bᵀ` of means `[lists, rows, width]` and `[kv lists, blocks, width]`, in f32: `[lists, rows, blocks]`. If `only` some lists of queries are
+/// wanted, the products of others are 0.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot run it.
 pub fn mean_products(
-    client: &Client,
-    [q, k]: [&Handle; 2],
-    of: &MeanProducts,
-    out: &Handle,
-) -> Result<(), KernelError> {
-    products_of_lists(client, [q, k], of, None, out)
-}
-
-/// [`mean_products`], where only some lists of queries are wanted: the products of others are 0.
-///
-/// # Errors
-/// As [`mean_products`].
-pub(crate) fn products_of_lists(
     client: &Client,
     [q, k]: [&Handle; 2],
     of: &MeanProducts,

@@ -13,7 +13,7 @@ use cubecl::server::Handle;
 
 use crate::kernels::rows::only::OnlyLists;
 use crate::kernels::selection::UNITS;
-use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept, least_of_lists};
+use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept};
 use blocksparse_cubecl::args::{buffer, spread};
 use blocksparse_cubecl::error::KernelError;
 
@@ -88,7 +88,7 @@ impl Touched {
         let (lists, flags, keys) = (self.lists, self.flags(), self.seq[1]);
         let made = |len: usize| client.empty(len * size_of::<u32>());
         let least = made(2 * lists);
-        least_of_lists(client, sums, &self.kept_lines(), only, &least)?;
+        least_kept(client, sums, &self.kept_lines(), only, &least)?;
         let count = 2 * lists * flags;
         let (flagged, of_blocks) = (made(count), made(count));
         let [forced, forced_second] = self.kept.forced(keys);
@@ -139,7 +139,7 @@ impl Touched {
         };
         let made = |len: usize| client.empty(len * size_of::<u32>());
         let (least, count) = (made(2 * lists), 2 * lists * flags);
-        least_kept(client, of_blocks, &lines, &least)?;
+        least_kept(client, of_blocks, &lines, None, &least)?;
         let heaviest = made(count);
         // SAFETY: a unit below `count` reads the sum of its flag, and writes it.
         unsafe {

@@ -3,10 +3,11 @@
 // What crosses backends holds its tensors itself, also where the macro makes it.
 #![allow(clippy::large_enum_variant)]
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
+use burn::backend::tensor::IntTensor;
 use burn::backend::{Backend, ExtensionType};
 
 use burn_blocksparse::internal::values::LayoutTensors;
+use burn_blocksparse::op_values;
 
 /// What the numbers of lists name, with the sizes that are in none of their shapes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,73 +53,56 @@ pub enum QueryLists<B: Backend> {
     Blocks(#[extension_type] BlockLists<B>),
 }
 
-/// Lists of blocks, by queries and by blocks, as [`SelectedBlocks`](crate::selection::SelectedBlocks) has them.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct BlockLists<B: Backend> {
-    /// The blocks of each query: `[batch, kv_heads, seq_q, most]`, negative for none.
-    pub blocks: IntTensor<B>,
-    /// The query at each place: `[batch, kv_heads, places]`,
-    pub queries: IntTensor<B>,
-    /// and the block of each tile of places: `[batch, kv_heads, tiles]`.
-    pub tile_blocks: IntTensor<B>,
-    /// The place of each choice: `[batch, kv_heads, seq_q, most]`, negative for none.
-    pub places: IntTensor<B>,
-    /// Layout of what queries see in addition to their lists.
-    #[extension_type]
-    pub near: LayoutTensors<B>,
-}
+op_values! {
+    /// Lists of blocks, by queries and by blocks, as [`SelectedBlocks`](crate::selection::SelectedBlocks) has them.
+    pub struct BlockLists {
+        /// The blocks of each query: `[batch, kv_heads, seq_q, most]`, negative for none.
+        pub blocks: IntTensor,
+        /// The query at each place: `[batch, kv_heads, places]`,
+        pub queries: IntTensor,
+        /// and the block of each tile of places: `[batch, kv_heads, tiles]`.
+        pub tile_blocks: IntTensor,
+        /// The place of each choice: `[batch, kv_heads, seq_q, most]`, negative for none.
+        pub places: IntTensor,
+        /// Layout of what queries see in addition to their lists.
+        pub near: LayoutTensors,
+    }
 
-/// Inputs of attention over lists.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct TokenSparseInputs<B: Backend> {
-    /// `[batch, heads, seq_q, head_dim]`
-    pub q: FloatTensor<B>,
-    /// `[batch, kv_heads, seq_kv, head_dim]`
-    pub k: FloatTensor<B>,
-    /// `[batch, kv_heads, seq_kv, value_dim]`
-    pub v: FloatTensor<B>,
-    /// Lists of the queries.
-    #[extension_type]
-    pub lists: QueryLists<B>,
-}
+    /// Inputs of attention over lists.
+    pub struct TokenSparseInputs {
+        /// `[batch, heads, seq_q, head_dim]`
+        pub q: FloatTensor,
+        /// `[batch, kv_heads, seq_kv, head_dim]`
+        pub k: FloatTensor,
+        /// `[batch, kv_heads, seq_kv, value_dim]`
+        pub v: FloatTensor,
+        /// Lists of the queries.
+        pub lists: QueryLists,
+    }
 
-/// Out and lse, over all keys that queries see.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct TokenSparseOutput<B: Backend> {
-    /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
-    pub out: FloatTensor<B>,
-    /// `[batch, heads, seq_q]`, in the dtype of sums.
-    pub lse: FloatTensor<B>,
-}
+    /// Out and lse, over all keys that queries see.
+    pub struct TokenSparseOutput {
+        /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
+        pub out: FloatTensor,
+        /// `[batch, heads, seq_q]`, in the dtype of sums.
+        pub lse: FloatTensor,
+    }
 
-/// Tensors saved for the backward pass.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct TokenSparseSaved<B: Backend> {
-    /// Its inputs.
-    #[extension_type]
-    pub inputs: TokenSparseInputs<B>,
-    /// Its output.
-    #[extension_type]
-    pub output: TokenSparseOutput<B>,
-}
+    /// Tensors saved for the backward pass.
+    pub struct TokenSparseSaved {
+        /// Its inputs.
+        pub inputs: TokenSparseInputs,
+        /// Its output.
+        pub output: TokenSparseOutput,
+    }
 
-/// Gradients, each of its input's shape and dtype.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct TokenSparseGrads<B: Backend> {
-    /// `[batch, heads, seq_q, head_dim]`
-    pub q: FloatTensor<B>,
-    /// `[batch, kv_heads, seq_kv, head_dim]`
-    pub k: FloatTensor<B>,
-    /// `[batch, kv_heads, seq_kv, value_dim]`
-    pub v: FloatTensor<B>,
+    /// Gradients, each of its input's shape and dtype.
+    pub struct TokenSparseGrads {
+        /// `[batch, heads, seq_q, head_dim]`
+        pub q: FloatTensor,
+        /// `[batch, kv_heads, seq_kv, head_dim]`
+        pub k: FloatTensor,
+        /// `[batch, kv_heads, seq_kv, value_dim]`
+        pub v: FloatTensor,
+    }
 }

@@ -7,9 +7,11 @@
 //! ```text
 //! sum_of_squares   of all tensors, in a fixed grid of partial sums; the norm and the factor of clipping
 //! adamw            the step of AdamW, and scaling, both in place
+//! concat           tensors one after another in a longer one
 //! ```
 
 mod adamw;
+mod concat;
 mod sum_of_squares;
 
 use cubecl::ir::ElemType;
@@ -17,6 +19,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 pub use adamw::{AdamWHyper, AdamWTensors, adamw, scale};
+pub use concat::concat;
 pub use sum_of_squares::{clip_factor, partial_sums, sum_of_squares};
 
 use blocksparse_cubecl::args::{address_of, buffer, spread};

@@ -66,7 +66,11 @@ struct Sizes {
     q_row: usize,
 }
 
-pub fn launch(
+/// Makes attention sums of a call with this plan, or what they choose.
+///
+/// # Errors
+/// [`KernelError`] if a tensor lies otherwise than the kernel reads them, or is too large, or if more blocks are chosen than the plan has.
+pub fn compressed_attention_sums(
     client: &Client,
     plan: &CompressedPlan,
     inputs: &CompressedInputs,

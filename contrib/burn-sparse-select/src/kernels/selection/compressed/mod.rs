@@ -25,14 +25,13 @@ mod tile;
 
 use std::ops::Range;
 
-use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+pub use kernel::compressed_attention_sums;
 pub use tile::{CompressedPlan, CompressedShape};
 
 use blocksparse::Always;
 use blocksparse_cubecl::TensorView;
-use blocksparse_cubecl::error::KernelError;
 
 /// What a launch reads.
 #[derive(Clone, Debug)]
@@ -58,19 +57,4 @@ pub enum Wanted {
         /// How many are chosen, at most.
         most: usize,
     },
-}
-
-/// Makes attention sums of a call with this plan, or what they choose.
-///
-/// # Errors
-/// [`KernelError`] if a tensor lies otherwise than the kernel reads them, or is too large, or if more blocks are chosen than the plan has.
-pub fn compressed_attention_sums(
-    client: &Client,
-    plan: &CompressedPlan,
-    inputs: &CompressedInputs,
-    scale: f64,
-    wanted: &Wanted,
-    out: &Handle,
-) -> Result<(), KernelError> {
-    kernel::launch(client, plan, inputs, scale, wanted, out)
 }
