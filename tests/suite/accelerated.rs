@@ -46,30 +46,26 @@ fn burns_attention_runs_on_kernels() {
     assert!(refused.contains("must each be called once"), "{refused}");
     let devices: Vec<_> = devices().into_iter().filter(is_cube).collect();
     let mut calls = 0;
-    for (index, sizes) in [SIZES[0], SIZES[1], SIZES[3]].into_iter().enumerate() {
-        for (shared, bias) in MASKS
-            .into_iter()
-            .flat_map(|mask| BIASES.map(|bias| (mask, bias)))
-        {
-            for options in OPTIONS {
-                let seed = 8000 + calls;
-                let mask = shared.map(|shared| Mask::random(seed, sizes, shared));
-                let problem = problem(seed, sizes, mask.as_ref(), bias, options);
-                let answer = problem.solve();
-                for (device, dtype, tolerance) in exact(&devices) {
-                    let [q, k, v, _] = inputs(&problem, device, dtype);
-                    let given = tensors(&problem, device, dtype).bias;
-                    let mask = mask.as_ref().map(|mask| mask.tensor(device));
-                    let out = attention(q, k, v, mask, given, options);
-                    let what =
-                        format!("sizes {index}, mask {shared:?}, bias {bias:?}, {options:?}");
-                    let got = [("out", out.into_data())];
-                    let bounds = [Near::Tensor(tolerance), Near::Rows(dtype)];
-                    answer.assert(&what, got, &bounds);
-                    calls += 1;
-                    assert_eq!(counts(), (calls, 0), "{what}");
-                }
-            }
+    let rows = [0, 1, 3].into_iter().flat_map(|size| {
+        let masked = MASKS.into_iter().map(move |mask| (size, mask));
+        masked.flat_map(|(size, mask)| BIASES.map(|bias| (size, mask, bias)))
+    });
+    let rows = (8000..).zip(rows.flat_map(|row| OPTIONS.map(|options| (row, options))));
+    for (seed, ((size, shared, bias), options)) in some_of(rows, 23) {
+        let sizes = SIZES[size];
+        let mask = shared.map(|shared| Mask::random(seed, sizes, shared));
+        let problem = problem(seed, sizes, mask.as_ref(), bias, options);
+        let answer = problem.solve();
+        for (device, dtype, tolerance) in exact(&devices) {
+            let [q, k, v, _] = inputs(&problem, device, dtype);
+            let given = tensors(&problem, device, dtype).bias;
+            let mask = mask.as_ref().map(|mask| mask.tensor(device));
+            let out = attention(q, k, v, mask, given, options);
+            let what = format!("sizes {size}, mask {shared:?}, bias {bias:?}, {options:?}");
+            let bounds = [Near::Tensor(tolerance), Near::Rows(dtype)];
+            answer.assert(&what, [("out", out.into_data())], &bounds);
+            calls += 1;
+            assert_eq!(counts(), (calls, 0), "{what}");
         }
     }
 

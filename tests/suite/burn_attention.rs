@@ -161,7 +161,7 @@ fn every_mask_and_bias_equals_f64() {
         masked.flat_map(|(sizes, mask)| BIASES.map(|bias| (sizes, mask, bias)))
     });
     let rows = (7000..).zip(rows.flat_map(|row| OPTIONS.map(|options| (row, options))));
-    for (seed, ((sizes, shared, bias), options)) in some_of(rows, 11) {
+    for (seed, ((sizes, shared, bias), options)) in some_of(rows, 23) {
         let mask = shared.map(|shared| Mask::random(seed, sizes, shared));
         let problem = problem(seed, sizes, mask.as_ref(), bias, options);
         let answer = problem.solve();
