@@ -84,25 +84,24 @@ fn values(seed: u64, count: usize, dtype: DType) -> Vec<f64> {
 }
 
 pub fn few_rows_equal_f64(devices: &[Device]) {
-    for (index, lengths) in LENGTHS.into_iter().enumerate() {
+    let rows = (700..).step_by(10).zip(LENGTHS);
+    let rows = rows.flat_map(|row| WAYS.map(|way| (row, way)));
+    for ((seed, lengths), way) in some_of(rows, 4) {
         let (rows, depth, outs) = lengths;
-        for way in WAYS {
-            each(devices, |device, dtype, tolerance| {
-                let seed = 700 + 10 * index as u64;
-                let x = values(seed, rows * depth, dtype);
-                let all: Vec<Vec<f64>> = (outs.iter().enumerate())
-                    .map(|(at, out)| values(seed + 1 + at as u64, depth * out, dtype))
-                    .collect();
-                let weights = (all.iter().zip(outs))
-                    .map(|(values, out)| weight(values, [depth, *out], (device, dtype), way))
-                    .collect();
-                let rows = tensor(&x, [1, rows, depth], device, dtype);
-                let run = |weights| fused_linear(rows.clone(), weights, &LinearOptions::default());
-                let got = read(run(weights).unwrap());
-                let what = format!("{device:?}, {dtype:?}, {lengths:?}, {way}");
-                assert_close(&what, got, &expected(&x, &all, lengths), tolerance);
-            });
-        }
+        each(devices, |device, dtype, tolerance| {
+            let x = values(seed, rows * depth, dtype);
+            let all: Vec<Vec<f64>> = (outs.iter().enumerate())
+                .map(|(at, out)| values(seed + 1 + at as u64, depth * out, dtype))
+                .collect();
+            let weights = (all.iter().zip(outs))
+                .map(|(values, out)| weight(values, [depth, *out], (device, dtype), way))
+                .collect();
+            let rows = tensor(&x, [1, rows, depth], device, dtype);
+            let run = |weights| fused_linear(rows.clone(), weights, &LinearOptions::default());
+            let got = read(run(weights).unwrap());
+            let what = format!("{device:?}, {dtype:?}, {lengths:?}, {way}");
+            assert_close(&what, got, &expected(&x, &all, lengths), tolerance);
+        });
     }
 }
 
