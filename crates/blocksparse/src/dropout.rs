@@ -139,7 +139,7 @@ fn philox_of(rounds: u32, mut c: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// Eight numbers of four words: number `j` has bit `j` of each byte, that of byte `b` of word `w` in place `4 · b + w`.
@@ -176,34 +176,20 @@ mod tests {
             [0xa409_3822, 0x299f_31d0],
         );
         let [zeros, ones] = [0, u32::MAX].map(|word| ([word; 4], [word; 2]));
-        for (rounds, (counter, key), answer) in [
-            (
-                7,
-                zeros,
-                [0x5f6f_b709, 0x0d89_3f64, 0x4f12_1f81, 0x4f73_0a48],
-            ),
-            (
-                7,
-                ones,
-                [0x5207_ddc2, 0x4516_5e59, 0x4d8e_e751, 0x8c52_f662],
-            ),
-            (7, pi, [0x4dfc_caba, 0x190a_87f0, 0xc473_62ba, 0xb6b5_242a]),
-            (
-                10,
-                zeros,
-                [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8],
-            ),
-            (
-                10,
-                ones,
-                [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd],
-            ),
-            (10, pi, [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]),
-        ] {
-            assert_eq!(philox_of(rounds, counter, key), answer, "{rounds} rounds");
-            if rounds == 10 {
-                assert_eq!(philox(counter, key), answer);
-            }
+        let answers = [
+            [0x5f6f_b709, 0x0d89_3f64, 0x4f12_1f81, 0x4f73_0a48],
+            [0x5207_ddc2, 0x4516_5e59, 0x4d8e_e751, 0x8c52_f662],
+            [0x4dfc_caba, 0x190a_87f0, 0xc473_62ba, 0xb6b5_242a],
+        ];
+        let of_ten = [
+            [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8],
+            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd],
+            [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1],
+        ];
+        for (at, (counter, key)) in [zeros, ones, pi].into_iter().enumerate() {
+            assert_eq!(philox_of(7, counter, key), answers[at], "{at}");
+            assert_eq!(philox_of(10, counter, key), of_ten[at], "{at}");
+            assert_eq!(philox(counter, key), of_ten[at], "{at}");
         }
     }
 
@@ -265,6 +251,25 @@ mod tests {
         }
     }
 
+    /// Asserts that the share of pairs with an event is within five standard deviations of what independent draws give.
+    #[track_caller]
+    pub fn assert_share(
+        [rows, columns]: [usize; 2],
+        event: &dyn Fn(usize, usize) -> bool,
+        expected: f64,
+        what: &str,
+    ) {
+        let pairs = (0..rows).flat_map(|i| (0..columns).map(move |j| (i, j)));
+        let count = pairs.filter(|&(i, j)| event(i, j)).count();
+        let all = (rows * columns) as f64;
+        let share = count as f64 / all;
+        let deviation = (expected * (1.0 - expected) / all).sqrt();
+        assert!(
+            (share - expected).abs() < 5.0 * deviation,
+            "{what}: {share}, not {expected}"
+        );
+    }
+
     /// Over 2¹⁶ pairs, the share that is kept, and that is kept or dropped alike with another key (in its counter or the next), query, head, batch entry or seed,
     /// is within five standard deviations of what independent draws give.
     #[test]
@@ -283,15 +288,7 @@ mod tests {
                 kept.flatten().collect()
             };
             let near = |what: &str, event: &dyn Fn(usize, usize) -> bool, expected: f64| {
-                let pairs = (0..QUERIES).flat_map(|i| (0..KEYS).map(move |j| (i, j)));
-                let count = pairs.filter(|&(i, j)| event(i, j)).count();
-                let all = (QUERIES * KEYS) as f64;
-                let share = count as f64 / all;
-                let deviation = (expected * (1.0 - expected) / all).sqrt();
-                assert!(
-                    (share - expected).abs() < 5.0 * deviation,
-                    "{what}: {share}, not {expected}"
-                );
+                assert_share([QUERIES, KEYS], event, expected, what);
             };
             let kept = mask(dropout, 1, 2);
             let kept = |i: usize, j: usize| kept[i * PITCH + j];

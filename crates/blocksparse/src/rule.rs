@@ -276,6 +276,13 @@ mod tests {
         Rule { kind, keep, forced }
     }
 
+    fn of_probabilities(keep: Budget) -> Rule {
+        Rule {
+            kind: EstimateKind::Probability,
+            ..rule(keep, NONE)
+        }
+    }
+
     fn kept(rule: &Rule, scores: &[f64]) -> Vec<usize> {
         let grid = ScoreGrid {
             query_rows: 8,
@@ -346,10 +353,7 @@ mod tests {
                 "{keep:?} of {scores:?}"
             );
         }
-        let probabilities = Rule {
-            kind: EstimateKind::Probability,
-            ..rule(Budget::top_p(0.7), NONE)
-        };
+        let probabilities = of_probabilities(Budget::top_p(0.7));
         assert_eq!(kept(&probabilities, &[nan, 3.0, -9.0, 1.0]), [1]);
         assert_eq!(kept(&probabilities, &[0.0, 0.0, -9.0, nan]), [0usize; 0]);
     }
@@ -365,23 +369,11 @@ mod tests {
     #[case(Budget::MinP(0.7), vec![0, 2, 3])]
     #[case(Budget::MinP(0.5), vec![0, 1, 2, 3])]
     fn wanted_blocks_weigh_nothing(#[case] keep: Budget, #[case] expected: Vec<usize>) {
-        let probabilities = Rule {
-            kind: EstimateKind::Probability,
-            ..rule(keep, NONE)
-        };
         let inf = f64::INFINITY;
-        assert_eq!(kept(&probabilities, &[inf, 0.3, inf, 0.5]), expected);
-    }
-
-    /// Beside wanted blocks those that weigh nothing are not kept.
-    #[test]
-    fn wanted_blocks_are_enough() {
-        let probabilities = Rule {
-            kind: EstimateKind::Probability,
-            ..rule(Budget::top_p(0.5), NONE)
-        };
-        let inf = f64::INFINITY;
-        assert_eq!(kept(&probabilities, &[0.0, inf, 0.0, inf]), [1, 3]);
+        let kept = |keep, scores: &[f64]| kept(&of_probabilities(keep), scores);
+        assert_eq!(kept(keep, &[inf, 0.3, inf, 0.5]), expected);
+        // Beside wanted blocks those that weigh nothing are not kept.
+        assert_eq!(kept(Budget::top_p(0.5), &[0.0, inf, 0.0, inf]), [1, 3]);
     }
 
     #[rstest::rstest]

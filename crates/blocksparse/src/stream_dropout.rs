@@ -106,6 +106,7 @@ impl ElementDropout {
 mod tests {
     use super::*;
     use crate::Dropout;
+    use crate::dropout::tests::assert_share;
 
     #[test]
     fn a_mask_is_what_keeps_says() {
@@ -129,14 +130,7 @@ mod tests {
         );
         let attention = Dropout::new(0.3, 11);
         let near = |event: &dyn Fn(usize, usize) -> bool, expected: f64| {
-            let places = (0..256).flat_map(|row| (0..512).map(move |column| (row, column)));
-            let count = places.filter(|&(row, column)| event(row, column)).count();
-            let share = count as f64 / (1 << 17) as f64;
-            let deviation = (expected * (1.0 - expected) / (1 << 17) as f64).sqrt();
-            assert!(
-                (share - expected).abs() < 5.0 * deviation,
-                "{share}, not {expected}"
-            );
+            assert_share([256, 512], event, expected, "numbers");
         };
         let alike = 0.7 * 0.7 + 0.3 * 0.3;
         let kept = |row, column| dropout.keeps(row, column);

@@ -212,49 +212,27 @@ pub fn across_lanes<A: Float>(
 
 #[cfg(test)]
 mod tests {
-    use cubecl::ir::features::Features;
-    use cubecl::ir::{DeviceIdentity, FloatKind, HardwareProperties, MemoryDeviceProperties};
+    use cubecl::ir::FloatKind;
 
     use super::*;
+    use crate::described::Fake;
 
     const F32: ElemType = ElemType::Float(FloatKind::F32);
     const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 
     /// A device with planes of a size, or none, and cubes and vectors up to a size.
     fn device(plane: Option<u32>, units: u32, vector: usize) -> DeviceProperties {
-        let hardware = HardwareProperties {
-            load_width: 128,
-            vector_register_count: None,
-            plane_size_min: plane.unwrap_or(0),
-            plane_size_max: plane.unwrap_or(0),
-            max_bindings: 8,
-            max_shared_memory_size: 32 << 10,
-            max_cube_count: (65_535, 65_535, 65_535),
-            max_units_per_cube: units,
-            max_cube_dim: (units, units, 64),
-            num_streaming_multiprocessors: None,
-            num_cpu_cores: None,
-            last_level_cache_size: None,
-            num_tensor_cores: None,
-            min_tensor_cores_dim: None,
-            max_vector_size: vector,
-            cube_mma_reserved_shared_memory: 0,
-        };
-        let mut features = Features::default();
+        let mut device = Fake::webgpu().properties;
+        let hardware = &mut device.hardware;
+        hardware.plane_size_min = plane.unwrap_or(0);
+        hardware.plane_size_max = plane.unwrap_or(0);
+        hardware.max_units_per_cube = units;
+        hardware.max_cube_dim = (units, units, 64);
+        hardware.max_vector_size = vector;
         if plane.is_some() {
-            features.plane.insert(Plane::Ops);
+            device.features.plane.insert(Plane::Ops);
         }
-        DeviceProperties::new(
-            features,
-            MemoryDeviceProperties::new(1 << 30, 256),
-            hardware,
-            cubecl::profile::TimingMethod::System,
-            DeviceIdentity {
-                name: "described".into(),
-                fingerprint: "none".into(),
-                physical: None,
-            },
-        )
+        device
     }
 
     /// Every number of a row has a lane, units are no more than the device's, and lanes and planes divide each other.
