@@ -7,6 +7,7 @@ use super::copies::{copy, counted};
 use super::functions::pure;
 use super::instruction::{Address, Binary, Op, Pure, Shuffle, Slot, Vector, Vote};
 use super::lanes::{three, two};
+use super::numbers::{f32_of, f32_to_e4m3};
 use super::products::{fragments, group_product, product};
 use super::reader::{Argument, Decoded, Reader};
 
@@ -53,6 +54,11 @@ pub fn decode(
         "cvt" if reader.has("tf32") => {
             // Ten bits of the fraction are left, and ties go away from 0.
             let function = Pure::One(|x| x.map(|bits| bits.wrapping_add(0x1000) & 0xffff_e000));
+            function_of(reader, function, constant(0))?
+        }
+        "cvt" if reader.has("e4m3x2") && reader.has("satfinite") => {
+            let function = two!(|high, low| u64::from(f32_to_e4m3(f32_of(high))) << 8
+                | u64::from(f32_to_e4m3(f32_of(low))));
             function_of(reader, function, constant(0))?
         }
         "cvt" => {

@@ -20,6 +20,6 @@ pub use instruction::{
     Address, Bulk, Effect, Element, Fragment, FragmentPlace, FragmentProduct, GroupProduct,
     Instruction, Lanes, Left, Op, Product, Shuffle, Slot, Space, Special, Vector, Vote,
 };
-pub use numbers::{bf16_to_f32, f16_to_f32, f32_to_f16};
+pub use numbers::{bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_f16};
 pub use parse::{Kernel, Module};
 pub use types::Type;

@@ -1,5 +1,6 @@
 //! Floating-point numbers as registers hold them.
 
+use blocksparse::Quantization;
 use half::{bf16, f16};
 
 pub fn f32_of(bits: u64) -> f32 {
@@ -24,6 +25,18 @@ pub fn bf16_to_f32(bits: u16) -> f32 {
 
 pub fn f32_to_f16(value: f32) -> u16 {
     f16::from_f32(value).to_bits()
+}
+
+pub fn e4m3_to_f32(bits: u8) -> f32 {
+    Quantization::Fp8E4m3.decode(bits)
+}
+
+/// Of numbers beyond ±448 the nearest of these.
+pub fn f32_to_e4m3(value: f32) -> u8 {
+    match value.is_nan() {
+        true => 0x7f,
+        false => Quantization::Fp8E4m3.encode(value),
+    }
 }
 
 pub fn f32_to_bf16(value: f32) -> u16 {
