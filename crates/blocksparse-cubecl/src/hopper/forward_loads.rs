@@ -209,7 +209,7 @@ pub fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[com
             + offset
             + stage * comptime!(bytes as u32)
             + its.span * comptime!((t.cols * ROW) as u32)
-            + its.entry * comptime!((bytes / t.entries() / t.spans_of(values)) as u32);
+            + its.entry * comptime!(t.box_bytes(values) as u32);
         load_at(
             map,
             target,

@@ -34,6 +34,7 @@ const UNITS: usize = 256;
 const LARGEST: f32 = 448.0;
 /// The least number that a scale is made for, times [`LARGEST`]: exponents of two are sums of those of scores and of scales.
 const LEAST: f32 = 2.7e-5;
+
 /// What is packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Operand {

@@ -295,11 +295,11 @@ impl Tile {
         }
     }
 
-    /// Spans of 128 bytes of a step's values or keys; in FP8 values have one, whatever it is wide.
-    pub(super) fn spans_of(&self, values: bool) -> usize {
-        match values {
-            true => self.value_spans(),
-            false => self.spans(),
+    /// Bytes from one entry's box of a step's keys or values to the next one's.
+    pub(super) fn box_bytes(&self, values: bool) -> usize {
+        match self.fp8 && values {
+            true => self.group * self.value_dim,
+            false => self.group * ROW,
         }
     }
 
