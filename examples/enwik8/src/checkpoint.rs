@@ -42,6 +42,20 @@ pub struct Header {
     pub best: Option<Best>,
 }
 
+impl Header {
+    /// Of a run that begins.
+    pub fn new(config: RunConfig, data: Fingerprint) -> Self {
+        Self {
+            program: env!("CARGO_PKG_VERSION").to_owned(),
+            sampler: SamplerState::new(config.recipe.seed),
+            config,
+            data,
+            step: 0,
+            best: None,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Best {
     /// Steps done when it was measured.

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::TensorData;
 use clap::ValueEnum;
 use indicatif::HumanCount;
 use rand::SeedableRng;
@@ -290,8 +291,14 @@ impl Sampler {
         &self.state
     }
 
+    /// The next windows of these bytes: what is read, and what follows each token.
+    pub fn batch(&mut self, bytes: &[u8], windows: usize) -> [TensorData; 2] {
+        let starts: Vec<usize> = (0..windows).map(|_| self.next_start()).collect();
+        self.cut.data(bytes, &starts)
+    }
+
     /// Where the next window begins.
-    pub fn next_start(&mut self) -> usize {
+    fn next_start(&mut self) -> usize {
         if self.state.used == self.order.len() {
             self.cut.shuffled(self.bytes, &mut self.state.rng);
             self.state.epoch += 1;

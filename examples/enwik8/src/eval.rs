@@ -15,6 +15,7 @@ use indicatif::ProgressBar;
 use crate::arguments::{self, ModelArgs};
 use crate::data::{Corpus, Split, thousands};
 use crate::kept::{CACHE, KeptArgs};
+use crate::log::Validated;
 use crate::model::{self, bits, numbers};
 use crate::presets::Task;
 use crate::progress::{plain_bar, say, warn};
@@ -177,6 +178,16 @@ impl Evaluation {
 
     pub fn bits_per_byte(&self) -> f64 {
         bits(self.loss())
+    }
+
+    /// For the log, of a model after so many steps.
+    pub fn after(&self, step: usize) -> Validated {
+        Validated {
+            step,
+            loss: self.loss(),
+            bits_per_byte: self.bits_per_byte(),
+            bytes: self.bytes,
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::checkpoint::{Checkpoint, Header};
 use crate::config::RunConfig;
-use crate::data::{Corpus, SamplerState, Split, thousands};
+use crate::data::{Corpus, Split, thousands};
 use crate::overrides::Overrides;
 use crate::presets::Preset;
 use crate::progress::{program, say};
@@ -90,14 +90,7 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     };
     let model = file.load(&model, &map)?;
     let parameters = model.num_params();
-    let header = Header {
-        program: env!("CARGO_PKG_VERSION").to_owned(),
-        data: corpus.fingerprint(),
-        step: 0,
-        sampler: SamplerState::new(config.recipe.seed),
-        best: None,
-        config: config.clone(),
-    };
+    let header = Header::new(config.clone(), corpus.fingerprint());
     let checkpoint = Checkpoint::new(header, model, &model::optimizer(&config.recipe))?;
     // Only now that all input is known to be good is anything written.
     let folder = RunFolder::create(&args.run, args.overwrite)?;
