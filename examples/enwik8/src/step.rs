@@ -220,7 +220,7 @@ impl Steps {
     }
 
     /// Moves the means of clusters to where the bytes of a batch are.
-    pub fn kmeans_init(&mut self, tokens: TensorData, seed: u64) -> Result<()> {
+    pub fn kmeans_init(&self, tokens: TensorData, seed: u64) -> Result<()> {
         let mut state = self.state.borrow_mut();
         let model = state.model.as_mut().context(NO_MODEL)?;
         model.kmeans_init(Tensor::from_data(tokens, &self.device), seed)?;

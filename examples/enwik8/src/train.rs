@@ -18,7 +18,6 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use burn::module::Module;
 use burn::tensor::Bytes;
-use burn_blocksparse::Processes;
 use burn_fused_ops::optim::FusedAdamW;
 use burn_sparse_transformer::SparseTransformer;
 use burn_sparse_transformer::content::ContentAttention;
@@ -30,7 +29,7 @@ use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
 use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::device::NamedDevice;
-use crate::devices::{Crossing, Group, Reduce, Shard, Training};
+use crate::devices::{DEVICE, DeviceArgs, Group, Training};
 use crate::devices::{ask_to_stop, hear_of_stops, serve, settled};
 use crate::eval::{Evaluation, Evaluator};
 use crate::log::{self, Log, Row, Trained};
@@ -82,28 +81,8 @@ pub struct TrainArgs {
     /// Replace the run in the folder
     #[arg(long, conflicts_with = "resume")]
     overwrite: bool,
-    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
-    #[arg(long, help_heading = DEVICE)]
-    device: Option<String>,
-    /// Several devices, each with an equal part of every batch: numbers of CUDA devices, or names of one kind
-    #[arg(long, value_name = "0,1,..", conflicts_with = "device", group = "several", help_heading = DEVICE)]
-    devices: Option<String>,
-    /// Run as one of several processes with a device each. Which one: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, set by torchrun, or the
-    /// variables of OpenMPI
-    #[arg(long, group = "several", help_heading = DEVICE)]
-    processes: bool,
-    /// Sum of gradients over several devices [default: nccl where it can be used; copies between processes]
-    #[arg(long, value_enum, requires = "several", help_heading = DEVICE)]
-    reduce: Option<Reduce>,
-    /// Split of the work over several devices
-    #[arg(long, value_enum, default_value_t, requires = "several", help_heading = DEVICE)]
-    shard: Shard,
-    /// Exchange of keys between devices that share sequences [default: nccl where it can be used]
-    #[arg(long, value_enum, requires = "devices", help_heading = DEVICE)]
-    exchange: Option<Crossing>,
-    /// Number of devices that share each sequence; others have other windows of the batch [default: all]
-    #[arg(long, value_parser = arguments::positive, requires = "several", help_heading = DEVICE)]
-    share: Option<usize>,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// Capture a step in a CUDA graph and replay it: the same results with less work of the host
     #[arg(long, help_heading = DEVICE)]
     graph: bool,
@@ -152,23 +131,15 @@ impl TrainArgs {
     }
 }
 
-const DEVICE: &str = "Device";
-
 /// Runs `enwik8 train`. The exit code is 130 if Ctrl-C ended it.
 pub fn run(args: &TrainArgs) -> Result<ExitCode> {
-    let (device, devices) = (args.device.as_deref(), args.devices.as_deref());
-    let (reduce, shard, exchange) = (args.reduce, args.shard, args.exchange);
-    if !args.processes {
-        let group = Group::open(device, devices, reduce, shard, exchange, args.share)?;
-        return train(args, group);
+    let devices = &args.devices;
+    if !devices.processes {
+        return train(args, Group::open(devices)?);
     }
-    ensure!(
-        !matches!(exchange, Some(Crossing::Nccl)),
-        "--exchange nccl is of devices in one process; processes exchange keys by the host and TCP"
-    );
-    let processes = Arc::new(Processes::from_env().context("--processes")?);
+    let processes = Arc::new(devices.processes()?);
     settled(&processes, || {
-        let group = Group::of_processes(&processes, device, reduce, shard, args.share)?;
+        let group = Group::of_processes(&processes, devices)?;
         if processes.rank() == 0 {
             return train(args, group);
         }
@@ -399,7 +370,9 @@ impl Session {
         let has_means = matches!(model.content, Some(ContentAttention::Routing(_)));
         if self.step == 0 && has_means {
             let seed = step_seed(!recipe.seed, 0);
-            self.training.kmeans_init(tokens.clone(), seed)?;
+            // Of one device: groups refuse models with means.
+            let steps = self.training.steps();
+            steps.kmeans_init(tokens.clone(), seed)?;
         }
         let learning_rate = self.config.learning_rate(self.step, self.steps);
         let Measured {
@@ -454,7 +427,7 @@ impl Session {
         for (change, mut note) in [pruned, over, stage].into_iter().flatten() {
             self.training.change(change)?;
             if let Change::Prune(_) = change {
-                let parameters = self.training.model()?.num_params();
+                let parameters = self.training.steps().model()?.num_params();
                 note += &format!(": {} parameters", thousands(parameters));
             }
             notes.push(format!("step {step}/{}  {note}", self.steps));
@@ -470,7 +443,7 @@ impl Session {
         }
         let context = self.config.model.context;
         let bytes = self.corpus.split(Split::Validation);
-        let model = self.training.model()?.valid();
+        let model = self.training.steps().model()?.valid();
         let layers = recall::measure(&model, None, &bytes[..context], &self.device.device)?;
         let note = format!(
             "step {}/{}  {}",
@@ -523,7 +496,7 @@ impl Session {
 
     fn evaluate(&self, plan: &[Window], bar: &ProgressBar) -> Result<Evaluation> {
         let evaluator = Evaluator {
-            model: &self.training.model()?.valid(),
+            model: &self.training.steps().model()?.valid(),
             device: &self.device.device,
             cut: self.config.model.cut(),
             batch: self.config.recipe.batch,
@@ -544,8 +517,8 @@ impl Session {
             sampler: self.sampler.state().clone(),
             ..self.header.clone()
         };
-        let model = self.training.model()?.clone();
-        Checkpoint::new(header, model, &self.training.optimizer())
+        let model = self.training.steps().model()?.clone();
+        Checkpoint::new(header, model, &self.training.steps().optimizer())
     }
 
     /// What this process and the device hold, for the report and for TensorBoard.

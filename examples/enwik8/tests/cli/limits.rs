@@ -154,12 +154,6 @@ fn sizes_of_other_commands_have_limits() {
     says(message, &format!("--prompt-file {empty} must not be empty"));
     let message = fail(format!("sample --prompt '' {of_run}"), 1);
     says(message, "--prompt must not be empty");
-    // Either name of a run does.
-    for command in ["eval", "report"] {
-        for flag in ["--run", "--checkpoint"] {
-            succeed(format!("{command} {flag} {run}"));
-        }
-    }
     says(
         succeed(format!("report --checkpoint {run}/best.ckpt")),
         "report.md",
