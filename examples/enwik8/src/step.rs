@@ -35,23 +35,25 @@ impl State {
         Ok(model.losses_and_gradients(tokens, targets, first_entry, seed, recompute)?)
     }
 
-    /// The optimizer's part of a step, which is `update`; the norm of the gradients, `[1]`.
-    fn update(
-        &mut self,
-        gradients: GradientsParams,
-        update: impl FnOnce(
-            &mut FusedAdamW,
-            SparseTransformer,
-            GradientsParams,
-        ) -> Result<(SparseTransformer, Tensor<1>)>,
-    ) -> Result<Tensor<1>> {
+    /// The optimizer's part of a step; the norm of the gradients, `[1]`.
+    fn update(&mut self, gradients: GradientsParams, rate: Rate) -> Result<Tensor<1>> {
         // Not a clone, which would make the step write another model beside this one.
         let model = self.model.take().context(NO_MODEL)?;
-        let (mut model, norm) = update(&mut self.optimizer, model, gradients)?;
+        let (mut model, norm) = match rate {
+            Rate::Of(rate) => self.optimizer.step(rate, model, gradients)?,
+            Rate::Prepared(control) => self.optimizer.step_prepared(control, model, gradients)?,
+        };
         model.ema_update();
         self.model = Some(model);
         Ok(norm)
     }
+}
+
+/// The learning rate of a step.
+enum Rate<'a> {
+    Of(f64),
+    /// On the device, where replays read it.
+    Prepared(&'a AdamWStepState),
 }
 
 /// What a step is of.
@@ -195,9 +197,7 @@ impl Steps {
     /// The second half, the optimizer's; the norm of the gradients, `[1]`.
     pub fn update(&self, learning_rate: f64, gradients: GradientsParams) -> Result<Tensor<1>> {
         let mut state = self.state.borrow_mut();
-        state.update(gradients, |optimizer, model, gradients| {
-            Ok(optimizer.step(learning_rate, model, gradients)?)
-        })
+        state.update(gradients, Rate::Of(learning_rate))
     }
 
     /// Changes the model. What was recorded is of the one before.
@@ -277,9 +277,7 @@ impl Replays {
                 let inputs = [tokens.tensor(), targets.tensor()];
                 let mut state = state.borrow_mut();
                 let (losses, gradients) = state.gradients(inputs, 0, seed.seed(), recompute)?;
-                let norm = state.update(gradients, |optimizer, model, gradients| {
-                    Ok(optimizer.step_prepared(&control, model, gradients)?)
-                })?;
+                let norm = state.update(gradients, Rate::Prepared(&control))?;
                 Ok(numbers(losses, norm))
             }
         });

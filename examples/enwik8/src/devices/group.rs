@@ -9,6 +9,7 @@ use burn_sparse_transformer::{SparseTransformer, TransformerShard};
 use clap::Args;
 
 use super::reduce::{Crossing, Reduce, Shard, Strategy};
+use super::worker::Post;
 use crate::arguments;
 use crate::config::RunConfig;
 use crate::device::{self, NamedDevice};
@@ -161,12 +162,6 @@ impl Group {
         self.processes.as_ref()
     }
 
-    /// This process's first device.
-    pub(super) fn own(&self) -> &NamedDevice {
-        let rank = self.processes.as_ref().map_or(0, |of| of.rank());
-        &self.devices[rank]
-    }
-
     /// All of them by name, the first by what it is: where evaluation runs, and memory is measured.
     pub fn first(&self) -> NamedDevice {
         let names: Vec<&str> = (self.devices.iter())
@@ -178,13 +173,16 @@ impl Group {
         }
     }
 
-    pub(super) fn devices(&self) -> &[NamedDevice] {
-        &self.devices
-    }
-
-    /// How they add their gradients, if steps are to be divided.
-    pub(super) fn strategy(&self) -> Option<&Strategy> {
-        self.strategy.as_ref()
+    /// What each of them is, if steps are to be divided.
+    pub(super) fn posts(&self) -> Option<Vec<Post>> {
+        let strategy = self.strategy.as_ref()?;
+        let of = |(rank, device): (usize, &NamedDevice)| Post {
+            rank,
+            count: self.devices.len(),
+            device: device.clone(),
+            strategy: strategy.clone(),
+        };
+        Some(self.devices.iter().enumerate().map(of).collect())
     }
 
     /// How many devices have the same windows.
@@ -205,6 +203,10 @@ impl Group {
     /// Parts of a batch.
     fn sets(&self) -> usize {
         self.devices.len() / self.share
+    }
+
+    pub(super) fn adds_by_nccl(&self) -> bool {
+        matches!(self.strategy, Some(Strategy::Nccl { .. }))
     }
 
     /// Whether steps are to be divided.

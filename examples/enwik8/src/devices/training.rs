@@ -24,9 +24,9 @@ impl From<Steps> for Training {
 impl Training {
     /// The same on the devices of a group; `checkpoint` is of it as it is.
     pub fn spread(self, group: &Group, checkpoint: Checkpoint) -> Result<Self> {
-        match (self, group.strategy()) {
-            (Self::One(steps), Some(strategy)) => {
-                let replicas = Replicas::start(group, strategy, *steps, checkpoint)?;
+        match (self, group.posts()) {
+            (Self::One(steps), Some(posts)) => {
+                let replicas = Replicas::start(group, posts, *steps, checkpoint)?;
                 Ok(Self::Several(Box::new(replicas)))
             }
             (training, _) => Ok(training),

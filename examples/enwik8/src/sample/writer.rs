@@ -1,6 +1,6 @@
 //! A model that writes several texts at once.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use burn::tensor::Device;
 use burn_paged_attention::pool::{
     CachePolicy, KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, PagedDecoder, SequenceId,
@@ -85,38 +85,33 @@ impl Writer {
         })
     }
 
-    /// Begins texts and returns the logits of each one's next byte. Prompts that are the same are read once, and share the keys of what was read.
+    /// Begins the texts and returns the logits of each one's next byte. Prompts that are the same are read once, and share the keys of what was read.
     pub fn begin(&mut self, prompts: &[&[u8]]) -> Result<Vec<Vec<f32>>> {
-        let begun = self.windows.len();
-        let first = |prompt: &[u8]| prompts.iter().position(|other| *other == prompt);
-        let firsts: Vec<usize> = prompts.iter().filter_map(|prompt| first(prompt)).collect();
-        let is_first = |text: &usize| firsts[*text] == *text;
-        for _ in prompts {
+        let first = |prompt: &&[u8]| prompts.iter().position(|other| other == prompt);
+        let firsts: Vec<usize> = prompts.iter().filter_map(first).collect();
+        let read: Vec<usize> = (0..prompts.len()).filter(|&at| firsts[at] == at).collect();
+        for _ in &read {
             self.windows.push(Window {
                 id: self.decoder.with_pool(KvPool::join)?,
                 bytes: Vec::new(),
             });
         }
-        let read = (0..prompts.len()).filter(is_first);
-        let read: Vec<(usize, &[u8])> = read.map(|text| (begun + text, prompts[text])).collect();
-        let places: Vec<usize> = read.iter().map(|(text, _)| text - begun).collect();
-        let logits = self.read(&read)?;
-        let of = |text: usize| places.iter().position(|&place| place == text);
+        let bytes: Vec<(usize, &[u8])> = (read.iter().enumerate())
+            .map(|(at, &text)| (at, prompts[text]))
+            .collect();
+        let logits = self.read(&bytes)?;
+        let windows = std::mem::take(&mut self.windows);
         let mut each = Vec::with_capacity(prompts.len());
-        for (text, &first) in firsts.iter().enumerate() {
-            if text != first {
-                let Window { id, bytes } = &self.windows[begun + first];
-                let (from, bytes) = (*id, bytes.clone());
-                let window = &mut self.windows[begun + text];
-                let empty = window.id;
-                window.bytes = bytes;
-                window.id = self.decoder.with_pool(|pool| {
-                    pool.leave(empty)?;
-                    pool.fork(from)
-                })?;
-            }
-            let place = of(first).context("every first prompt was read")?;
-            each.push(logits[place].clone());
+        for (text, first) in firsts.iter().enumerate() {
+            let at = read.binary_search(first).unwrap_or_default();
+            let Window { id, bytes } = &windows[at];
+            let id = match text == *first {
+                true => *id,
+                false => self.decoder.with_pool(|pool| pool.fork(*id))?,
+            };
+            let bytes = bytes.clone();
+            self.windows.push(Window { id, bytes });
+            each.push(logits[at].clone());
         }
         Ok(each)
     }
@@ -163,22 +158,17 @@ impl Writer {
 
     /// Reads the next byte of each text and a draft of those behind it, for which there is [`Self::room`], and returns the logits behind each of them.
     pub fn check(&mut self, more: &[(usize, Vec<u8>)]) -> Result<Vec<Vec<Vec<f32>>>> {
-        let is_plain = |(_, bytes): &&(usize, Vec<u8>)| bytes.len() == 1;
-        if self.padded == 1 && more.iter().all(|more| is_plain(&more)) {
-            let more: Vec<(usize, &[u8])> = (more.iter())
-                .map(|(text, bytes)| (*text, bytes.as_slice()))
-                .collect();
-            let logits = self.read(&more)?;
-            return Ok(logits.into_iter().map(|logits| vec![logits]).collect());
-        }
-        let mut rows = vec![Vec::new(); more.len()];
+        let is_plain = self.padded == 1 && more.iter().all(|(_, bytes)| bytes.len() == 1);
         // Windows that are full begin anew, which is a read of its own.
-        let full = |text: usize, windows: &[Window]| windows[text].bytes.len() == self.context;
-        let (anew, together): (Vec<usize>, Vec<usize>) =
-            (0..more.len()).partition(|&place| full(more[place].0, &self.windows));
-        for place in anew {
-            let (text, bytes) = &more[place];
-            rows[place] = self.read(&[(*text, bytes)])?;
+        let is_full = |text: usize| self.windows[text].bytes.len() == self.context;
+        let (alone, together): (Vec<usize>, Vec<usize>) =
+            (0..more.len()).partition(|&place| is_plain || is_full(more[place].0));
+        let read: Vec<(usize, &[u8])> = (alone.iter())
+            .map(|&place| (more[place].0, more[place].1.as_slice()))
+            .collect();
+        let mut rows = vec![Vec::new(); more.len()];
+        for (place, logits) in alone.into_iter().zip(self.read(&read)?) {
+            rows[place] = vec![logits];
         }
         if together.is_empty() {
             return Ok(rows);
