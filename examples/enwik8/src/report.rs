@@ -337,8 +337,7 @@ impl Report<'_> {
     fn pictures(&self, model: SparseTransformer, pictures: Pictures) -> Result<String> {
         let classes = images::classes(&[], pictures.classes.min(PICTURES), pictures);
         let sampling = Sampling::default().temperature(images::TEMPERATURE).seed(1);
-        let device = &self.device.device;
-        let drawn = images::draw(model, device, pictures, &classes, &sampling, false)?;
+        let drawn = images::draw(model, pictures, &classes, &sampling, false)?;
         let path = self.folder.join(run::SAMPLES);
         let (columns, zoom) = (images::columns(drawn.len()), images::zoom(pictures));
         grid::save(&path, pictures, &drawn, columns, zoom)?;

@@ -1,6 +1,5 @@
 //! `enwik8 sample`: one byte after the other, with a cache of keys and values.
 
-pub mod decoder;
 mod output;
 mod statistics;
 mod writer;
@@ -128,7 +127,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         .map(|prompt| prompt.len().saturating_add(args.length))
         .collect();
     let read = prompts.iter().map(Vec::len).max().unwrap_or(1);
-    let mut writer = Writer::new(model, device.device, &lengths, read, &cache)
+    let mut writer = Writer::new(model, &lengths, read, &cache)
         .map_err(|error| args.kept.explained(error, config))?;
     let stop: Vec<&[u8]> = args.stop.iter().map(String::as_bytes).collect();
     let sampling = args.sampling();

@@ -1,15 +1,14 @@
 //! A model that writes several texts at once.
 
 use anyhow::Result;
-use burn::tensor::Device;
 use burn_paged_attention::pool::{
-    CachePolicy, KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, PagedDecoder, SequenceId,
+    CachePolicy, GraphDecoder, KvDtype, KvPoolConfig, KvPositions, KvStep, PagedDecoder, SequenceId,
 };
 use burn_sparse_transformer::SparseTransformer;
 
-use super::decoder::Decoder;
 use super::statistics::CacheStatistics;
-use crate::model::numbers;
+use crate::model;
+use crate::step::replays;
 
 /// What is kept of the bytes that were read.
 #[derive(Clone, Debug)]
@@ -30,9 +29,8 @@ pub struct Cache {
 
 /// A model, and what it has read of each text.
 pub struct Writer {
-    decoder: Decoder,
+    decoder: GraphDecoder<SparseTransformer>,
     context: usize,
-    device: Device,
     windows: Vec<Window>,
     /// Bytes that steps with drafts read at least of each text: recordings have one size.
     padded: usize,
@@ -48,7 +46,6 @@ impl Writer {
     /// A writer of texts of so many bytes each, which begin with up to `read`.
     pub fn new(
         model: SparseTransformer,
-        device: Device,
         lengths: &[usize],
         read: usize,
         cache: &Cache,
@@ -77,9 +74,8 @@ impl Writer {
         };
         let pool = model.new_pool(&config)?;
         Ok(Writer {
-            decoder: Decoder::new(model, pool, cache.graph)?,
+            decoder: GraphDecoder::new(model, pool)?.recording(cache.graph),
             context,
-            device,
             windows: Vec::new(),
             padded: if cache.graph { 1 + cache.drafted } else { 1 },
         })
@@ -92,7 +88,7 @@ impl Writer {
         let read: Vec<usize> = (0..prompts.len()).filter(|&at| firsts[at] == at).collect();
         for _ in &read {
             self.windows.push(Window {
-                id: self.decoder.with_pool(KvPool::join)?,
+                id: self.decoder.pool_mut().join()?,
                 bytes: Vec::new(),
             });
         }
@@ -107,7 +103,7 @@ impl Writer {
             let Window { id, bytes } = &windows[at];
             let id = match text == *first {
                 true => *id,
-                false => self.decoder.with_pool(|pool| pool.fork(*id))?,
+                false => self.decoder.pool_mut().fork(*id)?,
             };
             let bytes = bytes.clone();
             self.windows.push(Window { id, bytes });
@@ -131,11 +127,9 @@ impl Writer {
                 let all = [window.bytes.as_slice(), bytes].concat();
                 new = all[all.len() - (context / 2).max(1)..].to_vec();
                 window.bytes = new.clone();
-                let old = window.id;
-                window.id = self.decoder.with_pool(|pool| {
-                    pool.leave(old)?;
-                    pool.join()
-                })?;
+                let mut pool = self.decoder.pool_mut();
+                pool.leave(window.id)?;
+                window.id = pool.join()?;
             }
             let together = if new.len() == 1 {
                 &mut single
@@ -182,16 +176,11 @@ impl Writer {
             texts.map(|(text, bytes)| (self.windows[*text].id, &**bytes)),
             self.padded,
         );
-        let logits = self.decoder.all_logits(&tokens, &steps, &self.device)?;
-        let [_, seq, vocab] = logits.dims();
-        let logits = numbers(logits)?;
-        for (&place, logits) in together.iter().zip(logits.chunks(seq * vocab)) {
-            let count = more[place].1.len();
-            rows[place] = logits
-                .chunks(vocab)
-                .take(count)
-                .map(<[f32]>::to_vec)
-                .collect();
+        let logits = self.decoder.all_logits(&tokens, &steps)?;
+        let [batch, seq, vocab] = logits.dims();
+        let logits = model::rows(logits.reshape([batch * seq, vocab]))?;
+        for (&place, logits) in together.iter().zip(logits.chunks(seq)) {
+            rows[place] = logits[..more[place].1.len()].to_vec();
         }
         Ok(rows)
     }
@@ -201,8 +190,7 @@ impl Writer {
         let window = &mut self.windows[text];
         let len = window.bytes.len() - bytes;
         window.bytes.truncate(len);
-        let id = window.id;
-        Ok(self.decoder.with_pool(|pool| pool.truncate(id, len))?)
+        Ok(self.decoder.pool_mut().truncate(window.id, len)?)
     }
 
     /// One call for several texts.
@@ -215,18 +203,27 @@ impl Writer {
             return Ok(());
         }
         let (steps, tokens) = call_of(texts.iter().map(|(_, id, bytes)| (*id, &**bytes)), 0);
-        let next = self.decoder.next_rows(&tokens, &steps, &self.device)?;
-        for ((place, ..), next) in texts.iter().zip(next) {
+        let next = self.decoder.next_logits(&tokens, &steps)?;
+        for ((place, ..), next) in texts.iter().zip(model::rows(next)?) {
             logits[*place] = next;
         }
         Ok(())
     }
 
     /// What the keys and values of all texts take.
-    pub fn usage(&mut self) -> Result<CacheStatistics> {
-        let mut sum = CacheStatistics::default();
+    pub fn usage(&self) -> Result<CacheStatistics> {
+        let pool = self.decoder.pool();
+        let shared = pool.page_pools().map(|books| {
+            let pages = 0..books.config().pages();
+            pages.filter(|&page| books.references(page) > 1).count()
+        });
+        let mut sum = CacheStatistics {
+            pool_bytes: pool.bytes(),
+            shared_pages: shared.sum(),
+            ..CacheStatistics::default()
+        };
         for window in &self.windows {
-            let usage = self.decoder.with_pool(|pool| pool.usage(window.id))?;
+            let usage = pool.usage(window.id)?;
             sum.slots += usage.slots;
             sum.bytes += usage.bytes;
             sum.live_bytes += usage.live_bytes;
@@ -235,19 +232,12 @@ impl Writer {
             sum.summary_bytes += usage.summary_bytes;
             sum.read_bytes += usage.read_bytes;
         }
-        (sum.pool_bytes, sum.shared_pages) = self.decoder.with_pool(|pool| {
-            let shared = pool.page_pools().map(|books| {
-                let pages = 0..books.config().pages();
-                pages.filter(|&page| books.references(page) > 1).count()
-            });
-            (pool.bytes(), shared.sum())
-        });
         Ok(sum)
     }
 
     /// How steps of a byte run, where they were to be replayed and it is known.
     pub fn describe(&self) -> Option<String> {
-        self.decoder.describe()
+        replays(self.decoder.is_recorded(), self.decoder.fallback_reason())
     }
 }
 
