@@ -95,7 +95,8 @@ impl Report<'_> {
     /// Writes the page and its pictures; where it is.
     pub fn write(&self) -> Result<PathBuf> {
         let rows = log::read(&self.folder.join(run::LOG))?;
-        self.draw(&rows)?;
+        let (config, axes) = (&self.checkpoint.header.config, [Axis::Steps, Axis::Time]);
+        draw(self.folder, config, self.entropy(), &rows, &axes)?;
         let model = model::restore(self.checkpoint, &self.device.device)?;
         let text = [
             self.facts(&rows, &model)?,
@@ -108,25 +109,6 @@ impl Report<'_> {
         let path = self.folder.join(run::REPORT);
         write_whole(&path, text)?;
         Ok(path)
-    }
-
-    fn draw(&self, rows: &[Row]) -> Result<()> {
-        let config = &self.checkpoint.header.config;
-        let title = title(config);
-        let files = [
-            (self.folder.join(run::PLOT), Axis::Steps),
-            (self.folder.join(run::TIME_PLOT), Axis::Time),
-        ];
-        for (path, axis) in files {
-            let frame = Frame {
-                title: &title,
-                unit: config.model.unit(),
-                entropy: self.entropy(),
-                axis,
-            };
-            plot::draw(&path, &frame, rows)?;
-        }
-        plot_recall::draw(&self.folder.join(run::RECALL), &title, rows)
     }
 
     fn entropy(&self) -> Option<f64> {
@@ -411,8 +393,33 @@ impl Report<'_> {
     }
 }
 
+/// Draws the pictures of a run's log.
+pub fn draw(
+    folder: &Path,
+    config: &RunConfig,
+    entropy: Option<f64>,
+    rows: &[Row],
+    axes: &[Axis],
+) -> Result<()> {
+    let title = title(config);
+    for &axis in axes {
+        let frame = Frame {
+            title: &title,
+            unit: config.model.unit(),
+            entropy,
+            axis,
+        };
+        let name = match axis {
+            Axis::Steps => run::PLOT,
+            Axis::Time => run::TIME_PLOT,
+        };
+        plot::draw(&folder.join(name), &frame, rows)?;
+    }
+    plot_recall::draw(&folder.join(run::RECALL), &title, rows)
+}
+
 /// What stands above the page and its pictures.
-pub fn title(config: &RunConfig) -> String {
+fn title(config: &RunConfig) -> String {
     format!(
         "enwik8, preset {}: {}",
         config.preset,

@@ -36,14 +36,14 @@ use crate::log::{self, Log, Row, Trained};
 use crate::memory::Resources;
 use crate::model::{self, bits};
 use crate::overrides::Overrides;
-use crate::plot::{self, Axis, Frame};
+use crate::plot::Axis;
 use crate::presets::{Preset, Task};
 use crate::progress::{Progress, program, say, warn};
 use crate::run::{self, RunFolder};
 use crate::step::{Batch, Change, Measured, Steps};
 use crate::tensorboard::EventFile;
 use crate::windows::Window;
-use crate::{indexers, plot_recall, recall, report};
+use crate::{indexers, recall, report};
 
 /// Train a model on the bytes of text or images
 #[derive(Args, Debug)]
@@ -532,15 +532,10 @@ impl Session {
 
     /// A picture that cannot be drawn is no reason to lose a run.
     fn plot(&self) {
-        let frame = Frame {
-            title: &report::title(&self.config),
-            unit: self.config.model.unit(),
-            entropy: Some(self.corpus.order_0_entropy()),
-            axis: Axis::Steps,
-        };
+        let entropy = Some(self.corpus.order_0_entropy());
         let drawn = log::read(&self.folder.file(run::LOG)).and_then(|rows| {
-            plot_recall::draw(&self.folder.file(run::RECALL), frame.title, &rows)?;
-            plot::draw(&self.folder.file(run::PLOT), &frame, &rows)
+            let axes = [Axis::Steps];
+            report::draw(self.folder.path(), &self.config, entropy, &rows, &axes)
         });
         if let Err(error) = drawn {
             warn(format!("{error:#}"));

@@ -1,31 +1,12 @@
 //! A model that writes several texts at once.
 
 use anyhow::Result;
-use burn_paged_attention::pool::{
-    CachePolicy, GraphDecoder, KvDtype, KvPoolConfig, KvPositions, KvStep, PagedDecoder, SequenceId,
-};
+use burn_paged_attention::pool::{GraphDecoder, KvPoolConfig, KvStep, PagedDecoder, SequenceId};
 use burn_sparse_transformer::SparseTransformer;
 
 use super::statistics::CacheStatistics;
 use crate::model;
 use crate::step::replays;
-
-/// What is kept of the bytes that were read.
-#[derive(Clone, Debug)]
-pub struct Cache {
-    pub kept: CachePolicy,
-    pub dtype: KvDtype,
-    /// Which positions rotations are of.
-    pub positions: KvPositions,
-    /// Slots of a page.
-    pub page_size: Option<usize>,
-    /// Whether steps are recorded and replayed where the device can.
-    pub graph: bool,
-    /// Bytes of a draft, at most.
-    pub drafted: usize,
-    /// Whether the model's choice of keys by content is of prompts alone.
-    pub prompts_choose: bool,
-}
 
 /// A model, and what it has read of each text.
 pub struct Writer {
@@ -43,41 +24,19 @@ struct Window {
 }
 
 impl Writer {
-    /// A writer of texts of so many bytes each, which begin with up to `read`.
+    /// With `graph` steps of up to `drafted` bytes and one are recorded and replayed where the device can.
     pub fn new(
         model: SparseTransformer,
-        lengths: &[usize],
-        read: usize,
-        cache: &Cache,
+        pool: &KvPoolConfig,
+        graph: bool,
+        drafted: usize,
     ) -> Result<Self> {
-        let context = model.context();
-        // A text that does not fit goes on behind the newest half of the context.
-        let read = match lengths.iter().all(|&length| length <= context) {
-            true => read,
-            false => read.max(context / 2),
-        };
-        let lengths = lengths.iter().map(|&length| length.clamp(1, context));
-        let config = KvPoolConfig::for_lengths(lengths)
-            .with_dtype(cache.dtype)
-            .with_positions(cache.positions)
-            .with_chunk(1 + cache.drafted)
-            .with_rollback(cache.drafted);
-        let read = read.clamp(1, context).max(1 + cache.drafted);
-        let config = config.with_policy(cache.kept, read);
-        let config = match cache.page_size {
-            Some(page_size) => config.with_page_size(page_size),
-            None => config,
-        };
-        let config = match cache.prompts_choose {
-            true => config.with_choosing_prompts(),
-            false => config,
-        };
-        let pool = model.new_pool(&config)?;
+        let (context, pool) = (model.context(), model.new_pool(pool)?);
         Ok(Writer {
-            decoder: GraphDecoder::new(model, pool)?.recording(cache.graph),
+            decoder: GraphDecoder::new(model, pool)?.recording(graph),
             context,
             windows: Vec::new(),
-            padded: if cache.graph { 1 + cache.drafted } else { 1 },
+            padded: if graph { 1 + drafted } else { 1 },
         })
     }
 
