@@ -385,7 +385,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn sync(&self) -> Result<()> {
-        sync(self.device)
+        (self.device.sync()).map_err(|error| anyhow!("{error:?}"))
     }
 
     /// Medians over iterations that wait after each part.
@@ -447,10 +447,6 @@ impl<'a> Trainer<'a> {
         let share = layout.density() * (context as f64).powi(2) / causal;
         Ok((tflop, share))
     }
-}
-
-fn sync(device: &Device) -> Result<()> {
-    device.sync().map_err(|error| anyhow!("{error:?}"))
 }
 
 fn milliseconds(since: Instant) -> f64 {

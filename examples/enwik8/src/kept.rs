@@ -4,7 +4,7 @@ use anyhow::{Error, Result, anyhow, bail, ensure};
 use burn::tensor::FloatDType;
 use burn_paged_attention::PoolError;
 use burn_paged_attention::pages::CacheError;
-use burn_paged_attention::pool::{CachePolicy, EvictionBudget, KvDtype, KvPositions};
+use burn_paged_attention::pool::{CachePolicy, EvictionBudget, KvDtype, KvPoolConfig, KvPositions};
 use burn_sparse_transformer::{Selection, SparseTransformer, TransformerError};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -32,7 +32,7 @@ pub struct KeptArgs {
     slack: Option<usize>,
     /// Positions of rotary embeddings, with window:W,S: those in the text, or those in the cache
     #[arg(long, value_name = "KIND", default_value = "original", value_parser = positions())]
-    pub positions: KvPositions,
+    positions: KvPositions,
     /// Dtype of stored keys and values: int8 and fp8 take half the memory of bf16
     #[arg(long, value_name = "DTYPE", default_value = "model", value_parser = kv_dtype())]
     pub kv_dtype: KvDtype,
@@ -124,6 +124,14 @@ impl KeptArgs {
         anyhow!(
             "{flag} needs the dense causal pattern in every head; this model uses {patterns}; train one with --attention dense{instead}"
         )
+    }
+
+    /// A pool that keeps keys by `kept`, where a call reads `longest` bytes at most.
+    pub fn pool(&self, config: KvPoolConfig, kept: CachePolicy, longest: usize) -> KvPoolConfig {
+        let config = config.with_policy(kept, longest);
+        config
+            .with_dtype(self.kv_dtype)
+            .with_positions(self.positions)
     }
 
     /// What the flags say, if any.

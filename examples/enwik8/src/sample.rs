@@ -284,11 +284,10 @@ impl SampleArgs {
         let drafted = self.speculate.unwrap_or(0);
         let lengths = lengths.iter().map(|&length| length.clamp(1, context));
         let config = KvPoolConfig::for_lengths(lengths)
-            .with_dtype(self.kept.kv_dtype)
-            .with_positions(self.kept.positions)
             .with_chunk(1 + drafted)
-            .with_rollback(drafted)
-            .with_policy(kept, read.clamp(1, context).max(1 + drafted));
+            .with_rollback(drafted);
+        let longest = read.clamp(1, context).max(1 + drafted);
+        let config = self.kept.pool(config, kept, longest);
         let config = match self.page_size {
             Some(page_size) => config.with_page_size(page_size),
             None => config,

@@ -148,27 +148,25 @@ fn best(found: &[(String, Vec<Vec<SelectionQuality>>)], density: f64) -> Selecti
     let mut file = SelectionFile::default();
     let layers = found.first().map_or(0, |(_, heads)| heads.len());
     for layer in 0..layers {
-        let heads = found[0].1[layer].len();
-        let best: Vec<usize> = (0..heads)
-            .map(|head| {
-                let of = |candidate: usize| &found[candidate].1[layer][head];
-                // Rounding of the sum that a density is of.
-                let fits = |&candidate: &usize| of(candidate).density <= density + 1e-9;
-                // Of equal ones the last is taken: from behind that is the earliest.
-                let all = || (0..found.len()).rev();
-                let recall = |a: &usize, b: &usize| of(*a).recall.total_cmp(&of(*b).recall);
-                let sparser = |a: &usize, b: &usize| of(*b).density.total_cmp(&of(*a).density);
-                let fitting = all().filter(fits).max_by(recall);
-                fitting.or_else(|| all().max_by(sparser)).unwrap_or(0)
-            })
-            .collect();
-        let of = |head: usize| &found[best[head]].1[layer][head];
-        file.layers
-            .push(best.iter().map(|&of| found[of].0.clone()).collect());
-        file.recall
-            .push((0..heads).map(|head| of(head).recall).collect());
-        file.density
-            .push((0..heads).map(|head| of(head).density).collect());
+        let best = (0..found[0].1[layer].len()).filter_map(|head| {
+            // Of equal ones the last is taken: from behind that is the earliest.
+            let all = || {
+                let candidates = found.iter().rev();
+                candidates.map(|(text, heads)| (text, heads[layer][head]))
+            };
+            // Rounding of the sum that a density is of.
+            let fitting = all().filter(|(_, of)| of.density <= density + 1e-9);
+            let fitting = fitting.max_by(|(_, a), (_, b)| a.recall.total_cmp(&b.recall));
+            let sparsest = || all().max_by(|(_, a), (_, b)| b.density.total_cmp(&a.density));
+            fitting.or_else(sparsest)
+        });
+        let best: Vec<(&String, SelectionQuality)> = best.collect();
+        let texts = best.iter().map(|(text, _)| (*text).clone());
+        file.layers.push(texts.collect());
+        let recalls = best.iter().map(|(_, of)| of.recall);
+        file.recall.push(recalls.collect());
+        let densities = best.iter().map(|(_, of)| of.density);
+        file.density.push(densities.collect());
     }
     file
 }

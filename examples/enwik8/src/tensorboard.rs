@@ -94,11 +94,7 @@ impl EventFile {
     }
 
     fn append_row(&mut self, row: &Row, time: f64) -> Result<()> {
-        let scalars = scalars(row);
-        match scalars.is_empty() {
-            true => Ok(()),
-            false => self.append(&Event::new(time, row.step()).scalars(&scalars)),
-        }
+        self.append(&Event::new(time, row.step()).scalars(&scalars(row)))
     }
 
     fn append(&mut self, event: &Event) -> Result<()> {

@@ -444,7 +444,7 @@ impl Session {
         let context = self.config.model.context;
         let bytes = self.corpus.split(Split::Validation);
         let model = self.training.steps().model()?.valid();
-        let layers = recall::measure(&model, None, &bytes[..context], &self.device.device)?;
+        let layers = recall::measure(&model, &bytes[..context], &self.device.device)?;
         let note = format!(
             "step {}/{}  {}",
             self.step,

@@ -20,26 +20,16 @@ fn a_resumed_run_equals_an_uninterrupted_one() {
 }
 
 #[test]
-fn block_sparse_weights_are_shown_and_resume_bit_for_bit() {
-    let shown = "ff        block-sparse weights: random, 50 % of the blocks of 16";
-    weights_resume_bit_for_bit("", shown);
-}
-
-#[test]
-fn pruned_weights_resume_bit_for_bit() {
-    let pruning = "--ff-prune 0.25 --ff-prune-from 3 --ff-prune-until 15 --ff-prune-every 4";
-    let shown = "step 15/20  feed-forward weights keep 25.0 % of their blocks: ";
-    weights_resume_bit_for_bit(pruning, shown);
-}
-
-fn weights_resume_bit_for_bit(pruning: &str, shown: &str) {
+fn block_sparse_weights_are_pruned_and_resume_bit_for_bit() {
     let folder = Folder::new();
-    let sparse = "--ff-density 0.5 --ff-block 16 --ff-layout random";
-    let flags = format!("--steps 20 --checkpoint-every 10 {sparse} {pruning}");
-    says(
-        folder.assert_resumes(|run| folder.train(run, &flags), 20),
-        shown,
-    );
+    let sparse = "--ff-density 0.5 --ff-block 16 --ff-layout random --ff-prune 0.25 --ff-prune-from 3 --ff-prune-until 15 --ff-prune-every 4";
+    let flags = format!("--steps 20 --checkpoint-every 10 {sparse}");
+    let text = folder.assert_resumes(|run| folder.train(run, &flags), 20);
+    let shown = [
+        "ff        block-sparse weights: random, 50 % of the blocks of 16",
+        "step 15/20  feed-forward weights keep 25.0 % of their blocks: ",
+    ];
+    says_all(text, &shown);
 }
 
 #[test]
