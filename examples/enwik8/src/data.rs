@@ -122,39 +122,33 @@ impl Corpus {
 
     /// One line for the user: where the bytes come from.
     pub fn describe(&self) -> String {
-        if let Some(pictures) = self.pictures {
-            return self.describe_pictures(pictures);
-        }
-        let source = match &self.path {
-            None => {
-                "the first 1,000,000 bytes of enwik8 (embedded; --data FILE for more)".to_owned()
+        let path = self.path.as_ref().map(|path| path.display().to_string());
+        let (source, unit, record) = match (self.pictures, path) {
+            (Some(pictures), path) => {
+                let (side, classes) = (pictures.side, pictures.classes);
+                let path = path.unwrap_or("a synthetic set (--data DIR for CIFAR-10)".to_owned());
+                let halved = if pictures.halved { ", halved" } else { "" };
+                let source = format!(
+                    "{path}: pictures of {side} × {side} pixels{halved}, {classes} classes"
+                );
+                (source, "pictures", pictures.record())
             }
-            Some(path) if self.bytes.len() == ENWIK8_BYTES => {
-                format!(
-                    "{}: the full enwik8, by its length of 100,000,000 bytes",
-                    path.display()
-                )
+            (None, path) => {
+                let source = match path {
+                    None => "the first 1,000,000 bytes of enwik8 (embedded; --data FILE for more)"
+                        .to_owned(),
+                    Some(path) if self.bytes.len() == ENWIK8_BYTES => {
+                        format!("{path}: the full enwik8, by its length of 100,000,000 bytes")
+                    }
+                    Some(path) => format!("{path}: {} bytes", thousands(self.bytes.len())),
+                };
+                (source, "bytes", 1)
             }
-            Some(path) => format!("{}: {} bytes", path.display(), thousands(self.bytes.len())),
         };
-        let [train, validation, test] = Split::ALL.map(|split| thousands(self.split(split).len()));
-        format!(
-            "{source}\n          split into {train} / {validation} / {test} bytes (train / validation / test)"
-        )
-    }
-
-    fn describe_pictures(&self, pictures: Pictures) -> String {
-        let (side, classes) = (pictures.side, pictures.classes);
-        let source = match &self.path {
-            None => "a synthetic set (--data DIR for CIFAR-10)".to_owned(),
-            Some(path) => path.display().to_string(),
-        };
-        let halved = if pictures.halved { ", halved" } else { "" };
         let [train, validation, test] =
-            Split::ALL.map(|split| thousands(self.split(split).len() / pictures.record()));
+            Split::ALL.map(|split| thousands(self.split(split).len() / record));
         format!(
-            "{source}: pictures of {side} × {side} pixels{halved}, {classes} classes\n          split into {train} / {validation} / {test} \
-             pictures (train / validation / test)"
+            "{source}\n          split into {train} / {validation} / {test} {unit} (train / validation / test)"
         )
     }
 

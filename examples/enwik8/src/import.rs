@@ -75,7 +75,8 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     corpus.split_for(Split::Validation, config.model.context)?;
     corpus.split_for(Split::Train, config.model.context)?;
     let file = open(&args.weights, args.key.as_deref())?;
-    let map = match is_burns(&args.weights) {
+    // A record of Burn's has Burn's names and forms.
+    let map = match ends_in(&args.weights, &["bpk", "burnpack"]) {
         true => KeyMap::default(),
         false => KeyMap::pytorch(),
     };
@@ -107,24 +108,18 @@ pub fn run(args: &ImportArgs) -> Result<()> {
 }
 
 fn open(path: &Path, key: Option<&str>) -> Result<WeightsFile> {
-    Ok(match key {
-        None => WeightsFile::open(path)?,
-        Some(key) => {
-            let is_pytorch =
-                ["pt", "pth", "bin"].map(|ending| path.extension() == Some(ending.as_ref()));
-            ensure!(
-                is_pytorch.contains(&true),
-                "--key is for files of PyTorch (.pt, .pth, .bin), and {} is none",
-                path.display()
-            );
-            WeightsFile::open_pytorch(path, key)?
-        }
-    })
+    let Some(key) = key else {
+        return Ok(WeightsFile::open(path)?);
+    };
+    ensure!(
+        ends_in(path, &["pt", "pth", "bin"]),
+        "--key is for files of PyTorch (.pt, .pth, .bin), and {} is none",
+        path.display()
+    );
+    Ok(WeightsFile::open_pytorch(path, key)?)
 }
 
-/// A record of Burn's has Burn's names and forms.
-fn is_burns(path: &Path) -> bool {
-    ["bpk", "burnpack"]
-        .map(|ending| path.extension() == Some(ending.as_ref()))
-        .contains(&true)
+fn ends_in(path: &Path, endings: &[&str]) -> bool {
+    let ending = path.extension();
+    endings.iter().any(|known| ending == Some(known.as_ref()))
 }

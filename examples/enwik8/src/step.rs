@@ -9,7 +9,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::graph::{CapturedGraph, DeviceSeed, StaticInput};
 use burn_fused_ops::optim::{AdamWStepState, FusedAdamW};
 use burn_sparse_transformer::dsa::DsaStage;
-use burn_sparse_transformer::{Recompute, Seed, SparseTransformer, StepLosses, TransformerShard};
+use burn_sparse_transformer::{Recompute, SparseTransformer, StepLosses, TransformerShard};
 
 use crate::model;
 use crate::prune::prune;
@@ -23,18 +23,6 @@ struct State {
 }
 
 impl State {
-    /// The losses and the gradients of a batch, or of a larger one's entries from `first_entry` on.
-    fn gradients(
-        &self,
-        [tokens, targets]: [Tensor<2, Int>; 2],
-        first_entry: usize,
-        seed: impl Into<Seed>,
-        recompute: Recompute,
-    ) -> Result<(StepLosses, GradientsParams)> {
-        let model = self.model.as_ref().context(NO_MODEL)?;
-        Ok(model.losses_and_gradients(tokens, targets, first_entry, seed, recompute)?)
-    }
-
     /// The optimizer's part of a step; the norm of the gradients, `[1]`.
     fn update(&mut self, gradients: GradientsParams, rate: Rate) -> Result<Tensor<1>> {
         // Not a clone, which would make the step write another model beside this one.
@@ -177,9 +165,9 @@ impl Steps {
         first_entry: usize,
         dropout_seed: u64,
     ) -> Result<(StepLosses, GradientsParams)> {
-        let inputs = data.map(|data| Tensor::from_data(data, &self.device));
-        let state = self.state.borrow();
-        state.gradients(inputs, first_entry, dropout_seed, self.recompute)
+        let [tokens, targets] = data.map(|data| Tensor::from_data(data, &self.device));
+        let (model, recompute) = (self.model()?, self.recompute);
+        Ok(model.losses_and_gradients(tokens, targets, first_entry, dropout_seed, recompute)?)
     }
 
     /// The first half of a step of one device of several that share windows: of its positions.
@@ -274,9 +262,11 @@ impl Replays {
             let (state, tokens, targets) = (state.clone(), tokens.clone(), targets.clone());
             let (seed, control) = (seed.clone(), control.clone());
             move || {
-                let inputs = [tokens.tensor(), targets.tensor()];
+                let (tokens, targets, seed) = (tokens.tensor(), targets.tensor(), seed.seed());
                 let mut state = state.borrow_mut();
-                let (losses, gradients) = state.gradients(inputs, 0, seed.seed(), recompute)?;
+                let model = state.model.as_ref().context(NO_MODEL)?;
+                let (losses, gradients) =
+                    model.losses_and_gradients(tokens, targets, 0, seed, recompute)?;
                 let norm = state.update(gradients, Rate::Prepared(&control))?;
                 Ok(numbers(losses, norm))
             }
