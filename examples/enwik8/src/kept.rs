@@ -90,25 +90,16 @@ impl KeptArgs {
 
     /// An error of the model or of its pool. Where a flag needs a pattern that the model has not, the flag and what to do instead.
     pub fn explained(&self, error: Error, config: &ModelConfig) -> Error {
-        let of_pool = error.downcast_ref::<PoolError>();
-        let of_layers = match of_pool {
-            Some(PoolError::Layers(error)) => Some(error),
-            _ => error.downcast_ref::<TransformerError>(),
+        let (of_books, of_layers) = match (error.downcast_ref(), error.downcast_ref()) {
+            (Some(PoolError::Cache(CacheError::Argument { argument, .. })), _) => {
+                (*argument == "pattern", false)
+            }
+            (Some(PoolError::Layers(TransformerError::Argument { argument, .. })), _)
+            | (_, Some(TransformerError::Argument { argument, .. })) => {
+                (false, *argument == "pattern")
+            }
+            _ => return error,
         };
-        let of_books = matches!(
-            of_pool,
-            Some(PoolError::Cache(CacheError::Argument {
-                argument: "pattern",
-                ..
-            }))
-        );
-        let of_layers = matches!(
-            of_layers,
-            Some(TransformerError::Argument {
-                argument: "pattern",
-                ..
-            })
-        );
         let (flag, instead) = match &self.cache {
             Some(Cache { text, .. }) if of_books => {
                 (format!("--cache {text}"), ", or take --cache reachable")
@@ -138,11 +129,8 @@ impl KeptArgs {
     pub fn kept(&self) -> Result<Option<CachePolicy>> {
         let kept = self.cache.as_ref().map(|cache| cache.kept);
         let Some(CachePolicy::Evict(mut config)) = kept else {
-            let given = [
-                ("--budget", self.budget.is_some()),
-                ("--slack", self.slack.is_some()),
-            ];
-            if let Some((flag, _)) = given.iter().find(|(_, is_given)| *is_given) {
+            let flag = self.budget.map(|_| "--budget");
+            if let Some(flag) = flag.or(self.slack.map(|_| "--slack")) {
                 bail!("{flag} needs a --cache that evicts keys, as tova:512");
             }
             return Ok(kept);

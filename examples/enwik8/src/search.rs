@@ -1,6 +1,6 @@
 //! Finds for each head the choice of keys by content that keeps most of its attention (MInference: Jiang et al., 2024, §3), and the file that says so.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality, SparseTransformer};
@@ -37,34 +37,15 @@ pub struct SearchArgs {
 
 /// What `--selection-file` reads: for each layer, for each head, how it chooses; `pattern` is all that the layer's pattern lets it see.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct SelectionFile {
+struct SelectionFile {
     /// Layer, head: the text of a choice.
-    pub layers: Vec<Vec<String>>,
+    layers: Vec<Vec<String>>,
     /// What they keep, where the choice was made.
     #[serde(default)]
-    pub recall: Vec<Vec<f64>>,
+    recall: Vec<Vec<f64>>,
     /// Chosen blocks as a share of those that are visible.
     #[serde(default)]
-    pub density: Vec<Vec<f64>>,
-}
-
-impl SelectionFile {
-    pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("cannot read {}", path.display()))?;
-        serde_json::from_str(&text)
-            .with_context(|| format!("{} is not what search-selection writes", path.display()))
-    }
-
-    /// How the heads of each layer choose.
-    pub fn heads(&self) -> Result<Vec<HeadSelections>> {
-        let layers = self.layers.iter().enumerate();
-        let layers = layers.map(|(layer, heads)| {
-            let parsed = heads.join(" / ").parse::<HeadSelections>();
-            parsed.with_context(|| format!("layer {layer}"))
-        });
-        layers.collect()
-    }
+    density: Vec<Vec<f64>>,
 }
 
 /// `--selection-file`: how each head of each layer chooses, and where that was read.
@@ -89,11 +70,19 @@ impl HeadChoices {
 /// Reads the value of `--selection-file`.
 pub fn head_choices(text: &str) -> Result<HeadChoices, String> {
     let path = PathBuf::from(text);
-    let layers = SelectionFile::read(&path).and_then(|file| file.heads());
-    match layers {
-        Ok(layers) => Ok(HeadChoices { path, layers }),
-        Err(error) => Err(format!("{error:#}")),
-    }
+    let read = || -> Result<Vec<HeadSelections>> {
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        let file: SelectionFile = serde_json::from_str(&text)
+            .with_context(|| format!("{} is not what search-selection writes", path.display()))?;
+        let layers = file.layers.iter().enumerate().map(|(layer, heads)| {
+            let heads = heads.join(" / ").parse();
+            heads.with_context(|| format!("layer {layer}"))
+        });
+        layers.collect()
+    };
+    let layers = read().map_err(|error| format!("{error:#}"))?;
+    Ok(HeadChoices { path, layers })
 }
 
 /// That choices are of so many layers and heads.
