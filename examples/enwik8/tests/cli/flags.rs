@@ -11,6 +11,16 @@ fn texts_are_listed() {
         says_all(&text, Pattern::NOTATION);
         says_all(&text, &["topk:BLOCK", "tova:C"]);
     }
+    let text = succeed("presets");
+    let words = [
+        "tiny           2",
+        "8,400 steps",
+        "local:96 / strided:96",
+        "segment:2",
+        "36.6 GiB on an H100",
+    ];
+    says_all(&text, &words);
+    assert!(!text.contains("n/a"), "{text}");
 }
 
 /// At the width of a terminal, or of 100 columns where there is none.
@@ -32,20 +42,6 @@ fn help_is_wrapped_and_grouped() {
     for heading in ["Attention by content:", "Images:", "Block-sparse feed"] {
         assert!(!short.contains(heading) && long.contains(heading));
     }
-}
-
-#[test]
-fn presets_are_listed_with_their_values() {
-    let text = succeed("presets");
-    let words = [
-        "tiny           2",
-        "8,400 steps",
-        "local:96 / strided:96",
-        "segment:2",
-        "36.6 GiB on an H100",
-    ];
-    says_all(&text, &words);
-    assert!(!text.contains("n/a"), "{text}");
 }
 
 #[test]
