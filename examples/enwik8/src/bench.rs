@@ -366,17 +366,15 @@ impl<'a> Trainer<'a> {
     }
 
     fn batch(&mut self) -> Batch {
-        let starts: Vec<usize> = (0..self.config.recipe.batch)
-            .map(|_| self.sampler.next_start())
-            .collect();
+        let RunConfig { recipe, .. } = self.config;
         let bytes = self.corpus.split(Split::Train);
-        let [tokens, targets] = self.config.model.cut().data(bytes, &starts);
+        let [tokens, targets] = self.sampler.batch(bytes, recipe.batch);
         self.iteration += 1;
         Batch {
             tokens,
             targets,
             dropout_seed: self.iteration - 1,
-            learning_rate: self.config.recipe.learning_rate,
+            learning_rate: recipe.learning_rate,
         }
     }
 
@@ -387,7 +385,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn sync(&self) -> Result<()> {
-        sync(self.device)
+        (self.device.sync()).map_err(|error| anyhow!("{error:?}"))
     }
 
     /// Medians over iterations that wait after each part.
@@ -449,10 +447,6 @@ impl<'a> Trainer<'a> {
         let share = layout.density() * (context as f64).powi(2) / causal;
         Ok((tflop, share))
     }
-}
-
-fn sync(device: &Device) -> Result<()> {
-    device.sync().map_err(|error| anyhow!("{error:?}"))
 }
 
 fn milliseconds(since: Instant) -> f64 {

@@ -564,6 +564,23 @@ mod tests {
         assert_eq!(serde_json::from_str::<RunConfig>(&older).unwrap(), config);
     }
 
+    /// Without a pattern choices are from every earlier byte, and with `--attention sparse` within the preset's.
+    #[test]
+    fn flags_of_choices_arrive() {
+        for (flags, pattern) in [("", "causal"), ("--attention sparse", "fixed:32,8")] {
+            let flags = format!("--selection topk:8,3 {flags}");
+            let model = RunConfig::read(Preset::Tiny, &flags).unwrap().model;
+            assert_eq!(model.patterns, [pattern]);
+            assert_eq!(model.selections, ["topk:8,3".parse().unwrap()]);
+        }
+        let flags = "--attention routing:16 --means-decay 0.5 --commitment 10";
+        let model = RunConfig::read(Preset::Tiny, flags).unwrap().model;
+        let Some(ContentAttention::Routing(routing)) = model.content else {
+            panic!("no clusters");
+        };
+        assert_eq!((routing.means_decay, routing.commitment), (0.5, 10.0));
+    }
+
     #[test]
     fn dense_attention_changes_nothing_else() {
         let sparse = RunConfig::read(Preset::Tiny, "").unwrap();

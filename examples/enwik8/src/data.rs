@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::TensorData;
 use clap::ValueEnum;
 use indicatif::HumanCount;
 use rand::SeedableRng;
@@ -121,39 +122,33 @@ impl Corpus {
 
     /// One line for the user: where the bytes come from.
     pub fn describe(&self) -> String {
-        if let Some(pictures) = self.pictures {
-            return self.describe_pictures(pictures);
-        }
-        let source = match &self.path {
-            None => {
-                "the first 1,000,000 bytes of enwik8 (embedded; --data FILE for more)".to_owned()
+        let path = self.path.as_ref().map(|path| path.display().to_string());
+        let (source, unit, record) = match (self.pictures, path) {
+            (Some(pictures), path) => {
+                let (side, classes) = (pictures.side, pictures.classes);
+                let path = path.unwrap_or("a synthetic set (--data DIR for CIFAR-10)".to_owned());
+                let halved = if pictures.halved { ", halved" } else { "" };
+                let source = format!(
+                    "{path}: pictures of {side} × {side} pixels{halved}, {classes} classes"
+                );
+                (source, "pictures", pictures.record())
             }
-            Some(path) if self.bytes.len() == ENWIK8_BYTES => {
-                format!(
-                    "{}: the full enwik8, by its length of 100,000,000 bytes",
-                    path.display()
-                )
+            (None, path) => {
+                let source = match path {
+                    None => "the first 1,000,000 bytes of enwik8 (embedded; --data FILE for more)"
+                        .to_owned(),
+                    Some(path) if self.bytes.len() == ENWIK8_BYTES => {
+                        format!("{path}: the full enwik8, by its length of 100,000,000 bytes")
+                    }
+                    Some(path) => format!("{path}: {} bytes", thousands(self.bytes.len())),
+                };
+                (source, "bytes", 1)
             }
-            Some(path) => format!("{}: {} bytes", path.display(), thousands(self.bytes.len())),
         };
-        let [train, validation, test] = Split::ALL.map(|split| thousands(self.split(split).len()));
-        format!(
-            "{source}\n          split into {train} / {validation} / {test} bytes (train / validation / test)"
-        )
-    }
-
-    fn describe_pictures(&self, pictures: Pictures) -> String {
-        let (side, classes) = (pictures.side, pictures.classes);
-        let source = match &self.path {
-            None => "a synthetic set (--data DIR for CIFAR-10)".to_owned(),
-            Some(path) => path.display().to_string(),
-        };
-        let halved = if pictures.halved { ", halved" } else { "" };
         let [train, validation, test] =
-            Split::ALL.map(|split| thousands(self.split(split).len() / pictures.record()));
+            Split::ALL.map(|split| thousands(self.split(split).len() / record));
         format!(
-            "{source}: pictures of {side} × {side} pixels{halved}, {classes} classes\n          split into {train} / {validation} / {test} \
-             pictures (train / validation / test)"
+            "{source}\n          split into {train} / {validation} / {test} {unit} (train / validation / test)"
         )
     }
 
@@ -290,8 +285,14 @@ impl Sampler {
         &self.state
     }
 
+    /// The next windows of these bytes: what is read, and what follows each token.
+    pub fn batch(&mut self, bytes: &[u8], windows: usize) -> [TensorData; 2] {
+        let starts: Vec<usize> = (0..windows).map(|_| self.next_start()).collect();
+        self.cut.data(bytes, &starts)
+    }
+
     /// Where the next window begins.
-    pub fn next_start(&mut self) -> usize {
+    fn next_start(&mut self) -> usize {
         if self.state.used == self.order.len() {
             self.cut.shuffled(self.bytes, &mut self.state.rng);
             self.state.epoch += 1;

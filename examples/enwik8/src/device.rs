@@ -4,12 +4,18 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use burn_blocksparse::check_device;
 
-/// Cargo features of this package, best first, and whether they are on.
-const BACKENDS: [(&str, bool); 4] = [
-    ("cuda", cfg!(feature = "cuda")),
-    ("wgpu", cfg!(feature = "wgpu")),
-    ("flex", cfg!(feature = "flex")),
-    ("ndarray", cfg!(feature = "ndarray")),
+type Backend = (&'static str, fn(usize) -> Device);
+
+/// The backends that were compiled in, best first, and their devices by number.
+const COMPILED: &[Backend] = &[
+    #[cfg(feature = "cuda")]
+    ("cuda", Device::cuda),
+    #[cfg(feature = "wgpu")]
+    ("wgpu", |_| Device::wgpu(Default::default())),
+    #[cfg(feature = "flex")]
+    ("flex", |_| Device::flex()),
+    #[cfg(feature = "ndarray")]
+    ("ndarray", |_| Device::ndarray()),
 ];
 
 /// A device and the name to print for it.
@@ -45,7 +51,7 @@ pub fn named(name: &str) -> Result<NamedDevice> {
         None => (name, None),
     };
     ensure!(
-        BACKENDS.iter().any(|(known, _)| *known == backend),
+        ["flex", "ndarray", "wgpu", "cuda"].contains(&backend),
         "unknown device '{name}'; the choices are flex, ndarray, wgpu, cuda and cuda:INDEX"
     );
     let index = match index {
@@ -55,12 +61,14 @@ pub fn named(name: &str) -> Result<NamedDevice> {
             _ => bail!("unknown device '{name}'; an index goes with cuda only, as in cuda:1"),
         },
     };
-    let Some(device) = by_name(backend, index) else {
+    let known = COMPILED.iter().find(|(known, _)| *known == backend);
+    let Some((_, device)) = known else {
         bail!(
             "device '{backend}' is not compiled in; build with --features {backend} (this program has {})",
             compiled_names().join(", ")
         );
     };
+    let device = device(index);
     prefer(backend);
     // Burn would panic at the first use.
     check_device(&device)?;
@@ -73,25 +81,7 @@ pub fn named(name: &str) -> Result<NamedDevice> {
 
 /// The backends of this program, best first.
 pub fn compiled_names() -> Vec<&'static str> {
-    let compiled = BACKENDS.iter().filter(|(_, compiled)| *compiled);
-    compiled.map(|&(name, _)| name).collect()
-}
-
-fn by_name(backend: &str, index: usize) -> Option<Device> {
-    match backend {
-        #[cfg(feature = "cuda")]
-        "cuda" => Some(Device::cuda(index)),
-        #[cfg(feature = "wgpu")]
-        "wgpu" => Some(Device::wgpu(Default::default())),
-        #[cfg(feature = "flex")]
-        "flex" => Some(Device::flex()),
-        #[cfg(feature = "ndarray")]
-        "ndarray" => Some(Device::ndarray()),
-        _ => {
-            let _ = index;
-            None
-        }
-    }
+    COMPILED.iter().map(|(name, _)| *name).collect()
 }
 
 /// Names `backend` as Burn's default device.

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Device, Int, Tensor};
 use burn_paged_attention::pool::{
-    CachePolicy, KvDtype, KvPoolConfig, KvPositions, KvStep, KvUsage, PagedDecoder,
+    CachePolicy, KvDtype, KvPoolConfig, KvStep, KvUsage, PagedDecoder,
 };
 use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
@@ -15,6 +15,7 @@ use indicatif::ProgressBar;
 use crate::arguments::{self, ModelArgs};
 use crate::data::{Corpus, Split, thousands};
 use crate::kept::{CACHE, KeptArgs};
+use crate::log::Validated;
 use crate::model::{self, bits, numbers};
 use crate::presets::Task;
 use crate::progress::{plain_bar, say, warn};
@@ -117,14 +118,13 @@ pub fn run(args: &EvalArgs) -> Result<()> {
         None => evaluator.run(bytes, &windows, &bar)?,
         Some(kept) => {
             let mut most = KvUsage::default();
+            let chunk = args.chunk.min(context);
+            let pool = |windows| {
+                let config = KvPoolConfig::new(windows, context).with_chunk(chunk);
+                args.kept.pool(config, kept, chunk)
+            };
             let losses = |part: &[Window]| {
-                evaluator.cached(
-                    bytes,
-                    part,
-                    (kept, dtype, args.kept.positions),
-                    args.chunk,
-                    &mut most,
-                )
+                evaluator.cached(bytes, part, (pool(part.len()), chunk), &mut most)
             };
             let evaluation = (evaluator.sum(&windows, &bar, losses))
                 .map_err(|error| args.kept.explained(error, &config.model))?;
@@ -178,6 +178,16 @@ impl Evaluation {
     pub fn bits_per_byte(&self) -> f64 {
         bits(self.loss())
     }
+
+    /// For the log, of a model after so many steps.
+    pub fn after(&self, step: usize) -> Validated {
+        Validated {
+            step,
+            loss: self.loss(),
+            bits_per_byte: self.bits_per_byte(),
+            bytes: self.bytes,
+        }
+    }
 }
 
 /// How windows are run through a model.
@@ -229,24 +239,18 @@ impl Evaluator<'_> {
         numbers(losses_of(self.model.try_forward(tokens)?, targets))
     }
 
-    /// The same through a cache that keeps some of the keys, `chunk` bytes a call; `usage` is the largest of a window so far.
+    /// The same through a pool, `chunk` bytes a call; `usage` is the largest of a window so far.
     fn cached(
         &self,
         bytes: &[u8],
         part: &[Window],
-        (kept, dtype, positions): (CachePolicy, KvDtype, KvPositions),
-        chunk: usize,
+        (pool, chunk): (KvPoolConfig, usize),
         usage: &mut KvUsage,
     ) -> Result<Vec<f32>> {
         let starts: Vec<usize> = part.iter().map(|window| window.start).collect();
         let context = self.cut.context();
-        let chunk = chunk.min(context);
         let [tokens, targets] = self.cut.tensors(bytes, &starts, self.device);
-        let config = KvPoolConfig::new(part.len(), context)
-            .with_chunk(chunk)
-            .with_dtype(dtype)
-            .with_positions(positions);
-        let mut pool = self.model.new_pool(&config.with_policy(kept, chunk))?;
+        let mut pool = self.model.new_pool(&pool)?;
         let ids = (part.iter().map(|_| pool.join())).collect::<Result<Vec<_>, _>>()?;
         let mut losses = Vec::new();
         for first in (0..context).step_by(chunk) {

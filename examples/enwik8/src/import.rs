@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::checkpoint::{Checkpoint, Header};
 use crate::config::RunConfig;
-use crate::data::{Corpus, SamplerState, Split, thousands};
+use crate::data::{Corpus, Split, thousands};
 use crate::overrides::Overrides;
 use crate::presets::Preset;
 use crate::progress::{program, say};
@@ -75,7 +75,8 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     corpus.split_for(Split::Validation, config.model.context)?;
     corpus.split_for(Split::Train, config.model.context)?;
     let file = open(&args.weights, args.key.as_deref())?;
-    let map = match is_burns(&args.weights) {
+    // A record of Burn's has Burn's names and forms.
+    let map = match ends_in(&args.weights, &["bpk", "burnpack"]) {
         true => KeyMap::default(),
         false => KeyMap::pytorch(),
     };
@@ -90,14 +91,7 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     };
     let model = file.load(&model, &map)?;
     let parameters = model.num_params();
-    let header = Header {
-        program: env!("CARGO_PKG_VERSION").to_owned(),
-        data: corpus.fingerprint(),
-        step: 0,
-        sampler: SamplerState::new(config.recipe.seed),
-        best: None,
-        config: config.clone(),
-    };
+    let header = Header::new(config.clone(), corpus.fingerprint());
     let checkpoint = Checkpoint::new(header, model, &model::optimizer(&config.recipe))?;
     // Only now that all input is known to be good is anything written.
     let folder = RunFolder::create(&args.run, args.overwrite)?;
@@ -114,24 +108,18 @@ pub fn run(args: &ImportArgs) -> Result<()> {
 }
 
 fn open(path: &Path, key: Option<&str>) -> Result<WeightsFile> {
-    Ok(match key {
-        None => WeightsFile::open(path)?,
-        Some(key) => {
-            let is_pytorch =
-                ["pt", "pth", "bin"].map(|ending| path.extension() == Some(ending.as_ref()));
-            ensure!(
-                is_pytorch.contains(&true),
-                "--key is for files of PyTorch (.pt, .pth, .bin), and {} is none",
-                path.display()
-            );
-            WeightsFile::open_pytorch(path, key)?
-        }
-    })
+    let Some(key) = key else {
+        return Ok(WeightsFile::open(path)?);
+    };
+    ensure!(
+        ends_in(path, &["pt", "pth", "bin"]),
+        "--key is for files of PyTorch (.pt, .pth, .bin), and {} is none",
+        path.display()
+    );
+    Ok(WeightsFile::open_pytorch(path, key)?)
 }
 
-/// A record of Burn's has Burn's names and forms.
-fn is_burns(path: &Path) -> bool {
-    ["bpk", "burnpack"]
-        .map(|ending| path.extension() == Some(ending.as_ref()))
-        .contains(&true)
+fn ends_in(path: &Path, endings: &[&str]) -> bool {
+    let ending = path.extension();
+    endings.iter().any(|known| ending == Some(known.as_ref()))
 }

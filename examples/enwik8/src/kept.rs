@@ -4,7 +4,7 @@ use anyhow::{Error, Result, anyhow, bail, ensure};
 use burn::tensor::FloatDType;
 use burn_paged_attention::PoolError;
 use burn_paged_attention::pages::CacheError;
-use burn_paged_attention::pool::{CachePolicy, EvictionBudget, KvDtype, KvPositions};
+use burn_paged_attention::pool::{CachePolicy, EvictionBudget, KvDtype, KvPoolConfig, KvPositions};
 use burn_sparse_transformer::{Selection, SparseTransformer, TransformerError};
 use clap::Args;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
@@ -32,7 +32,7 @@ pub struct KeptArgs {
     slack: Option<usize>,
     /// Positions of rotary embeddings, with window:W,S: those in the text, or those in the cache
     #[arg(long, value_name = "KIND", default_value = "original", value_parser = positions())]
-    pub positions: KvPositions,
+    positions: KvPositions,
     /// Dtype of stored keys and values: int8 and fp8 take half the memory of bf16
     #[arg(long, value_name = "DTYPE", default_value = "model", value_parser = kv_dtype())]
     pub kv_dtype: KvDtype,
@@ -90,25 +90,16 @@ impl KeptArgs {
 
     /// An error of the model or of its pool. Where a flag needs a pattern that the model has not, the flag and what to do instead.
     pub fn explained(&self, error: Error, config: &ModelConfig) -> Error {
-        let of_pool = error.downcast_ref::<PoolError>();
-        let of_layers = match of_pool {
-            Some(PoolError::Layers(error)) => Some(error),
-            _ => error.downcast_ref::<TransformerError>(),
+        let (of_books, of_layers) = match (error.downcast_ref(), error.downcast_ref()) {
+            (Some(PoolError::Cache(CacheError::Argument { argument, .. })), _) => {
+                (*argument == "pattern", false)
+            }
+            (Some(PoolError::Layers(TransformerError::Argument { argument, .. })), _)
+            | (_, Some(TransformerError::Argument { argument, .. })) => {
+                (false, *argument == "pattern")
+            }
+            _ => return error,
         };
-        let of_books = matches!(
-            of_pool,
-            Some(PoolError::Cache(CacheError::Argument {
-                argument: "pattern",
-                ..
-            }))
-        );
-        let of_layers = matches!(
-            of_layers,
-            Some(TransformerError::Argument {
-                argument: "pattern",
-                ..
-            })
-        );
         let (flag, instead) = match &self.cache {
             Some(Cache { text, .. }) if of_books => {
                 (format!("--cache {text}"), ", or take --cache reachable")
@@ -126,15 +117,20 @@ impl KeptArgs {
         )
     }
 
+    /// A pool that keeps keys by `kept`, where a call reads `longest` bytes at most.
+    pub fn pool(&self, config: KvPoolConfig, kept: CachePolicy, longest: usize) -> KvPoolConfig {
+        let config = config.with_policy(kept, longest);
+        config
+            .with_dtype(self.kv_dtype)
+            .with_positions(self.positions)
+    }
+
     /// What the flags say, if any.
     pub fn kept(&self) -> Result<Option<CachePolicy>> {
         let kept = self.cache.as_ref().map(|cache| cache.kept);
         let Some(CachePolicy::Evict(mut config)) = kept else {
-            let given = [
-                ("--budget", self.budget.is_some()),
-                ("--slack", self.slack.is_some()),
-            ];
-            if let Some((flag, _)) = given.iter().find(|(_, is_given)| *is_given) {
+            let flag = self.budget.map(|_| "--budget");
+            if let Some(flag) = flag.or(self.slack.map(|_| "--slack")) {
                 bail!("{flag} needs a --cache that evicts keys, as tova:512");
             }
             return Ok(kept);

@@ -16,31 +16,9 @@ use crate::tensorboard::EventFile;
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum Row {
     /// One optimizer step.
-    Train {
-        /// Steps done, this one included.
-        step: usize,
-        /// Mean cross-entropy of the batch, before the step.
-        loss: f64,
-        bits_per_byte: f64,
-        /// Learning rate of the step.
-        learning_rate: f64,
-        /// Global norm of the gradient before clipping.
-        grad_norm: f64,
-        /// What indexers learn by, where they do: the mean over layers of how far their scores are from the attention, in nats.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        indexer_loss: Option<f64>,
-        /// Bytes trained on per second.
-        tokens_per_s: f64,
-        ms: f64,
-    },
+    Train(Trained),
     /// Validation over a fixed set of windows.
-    Validation {
-        step: usize,
-        loss: f64,
-        bits_per_byte: f64,
-        /// Bytes that were predicted.
-        bytes: usize,
-    },
+    Validation(Validated),
     /// What a choice of keys by content keeps of the attention, over one validation window.
     Selection {
         step: usize,
@@ -48,23 +26,44 @@ pub enum Row {
         layers: Vec<LayerRecall>,
     },
     /// The whole validation split, at the end of the run.
-    Final {
-        step: usize,
-        loss: f64,
-        bits_per_byte: f64,
-        /// Bytes that were predicted.
-        bytes: usize,
-    },
+    Final(Validated),
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Trained {
+    /// Steps done, this one included.
+    pub step: usize,
+    /// Mean cross-entropy of the batch, before the step.
+    pub loss: f64,
+    pub bits_per_byte: f64,
+    /// Learning rate of the step.
+    pub learning_rate: f64,
+    /// Global norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// What indexers learn by, where they do: the mean over layers of how far their scores are from the attention, in nats.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub indexer_loss: Option<f64>,
+    /// Bytes trained on per second.
+    pub tokens_per_s: f64,
+    pub ms: f64,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Validated {
+    pub step: usize,
+    pub loss: f64,
+    pub bits_per_byte: f64,
+    /// Bytes that were predicted.
+    pub bytes: usize,
 }
 
 impl Row {
     /// Steps done when it was written.
     pub fn step(&self) -> usize {
-        match *self {
-            Row::Train { step, .. }
-            | Row::Validation { step, .. }
-            | Row::Selection { step, .. }
-            | Row::Final { step, .. } => step,
+        match self {
+            Row::Train(of) => of.step,
+            Row::Validation(of) | Row::Final(of) => of.step,
+            Row::Selection { step, .. } => *step,
         }
     }
 }
@@ -73,25 +72,20 @@ impl Row {
 impl Row {
     /// A step of half a second, of which a test reads little else.
     pub fn trained(step: usize, bits_per_byte: f64) -> Self {
-        Row::Train {
+        Row::Train(Trained {
             step,
-            loss: bits_per_byte * std::f64::consts::LN_2,
             bits_per_byte,
-            learning_rate: 1e-3,
-            grad_norm: 0.25,
-            indexer_loss: None,
-            tokens_per_s: 2_000.0,
             ms: 500.0,
-        }
+            ..Trained::default()
+        })
     }
 
     pub fn validated(step: usize, bits_per_byte: f64) -> Self {
-        Row::Validation {
+        Row::Validation(Validated {
             step,
-            loss: bits_per_byte * std::f64::consts::LN_2,
             bits_per_byte,
-            bytes: 10,
-        }
+            ..Validated::default()
+        })
     }
 }
 

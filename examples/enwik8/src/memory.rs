@@ -4,7 +4,6 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::Result;
-use burn::tensor::Device;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::write_whole;
@@ -27,7 +26,7 @@ impl Resources {
         Self {
             device: device.name.clone(),
             process_bytes: peak_resident_bytes(),
-            device_bytes: reserved_bytes(&device.device),
+            device_bytes: (device.device.memory_pool_usage()).map(|usage| usage.bytes_reserved),
         }
     }
 
@@ -50,28 +49,24 @@ impl Resources {
 
 /// `VmHWM` of this process; nothing where there is no `/proc`.
 pub fn peak_resident_bytes() -> Option<u64> {
-    let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find(|line| line.starts_with("VmHWM:"))?;
-    let kibibytes: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    bytes_of(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
+}
+
+/// The bytes of a line `NAME: N kB`.
+fn bytes_of(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(kibibytes * 1024)
 }
 
 /// The memory of this machine with its swap, or what a control group leaves of it; nothing where there is no `/proc`.
 pub fn machine_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let of = |name: &str| -> Option<u64> {
-        let line = text.lines().find(|line| line.starts_with(name))?;
-        Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? * 1024)
-    };
-    let swap = of("SwapTotal:").unwrap_or(0);
-    let all = of("MemTotal:")? + swap;
+    let swap = bytes_of(&text, "SwapTotal:").unwrap_or(0);
+    let all = bytes_of(&text, "MemTotal:")? + swap;
     let group = fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
     let group = group.and_then(|text| text.trim().parse::<u64>().ok());
     Some(group.map_or(all, |most| all.min(most.saturating_add(swap))))
-}
-
-fn reserved_bytes(device: &Device) -> Option<u64> {
-    Some(device.memory_pool_usage()?.bytes_reserved)
 }
 
 #[cfg(test)]

@@ -30,6 +30,12 @@ pub fn numbers<const D: usize>(x: Tensor<D>) -> Result<Vec<f32>> {
     (x.try_into_vec_as()).map_err(|error| anyhow!("{error:?}"))
 }
 
+/// Rows of numbers on the host.
+pub fn rows(x: Tensor<2>) -> Result<Vec<Vec<f32>>> {
+    let [_, width] = x.dims();
+    Ok(numbers(x)?.chunks(width).map(<[f32]>::to_vec).collect())
+}
+
 /// A model with random weights that depend on `seed` only.
 pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTransformer> {
     device.seed(seed);

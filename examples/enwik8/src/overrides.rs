@@ -143,77 +143,72 @@ impl Overrides {
     pub fn apply(&self, model: &mut ModelConfig, recipe: &mut Recipe) -> Result<()> {
         model.update_from_arg_matches(&self.given)?;
         recipe.update_from_arg_matches(&self.given)?;
-        self.changes
-            .apply(model, recipe, self.gives("position-width"));
-        Ok(())
-    }
-}
-
-impl Changes {
-    fn apply(&self, model: &mut ModelConfig, recipe: &mut Recipe, has_width: bool) {
-        if let Some(mut pictures) = model.pictures.filter(|_| self.changes_pictures()) {
-            set(&mut pictures.side, self.picture_size);
-            set(&mut pictures.classes, self.classes.map(usize::from));
-            pictures.halved |= self.halve;
+        let of = &self.changes;
+        if let Some(mut pictures) = model.pictures.filter(|_| of.changes_pictures()) {
+            set(&mut pictures.side, of.picture_size);
+            set(&mut pictures.classes, of.classes.map(usize::from));
+            pictures.halved |= of.halve;
             let patterns = std::mem::take(&mut model.patterns);
             *model = model.clone().with_pictures(pictures);
-            if self.picture_size.is_none() {
+            if of.picture_size.is_none() {
                 model.patterns = patterns;
             }
         }
-        if let Some(density) = self.ff_density {
+        if let Some(density) = of.ff_density {
             let mut weights = FeedForwardWeights::new(density);
-            set(&mut weights.block, self.ff_block);
-            set(&mut weights.layout, self.ff_layout);
+            set(&mut weights.block, of.ff_block);
+            set(&mut weights.layout, of.ff_layout);
             model.ff_weights = Some(weights);
         }
-        if let Some(attention) = &self.attention {
+        if let Some(attention) = &of.attention {
             model.content = None;
             model.local_heads = Vec::new();
             if let AttentionKind::Content(content) = attention {
                 model.choose_by_content(content.clone());
             }
         }
-        if !self.local_heads.is_empty() {
-            model.local_heads = self.local_heads.clone();
+        if !of.local_heads.is_empty() {
+            model.local_heads = of.local_heads.clone();
         }
         if let Some(ContentAttention::Routing(routing)) = &mut model.content {
-            set(&mut routing.commitment, self.commitment);
-            set(&mut routing.means_decay, self.means_decay);
+            set(&mut routing.commitment, of.commitment);
+            set(&mut routing.means_decay, of.means_decay);
         }
-        if !self.pattern.is_empty() {
+        if !of.pattern.is_empty() {
             // A picture's row stays one.
-            if model.pictures.is_none() && !has_width {
-                model.position_width = position_width_for(&self.pattern, model.context);
+            if model.pictures.is_none() && !self.gives("position-width") {
+                model.position_width = position_width_for(&of.pattern, model.context);
             }
-            model.patterns = self.pattern.clone();
+            model.patterns = of.pattern.clone();
         }
-        let chooses = !self.selection.is_empty() || self.selection_file.is_some();
+        let chooses = !of.selection.is_empty() || of.selection_file.is_some();
         // With either flag the choice is made within the pattern, that of the preset or the one given.
-        let keeps_pattern =
-            !self.pattern.is_empty() || self.attention == Some(AttentionKind::Sparse);
+        let keeps_pattern = !of.pattern.is_empty() || of.attention == Some(AttentionKind::Sparse);
         if chooses {
-            model.selections = self.selection.clone();
-            let file = self.selection_file.clone();
+            model.selections = of.selection.clone();
+            let file = of.selection_file.clone();
             model.head_selections = file.map_or(Vec::new(), |file| file.layers);
         }
         // The position embedding stays that of the sparse model, so that the two have the same parameters.
-        if self.attention == Some(AttentionKind::Dense) || chooses && !keeps_pattern {
+        if of.attention == Some(AttentionKind::Dense) || chooses && !keeps_pattern {
             model.patterns = vec![CAUSAL.to_owned()];
             model.factorization = FactorizationKind::Merged;
         }
-        set(&mut recipe.length, self.steps.map(Length::Steps));
-        set(&mut recipe.length, self.epochs.map(Length::Epochs));
-        if let Some((density, until)) = self.ff_prune.zip(self.ff_prune_until) {
+        set(&mut recipe.length, of.steps.map(Length::Steps));
+        set(&mut recipe.length, of.epochs.map(Length::Epochs));
+        if let Some((density, until)) = of.ff_prune.zip(of.ff_prune_until) {
             recipe.ff_prune = Some(Pruning {
                 density,
-                from: self.ff_prune_from.unwrap_or(recipe.warmup),
+                from: of.ff_prune_from.unwrap_or(recipe.warmup),
                 until,
-                every: self.ff_prune_every.unwrap_or(100),
+                every: of.ff_prune_every.unwrap_or(100),
             });
         }
+        Ok(())
     }
+}
 
+impl Changes {
     pub fn changes_pictures(&self) -> bool {
         self.picture_size.is_some() || self.classes.is_some() || self.halve
     }

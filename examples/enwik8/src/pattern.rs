@@ -4,25 +4,28 @@ use burn_blocksparse::Pattern;
 
 /// The stride of the first strided or fixed part: the natural width of the position matrix (§5.3).
 pub fn stride(pattern: &Pattern) -> Option<usize> {
-    match pattern {
+    find(pattern, |part| match part {
         &Pattern::Strided { stride } | &Pattern::Fixed { stride, .. } => Some(stride),
-        Pattern::Union(parts) | Pattern::Intersection(parts) | Pattern::PerHead(parts) => {
-            parts.iter().find_map(stride)
-        }
-        Pattern::Packed { pattern, .. } => stride(pattern),
         _ => None,
-    }
+    })
 }
 
 /// Whether a callback decides some pairs: of those nothing is known, not even that they are causal.
 pub fn has_callback(pattern: &Pattern) -> bool {
+    find(pattern, |part| {
+        matches!(part, Pattern::FromFn(_)).then_some(())
+    })
+    .is_some()
+}
+
+/// What is found in the first part that has it.
+fn find<T>(pattern: &Pattern, of: fn(&Pattern) -> Option<T>) -> Option<T> {
     match pattern {
-        Pattern::FromFn(_) => true,
         Pattern::Union(parts) | Pattern::Intersection(parts) | Pattern::PerHead(parts) => {
-            parts.iter().any(has_callback)
+            parts.iter().find_map(|part| find(part, of))
         }
-        Pattern::Packed { pattern, .. } => has_callback(pattern),
-        _ => false,
+        Pattern::Packed { pattern, .. } => find(pattern, of),
+        part => of(part),
     }
 }
 

@@ -85,17 +85,17 @@ impl Curves {
         let mut validation = Curve::new();
         let mut last = None;
         for row in rows {
-            if let Row::Train { ms, .. } = row {
-                time += ms / 1_000.0;
+            if let Row::Train(of) = row {
+                time += of.ms / 1_000.0;
             }
             let x = match axis {
                 Axis::Steps => row.step() as f64,
                 Axis::Time => time / unit,
             };
-            match *row {
-                Row::Train { bits_per_byte, .. } => raw.push((x, bits_per_byte)),
-                Row::Validation { bits_per_byte, .. } => validation.push((x, bits_per_byte)),
-                Row::Final { bits_per_byte, .. } => last = Some((x, bits_per_byte)),
+            match row {
+                Row::Train(of) => raw.push((x, of.bits_per_byte)),
+                Row::Validation(of) => validation.push((x, of.bits_per_byte)),
+                Row::Final(of) => last = Some((x, of.bits_per_byte)),
                 Row::Selection { .. } => {}
             }
         }
@@ -202,7 +202,7 @@ impl Curves {
 /// Seconds of the unit that a run's time is shown in, and its name.
 fn time_unit(rows: &[Row]) -> (f64, &'static str) {
     let ms = rows.iter().map(|row| match row {
-        Row::Train { ms, .. } => *ms,
+        Row::Train(of) => of.ms,
         _ => 0.0,
     });
     match ms.sum::<f64>() / 1_000.0 {
@@ -235,6 +235,7 @@ fn thin(curve: &[(f64, f64)]) -> Curve {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::log::Validated;
 
     fn rows(count: usize) -> Vec<Row> {
         let mut rows = Vec::new();
@@ -246,12 +247,11 @@ mod tests {
                 rows.push(Row::validated(step, bits_per_byte + 0.2));
             }
         }
-        rows.push(Row::Final {
+        rows.push(Row::Final(Validated {
             step: count,
-            loss: 1.7,
             bits_per_byte: 2.4,
-            bytes: 1,
-        });
+            ..Validated::default()
+        }));
         rows
     }
 

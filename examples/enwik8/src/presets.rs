@@ -134,10 +134,11 @@ impl fmt::Display for Preset {
 }
 
 /// How patterns are spread over layers and heads (§5.2).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum FactorizationKind {
     /// Each head attends to the union of all patterns
+    #[default]
     Merged,
     /// Layer r uses pattern r mod p
     Interleaved,
@@ -189,7 +190,7 @@ pub enum Length {
 }
 
 /// The model, whose fields are flags.
-#[derive(Args, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Args, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[command(next_help_heading = "Model (defaults from the preset: `enwik8 presets`)")]
 pub struct ModelConfig {
     /// Bytes of context
@@ -311,24 +312,11 @@ impl ModelConfig {
             heads: 4,
             d_model: 128,
             patterns: vec!["fixed:32,8".to_owned()],
-            factorization: FactorizationKind::Merged,
             block_size: 16,
             position_width: 32,
-            dropout: 0.0,
             init_scale: paper_init_scale(),
-            precision: Precision::F32,
-            d_ff: None,
-            ff_weights: None,
-            selections: Vec::new(),
-            head_selections: Vec::new(),
-            full_last_layers: 0,
-            share_every: None,
-            content: None,
-            local_heads: Vec::new(),
-            kv_heads: None,
-            d_key: None,
-            softmax_threshold: None,
             pictures: (task == Task::Images).then_some(pictures),
+            ..Self::default()
         }
     }
 

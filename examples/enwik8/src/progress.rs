@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::data::thousands;
 use crate::device;
-use crate::log::Row;
+use crate::log::Trained;
 
 /// Prints a line. A reader that went away (`| head`) must not end a training run.
 pub fn say(line: impl Display) {
@@ -41,7 +41,8 @@ pub struct Progress {
     log_every: usize,
     unit: &'static str,
     bar: Option<ProgressBar>,
-    recent: Recent,
+    /// Steps since the last printed line.
+    recent: Vec<Trained>,
 }
 
 impl Progress {
@@ -53,29 +54,29 @@ impl Progress {
             log_every,
             unit,
             bar: terminal.then(|| bar(step, steps, "{pos}/{len} {bar:24} {msg}  {eta} left")),
-            recent: Recent::default(),
+            recent: Vec::new(),
         }
     }
 
-    /// After each step, with its log line.
-    pub fn step(&mut self, row: &Row) {
-        self.recent.add(row);
-        let step = row.step();
+    /// After each step.
+    pub fn step(&mut self, done: Trained) {
+        self.recent.push(done);
+        let step = done.step;
         if let Some(bar) = &self.bar {
             bar.set_position(step as u64);
-            bar.set_message(self.recent.summary(self.unit));
+            bar.set_message(summary(&self.recent, self.unit));
         }
         if step.is_multiple_of(self.log_every) || step == self.steps {
             if self.bar.is_none() {
-                let remaining = self.recent.mean_ms() * (self.steps - step) as f64;
+                let remaining = mean(&self.recent, |of| of.ms) * (self.steps - step) as f64;
                 let left = clock(Duration::from_secs_f64(remaining / 1_000.0));
                 say(format!(
                     "step {step}/{}  {}  {left} left",
                     self.steps,
-                    self.recent.summary(self.unit)
+                    summary(&self.recent, self.unit)
                 ));
             }
-            self.recent = Recent::default();
+            self.recent.clear();
         }
     }
 
@@ -118,67 +119,31 @@ fn bar(position: usize, length: usize, template: &str) -> ProgressBar {
     bar
 }
 
-/// Means over the steps since the last printed line.
-#[derive(Default)]
-struct Recent {
-    steps: f64,
-    loss: f64,
-    bits_per_byte: f64,
-    tokens: f64,
-    ms: f64,
-    learning_rate: f64,
-    grad_norm: f64,
-    /// The sum of indexers' losses, and of how many steps.
-    indexers: (f64, f64),
+fn mean(steps: &[Trained], of: fn(&Trained) -> f64) -> f64 {
+    steps.iter().map(of).sum::<f64>() / steps.len() as f64
 }
 
-impl Recent {
-    fn add(&mut self, row: &Row) {
-        if let Row::Train {
-            loss,
-            bits_per_byte,
-            learning_rate,
-            grad_norm,
-            indexer_loss,
-            tokens_per_s,
-            ms,
-            ..
-        } = *row
-        {
-            if let Some(loss) = indexer_loss {
-                self.indexers.0 += loss;
-                self.indexers.1 += 1.0;
-            }
-            self.steps += 1.0;
-            self.loss += loss;
-            self.bits_per_byte += bits_per_byte;
-            self.tokens += tokens_per_s * ms / 1_000.0;
-            self.ms += ms;
-            self.grad_norm += grad_norm;
-            self.learning_rate = learning_rate;
-        }
-    }
-
-    fn mean_ms(&self) -> f64 {
-        self.ms / self.steps.max(1.0)
-    }
-
-    fn summary(&self, unit: &str) -> String {
-        let steps = self.steps.max(1.0);
-        let indexers = match self.indexers {
-            (_, 0.0) => String::new(),
-            (sum, steps) => format!("  indexer {:.4}", sum / steps),
-        };
-        format!(
-            "loss {:.3}  {:.3} {unit}  lr {:.1e}  grad {:.2}{indexers}  {} tokens/s  {:.0} ms",
-            self.loss / steps,
-            self.bits_per_byte / steps,
-            self.learning_rate,
-            self.grad_norm / steps,
-            thousands((self.tokens / (self.ms / 1_000.0).max(1e-9)) as usize),
-            self.mean_ms(),
-        )
-    }
+/// Means over steps, of which there is one at least, and the last learning rate.
+fn summary(steps: &[Trained], unit: &str) -> String {
+    let mean = |of| mean(steps, of);
+    let indexers: Vec<f64> = steps.iter().filter_map(|of| of.indexer_loss).collect();
+    let indexers = match indexers.len() {
+        0 => String::new(),
+        count => format!(
+            "  indexer {:.4}",
+            indexers.iter().sum::<f64>() / count as f64
+        ),
+    };
+    let tokens = mean(|of| of.tokens_per_s * of.ms / 1_000.0);
+    format!(
+        "loss {:.3}  {:.3} {unit}  lr {:.1e}  grad {:.2}{indexers}  {} tokens/s  {:.0} ms",
+        mean(|of| of.loss),
+        mean(|of| of.bits_per_byte),
+        steps[steps.len() - 1].learning_rate,
+        mean(|of| of.grad_norm),
+        thousands((tokens / (mean(|of| of.ms) / 1_000.0).max(1e-9)) as usize),
+        mean(|of| of.ms),
+    )
 }
 
 /// `75 s` as `1m 15s`.
@@ -197,21 +162,18 @@ mod tests {
 
     #[test]
     fn means_over_the_steps_since_the_last_line() {
-        let mut recent = Recent::default();
-        for (loss, ms) in [(1.0, 100.0), (3.0, 300.0)] {
-            recent.add(&Row::Train {
-                step: 1,
-                loss,
-                bits_per_byte: loss * 2.0,
-                learning_rate: 1e-3,
-                grad_norm: loss,
-                indexer_loss: (loss < 2.0).then_some(loss),
-                tokens_per_s: 1_000.0 / ms * 1_000.0,
-                ms,
-            });
-        }
+        let steps = [(1.0, 100.0), (3.0, 300.0)].map(|(loss, ms)| Trained {
+            step: 1,
+            loss,
+            bits_per_byte: loss * 2.0,
+            learning_rate: 1e-3,
+            grad_norm: loss,
+            indexer_loss: (loss < 2.0).then_some(loss),
+            tokens_per_s: 1_000.0 / ms * 1_000.0,
+            ms,
+        });
         let expected = "loss 2.000  4.000 bits/byte  lr 1.0e-3  grad 2.00  indexer 1.0000  5,000 tokens/s  200 ms";
-        assert_eq!(recent.summary("bits/byte"), expected);
+        assert_eq!(summary(&steps, "bits/byte"), expected);
     }
 
     #[test]

@@ -213,7 +213,7 @@ fn print(
         selection: selection.clone(),
         bits_per_byte,
         heads: of_heads.collect(),
-        layers: by_layer(heads).collect(),
+        layers: by_layer(heads),
     };
     if let Some((to, name)) = lines {
         let line = serde_json::to_string(&found)?;
@@ -274,28 +274,25 @@ fn mean_of(layer: usize, shares: impl ExactSizeIterator<Item = [f64; 3]>) -> Lay
 }
 
 /// Of each layer that has heads which choose.
-fn by_layer(heads: &[Vec<SelectionQuality>]) -> impl Iterator<Item = LayerRecall> {
-    let layers = heads
-        .iter()
-        .enumerate()
-        .filter(|(_, heads)| !heads.is_empty());
-    layers.map(|(layer, heads)| {
-        let shares = |head: &SelectionQuality| [head.recall, head.ratio(), head.density];
-        mean_of(layer, heads.iter().map(shares))
-    })
+fn by_layer(heads: &[Vec<SelectionQuality>]) -> Vec<LayerRecall> {
+    let shares = |head: &SelectionQuality| [head.recall, head.ratio(), head.density];
+    let layers = heads.iter().enumerate();
+    layers
+        .filter(|(_, heads)| !heads.is_empty())
+        .map(|(layer, heads)| mean_of(layer, heads.iter().map(shares)))
+        .collect()
 }
 
-/// Measures over a window of bytes: `selection`, or each layer's own; layers without one are left out.
+/// Measures each layer's own choice over a window of bytes; layers without one are left out.
 pub fn measure(
     model: &SparseTransformer,
-    selection: Option<&Selection>,
     window: &[u8],
     device: &Device,
 ) -> Result<Vec<LayerRecall>> {
-    Ok(by_layer(&heads(model, selection, window, device)?).collect())
+    Ok(by_layer(&heads(model, None, window, device)?))
 }
 
-/// [`measure`] of each layer and head.
+/// Of each layer and head, of `selection` or each layer's own.
 pub fn heads(
     model: &SparseTransformer,
     selection: Option<&Selection>,

@@ -18,7 +18,7 @@ use crate::data::{Corpus, Split, thousands};
 use crate::device::NamedDevice;
 use crate::images::format::Pictures;
 use crate::images::{grid, sample as images};
-use crate::log::{self, Row};
+use crate::log::{self, Row, Validated};
 use crate::memory::Resources;
 use crate::model::{self, attention_text};
 use crate::plot::{self, Axis, Frame};
@@ -95,7 +95,8 @@ impl Report<'_> {
     /// Writes the page and its pictures; where it is.
     pub fn write(&self) -> Result<PathBuf> {
         let rows = log::read(&self.folder.join(run::LOG))?;
-        self.draw(&rows)?;
+        let (config, axes) = (&self.checkpoint.header.config, [Axis::Steps, Axis::Time]);
+        draw(self.folder, config, self.entropy(), &rows, &axes)?;
         let model = model::restore(self.checkpoint, &self.device.device)?;
         let text = [
             self.facts(&rows, &model)?,
@@ -110,25 +111,6 @@ impl Report<'_> {
         Ok(path)
     }
 
-    fn draw(&self, rows: &[Row]) -> Result<()> {
-        let config = &self.checkpoint.header.config;
-        let title = title(config);
-        let files = [
-            (self.folder.join(run::PLOT), Axis::Steps),
-            (self.folder.join(run::TIME_PLOT), Axis::Time),
-        ];
-        for (path, axis) in files {
-            let frame = Frame {
-                title: &title,
-                unit: config.model.unit(),
-                entropy: self.entropy(),
-                axis,
-            };
-            plot::draw(&path, &frame, rows)?;
-        }
-        plot_recall::draw(&self.folder.join(run::RECALL), &title, rows)
-    }
-
     fn entropy(&self) -> Option<f64> {
         self.corpus.map(Corpus::order_0_entropy)
     }
@@ -137,131 +119,130 @@ impl Report<'_> {
     fn facts(&self, rows: &[Row], model: &SparseTransformer) -> Result<String> {
         let header = &self.checkpoint.header;
         let config = &header.config;
-        let shape = &config.model;
-        let unit = shape.unit();
-        let mut table = Table::new(&title(config));
-        table.row(
-            "model",
-            format!(
-                "{} parameters: {} layers, {} heads, width {}, context {}, {}",
-                thousands(model.num_params()),
-                shape.layers,
-                shape.heads,
-                shape.d_model,
-                thousands(shape.context),
-                shape.precision
-            ),
-        );
-        let attention = attention_text(shape);
-        table.row(
-            "attention",
-            format!("`{attention}`, blocks of {}", shape.block_size),
-        );
-        table.row(
-            "data",
-            format!(
-                "{} bytes, CRC-32 `{:08x}`",
-                thousands(header.data.bytes),
-                header.data.crc32
-            ),
-        );
-        let recipe = &config.recipe;
-        table.row(
-            "recipe",
-            format!(
-                "batch {}, learning rate {}, warm-up {}, dropout {}, seed {}",
-                recipe.batch,
-                recipe.learning_rate,
-                thousands(recipe.warmup),
-                shape.dropout,
-                recipe.seed
-            ),
-        );
-        if let Some(text) = config.describe_indexers() {
-            table.row("indexers", text);
-        }
+        let (shape, recipe, unit) = (&config.model, &config.recipe, config.model.unit());
         let speed = Speed::of(rows);
-        let seen = speed.steps * config.tokens_per_step();
-        table.row(
-            "length",
-            format!(
-                "{} steps, {} bytes",
-                thousands(speed.steps),
-                thousands(seen)
+        let whole = rows.iter().rev().find_map(|row| match row {
+            Row::Final(of) => Some(of),
+            _ => None,
+        });
+        let mut facts = vec![
+            (
+                "model",
+                Some(format!(
+                    "{} parameters: {} layers, {} heads, width {}, context {}, {}",
+                    thousands(model.num_params()),
+                    shape.layers,
+                    shape.heads,
+                    shape.d_model,
+                    thousands(shape.context),
+                    shape.precision
+                )),
             ),
-        );
-        if let Some(best) = header.best {
-            let (step, bits) = (thousands(best.step), best.bits_per_byte);
-            table.row(
+            (
+                "attention",
+                Some(format!(
+                    "`{}`, blocks of {}",
+                    attention_text(shape),
+                    shape.block_size
+                )),
+            ),
+            (
+                "data",
+                Some(format!(
+                    "{} bytes, CRC-32 `{:08x}`",
+                    thousands(header.data.bytes),
+                    header.data.crc32
+                )),
+            ),
+            (
+                "recipe",
+                Some(format!(
+                    "batch {}, learning rate {}, warm-up {}, dropout {}, seed {}",
+                    recipe.batch,
+                    recipe.learning_rate,
+                    thousands(recipe.warmup),
+                    shape.dropout,
+                    recipe.seed
+                )),
+            ),
+            ("indexers", config.describe_indexers()),
+            (
+                "length",
+                Some(format!(
+                    "{} steps, {} bytes",
+                    thousands(speed.steps),
+                    thousands(speed.steps * config.tokens_per_step())
+                )),
+            ),
+            (
                 "best validation",
-                format!("{bits:.4} {unit} after step {step}"),
-            );
-        }
-        if let Some((bits, bytes)) = rows.iter().rev().find_map(final_result) {
-            let bytes = thousands(bytes);
-            table.row(
+                header.best.map(|best| {
+                    let (step, bits) = (thousands(best.step), best.bits_per_byte);
+                    format!("{bits:.4} {unit} after step {step}")
+                }),
+            ),
+            (
                 "whole validation split",
-                format!("{bits:.4} {unit} over {bytes} bytes"),
-            );
-        }
-        if let Some(entropy) = self.entropy() {
-            table.row(
+                whole.map(|of| {
+                    let (bits, bytes) = (of.bits_per_byte, thousands(of.bytes));
+                    format!("{bits:.4} {unit} over {bytes} bytes")
+                }),
+            ),
+            (
                 "order-0 entropy of the data",
-                format!("{entropy:.4} {unit}"),
-            );
+                self.entropy().map(|entropy| format!("{entropy:.4} {unit}")),
+            ),
+        ];
+        facts.extend(self.cost(&speed, model)?);
+        let mut text = format!("# {}\n\n| | |\n|---|---|\n", title(config));
+        for (name, value) in facts {
+            if let Some(value) = value {
+                // A pipe would begin a column.
+                let _ = writeln!(text, "| {name} | {} |", value.replace('|', "\\|"));
+            }
         }
-        self.add_cost(&mut table, &speed, model)?;
-        Ok(table.text)
+        Ok(text)
     }
 
     /// Time, speed and memory.
-    fn add_cost(&self, table: &mut Table, speed: &Speed, model: &SparseTransformer) -> Result<()> {
-        let config = &self.checkpoint.header.config;
+    fn cost(&self, speed: &Speed, model: &SparseTransformer) -> Result<[Fact; 6]> {
         let resources = Resources::read(&self.folder.join(run::RESOURCES));
-        if let Some(resources) = &resources {
-            table.row("device", resources.device.clone());
-        }
-        if speed.steps > 0 {
-            let tflop = model::step_tflop(model, config)?;
-            let rate = tflop / (speed.median_ms / 1_000.0);
-            table.row(
+        let tflop = model::step_tflop(model, &self.checkpoint.header.config)?;
+        let rate = tflop / (speed.median_ms / 1_000.0);
+        let share = match self.peak_tflops {
+            Some(peak) => format!(", {:.1} % of {peak}", 100.0 * rate / peak),
+            None => " (`--peak-tflops` makes that a utilisation)".to_owned(),
+        };
+        let timed = |text: String| (speed.steps > 0).then_some(text);
+        let mebibytes = |bytes: u64| format!("{} MiB", thousands((bytes >> 20) as usize));
+        let device = resources.as_ref().map(|of| of.device.clone());
+        let of = resources.unwrap_or_default();
+        Ok([
+            ("device", device),
+            (
                 "time in steps",
-                clock(Duration::from_secs_f64(speed.seconds)),
-            );
-            table.row(
+                timed(clock(Duration::from_secs_f64(speed.seconds))),
+            ),
+            (
                 "speed",
-                format!(
+                timed(format!(
                     "{} bytes per second, {:.1} ms a step (medians)",
                     thousands(speed.bytes_per_s as usize),
                     speed.median_ms
-                ),
-            );
-            let share = self
-                .peak_tflops
-                .map(|peak| format!(", {:.1} % of {peak}", 100.0 * rate / peak));
-            table.row(
+                )),
+            ),
+            (
                 "operations of the model",
-                format!(
-                    "{tflop:.4} · 10¹² a step, {rate:.3} · 10¹² per second{}",
-                    share.unwrap_or_else(|| " (`--peak-tflops` makes that a utilisation)".to_owned())
-                ),
-            );
-        }
-        let mebibytes = |bytes: u64| thousands((bytes >> 20) as usize);
-        let Resources {
-            process_bytes,
-            device_bytes,
-            ..
-        } = resources.unwrap_or_default();
-        for (name, bytes) in [
-            ("peak memory of the process", process_bytes),
-            ("peak memory of the device", device_bytes),
-        ] {
-            if let Some(bytes) = bytes {
-                table.row(name, format!("{} MiB", mebibytes(bytes)));
-            }
-        }
-        Ok(())
+                timed(format!(
+                    "{tflop:.4} · 10¹² a step, {rate:.3} · 10¹² per second{share}"
+                )),
+            ),
+            (
+                "peak memory of the process",
+                of.process_bytes.map(mebibytes),
+            ),
+            ("peak memory of the device", of.device_bytes.map(mebibytes)),
+        ])
     }
 
     /// What choices of keys by content keep, where that was measured.
@@ -304,12 +285,17 @@ impl Report<'_> {
         for (name, over) in [(run::PLOT, "steps"), (run::TIME_PLOT, "time")] {
             let _ = write!(text, "![{unit} over {over}]({name})\n\n");
         }
-        let validations: Vec<(usize, f64)> = rows.iter().filter_map(validation).collect();
+        let validations: Vec<Validated> = (rows.iter())
+            .filter_map(|row| match row {
+                Row::Validation(of) => Some(*of),
+                _ => None,
+            })
+            .collect();
         if !validations.is_empty() {
             text += "| step | validation |\n|---|---|\n";
         }
-        for (step, bits) in thinned(&validations) {
-            let _ = writeln!(text, "| {} | {bits:.4} |", thousands(step));
+        for of in thinned(&validations) {
+            let _ = writeln!(text, "| {} | {:.4} |", thousands(of.step), of.bits_per_byte);
         }
         text
     }
@@ -333,8 +319,7 @@ impl Report<'_> {
     fn pictures(&self, model: SparseTransformer, pictures: Pictures) -> Result<String> {
         let classes = images::classes(&[], pictures.classes.min(PICTURES), pictures);
         let sampling = Sampling::default().temperature(images::TEMPERATURE).seed(1);
-        let device = &self.device.device;
-        let drawn = images::draw(model, device, pictures, &classes, &sampling, false)?;
+        let drawn = images::draw(model, pictures, &classes, &sampling, false)?;
         let path = self.folder.join(run::SAMPLES);
         let (columns, zoom) = (images::columns(drawn.len()), images::zoom(pictures));
         grid::save(&path, pictures, &drawn, columns, zoom)?;
@@ -408,8 +393,33 @@ impl Report<'_> {
     }
 }
 
+/// Draws the pictures of a run's log.
+pub fn draw(
+    folder: &Path,
+    config: &RunConfig,
+    entropy: Option<f64>,
+    rows: &[Row],
+    axes: &[Axis],
+) -> Result<()> {
+    let title = title(config);
+    for &axis in axes {
+        let frame = Frame {
+            title: &title,
+            unit: config.model.unit(),
+            entropy,
+            axis,
+        };
+        let name = match axis {
+            Axis::Steps => run::PLOT,
+            Axis::Time => run::TIME_PLOT,
+        };
+        plot::draw(&folder.join(name), &frame, rows)?;
+    }
+    plot_recall::draw(&folder.join(run::RECALL), &title, rows)
+}
+
 /// What stands above the page and its pictures.
-pub fn title(config: &RunConfig) -> String {
+fn title(config: &RunConfig) -> String {
     format!(
         "enwik8, preset {}: {}",
         config.preset,
@@ -417,52 +427,16 @@ pub fn title(config: &RunConfig) -> String {
     )
 }
 
-fn final_result(row: &Row) -> Option<(f64, usize)> {
-    match *row {
-        Row::Final {
-            bits_per_byte,
-            bytes,
-            ..
-        } => Some((bits_per_byte, bytes)),
-        _ => None,
-    }
-}
-
-fn validation(row: &Row) -> Option<(usize, f64)> {
-    match *row {
-        Row::Validation {
-            step,
-            bits_per_byte,
-            ..
-        } => Some((step, bits_per_byte)),
-        _ => None,
-    }
-}
-
 /// Some of many values, the last one among them.
-fn thinned(values: &[(usize, f64)]) -> Vec<(usize, f64)> {
+fn thinned<T: Copy>(values: &[T]) -> Vec<T> {
     let every = values.len().div_ceil(VALIDATIONS).max(1);
     let mut thinned: Vec<_> = values.iter().rev().step_by(every).copied().collect();
     thinned.reverse();
     thinned
 }
 
-/// A table of two columns under a heading.
-struct Table {
-    text: String,
-}
-
-impl Table {
-    fn new(title: &str) -> Self {
-        let text = format!("# {title}\n\n| | |\n|---|---|\n");
-        Self { text }
-    }
-
-    fn row(&mut self, name: &str, value: String) {
-        // A pipe would begin a column.
-        let _ = writeln!(self.text, "| {name} | {} |", value.replace('|', "\\|"));
-    }
-}
+/// A row of the page's table, if there is something to say.
+type Fact = (&'static str, Option<String>);
 
 /// How fast steps were.
 struct Speed {
@@ -474,15 +448,11 @@ struct Speed {
 
 impl Speed {
     fn of(rows: &[Row]) -> Self {
-        let measured: Vec<(f64, f64)> = (rows.iter())
-            .filter_map(|row| match *row {
-                Row::Train {
-                    ms, tokens_per_s, ..
-                } => Some((ms, tokens_per_s)),
-                _ => None,
-            })
-            .collect();
-        let (times, rates): (Vec<f64>, Vec<f64>) = measured.into_iter().unzip();
+        let measured = rows.iter().filter_map(|row| match row {
+            Row::Train(of) => Some((of.ms, of.tokens_per_s)),
+            _ => None,
+        });
+        let (times, rates): (Vec<f64>, Vec<f64>) = measured.unzip();
         Self {
             steps: times.len(),
             seconds: times.iter().sum::<f64>() / 1_000.0,
@@ -525,9 +495,8 @@ mod tests {
 
     #[test]
     fn many_validations_are_thinned_to_the_last_one() {
-        let values: Vec<(usize, f64)> = (1..=95).map(|step| (step, 1.0)).collect();
-        let steps: Vec<usize> = thinned(&values).iter().map(|value| value.0).collect();
-        assert_eq!(steps, [5, 15, 25, 35, 45, 55, 65, 75, 85, 95]);
-        assert_eq!(thinned(&values[..3]), values[..3]);
+        let steps: Vec<usize> = (1..=95).collect();
+        assert_eq!(thinned(&steps), [5, 15, 25, 35, 45, 55, 65, 75, 85, 95]);
+        assert_eq!(thinned(&steps[..3]), steps[..3]);
     }
 }

@@ -73,9 +73,7 @@ impl RunFolder {
         }
         fs::create_dir_all(path).with_context(|| format!("cannot create {}", path.display()))?;
         let folder = RunFolder::lock(path)?;
-        for old in files_of_run(path)? {
-            fs::remove_file(&old).with_context(|| format!("cannot remove {}", old.display()))?;
-        }
+        remove(files_of_run(path)?)?;
         Ok(folder)
     }
 
@@ -88,13 +86,8 @@ impl RunFolder {
         );
         let folder = RunFolder::lock(path)?;
         // What a killed process was writing.
-        for unfinished in files_of_run(path)?
-            .iter()
-            .filter(|path| is_unfinished(path))
-        {
-            fs::remove_file(unfinished)
-                .with_context(|| format!("cannot remove {}", unfinished.display()))?;
-        }
+        let files = files_of_run(path)?.into_iter();
+        remove(files.filter(|path| is_unfinished(path)))?;
         Ok(folder)
     }
 
@@ -133,10 +126,7 @@ impl RunFolder {
     pub fn save(&self, checkpoint: &Checkpoint) -> Result<()> {
         let name = format!("step-{:08}.ckpt", checkpoint.header.step);
         checkpoint.write(&self.path.join(name))?;
-        for old in step_checkpoints(&self.path)?.into_iter().skip(KEPT) {
-            fs::remove_file(&old).with_context(|| format!("cannot remove {}", old.display()))?;
-        }
-        Ok(())
+        remove(step_checkpoints(&self.path)?.into_iter().skip(KEPT))
     }
 
     /// Stores the checkpoint with the best validation so far.
@@ -250,6 +240,12 @@ fn is_unfinished(path: &Path) -> bool {
         .extension()
         .is_some_and(|extension| extension == TEMPORARY);
     temporary || path.file_name().is_some_and(|name| name == UNFINISHED_PLOT)
+}
+
+fn remove(files: impl IntoIterator<Item = PathBuf>) -> Result<()> {
+    files.into_iter().try_for_each(|path| {
+        fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))
+    })
 }
 
 fn entries(folder: &Path) -> Result<Vec<PathBuf>> {

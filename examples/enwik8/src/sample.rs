@@ -1,6 +1,5 @@
 //! `enwik8 sample`: one byte after the other, with a cache of keys and values.
 
-pub mod decoder;
 mod output;
 mod statistics;
 mod writer;
@@ -11,10 +10,11 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use burn_paged_attention::generate::{PromptLookup, PromptLookupIndex, Sampling};
+use burn_paged_attention::pool::{CachePolicy, KvPoolConfig};
 use clap::Args;
 use output::Output;
 use statistics::Times;
-use writer::{Cache, Writer};
+use writer::Writer;
 
 use crate::arguments::{self, MOST, MOST_AT_ONCE, ModelArgs};
 use crate::data::thousands;
@@ -111,7 +111,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         "--output takes one sample, not {}",
         prompts.len()
     );
-    let cache = args.cache()?;
+    let kept = args.kept.kept()?.unwrap_or_default();
     let (device, path, checkpoint) = args.model.open()?;
     ensure!(
         checkpoint.header.config.model.pictures.is_none(),
@@ -128,7 +128,8 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         .map(|prompt| prompt.len().saturating_add(args.length))
         .collect();
     let read = prompts.iter().map(Vec::len).max().unwrap_or(1);
-    let mut writer = Writer::new(model, device.device, &lengths, read, &cache)
+    let pool = args.pool(kept, model.context(), &lengths, read);
+    let mut writer = Writer::new(model, &pool, args.graph, args.speculate.unwrap_or(0))
         .map_err(|error| args.kept.explained(error, config))?;
     let stop: Vec<&[u8]> = args.stop.iter().map(String::as_bytes).collect();
     let sampling = args.sampling();
@@ -267,17 +268,34 @@ impl SampleArgs {
             .seed(self.seed)
     }
 
-    fn cache(&self) -> Result<Cache> {
-        let kept = self.kept.kept()?;
-        Ok(Cache {
-            kept: kept.unwrap_or_default(),
-            dtype: self.kept.kv_dtype,
-            positions: self.kept.positions,
-            page_size: self.page_size,
-            graph: self.graph,
-            drafted: self.speculate.unwrap_or(0),
-            prompts_choose: self.kept.selection_file.is_some(),
-        })
+    /// The pool of texts of so many bytes each, which begin with up to `read`.
+    fn pool(
+        &self,
+        kept: CachePolicy,
+        context: usize,
+        lengths: &[usize],
+        read: usize,
+    ) -> KvPoolConfig {
+        // A text that does not fit goes on behind the newest half of the context.
+        let read = match lengths.iter().all(|&length| length <= context) {
+            true => read,
+            false => read.max(context / 2),
+        };
+        let drafted = self.speculate.unwrap_or(0);
+        let lengths = lengths.iter().map(|&length| length.clamp(1, context));
+        let config = KvPoolConfig::for_lengths(lengths)
+            .with_chunk(1 + drafted)
+            .with_rollback(drafted);
+        let longest = read.clamp(1, context).max(1 + drafted);
+        let config = self.kept.pool(config, kept, longest);
+        let config = match self.page_size {
+            Some(page_size) => config.with_page_size(page_size),
+            None => config,
+        };
+        match self.kept.selection_file {
+            Some(_) => config.with_choosing_prompts(),
+            None => config,
+        }
     }
 }
 

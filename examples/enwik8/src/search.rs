@@ -1,6 +1,6 @@
 //! Finds for each head the choice of keys by content that keeps most of its attention (MInference: Jiang et al., 2024, §3), and the file that says so.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality, SparseTransformer};
@@ -37,34 +37,15 @@ pub struct SearchArgs {
 
 /// What `--selection-file` reads: for each layer, for each head, how it chooses; `pattern` is all that the layer's pattern lets it see.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct SelectionFile {
+struct SelectionFile {
     /// Layer, head: the text of a choice.
-    pub layers: Vec<Vec<String>>,
+    layers: Vec<Vec<String>>,
     /// What they keep, where the choice was made.
     #[serde(default)]
-    pub recall: Vec<Vec<f64>>,
+    recall: Vec<Vec<f64>>,
     /// Chosen blocks as a share of those that are visible.
     #[serde(default)]
-    pub density: Vec<Vec<f64>>,
-}
-
-impl SelectionFile {
-    pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("cannot read {}", path.display()))?;
-        serde_json::from_str(&text)
-            .with_context(|| format!("{} is not what search-selection writes", path.display()))
-    }
-
-    /// How the heads of each layer choose.
-    pub fn heads(&self) -> Result<Vec<HeadSelections>> {
-        let layers = self.layers.iter().enumerate();
-        let layers = layers.map(|(layer, heads)| {
-            let parsed = heads.join(" / ").parse::<HeadSelections>();
-            parsed.with_context(|| format!("layer {layer}"))
-        });
-        layers.collect()
-    }
+    density: Vec<Vec<f64>>,
 }
 
 /// `--selection-file`: how each head of each layer chooses, and where that was read.
@@ -89,11 +70,19 @@ impl HeadChoices {
 /// Reads the value of `--selection-file`.
 pub fn head_choices(text: &str) -> Result<HeadChoices, String> {
     let path = PathBuf::from(text);
-    let layers = SelectionFile::read(&path).and_then(|file| file.heads());
-    match layers {
-        Ok(layers) => Ok(HeadChoices { path, layers }),
-        Err(error) => Err(format!("{error:#}")),
-    }
+    let read = || -> Result<Vec<HeadSelections>> {
+        let text = std::fs::read_to_string(&path)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        let file: SelectionFile = serde_json::from_str(&text)
+            .with_context(|| format!("{} is not what search-selection writes", path.display()))?;
+        let layers = file.layers.iter().enumerate().map(|(layer, heads)| {
+            let heads = heads.join(" / ").parse();
+            heads.with_context(|| format!("layer {layer}"))
+        });
+        layers.collect()
+    };
+    let layers = read().map_err(|error| format!("{error:#}"))?;
+    Ok(HeadChoices { path, layers })
 }
 
 /// That choices are of so many layers and heads.
@@ -148,27 +137,25 @@ fn best(found: &[(String, Vec<Vec<SelectionQuality>>)], density: f64) -> Selecti
     let mut file = SelectionFile::default();
     let layers = found.first().map_or(0, |(_, heads)| heads.len());
     for layer in 0..layers {
-        let heads = found[0].1[layer].len();
-        let best: Vec<usize> = (0..heads)
-            .map(|head| {
-                let of = |candidate: usize| &found[candidate].1[layer][head];
-                // Rounding of the sum that a density is of.
-                let fits = |&candidate: &usize| of(candidate).density <= density + 1e-9;
-                // Of equal ones the last is taken: from behind that is the earliest.
-                let all = || (0..found.len()).rev();
-                let recall = |a: &usize, b: &usize| of(*a).recall.total_cmp(&of(*b).recall);
-                let sparser = |a: &usize, b: &usize| of(*b).density.total_cmp(&of(*a).density);
-                let fitting = all().filter(fits).max_by(recall);
-                fitting.or_else(|| all().max_by(sparser)).unwrap_or(0)
-            })
-            .collect();
-        let of = |head: usize| &found[best[head]].1[layer][head];
-        file.layers
-            .push(best.iter().map(|&of| found[of].0.clone()).collect());
-        file.recall
-            .push((0..heads).map(|head| of(head).recall).collect());
-        file.density
-            .push((0..heads).map(|head| of(head).density).collect());
+        let best = (0..found[0].1[layer].len()).filter_map(|head| {
+            // Of equal ones the last is taken: from behind that is the earliest.
+            let all = || {
+                let candidates = found.iter().rev();
+                candidates.map(|(text, heads)| (text, heads[layer][head]))
+            };
+            // Rounding of the sum that a density is of.
+            let fitting = all().filter(|(_, of)| of.density <= density + 1e-9);
+            let fitting = fitting.max_by(|(_, a), (_, b)| a.recall.total_cmp(&b.recall));
+            let sparsest = || all().max_by(|(_, a), (_, b)| b.density.total_cmp(&a.density));
+            fitting.or_else(sparsest)
+        });
+        let best: Vec<(&String, SelectionQuality)> = best.collect();
+        let texts = best.iter().map(|(text, _)| (*text).clone());
+        file.layers.push(texts.collect());
+        let recalls = best.iter().map(|(_, of)| of.recall);
+        file.recall.push(recalls.collect());
+        let densities = best.iter().map(|(_, of)| of.density);
+        file.density.push(densities.collect());
     }
     file
 }

@@ -9,7 +9,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_blocksparse::graph::{CapturedGraph, DeviceSeed, StaticInput};
 use burn_fused_ops::optim::{AdamWStepState, FusedAdamW};
 use burn_sparse_transformer::dsa::DsaStage;
-use burn_sparse_transformer::{Recompute, Seed, SparseTransformer, StepLosses, TransformerShard};
+use burn_sparse_transformer::{Recompute, SparseTransformer, StepLosses, TransformerShard};
 
 use crate::model;
 use crate::prune::prune;
@@ -23,35 +23,25 @@ struct State {
 }
 
 impl State {
-    /// The losses and the gradients of a batch, or of a larger one's entries from `first_entry` on.
-    fn gradients(
-        &self,
-        [tokens, targets]: [Tensor<2, Int>; 2],
-        first_entry: usize,
-        seed: impl Into<Seed>,
-        recompute: Recompute,
-    ) -> Result<(StepLosses, GradientsParams)> {
-        let model = self.model.as_ref().context(NO_MODEL)?;
-        Ok(model.losses_and_gradients(tokens, targets, first_entry, seed, recompute)?)
-    }
-
-    /// The optimizer's part of a step, which is `update`; the norm of the gradients, `[1]`.
-    fn update(
-        &mut self,
-        gradients: GradientsParams,
-        update: impl FnOnce(
-            &mut FusedAdamW,
-            SparseTransformer,
-            GradientsParams,
-        ) -> Result<(SparseTransformer, Tensor<1>)>,
-    ) -> Result<Tensor<1>> {
+    /// The optimizer's part of a step; the norm of the gradients, `[1]`.
+    fn update(&mut self, gradients: GradientsParams, rate: Rate) -> Result<Tensor<1>> {
         // Not a clone, which would make the step write another model beside this one.
         let model = self.model.take().context(NO_MODEL)?;
-        let (mut model, norm) = update(&mut self.optimizer, model, gradients)?;
+        let (mut model, norm) = match rate {
+            Rate::Of(rate) => self.optimizer.step(rate, model, gradients)?,
+            Rate::Prepared(control) => self.optimizer.step_prepared(control, model, gradients)?,
+        };
         model.ema_update();
         self.model = Some(model);
         Ok(norm)
     }
+}
+
+/// The learning rate of a step.
+enum Rate<'a> {
+    Of(f64),
+    /// On the device, where replays read it.
+    Prepared(&'a AdamWStepState),
 }
 
 /// What a step is of.
@@ -175,9 +165,9 @@ impl Steps {
         first_entry: usize,
         dropout_seed: u64,
     ) -> Result<(StepLosses, GradientsParams)> {
-        let inputs = data.map(|data| Tensor::from_data(data, &self.device));
-        let state = self.state.borrow();
-        state.gradients(inputs, first_entry, dropout_seed, self.recompute)
+        let [tokens, targets] = data.map(|data| Tensor::from_data(data, &self.device));
+        let (model, recompute) = (self.model()?, self.recompute);
+        Ok(model.losses_and_gradients(tokens, targets, first_entry, dropout_seed, recompute)?)
     }
 
     /// The first half of a step of one device of several that share windows: of its positions.
@@ -195,9 +185,7 @@ impl Steps {
     /// The second half, the optimizer's; the norm of the gradients, `[1]`.
     pub fn update(&self, learning_rate: f64, gradients: GradientsParams) -> Result<Tensor<1>> {
         let mut state = self.state.borrow_mut();
-        state.update(gradients, |optimizer, model, gradients| {
-            Ok(optimizer.step(learning_rate, model, gradients)?)
-        })
+        state.update(gradients, Rate::Of(learning_rate))
     }
 
     /// Changes the model. What was recorded is of the one before.
@@ -220,7 +208,7 @@ impl Steps {
     }
 
     /// Moves the means of clusters to where the bytes of a batch are.
-    pub fn kmeans_init(&mut self, tokens: TensorData, seed: u64) -> Result<()> {
+    pub fn kmeans_init(&self, tokens: TensorData, seed: u64) -> Result<()> {
         let mut state = self.state.borrow_mut();
         let model = state.model.as_mut().context(NO_MODEL)?;
         model.kmeans_init(Tensor::from_data(tokens, &self.device), seed)?;
@@ -274,12 +262,12 @@ impl Replays {
             let (state, tokens, targets) = (state.clone(), tokens.clone(), targets.clone());
             let (seed, control) = (seed.clone(), control.clone());
             move || {
-                let inputs = [tokens.tensor(), targets.tensor()];
+                let (tokens, targets, seed) = (tokens.tensor(), targets.tensor(), seed.seed());
                 let mut state = state.borrow_mut();
-                let (losses, gradients) = state.gradients(inputs, 0, seed.seed(), recompute)?;
-                let norm = state.update(gradients, |optimizer, model, gradients| {
-                    Ok(optimizer.step_prepared(&control, model, gradients)?)
-                })?;
+                let model = state.model.as_ref().context(NO_MODEL)?;
+                let (losses, gradients) =
+                    model.losses_and_gradients(tokens, targets, 0, seed, recompute)?;
+                let norm = state.update(gradients, Rate::Prepared(&control))?;
                 Ok(numbers(losses, norm))
             }
         });

@@ -22,6 +22,7 @@ use prost::Message;
 
 use crate::log::Row;
 use crate::memory::Resources;
+use crate::recall::mean;
 
 /// What TensorBoard recognises event files by.
 const PREFIX: &str = "events.out.tfevents.";
@@ -93,11 +94,7 @@ impl EventFile {
     }
 
     fn append_row(&mut self, row: &Row, time: f64) -> Result<()> {
-        let scalars = scalars(row);
-        match scalars.is_empty() {
-            true => Ok(()),
-            false => self.append(&Event::new(time, row.step()).scalars(&scalars)),
-        }
+        self.append(&Event::new(time, row.step()).scalars(&scalars(row)))
     }
 
     fn append(&mut self, event: &Event) -> Result<()> {
@@ -109,36 +106,20 @@ impl EventFile {
 /// Tags and values of a row.
 fn scalars(row: &Row) -> Vec<(&'static str, f64)> {
     match row {
-        Row::Train {
-            bits_per_byte,
-            learning_rate,
-            grad_norm,
-            indexer_loss,
-            tokens_per_s,
-            ms,
-            ..
-        } => {
+        Row::Train(of) => {
             let scalars = [
-                ("bits_per_byte/train", *bits_per_byte),
-                ("learning_rate", *learning_rate),
-                ("grad_norm", *grad_norm),
-                ("speed/tokens_per_s", *tokens_per_s),
-                ("speed/step_ms", *ms),
+                ("bits_per_byte/train", of.bits_per_byte),
+                ("learning_rate", of.learning_rate),
+                ("grad_norm", of.grad_norm),
+                ("speed/tokens_per_s", of.tokens_per_s),
+                ("speed/step_ms", of.ms),
             ];
-            let of_indexers = indexer_loss.map(|loss| ("indexer_loss", loss));
+            let of_indexers = of.indexer_loss.map(|loss| ("indexer_loss", loss));
             scalars.into_iter().chain(of_indexers).collect()
         }
-        Row::Validation { bits_per_byte, .. } => {
-            vec![("bits_per_byte/validation", *bits_per_byte)]
-        }
-        Row::Final { bits_per_byte, .. } => vec![("bits_per_byte/final", *bits_per_byte)],
-        Row::Selection { layers, .. } => {
-            let recalls = layers.iter().map(|layer| layer.recall);
-            vec![(
-                "selection/recall",
-                recalls.sum::<f64>() / layers.len().max(1) as f64,
-            )]
-        }
+        Row::Validation(of) => vec![("bits_per_byte/validation", of.bits_per_byte)],
+        Row::Final(of) => vec![("bits_per_byte/final", of.bits_per_byte)],
+        Row::Selection { layers, .. } => vec![("selection/recall", mean(layers).recall)],
     }
 }
 
@@ -148,8 +129,8 @@ fn times(rows: &[Row]) -> Vec<f64> {
     let mut times: Vec<f64> = (rows.iter().rev())
         .map(|row| {
             let written = time;
-            if let Row::Train { ms, .. } = row {
-                time -= ms / 1_000.0;
+            if let Row::Train(of) = row {
+                time -= of.ms / 1_000.0;
             }
             written
         })

@@ -8,6 +8,7 @@ mod describe;
 mod finish;
 mod stop;
 
+use std::ops::Deref;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -17,7 +18,6 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use burn::module::Module;
 use burn::tensor::Bytes;
-use burn_blocksparse::Processes;
 use burn_fused_ops::optim::FusedAdamW;
 use burn_sparse_transformer::SparseTransformer;
 use burn_sparse_transformer::content::ContentAttention;
@@ -27,23 +27,23 @@ use indicatif::ProgressBar;
 use crate::arguments::{self, LOG};
 use crate::checkpoint::{Best, Checkpoint, Header};
 use crate::config::RunConfig;
-use crate::data::{Corpus, Fingerprint, Sampler, SamplerState, Split, thousands};
+use crate::data::{Corpus, Sampler, Split, thousands};
 use crate::device::NamedDevice;
-use crate::devices::{Crossing, Group, Reduce, Shard, Training};
+use crate::devices::{DEVICE, DeviceArgs, Group, Training};
 use crate::devices::{ask_to_stop, hear_of_stops, serve, settled};
 use crate::eval::{Evaluation, Evaluator};
-use crate::log::{self, Log, Row};
+use crate::log::{self, Log, Row, Trained};
 use crate::memory::Resources;
 use crate::model::{self, bits};
 use crate::overrides::Overrides;
-use crate::plot::{self, Axis, Frame};
+use crate::plot::Axis;
 use crate::presets::{Preset, Task};
 use crate::progress::{Progress, program, say, warn};
 use crate::run::{self, RunFolder};
 use crate::step::{Batch, Change, Measured, Steps};
 use crate::tensorboard::EventFile;
 use crate::windows::Window;
-use crate::{indexers, plot_recall, recall, report};
+use crate::{indexers, recall, report};
 
 /// Train a model on the bytes of text or images
 #[derive(Args, Debug)]
@@ -81,28 +81,8 @@ pub struct TrainArgs {
     /// Replace the run in the folder
     #[arg(long, conflicts_with = "resume")]
     overwrite: bool,
-    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
-    #[arg(long, help_heading = DEVICE)]
-    device: Option<String>,
-    /// Several devices, each with an equal part of every batch: numbers of CUDA devices, or names of one kind
-    #[arg(long, value_name = "0,1,..", conflicts_with = "device", group = "several", help_heading = DEVICE)]
-    devices: Option<String>,
-    /// Run as one of several processes with a device each. Which one: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, set by torchrun, or the
-    /// variables of OpenMPI
-    #[arg(long, group = "several", help_heading = DEVICE)]
-    processes: bool,
-    /// Sum of gradients over several devices [default: nccl where it can be used; copies between processes]
-    #[arg(long, value_enum, requires = "several", help_heading = DEVICE)]
-    reduce: Option<Reduce>,
-    /// Split of the work over several devices
-    #[arg(long, value_enum, default_value_t, requires = "several", help_heading = DEVICE)]
-    shard: Shard,
-    /// Exchange of keys between devices that share sequences [default: nccl where it can be used]
-    #[arg(long, value_enum, requires = "devices", help_heading = DEVICE)]
-    exchange: Option<Crossing>,
-    /// Number of devices that share each sequence; others have other windows of the batch [default: all]
-    #[arg(long, value_parser = arguments::positive, requires = "several", help_heading = DEVICE)]
-    share: Option<usize>,
+    #[command(flatten)]
+    devices: DeviceArgs,
     /// Capture a step in a CUDA graph and replay it: the same results with less work of the host
     #[arg(long, help_heading = DEVICE)]
     graph: bool,
@@ -151,23 +131,15 @@ impl TrainArgs {
     }
 }
 
-const DEVICE: &str = "Device";
-
 /// Runs `enwik8 train`. The exit code is 130 if Ctrl-C ended it.
 pub fn run(args: &TrainArgs) -> Result<ExitCode> {
-    let (device, devices) = (args.device.as_deref(), args.devices.as_deref());
-    let (reduce, shard, exchange) = (args.reduce, args.shard, args.exchange);
-    if !args.processes {
-        let group = Group::open(device, devices, reduce, shard, exchange, args.share)?;
-        return train(args, group);
+    let devices = &args.devices;
+    if !devices.processes {
+        return train(args, Group::open(devices)?);
     }
-    ensure!(
-        !matches!(exchange, Some(Crossing::Nccl)),
-        "--exchange nccl is of devices in one process; processes exchange keys by the host and TCP"
-    );
-    let processes = Arc::new(Processes::from_env().context("--processes")?);
+    let processes = Arc::new(devices.processes()?);
     settled(&processes, || {
-        let group = Group::of_processes(&processes, device, reduce, shard, args.share)?;
+        let group = Group::of_processes(&processes, devices)?;
         if processes.rank() == 0 {
             return train(args, group);
         }
@@ -178,11 +150,10 @@ pub fn run(args: &TrainArgs) -> Result<ExitCode> {
 }
 
 fn train(args: &TrainArgs, group: Group) -> Result<ExitCode> {
-    let start = match args.resume {
-        false => Start::new(args, &group)?,
-        true => Start::resume(args, &group)?,
+    let session = match args.resume {
+        false => Session::begin(args, group)?,
+        true => Session::resume(args, group)?,
     };
-    let session = Session::new(args, group, start)?;
     session.describe()?;
     if session.is_finished()? {
         say(format!(
@@ -211,61 +182,49 @@ fn train(args: &TrainArgs, group: Group) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A run in memory. What a checkpoint holds is `step`, `training`, `sampler` and `best`.
+/// A run in memory.
 struct Session {
-    config: RunConfig,
+    /// What a checkpoint says of it; the data's order goes on in `sampler`.
+    header: Header,
     steps: usize,
     corpus: Corpus,
-    data: Fingerprint,
     folder: RunFolder,
     group: Group,
     /// The first of the group, with all their names.
     device: NamedDevice,
     training: Training,
     sampler: Sampler,
-    step: usize,
-    best: Option<Best>,
 }
 
-/// What a run begins with, or goes on with from a checkpoint.
-struct Start {
-    config: RunConfig,
-    corpus: Corpus,
-    folder: RunFolder,
-    model: SparseTransformer,
-    optimizer: FusedAdamW,
-    sampler: SamplerState,
-    step: usize,
-    best: Option<Best>,
+impl Deref for Session {
+    type Target = Header;
+
+    fn deref(&self) -> &Header {
+        &self.header
+    }
 }
 
-impl Start {
-    fn new(args: &TrainArgs, group: &Group) -> Result<Self> {
+impl Session {
+    fn begin(args: &TrainArgs, group: Group) -> Result<Self> {
         let config = RunConfig::new(args.preset(), &args.overrides)?;
-        let device = args.check(&config, group)?;
+        let device = args.check(&config, &group)?;
         let corpus = Corpus::open(args.data.as_deref(), config.model.pictures)?;
         check_lengths(&corpus, &config)?;
+        let (seed, device) = (config.recipe.seed, device.device.autodiff());
+        let model = indexers::staged(model::new(&config.model, seed, &device)?, &config, 0)?;
         // Only now that all input is known to be good is anything written.
-        let seed = config.recipe.seed;
-        let model = model::new(&config.model, seed, &device.device.clone().autodiff())?;
-        Ok(Start {
-            model: indexers::staged(model, &config, 0)?,
-            folder: RunFolder::create(&args.folder(), args.overwrite)?,
-            optimizer: model::optimizer(&config.recipe),
-            sampler: SamplerState::new(seed),
-            step: 0,
-            best: None,
-            config,
-            corpus,
-        })
+        let folder = RunFolder::create(&args.folder(), args.overwrite)?;
+        let optimizer = model::optimizer(&config.recipe);
+        let header = Header::new(config, corpus.fingerprint());
+        Self::new(args, group, (folder, corpus), header, (model, optimizer))
     }
 
-    fn resume(args: &TrainArgs, group: &Group) -> Result<Self> {
+    fn resume(args: &TrainArgs, group: Group) -> Result<Self> {
         let folder = RunFolder::open(&args.folder())?;
         let (path, checkpoint) = run::latest_checkpoint(folder.path())?;
         let header = &checkpoint.header;
         let config = header.config.resumed(args.preset, &args.overrides)?;
-        let device = args.check(&config, group)?;
+        let device = args.check(&config, &group)?;
         let pictures = config.model.pictures;
         let corpus = Corpus::reopen(&header.data, args.data.as_deref(), pictures)?;
         let data = corpus.fingerprint();
@@ -279,7 +238,7 @@ impl Start {
             header.data.crc32
         );
         check_lengths(&corpus, &config)?;
-        let model = model::restore(&checkpoint, &device.device.clone().autodiff())
+        let model = model::restore(&checkpoint, &device.device.autodiff())
             .with_context(|| format!("cannot resume from {}", path.display()))?;
         let optimizer = model::optimizer(&config.recipe)
             .from_bytes(Bytes::from_bytes_vec(checkpoint.optimizer))
@@ -291,47 +250,36 @@ impl Start {
             best,
             ..
         } = checkpoint.header;
-        Ok(Start {
-            config,
-            corpus,
-            folder,
-            model,
-            optimizer,
+        let header = Header {
             sampler,
             step,
             best,
-        })
+            ..Header::new(config, data)
+        };
+        Self::new(args, group, (folder, corpus), header, (model, optimizer))
     }
-}
 
-impl Session {
-    fn new(args: &TrainArgs, group: Group, start: Start) -> Result<Self> {
-        let Start {
-            config,
-            corpus,
-            folder,
-            model,
-            optimizer,
-            sampler,
-            step,
-            best,
-        } = start;
-        folder.write_config(&config)?;
+    fn new(
+        args: &TrainArgs,
+        group: Group,
+        (folder, corpus): (RunFolder, Corpus),
+        header: Header,
+        (model, optimizer): (SparseTransformer, FusedAdamW),
+    ) -> Result<Self> {
+        let config = &header.config;
+        folder.write_config(config)?;
         let (device, recompute) = (group.first(), config.recipe.recompute);
         let training = Steps::new(model, optimizer, &device.device, recompute, args.graph);
         let (cut, train) = (config.model.cut(), corpus.split(Split::Train).len());
         Ok(Session {
             steps: config.steps(cut.predictions(train)),
-            sampler: Sampler::resume(train, cut, sampler),
+            sampler: Sampler::resume(train, cut, header.sampler.clone()),
             training: training.into(),
-            data: corpus.fingerprint(),
-            config,
+            header,
             corpus,
             folder,
             group,
             device,
-            step,
-            best,
         })
     }
 
@@ -347,7 +295,7 @@ impl Session {
 
     /// Whether the evaluation that follows the last step is in the log, too.
     fn is_finished(&self) -> Result<bool> {
-        let is_last = |row: &Row| matches!(row, Row::Final { step, .. } if *step == self.step);
+        let is_last = |row: &Row| matches!(row, Row::Final(of) if of.step == self.step);
         let rows = log::read(&self.folder.file(run::LOG))?;
         Ok(self.step > self.steps || (self.step == self.steps && rows.iter().any(is_last)))
     }
@@ -371,9 +319,9 @@ impl Session {
         }
         let mut described = false;
         while self.step < self.steps {
-            let row = self.train_step()?;
-            log.write(&row)?;
-            progress.step(&row);
+            let done = self.train_step()?;
+            log.write(&Row::Train(done))?;
+            progress.step(done);
             for note in self.change()?.into_iter().chain(self.recall(log)?) {
                 progress.note(note);
             }
@@ -401,12 +349,9 @@ impl Session {
 
     /// The validation after the last step, where the step itself was not the last one when it was done.
     fn validate_last_step(&mut self, log: &mut Log, progress: &Progress) -> Result<()> {
-        let is_its_own =
-            |row: &Row| matches!(row, Row::Validation { step, .. } if *step == self.step);
-        if !log::read(&self.folder.file(run::LOG))?
-            .iter()
-            .any(is_its_own)
-        {
+        let is_its_own = |row: &Row| matches!(row, Row::Validation(of) if of.step == self.step);
+        let rows = log::read(&self.folder.file(run::LOG))?;
+        if !rows.iter().any(is_its_own) {
             progress.note(self.validate(log)?);
             log.sync()?;
             self.folder.save(&self.checkpoint()?)?;
@@ -415,24 +360,19 @@ impl Session {
     }
 
     /// One optimizer step; `self.step` counts it.
-    fn train_step(&mut self) -> Result<Row> {
-        let recipe = &self.config.recipe;
-        let context = self.config.model.context;
+    fn train_step(&mut self) -> Result<Trained> {
+        let RunConfig { model, recipe, .. } = &self.header.config;
         let began = Instant::now();
 
-        let starts: Vec<usize> = (0..recipe.batch)
-            .map(|_| self.sampler.next_start())
-            .collect();
         let bytes = self.corpus.split(Split::Train);
-        let [tokens, targets] = self.config.model.cut().data(bytes, &starts);
+        let [tokens, targets] = self.sampler.batch(bytes, recipe.batch);
         // Before the first step alone: after it they follow the bytes by themselves, and checkpoints hold them.
-        let has_means = matches!(
-            self.config.model.content,
-            Some(ContentAttention::Routing(_))
-        );
+        let has_means = matches!(model.content, Some(ContentAttention::Routing(_)));
         if self.step == 0 && has_means {
             let seed = step_seed(!recipe.seed, 0);
-            self.training.kmeans_init(tokens.clone(), seed)?;
+            // Of one device: groups refuse models with means.
+            let steps = self.training.steps();
+            steps.kmeans_init(tokens.clone(), seed)?;
         }
         let learning_rate = self.config.learning_rate(self.step, self.steps);
         let Measured {
@@ -445,7 +385,7 @@ impl Session {
             dropout_seed: step_seed(recipe.seed, self.step),
             learning_rate,
         })?;
-        self.step += 1;
+        self.header.step += 1;
 
         ensure!(
             loss.is_finite() && grad_norm.is_finite() && aux_loss.is_none_or(f64::is_finite),
@@ -454,14 +394,14 @@ impl Session {
             self.step
         );
         let seconds = began.elapsed().as_secs_f64();
-        Ok(Row::Train {
+        Ok(Trained {
             step: self.step,
             loss,
             bits_per_byte: bits(loss),
             learning_rate,
             grad_norm,
             indexer_loss: self.config.indexer_loss(aux_loss),
-            tokens_per_s: (starts.len() * context) as f64 / seconds,
+            tokens_per_s: self.config.tokens_per_step() as f64 / seconds,
             ms: seconds * 1_000.0,
         })
     }
@@ -487,7 +427,7 @@ impl Session {
         for (change, mut note) in [pruned, over, stage].into_iter().flatten() {
             self.training.change(change)?;
             if let Change::Prune(_) = change {
-                let parameters = self.training.model()?.num_params();
+                let parameters = self.training.steps().model()?.num_params();
                 note += &format!(": {} parameters", thousands(parameters));
             }
             notes.push(format!("step {step}/{}  {note}", self.steps));
@@ -503,8 +443,8 @@ impl Session {
         }
         let context = self.config.model.context;
         let bytes = self.corpus.split(Split::Validation);
-        let model = self.training.model()?.valid();
-        let layers = recall::measure(&model, None, &bytes[..context], &self.device.device)?;
+        let model = self.training.steps().model()?.valid();
+        let layers = recall::measure(&model, &bytes[..context], &self.device.device)?;
         let note = format!(
             "step {}/{}  {}",
             self.step,
@@ -533,18 +473,13 @@ impl Session {
         let plan = (self.config.model.cut()).spread(bytes, self.config.recipe.eval_windows);
         let evaluation = self.evaluate(&plan, &ProgressBar::hidden())?;
         let bits_per_byte = evaluation.bits_per_byte();
-        log.write(&Row::Validation {
-            step: self.step,
-            loss: evaluation.loss(),
-            bits_per_byte,
-            bytes: evaluation.bytes,
-        })?;
+        log.write(&Row::Validation(evaluation.after(self.step)))?;
         let improved = self
             .best
             .is_none_or(|best| bits_per_byte < best.bits_per_byte);
         if improved {
             log.sync()?;
-            self.best = Some(Best {
+            self.header.best = Some(Best {
                 step: self.step,
                 bits_per_byte,
             });
@@ -561,7 +496,7 @@ impl Session {
 
     fn evaluate(&self, plan: &[Window], bar: &ProgressBar) -> Result<Evaluation> {
         let evaluator = Evaluator {
-            model: &self.training.model()?.valid(),
+            model: &self.training.steps().model()?.valid(),
             device: &self.device.device,
             cut: self.config.model.cut(),
             batch: self.config.recipe.batch,
@@ -579,15 +514,11 @@ impl Session {
 
     fn checkpoint(&self) -> Result<Checkpoint> {
         let header = Header {
-            program: env!("CARGO_PKG_VERSION").to_owned(),
-            config: self.config.clone(),
-            data: self.data.clone(),
-            step: self.step,
             sampler: self.sampler.state().clone(),
-            best: self.best,
+            ..self.header.clone()
         };
-        let model = self.training.model()?.clone();
-        Checkpoint::new(header, model, &self.training.optimizer())
+        let model = self.training.steps().model()?.clone();
+        Checkpoint::new(header, model, &self.training.steps().optimizer())
     }
 
     /// What this process and the device hold, for the report and for TensorBoard.
@@ -601,15 +532,10 @@ impl Session {
 
     /// A picture that cannot be drawn is no reason to lose a run.
     fn plot(&self) {
-        let frame = Frame {
-            title: &report::title(&self.config),
-            unit: self.config.model.unit(),
-            entropy: Some(self.corpus.order_0_entropy()),
-            axis: Axis::Steps,
-        };
+        let entropy = Some(self.corpus.order_0_entropy());
         let drawn = log::read(&self.folder.file(run::LOG)).and_then(|rows| {
-            plot_recall::draw(&self.folder.file(run::RECALL), frame.title, &rows)?;
-            plot::draw(&self.folder.file(run::PLOT), &frame, &rows)
+            let axes = [Axis::Steps];
+            report::draw(self.folder.path(), &self.config, entropy, &rows, &axes)
         });
         if let Err(error) = drawn {
             warn(format!("{error:#}"));

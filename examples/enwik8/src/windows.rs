@@ -72,16 +72,18 @@ impl Cut {
 
     /// `count` whole windows spread evenly over `bytes`, or all there are.
     pub fn spread(self, bytes: usize, count: usize) -> Vec<Window> {
-        let pictures = match self {
-            Cut::Text { context } => return spread_windows(bytes, context, count),
-            Cut::Pictures(pictures) => pictures,
+        let (last, unit, count) = match self {
+            Cut::Text { context } if count.saturating_mul(context) >= bytes - 1 => {
+                return sliding_windows(bytes, context, 0);
+            }
+            Cut::Text { context } => (bytes - 1 - context, 1, count),
+            Cut::Pictures(pictures) => {
+                let all = bytes / pictures.record();
+                (all.saturating_sub(1), pictures.record(), count.min(all))
+            }
         };
-        let all = bytes / pictures.record();
-        let count = count.min(all);
-        let last = all.saturating_sub(1);
         (0..count)
-            .map(|index| index * last / (count - 1).max(1))
-            .map(|picture| whole(picture * pictures.record()))
+            .map(|index| whole(index * last / (count - 1).max(1) * unit))
             .collect()
     }
 
@@ -134,16 +136,6 @@ fn sliding_windows(bytes: usize, context: usize, min_context: usize) -> Vec<Wind
         predicted = start + context;
     }
     windows
-}
-
-fn spread_windows(bytes: usize, context: usize, count: usize) -> Vec<Window> {
-    if count.saturating_mul(context) >= bytes - 1 {
-        return sliding_windows(bytes, context, 0);
-    }
-    let last = bytes - 1 - context;
-    (0..count)
-        .map(|index| whole(index * last / (count - 1).max(1)))
-        .collect()
 }
 
 #[cfg(test)]

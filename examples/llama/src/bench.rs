@@ -197,7 +197,7 @@ struct Steps {
 impl Steps {
     fn new(
         model: &Llama,
-        Setting { attention, cache }: Setting,
+        setting: Setting,
         length: usize,
         args: &BenchArgs,
         device: &Device,
@@ -205,15 +205,7 @@ impl Steps {
         let drafts = args.drafts;
         let most = length + written(args.steps) + drafts;
         let config = KvPoolConfig::new(args.batch, most).with_chunk(1 + drafts);
-        let config = config.with_rollback(drafts);
-        let config = match attention.reads_prompts_alone() {
-            true => config.with_choosing_prompts(),
-            false => config,
-        };
-        let pool = model.new_pool(&match cache {
-            Some(cache) => cache.of(config, length),
-            None => config,
-        })?;
+        let pool = model.new_pool(&setting.pool(config.with_rollback(drafts), length))?;
         let mut decoder = GraphDecoder::new(model.clone(), pool)?;
         let vocab = model.vocab_size();
         let mut ids = Vec::new();
@@ -226,13 +218,9 @@ impl Steps {
         let times = times(args.steps, WARM_UPS, device, || {
             step(&mut decoder, &ids, drafts)
         })?;
-        let reason = (!decoder.is_recorded()).then(|| {
-            decoder
-                .fallback_reason()
-                .unwrap_or("too few steps")
-                .to_owned()
-        });
-        if matches!(attention.kind, Kind::Dense) && cache.is_none() {
+        let why = || decoder.fallback_reason().unwrap_or("too few steps");
+        let reason = (!decoder.is_recorded()).then(|| why().to_owned());
+        if matches!(setting.attention.kind, Kind::Dense) && setting.cache.is_none() {
             check(&mut decoder, length, &ids, written(args.steps))?;
         }
         Ok(Self {

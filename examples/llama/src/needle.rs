@@ -111,16 +111,10 @@ fn ask(model: &Llama, setting: Setting, needle: &Needle, device: &Device) -> Res
     let (first, behind) = prompt.split_at(prompt.len() - usize::from(setting.cache.is_some()));
     let behind = [behind, &answer[..answer.len() - 1]].concat();
     let config = KvPoolConfig::new(1, prompt.len() + answer.len()).with_chunk(answer.len());
-    let (config, prompts_alone) = match setting.cache {
-        Some(cache) => {
-            let config = cache.of(config, prompt.len());
-            (config, setting.attention.reads_prompts_alone())
-        }
-        None => (config, matches!(setting.attention.kind, Kind::Selection(_))),
-    };
-    let mut pool = model.new_pool(&match prompts_alone {
-        true => config.with_choosing_prompts(),
-        false => config,
+    // Without a cache a selection reads the prompt only.
+    let mut pool = model.new_pool(&match (setting.cache, &setting.attention.kind) {
+        (None, Kind::Selection(_)) => config.with_choosing_prompts(),
+        _ => setting.pool(config, prompt.len()),
     })?;
     let id = pool.join()?;
     let last = model.next_logits(tokens(first), &[KvStep::new(id, first.len())], &mut pool)?;

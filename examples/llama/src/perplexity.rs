@@ -108,11 +108,7 @@ pub fn run(args: &PerplexityArgs) -> Result<()> {
         let begun = Instant::now();
         let mut found = match setting.cache {
             None => whole(&model, &windows, || progress.inc(1))?,
-            Some(cache) => {
-                let alone = setting.attention.reads_prompts_alone();
-                let done = |windows| progress.inc(windows as u64);
-                parts.bits(&model, (cache, alone), &windows, done)?
-            }
+            Some(_) => parts.bits(&model, setting, &windows, |done| progress.inc(done as u64))?,
         };
         let seconds = begun.elapsed().as_secs_f64() / args.windows as f64;
         if let (None, Some(&first)) = (setting.cache, windows.starts.first()) {

@@ -6,7 +6,7 @@ use burn::tensor::{FloatDType, Tensor};
 use burn_paged_attention::pool::{KvPoolConfig, KvStep, PagedDecoder};
 use burn_sparse_transformer::llama::Llama;
 
-use crate::cache::Cache;
+use crate::rows::Setting;
 use crate::windows::{Bits, Windows};
 
 /// How windows are read: a prompt at once, then some tokens a call, which count.
@@ -36,7 +36,7 @@ impl Ends {
     pub fn bits(
         &self,
         model: &Llama,
-        (cache, prompts_alone): (&Cache, bool),
+        setting: Setting,
         windows: &Windows,
         done: impl Fn(usize),
     ) -> Result<Bits> {
@@ -45,11 +45,7 @@ impl Ends {
         for starts in windows.starts.chunks(self.batch) {
             let [tokens, targets] = [0, 1].map(|shift| windows.tokens(starts, shift));
             let config = KvPoolConfig::new(starts.len(), windows.length).with_chunk(self.chunk);
-            let config = cache.of(config, self.prompt.max(self.chunk));
-            let mut pool = model.new_pool(&match prompts_alone {
-                true => config.with_choosing_prompts(),
-                false => config,
-            })?;
+            let mut pool = model.new_pool(&setting.pool(config, self.prompt.max(self.chunk)))?;
             let ids = starts.iter().map(|_| pool.join());
             let ids = ids.collect::<Result<Vec<_>, _>>()?;
             let of = |count| -> Vec<KvStep> {

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+use burn_paged_attention::pool::KvPoolConfig;
 use clap::Args;
 use serde_json::{Value, json};
 
@@ -24,6 +25,18 @@ impl Setting<'_> {
         match self.cache {
             Some(cache) => format!("{}, {cache}", self.attention),
             None => self.attention.to_string(),
+        }
+    }
+
+    /// A pool that is read through in this way, where a call reads `longest` tokens at most.
+    pub fn pool(&self, config: KvPoolConfig, longest: usize) -> KvPoolConfig {
+        let config = match self.cache {
+            Some(cache) => cache.of(config, longest),
+            None => config,
+        };
+        match self.attention.reads_prompts_alone() {
+            true => config.with_choosing_prompts(),
+            false => config,
         }
     }
 }

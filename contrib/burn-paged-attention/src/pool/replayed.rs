@@ -58,6 +58,7 @@ pub struct GraphDecoder<M> {
     model: M,
     pool: Rc<RefCell<KvPool>>,
     recording: Option<Recording>,
+    records: bool,
     /// Why the last step was none of a recording.
     reason: Option<&'static str>,
 }
@@ -118,8 +119,16 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
             model,
             pool: Rc::new(RefCell::new(pool)),
             recording: None,
+            records: true,
             reason: None,
         })
+    }
+
+    /// Sets whether steps are recorded where the device can. Default: yes.
+    #[must_use]
+    pub fn recording(mut self, records: bool) -> Self {
+        self.records = records;
+        self
     }
 
     /// The pool.
@@ -161,13 +170,14 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
         steps: &[KvStep],
     ) -> Result<Tensor<2>, PoolError> {
         let seq = rows(tokens, steps)?;
-        if seq == 1 {
+        if seq == 1 && self.records {
             let logits = self.all_logits(tokens, steps)?;
             let [batch, _, vocab] = logits.dims();
             return Ok(logits.reshape([batch, vocab]));
         }
         self.recording = None;
-        self.reason = Some("only the logits after the last of several tokens");
+        let several = "only the logits after the last of several tokens";
+        self.reason = self.records.then_some(several);
         let tokens = self.tensor(tokens, steps.len());
         self.model
             .next_logits(tokens, steps, &mut self.pool.borrow_mut())
@@ -183,9 +193,10 @@ impl<M: Decoder + 'static> GraphDecoder<M> {
     /// As [`PagedDecoder::try_forward_pool`]; also if the tokens are no whole number of rows.
     pub fn all_logits(&mut self, tokens: &[u32], steps: &[KvStep]) -> Result<Tensor<3>, PoolError> {
         let seq = rows(tokens, steps)?;
-        let is_refused = self.pool.borrow().refuses(steps, seq)?;
-        self.reason = is_refused;
-        if is_refused.is_none() {
+        if self.records {
+            self.reason = self.pool.borrow().refuses(steps, seq)?;
+        }
+        if self.records && self.reason.is_none() {
             return self.replay(tokens, steps, seq);
         }
         // What this writes may be elsewhere than where a recording writes.

@@ -6,10 +6,67 @@ use anyhow::{Context, Result, bail, ensure};
 use burn_blocksparse::{Exchange, Processes};
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::{SparseTransformer, TransformerShard};
+use clap::Args;
 
 use super::reduce::{Crossing, Reduce, Shard, Strategy};
+use super::worker::Post;
+use crate::arguments;
 use crate::config::RunConfig;
 use crate::device::{self, NamedDevice};
+
+/// The heading of their flags.
+pub const DEVICE: &str = "Device";
+
+/// Flags of the devices that train.
+#[derive(Args, Debug)]
+pub struct DeviceArgs {
+    /// flex, ndarray, wgpu, cuda or cuda:INDEX [default: the best that is compiled in]
+    #[arg(long, help_heading = DEVICE)]
+    device: Option<String>,
+    /// Several devices, each with an equal part of every batch: numbers of CUDA devices, or names of one kind
+    #[arg(long, value_name = "0,1,..", conflicts_with = "device", group = "several", help_heading = DEVICE)]
+    devices: Option<String>,
+    /// Run as one of several processes with a device each. Which one: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, set by torchrun, or the
+    /// variables of OpenMPI
+    #[arg(long, group = "several", help_heading = DEVICE)]
+    pub processes: bool,
+    /// Sum of gradients over several devices [default: nccl where it can be used; copies between processes]
+    #[arg(long, value_enum, requires = "several", help_heading = DEVICE)]
+    reduce: Option<Reduce>,
+    /// Split of the work over several devices
+    #[arg(long, value_enum, default_value_t, requires = "several", help_heading = DEVICE)]
+    shard: Shard,
+    /// Exchange of keys between devices that share sequences [default: nccl where it can be used]
+    #[arg(long, value_enum, requires = "devices", help_heading = DEVICE)]
+    exchange: Option<Crossing>,
+    /// Number of devices that share each sequence; others have other windows of the batch [default: all]
+    #[arg(long, value_parser = arguments::positive, requires = "several", help_heading = DEVICE)]
+    share: Option<usize>,
+}
+
+impl DeviceArgs {
+    /// This process and the others, with `--processes`.
+    pub fn processes(&self) -> Result<Processes> {
+        ensure!(
+            !matches!(self.exchange, Some(Crossing::Nccl)),
+            "--exchange nccl is of devices in one process; processes exchange keys by the host and TCP"
+        );
+        Processes::from_env().context("--processes")
+    }
+
+    /// How many of `count` devices have the same windows.
+    fn shared(&self, count: usize, of: &str) -> Result<usize> {
+        let share = match self.shard {
+            Shard::Batch => 1,
+            Shard::Sequence => self.share.unwrap_or(count),
+        };
+        ensure!(
+            count.is_multiple_of(share),
+            "--share must divide the {count} {of}, got {share}"
+        );
+        Ok(share)
+    }
+}
 
 /// One device or several, and how the latter add their gradients.
 pub struct Group {
@@ -25,42 +82,29 @@ pub struct Group {
 }
 
 impl Group {
-    /// Of `--device`, `--devices`, `--reduce`, `--shard`, `--exchange` and `--share`.
-    pub fn open(
-        device: Option<&str>,
-        devices: Option<&str>,
-        reduce: Option<Reduce>,
-        shard: Shard,
-        crossing: Option<Crossing>,
-        share: Option<usize>,
-    ) -> Result<Self> {
+    /// Of the devices of this process.
+    pub fn open(args: &DeviceArgs) -> Result<Self> {
+        let shard = args.shard;
         ensure!(
-            shard == Shard::Sequence || crossing.is_none() && share.is_none(),
+            shard == Shard::Sequence || args.exchange.is_none() && args.share.is_none(),
             "--exchange and --share are of --shard sequence, whose keys cross between devices"
         );
-        let Some(devices) = devices else {
-            return Ok(Self {
-                devices: vec![device::open(device)?],
-                strategy: None,
-                shard: Shard::Batch,
-                share: 1,
-                exchanges: Vec::new(),
-                processes: None,
-            });
+        let devices = match &args.devices {
+            None => vec![device::open(args.device.as_deref())?],
+            Some(devices) => names(devices)?
+                .iter()
+                .map(|name| device::named(name).context("--devices"))
+                .collect::<Result<_>>()?,
         };
-        let devices = names(devices)?
-            .iter()
-            .map(|name| device::named(name).context("--devices"))
-            .collect::<Result<Vec<_>>>()?;
-        let strategy = match (devices.len(), reduce) {
+        let strategy = match (devices.len(), args.reduce) {
             (1, None) => None,
-            _ => Some(Strategy::choose(reduce, &devices)?),
+            (_, reduce) => Some(Strategy::choose(reduce, &devices)?),
         };
-        let share = shared(shard, share, devices.len(), "devices of --devices")?;
+        let share = args.shared(devices.len(), "devices of --devices")?;
         let exchanges = match shard {
             Shard::Batch => Vec::new(),
             Shard::Sequence => (devices.chunks(share))
-                .map(|set| Crossing::choose(crossing, set))
+                .map(|set| Crossing::choose(args.exchange, set))
                 .collect::<Result<_, _>>()?,
         };
         Ok(Self {
@@ -73,21 +117,15 @@ impl Group {
         })
     }
 
-    /// Of processes with a device each, of which this one has `device`: the CUDA device of its place on its host, unless another is named.
-    pub fn of_processes(
-        processes: &Arc<Processes>,
-        device: Option<&str>,
-        reduce: Option<Reduce>,
-        shard: Shard,
-        share: Option<usize>,
-    ) -> Result<Self> {
-        let (rank, count) = (processes.rank(), processes.count());
+    /// Of processes with a device each, of which this one has that of `--device`, or the CUDA device of its place on its host.
+    pub fn of_processes(processes: &Arc<Processes>, args: &DeviceArgs) -> Result<Self> {
+        let (rank, count, shard) = (processes.rank(), processes.count(), args.shard);
         let best = device::compiled_names().first().copied();
-        let own = match device.or(best) {
+        let own = match args.device.as_deref().or(best) {
             Some("cuda") => device::open(Some(&format!("cuda:{}", processes.local_rank())))?,
-            _ => device::open(device)?,
+            _ => device::open(args.device.as_deref())?,
         };
-        let strategy = match reduce {
+        let strategy = match args.reduce {
             Some(Reduce::Nccl) => Strategy::nccl_between(processes, &own)?,
             Some(Reduce::Copies) | None => Strategy::Copies { instead: None },
         };
@@ -100,10 +138,10 @@ impl Group {
             device: own.device.clone(),
         });
         ensure!(
-            shard == Shard::Sequence || share.is_none(),
+            shard == Shard::Sequence || args.share.is_none(),
             "--share is of --shard sequence, whose keys cross between devices"
         );
-        let share = shared(shard, share, count, "processes")?;
+        let share = args.shared(count, "processes")?;
         let first = rank / share * share;
         let exchanges = match shard {
             Shard::Batch => Vec::new(),
@@ -124,12 +162,6 @@ impl Group {
         self.processes.as_ref()
     }
 
-    /// This process's first device.
-    pub(super) fn own(&self) -> &NamedDevice {
-        let rank = self.processes.as_ref().map_or(0, |of| of.rank());
-        &self.devices[rank]
-    }
-
     /// All of them by name, the first by what it is: where evaluation runs, and memory is measured.
     pub fn first(&self) -> NamedDevice {
         let names: Vec<&str> = (self.devices.iter())
@@ -141,13 +173,16 @@ impl Group {
         }
     }
 
-    pub(super) fn devices(&self) -> &[NamedDevice] {
-        &self.devices
-    }
-
-    /// How they add their gradients, if steps are to be divided.
-    pub(super) fn strategy(&self) -> Option<&Strategy> {
-        self.strategy.as_ref()
+    /// What each of them is, if steps are to be divided.
+    pub(super) fn posts(&self) -> Option<Vec<Post>> {
+        let strategy = self.strategy.as_ref()?;
+        let of = |(rank, device): (usize, &NamedDevice)| Post {
+            rank,
+            count: self.devices.len(),
+            device: device.clone(),
+            strategy: strategy.clone(),
+        };
+        Some(self.devices.iter().enumerate().map(of).collect())
     }
 
     /// How many devices have the same windows.
@@ -168,6 +203,10 @@ impl Group {
     /// Parts of a batch.
     fn sets(&self) -> usize {
         self.devices.len() / self.share
+    }
+
+    pub(super) fn adds_by_nccl(&self) -> bool {
+        matches!(self.strategy, Some(Strategy::Nccl { .. }))
     }
 
     /// Whether steps are to be divided.
@@ -240,19 +279,6 @@ impl Group {
             strategy.describe(&self.devices[0].name),
         ))
     }
-}
-
-/// How many of `count` devices have the same windows.
-fn shared(shard: Shard, share: Option<usize>, count: usize, of: &str) -> Result<usize> {
-    let share = match shard {
-        Shard::Batch => 1,
-        Shard::Sequence => share.unwrap_or(count),
-    };
-    ensure!(
-        count.is_multiple_of(share),
-        "--share must divide the {count} {of}, got {share}"
-    );
-    Ok(share)
 }
 
 /// Names as `--device` has them, all of one kind. A number is a CUDA device's, and `cpu` the best CPU backend.

@@ -21,7 +21,6 @@ mod training;
 mod worker;
 
 pub use error::is_lost;
-pub use group::Group;
+pub use group::{DEVICE, DeviceArgs, Group};
 pub use processes::{ask_to_stop, hear_of_stops, serve, settled};
-pub use reduce::{Crossing, Reduce, Shard};
 pub use training::Training;

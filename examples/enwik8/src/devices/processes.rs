@@ -8,14 +8,13 @@ use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use burn::tensor::{Device, TensorData};
+use burn::tensor::TensorData;
 use burn_blocksparse::{Message, OpError, Processes};
 
 use super::error::Lost;
 use super::group::Group;
 use super::messages::unknown;
-use super::reduce::Strategy;
-use super::worker::{Answer, Order, Replica, Report};
+use super::worker::{Answer, Order, Post, Replica, Report};
 use crate::checkpoint::Checkpoint;
 use crate::exit;
 
@@ -94,35 +93,34 @@ pub(super) fn beginning(group: &Group, checkpoint: Checkpoint) -> Result<Message
 
 /// What all processes must have alike.
 fn ways(group: &Group) -> Vec<u64> {
-    let by_nccl = matches!(group.strategy(), Some(Strategy::Nccl { .. }));
-    vec![group.share() as u64, by_nccl.into()]
+    vec![group.share() as u64, group.adds_by_nccl().into()]
 }
 
 /// The life of a thread of rank 0: what it would be told as a device of its own it passes on to the process of another rank.
 pub(super) fn relay(
-    rank: usize,
+    Post { rank, device, .. }: &Post,
     processes: &Processes,
-    device: &Device,
     beginning: &Message,
     orders: Receiver<Order>,
     answers: Sender<Answer>,
 ) {
     let passed = || -> Result<()> {
-        processes.send(rank, ORDERS, beginning)?;
+        processes.send(*rank, ORDERS, beginning)?;
         loop {
-            let report = Report::of_message(processes.receive(rank, ORDERS)?, device)?;
-            if answers.send((rank, Ok(report))).is_err() {
+            let report = processes.receive(*rank, ORDERS)?;
+            let report = Report::of_message(report, &device.device)?;
+            if answers.send((*rank, Ok(report))).is_err() {
                 return Ok(());
             }
             let Ok(order) = orders.recv() else {
                 return Ok(());
             };
-            processes.send(rank, ORDERS, &order.message()?)?;
+            processes.send(*rank, ORDERS, &order.message()?)?;
         }
     };
     if let Err(error) = passed() {
         // Who waits for it may be gone.
-        let _ = answers.send((rank, Err(error)));
+        let _ = answers.send((*rank, Err(error)));
     }
 }
 
@@ -148,10 +146,10 @@ pub fn serve(group: &Group) -> Result<ExitCode> {
         model: model.as_bytes().to_vec(),
         optimizer: optimizer.as_bytes().to_vec(),
     };
-    let named = group.own();
-    let strategy = group.strategy().context("no way to add gradients")?;
-    let way = (strategy, processes.count());
-    let mut replica = Replica::restore(processes.rank(), named, way, None, &checkpoint)?;
+    let mut posts = group.posts().context("no way to add gradients")?;
+    let post = posts.swap_remove(processes.rank());
+    let device = post.device.device.clone();
+    let mut replica = Replica::restore(post, None, &checkpoint)?;
     drop(checkpoint);
     let shard = group.shards(&*replica.steps.model()?)?.pop();
     replica.shard = shard;
@@ -161,6 +159,6 @@ pub fn serve(group: &Group) -> Result<ExitCode> {
         let Some(order) = next()? else {
             return Ok(ExitCode::SUCCESS);
         };
-        report = replica.obey(Order::of_message(order, &named.device)?)?;
+        report = replica.obey(Order::of_message(order, &device)?)?;
     }
 }

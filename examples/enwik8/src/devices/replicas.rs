@@ -13,17 +13,15 @@ use burn_sparse_transformer::TransformerShard;
 use super::group::Group;
 use super::processes::{beginning, relay};
 use super::reduce::{Strategy, check_lengths, copied, sum_on_first};
-use super::worker::{Answer, Order, Part, Replica, Report, Update, guarded, title, work};
+use super::worker::{Answer, Order, Part, Post, Replica, Report, Update, guarded, work};
 use crate::checkpoint::Checkpoint;
 use crate::data::thousands;
-use crate::device::NamedDevice;
 use crate::step::{Batch, Change, Measured, Steps};
 
 /// The first device's replica, and threads with the others'.
 pub struct Replicas {
     first: Replica,
-    devices: Vec<NamedDevice>,
-    strategy: Strategy,
+    posts: Vec<Post>,
     /// How many devices have the same windows.
     share: usize,
     /// Those of the other devices.
@@ -45,57 +43,48 @@ impl Replicas {
     /// With the first device's model and optimizer, which are those of `checkpoint`.
     pub(super) fn start(
         group: &Group,
-        strategy: &Strategy,
+        posts: Vec<Post>,
         first: Steps,
         checkpoint: Checkpoint,
     ) -> Result<Self> {
-        let devices = group.devices().to_vec();
-        let way = (strategy, devices.len());
         let shards = group.shards(&*first.model()?)?.into_iter();
         let mut shards: Vec<Option<TransformerShard>> = shards.map(Some).collect();
-        shards.resize_with(devices.len(), || None);
+        shards.resize_with(posts.len(), || None);
         let (reports, answers) = mpsc::channel();
-        let start = |name: &str, life: Box<dyn FnOnce(Receiver<Order>) + Send>| {
+        let start = |post: &Post, life: Box<dyn FnOnce(Receiver<Order>) + Send>| {
             let (orders, received) = mpsc::channel();
-            let thread = thread::Builder::new().name(name.to_owned());
+            let thread = thread::Builder::new().name(post.device.name.clone());
             let thread = thread.spawn(move || life(received));
             let thread = thread.context("cannot start a thread")?;
             Ok(Worker { orders, thread })
         };
-        let others = devices.iter().enumerate().skip(1);
+        let others = posts.iter().skip(1);
         let workers = match group.processes() {
             None => {
                 let checkpoint = Arc::new(checkpoint);
-                let work = others.map(|(rank, device)| {
-                    let (named, strategy) = (device.clone(), strategy.clone());
+                let work = others.map(|post| {
                     let (checkpoint, reports) = (checkpoint.clone(), reports.clone());
-                    let (count, shard) = (devices.len(), shards[rank].take());
-                    let life = move |orders| {
-                        let (which, way) = ((rank, named), (strategy, count));
-                        work(which, way, shard, checkpoint, orders, reports);
-                    };
-                    start(&device.name, Box::new(life))
+                    let (own, shard) = (post.clone(), shards[post.rank].take());
+                    let life = move |orders| work(own, shard, checkpoint, orders, reports);
+                    start(post, Box::new(life))
                 });
                 work.collect::<Result<Vec<_>>>()?
             }
             Some(processes) => {
                 let beginning = Arc::new(beginning(group, checkpoint)?);
-                let relays = others.map(|(rank, named)| {
-                    let (processes, device) = (processes.clone(), named.device.clone());
+                let relays = others.map(|post| {
+                    let (processes, own) = (processes.clone(), post.clone());
                     let (beginning, reports) = (beginning.clone(), reports.clone());
-                    let life = move |orders| {
-                        relay(rank, &processes, &device, &beginning, orders, reports);
-                    };
-                    start(&named.name, Box::new(life))
+                    let life = move |orders| relay(&own, &processes, &beginning, orders, reports);
+                    start(post, Box::new(life))
                 });
                 relays.collect::<Result<Vec<_>>>()?
             }
         };
         let mut replicas = Self {
-            first: Replica::new(0, &devices[0], way, shards[0].take(), first),
-            strategy: strategy.clone(),
+            first: Replica::new(posts[0].clone(), shards[0].take(), first),
             share: group.share(),
-            devices,
+            posts,
             processes: group.processes().cloned(),
             traffic: None,
             workers,
@@ -132,12 +121,12 @@ impl Replicas {
 
     fn step(&mut self, batch: Batch) -> Result<Measured> {
         let learning_rate = batch.learning_rate;
-        let parts = parts(&batch, self.devices.len() / self.share)?.into_iter();
+        let parts = parts(&batch, self.posts.len() / self.share)?.into_iter();
         let parts = parts.flat_map(|part| repeat_n(part, self.share));
         let orders = parts.map(Order::Gradients).collect();
         let gradients = self.order(orders)?;
         // On the first device, and what it lacks room for is its failure.
-        let sums = guarded(&self.first.title, || self.sums(gradients));
+        let sums = guarded(&self.first.post.title(), || self.sums(gradients));
         self.failed |= sums.is_err();
         let sums = sums?;
         let orders = (sums.into_iter())
@@ -154,7 +143,7 @@ impl Replicas {
 
     /// Changes all models: replicas are the same, so what they prune is.
     pub fn change(&mut self, change: Change) -> Result<()> {
-        let orders = self.devices.iter().map(|_| Order::Change(change));
+        let orders = self.posts.iter().map(|_| Order::Change(change));
         self.order(orders.collect()).map(drop)
     }
 
@@ -191,7 +180,7 @@ impl Replicas {
 
     /// What each device's update is of.
     fn sums(&self, gradients: Vec<Report>) -> Result<Vec<Option<Vec<Tensor<1>>>>> {
-        if let Strategy::Nccl { .. } = self.strategy {
+        if let Strategy::Nccl { .. } = self.first.post.strategy {
             let mut expected = None;
             for report in gradients {
                 let Report::Lengths(got) = report else {
@@ -199,7 +188,7 @@ impl Replicas {
                 };
                 check_lengths(expected.get_or_insert(got.clone()), &got)?;
             }
-            return Ok(self.devices.iter().map(|_| None).collect());
+            return Ok(self.posts.iter().map(|_| None).collect());
         }
         let parts = (gradients.into_iter())
             .map(|report| match report {
@@ -207,9 +196,9 @@ impl Replicas {
                 _ => bail!("a device kept its gradients"),
             })
             .collect::<Result<Vec<_>>>()?;
-        let sums = sum_on_first(parts, &self.devices[0].device)?;
-        let copies = self.devices.iter().map(|named| {
-            let copies = sums.iter().map(|sum| copied(sum, &named.device));
+        let sums = sum_on_first(parts, &self.posts[0].device.device)?;
+        let copies = self.posts.iter().map(|post| {
+            let copies = sums.iter().map(|sum| copied(sum, &post.device.device));
             copies.collect::<Result<_>>().map(Some)
         });
         copies.collect()
@@ -228,16 +217,15 @@ impl Replicas {
         let mean = |losses: Vec<f64>| losses.iter().sum::<f64>() / losses.len() as f64;
         let loss = mean(all.iter().map(|of| of.loss).collect());
         let aux_loss: Option<Vec<f64>> = all.iter().map(|of| of.aux_loss).collect();
-        let title = |rank: usize| title(&self.devices[rank].name, rank, all.len());
-        for (rank, Measured { grad_norm, .. }) in all.iter().enumerate() {
+        for (post, Measured { grad_norm, .. }) in self.posts.iter().zip(&all) {
             // One that is not finite ends the run elsewhere.
             let is_other = grad_norm.to_bits() != expected.to_bits();
             ensure!(
                 !(is_other && grad_norm.is_finite() && expected.is_finite()),
                 "device {} has the gradients' norm {grad_norm}, and {} has {expected}: they no longer train the same model. Continue from the last \
                  checkpoint with --resume, with --reduce copies or on one device",
-                title(rank),
-                title(0),
+                post.title(),
+                self.posts[0].title(),
             );
         }
         Ok(Measured {

@@ -1,11 +1,6 @@
 //! Steps on one device or on several.
 
-use std::cell::Ref;
-
-use anyhow::{Result, anyhow};
-use burn::tensor::TensorData;
-use burn_fused_ops::optim::FusedAdamW;
-use burn_sparse_transformer::SparseTransformer;
+use anyhow::Result;
 
 use super::group::Group;
 use super::replicas::Replicas;
@@ -29,30 +24,21 @@ impl From<Steps> for Training {
 impl Training {
     /// The same on the devices of a group; `checkpoint` is of it as it is.
     pub fn spread(self, group: &Group, checkpoint: Checkpoint) -> Result<Self> {
-        match (self, group.strategy()) {
-            (Self::One(steps), Some(strategy)) => {
-                let replicas = Replicas::start(group, strategy, *steps, checkpoint)?;
+        match (self, group.posts()) {
+            (Self::One(steps), Some(posts)) => {
+                let replicas = Replicas::start(group, posts, *steps, checkpoint)?;
                 Ok(Self::Several(Box::new(replicas)))
             }
             (training, _) => Ok(training),
         }
     }
 
-    fn steps(&self) -> &Steps {
+    /// The model and the optimizer; the first device's.
+    pub fn steps(&self) -> &Steps {
         match self {
             Self::One(steps) => steps,
             Self::Several(replicas) => replicas.steps(),
         }
-    }
-
-    /// The model between steps; the first device's.
-    pub fn model(&self) -> Result<Ref<'_, SparseTransformer>> {
-        self.steps().model()
-    }
-
-    /// The optimizer between steps; the first device's.
-    pub fn optimizer(&self) -> Ref<'_, FusedAdamW> {
-        self.steps().optimizer()
     }
 
     pub fn take(&mut self, batch: Batch) -> Result<Measured> {
@@ -67,14 +53,6 @@ impl Training {
         match self {
             Self::One(steps) => steps.change(change),
             Self::Several(replicas) => replicas.change(change),
-        }
-    }
-
-    /// [`Steps::kmeans_init`], of one device: groups refuse models with means.
-    pub fn kmeans_init(&mut self, tokens: TensorData, seed: u64) -> Result<()> {
-        match self {
-            Self::One(steps) => steps.kmeans_init(tokens, seed),
-            Self::Several(_) => Err(anyhow!("several devices have no means of clusters")),
         }
     }
 

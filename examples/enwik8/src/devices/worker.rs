@@ -59,13 +59,29 @@ pub(super) enum Report {
 /// Who reports what.
 pub(super) type Answer = (usize, Result<Report>);
 
+/// Which of how many devices one is, and how they add gradients.
+#[derive(Clone)]
+pub(super) struct Post {
+    pub rank: usize,
+    pub count: usize,
+    pub device: NamedDevice,
+    pub strategy: Strategy,
+}
+
+impl Post {
+    /// How errors call it: a device may be there twice.
+    pub fn title(&self) -> String {
+        let name = &self.device.name;
+        match self.count {
+            1 => name.to_owned(),
+            count => format!("{name} ({} of {count})", self.rank + 1),
+        }
+    }
+}
+
 /// A device with a model of its own.
 pub(super) struct Replica {
-    rank: usize,
-    /// How errors call it.
-    pub title: String,
-    strategy: Strategy,
-    count: usize,
+    pub post: Post,
     pub steps: Steps,
     /// Its positions, where all devices have some of every window.
     pub shard: Option<TransformerShard>,
@@ -82,18 +98,9 @@ struct Half {
 }
 
 impl Replica {
-    pub fn new(
-        rank: usize,
-        device: &NamedDevice,
-        (strategy, count): (&Strategy, usize),
-        shard: Option<TransformerShard>,
-        steps: Steps,
-    ) -> Self {
+    pub fn new(post: Post, shard: Option<TransformerShard>, steps: Steps) -> Self {
         Self {
-            rank,
-            title: title(&device.name, rank, count),
-            strategy: strategy.clone(),
-            count,
+            post,
             steps,
             shard,
             half: None,
@@ -103,24 +110,21 @@ impl Replica {
 
     /// A replica that begins as a resumed run does.
     pub fn restore(
-        rank: usize,
-        device: &NamedDevice,
-        strategy: (&Strategy, usize),
+        post: Post,
         shard: Option<TransformerShard>,
         checkpoint: &Checkpoint,
     ) -> Result<Self> {
-        let recipe = &checkpoint.header.config.recipe;
-        let model = model::restore(checkpoint, &device.device.clone().autodiff())?;
+        let (recipe, device) = (&checkpoint.header.config.recipe, &post.device.device);
+        let model = model::restore(checkpoint, &device.clone().autodiff())?;
         let optimizer = Bytes::from_bytes_vec(checkpoint.optimizer.clone());
         let optimizer = model::optimizer(recipe).from_bytes(optimizer)?;
-        let steps = Steps::new(model, optimizer, &device.device, recipe.recompute, false);
-        Ok(Self::new(rank, device, strategy, shard, steps))
+        let steps = Steps::new(model, optimizer, device, recipe.recompute, false);
+        Ok(Self::new(post, shard, steps))
     }
 
     /// Does what is ordered. A panic is an error, too.
     pub fn obey(&mut self, order: Order) -> Result<Report> {
-        let title = self.title.clone();
-        guarded(&title, || match order {
+        guarded(&self.post.title(), || match order {
             Order::Gradients(part) => self.gradients(part),
             Order::Update(update) => self.update(update),
             Order::Change(change) => self.steps.change(change).map(|()| Report::Done),
@@ -135,7 +139,7 @@ impl Replica {
             Some(shard) => self.steps.gradients_of_shard(part.data, shard)?,
         };
         let (bundle, buckets) = Bundle::pack(&*self.steps.model()?, gradients)?;
-        let (report, buckets) = match self.strategy {
+        let (report, buckets) = match self.post.strategy {
             Strategy::Nccl { .. } => (Report::Lengths(lengths(&buckets)), Some(buckets)),
             Strategy::Copies { .. } => (Report::Gradients(buckets), None),
         };
@@ -150,10 +154,10 @@ impl Replica {
     fn update(&mut self, update: Update) -> Result<Report> {
         self.fail_where_a_test_says("update")?;
         let half = self.half.take().context("an update without gradients")?;
-        let means = match (&self.strategy, half.buckets, update.sums) {
+        let means = match (&self.post.strategy, half.buckets, update.sums) {
             (Strategy::Nccl { devices }, Some(buckets), None) => nccl_means(buckets, devices),
             // The mean over equal parts is that of the batch.
-            (Strategy::Copies { .. }, None, Some(sums)) => match self.count {
+            (Strategy::Copies { .. }, None, Some(sums)) => match self.post.count {
                 1 => sums,
                 count => (sums.into_iter()).map(|sum| sum / count as f64).collect(),
             },
@@ -170,20 +174,12 @@ impl Replica {
             return Ok(());
         }
         let wanted = std::env::var("ENWIK8_FAIL").unwrap_or_default();
-        let here = format!("{},{},{half},", self.rank, self.taken);
+        let here = format!("{},{},{half},", self.post.rank, self.taken);
         match wanted.strip_prefix(&here) {
             Some("panic") => panic!("asked to panic"),
             Some(_) => bail!("asked to fail"),
             None => Ok(()),
         }
-    }
-}
-
-/// A device's name, and which of several it is: one may be there twice.
-pub(super) fn title(name: &str, rank: usize, count: usize) -> String {
-    match count {
-        1 => name.to_owned(),
-        _ => format!("{name} ({} of {count})", rank + 1),
     }
 }
 
@@ -207,33 +203,27 @@ pub(super) fn guarded<T>(device: &str, part: impl FnOnce() -> Result<T>) -> Resu
 
 /// The life of a thread: what it is to begin with, then orders until there are none.
 pub(super) fn work(
-    (rank, device): (usize, NamedDevice),
-    (strategy, count): (Strategy, usize),
+    post: Post,
     shard: Option<TransformerShard>,
     checkpoint: Arc<Checkpoint>,
     orders: Receiver<Order>,
     answers: Sender<Answer>,
 ) {
-    let restored = guarded(&title(&device.name, rank, count), || {
-        Replica::restore(rank, &device, (&strategy, count), shard, &checkpoint)
-    });
-    drop(checkpoint);
-    let mut replica = match restored {
-        Ok(replica) => replica,
-        Err(error) => return fail(rank, error, &orders, &answers),
-    };
-    let mut answer = Ok(Report::Done);
-    loop {
-        match answer {
-            Ok(report) => {
-                if answers.send((rank, Ok(report))).is_err() {
-                    return;
-                }
-            }
-            Err(error) => return fail(rank, error, &orders, &answers),
+    let rank = post.rank;
+    let done = || -> Result<()> {
+        let restored = guarded(&post.title(), || Replica::restore(post, shard, &checkpoint));
+        drop(checkpoint);
+        let mut replica = restored?;
+        let mut report = Report::Done;
+        while answers.send((rank, Ok(report))).is_ok()
+            && let Ok(order) = orders.recv()
+        {
+            report = replica.obey(order)?;
         }
-        let Ok(order) = orders.recv() else { return };
-        answer = replica.obey(order);
+        Ok(())
+    };
+    if let Err(error) = done() {
+        fail(rank, error, &orders, &answers);
     }
 }
 

@@ -4,9 +4,8 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail, ensure};
-use burn::tensor::Device;
 use burn_paged_attention::generate::Sampling;
-use burn_paged_attention::pool::{KvPoolConfig, KvRetention, KvStep, PagedDecoder};
+use burn_paged_attention::pool::{GraphDecoder, KvPoolConfig, KvRetention, KvStep, PagedDecoder};
 use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 
@@ -16,7 +15,6 @@ use crate::arguments::{self, ModelArgs};
 use crate::data::thousands;
 use crate::model;
 use crate::progress::{clock, plain_bar, say};
-use crate::sample::decoder::Decoder;
 
 /// Generate images from a checkpoint
 #[derive(Args, Debug)]
@@ -92,14 +90,7 @@ pub fn run(args: &SampleImagesArgs) -> Result<()> {
         .top_p(args.top_p)
         .seed(args.seed);
     let began = Instant::now();
-    let drawn = draw(
-        model,
-        &device.device,
-        pictures,
-        &classes,
-        &sampling,
-        args.graph,
-    )?;
+    let drawn = draw(model, pictures, &classes, &sampling, args.graph)?;
     grid::save(&args.out, pictures, &drawn, columns, zoom)?;
     say(format!(
         "{}: step {}; {} pictures of {} bytes in {}; wrote {}",
@@ -137,7 +128,6 @@ pub fn zoom(pictures: Pictures) -> usize {
 /// Draws a picture of each class, all at once: the bytes of each, channels last.
 pub fn draw(
     model: SparseTransformer,
-    device: &Device,
     pictures: Pictures,
     classes: &[u8],
     sampling: &Sampling,
@@ -147,11 +137,10 @@ pub fn draw(
     let config = KvPoolConfig::for_lengths(classes.iter().map(|_| length))
         .with_residency(KvRetention::Reachable);
     let pool = model.new_pool(&config)?;
-    let mut decoder = Decoder::new(model, pool, graph)?;
-    let ids = (classes.iter())
-        .map(|_| decoder.with_pool(|pool| pool.join()))
-        .collect::<Result<Vec<_>, _>>()?;
-    let steps: Vec<KvStep> = ids.iter().map(|&id| KvStep::new(id, 1)).collect();
+    let mut decoder = GraphDecoder::new(model, pool)?.recording(graph);
+    let steps = (classes.iter())
+        .map(|_| Ok(KvStep::new(decoder.pool_mut().join()?, 1)))
+        .collect::<Result<Vec<_>>>()?;
     let mut tokens: Vec<u32> = classes
         .iter()
         .map(|&class| Pictures::start_token(class))
@@ -160,7 +149,7 @@ pub fn draw(
     let bar = plain_bar("drawing");
     bar.set_length(length as u64);
     for at in 0..length {
-        let rows = decoder.next_rows(&tokens, &steps, device)?;
+        let rows = model::rows(decoder.next_logits(&tokens, &steps)?)?;
         for (index, logits) in rows.iter().enumerate() {
             // Start tokens come first only.
             let next = sampling.choose(&logits[..256], |_| false, [index, at]);

@@ -61,16 +61,12 @@ pub struct Text {
 impl Text {
     fn push(&mut self, bytes: &[u8]) -> String {
         self.pending.extend(bytes);
-        let incomplete = match str::from_utf8(&self.pending) {
+        let last = self.pending.utf8_chunks().last();
+        let last = last.map_or(&[][..], |chunk| chunk.invalid());
+        let incomplete = match str::from_utf8(last) {
             // An error without a length is a character that more bytes may complete.
-            Err(_) => self.pending.utf8_chunks().last().map_or(0, |chunk| {
-                let bytes = chunk.invalid();
-                match str::from_utf8(bytes) {
-                    Err(error) if error.error_len().is_none() => bytes.len(),
-                    _ => 0,
-                }
-            }),
-            Ok(_) => 0,
+            Err(error) if error.error_len().is_none() => last.len(),
+            _ => 0,
         };
         let complete: Vec<u8> = self
             .pending

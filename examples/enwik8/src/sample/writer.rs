@@ -1,38 +1,17 @@
 //! A model that writes several texts at once.
 
-use anyhow::{Context, Result};
-use burn::tensor::Device;
-use burn_paged_attention::pool::{
-    CachePolicy, KvDtype, KvPool, KvPoolConfig, KvPositions, KvStep, PagedDecoder, SequenceId,
-};
+use anyhow::Result;
+use burn_paged_attention::pool::{GraphDecoder, KvPoolConfig, KvStep, PagedDecoder, SequenceId};
 use burn_sparse_transformer::SparseTransformer;
 
-use super::decoder::Decoder;
 use super::statistics::CacheStatistics;
-use crate::model::numbers;
-
-/// What is kept of the bytes that were read.
-#[derive(Clone, Debug)]
-pub struct Cache {
-    pub kept: CachePolicy,
-    pub dtype: KvDtype,
-    /// Which positions rotations are of.
-    pub positions: KvPositions,
-    /// Slots of a page.
-    pub page_size: Option<usize>,
-    /// Whether steps are recorded and replayed where the device can.
-    pub graph: bool,
-    /// Bytes of a draft, at most.
-    pub drafted: usize,
-    /// Whether the model's choice of keys by content is of prompts alone.
-    pub prompts_choose: bool,
-}
+use crate::model;
+use crate::step::replays;
 
 /// A model, and what it has read of each text.
 pub struct Writer {
-    decoder: Decoder,
+    decoder: GraphDecoder<SparseTransformer>,
     context: usize,
-    device: Device,
     windows: Vec<Window>,
     /// Bytes that steps with drafts read at least of each text: recordings have one size.
     padded: usize,
@@ -45,78 +24,49 @@ struct Window {
 }
 
 impl Writer {
-    /// A writer of texts of so many bytes each, which begin with up to `read`.
+    /// With `graph` steps of up to `drafted` bytes and one are recorded and replayed where the device can.
     pub fn new(
         model: SparseTransformer,
-        device: Device,
-        lengths: &[usize],
-        read: usize,
-        cache: &Cache,
+        pool: &KvPoolConfig,
+        graph: bool,
+        drafted: usize,
     ) -> Result<Self> {
-        let context = model.context();
-        // A text that does not fit goes on behind the newest half of the context.
-        let read = match lengths.iter().all(|&length| length <= context) {
-            true => read,
-            false => read.max(context / 2),
-        };
-        let lengths = lengths.iter().map(|&length| length.clamp(1, context));
-        let config = KvPoolConfig::for_lengths(lengths)
-            .with_dtype(cache.dtype)
-            .with_positions(cache.positions)
-            .with_chunk(1 + cache.drafted)
-            .with_rollback(cache.drafted);
-        let read = read.clamp(1, context).max(1 + cache.drafted);
-        let config = config.with_policy(cache.kept, read);
-        let config = match cache.page_size {
-            Some(page_size) => config.with_page_size(page_size),
-            None => config,
-        };
-        let config = match cache.prompts_choose {
-            true => config.with_choosing_prompts(),
-            false => config,
-        };
-        let pool = model.new_pool(&config)?;
+        let (context, pool) = (model.context(), model.new_pool(pool)?);
         Ok(Writer {
-            decoder: Decoder::new(model, pool, cache.graph)?,
+            decoder: GraphDecoder::new(model, pool)?.recording(graph),
             context,
-            device,
             windows: Vec::new(),
-            padded: if cache.graph { 1 + cache.drafted } else { 1 },
+            padded: if graph { 1 + drafted } else { 1 },
         })
     }
 
-    /// Begins texts and returns the logits of each one's next byte. Prompts that are the same are read once, and share the keys of what was read.
+    /// Begins the texts and returns the logits of each one's next byte. Prompts that are the same are read once, and share the keys of what was read.
     pub fn begin(&mut self, prompts: &[&[u8]]) -> Result<Vec<Vec<f32>>> {
-        let begun = self.windows.len();
-        let first = |prompt: &[u8]| prompts.iter().position(|other| *other == prompt);
-        let firsts: Vec<usize> = prompts.iter().filter_map(|prompt| first(prompt)).collect();
-        let is_first = |text: &usize| firsts[*text] == *text;
-        for _ in prompts {
+        let first = |prompt: &&[u8]| prompts.iter().position(|other| other == prompt);
+        let firsts: Vec<usize> = prompts.iter().filter_map(first).collect();
+        let read: Vec<usize> = (0..prompts.len()).filter(|&at| firsts[at] == at).collect();
+        for _ in &read {
             self.windows.push(Window {
-                id: self.decoder.with_pool(KvPool::join)?,
+                id: self.decoder.pool_mut().join()?,
                 bytes: Vec::new(),
             });
         }
-        let read = (0..prompts.len()).filter(is_first);
-        let read: Vec<(usize, &[u8])> = read.map(|text| (begun + text, prompts[text])).collect();
-        let places: Vec<usize> = read.iter().map(|(text, _)| text - begun).collect();
-        let logits = self.read(&read)?;
-        let of = |text: usize| places.iter().position(|&place| place == text);
+        let bytes: Vec<(usize, &[u8])> = (read.iter().enumerate())
+            .map(|(at, &text)| (at, prompts[text]))
+            .collect();
+        let logits = self.read(&bytes)?;
+        let windows = std::mem::take(&mut self.windows);
         let mut each = Vec::with_capacity(prompts.len());
-        for (text, &first) in firsts.iter().enumerate() {
-            if text != first {
-                let Window { id, bytes } = &self.windows[begun + first];
-                let (from, bytes) = (*id, bytes.clone());
-                let window = &mut self.windows[begun + text];
-                let empty = window.id;
-                window.bytes = bytes;
-                window.id = self.decoder.with_pool(|pool| {
-                    pool.leave(empty)?;
-                    pool.fork(from)
-                })?;
-            }
-            let place = of(first).context("every first prompt was read")?;
-            each.push(logits[place].clone());
+        for (text, first) in firsts.iter().enumerate() {
+            let at = read.binary_search(first).unwrap_or_default();
+            let Window { id, bytes } = &windows[at];
+            let id = match text == *first {
+                true => *id,
+                false => self.decoder.pool_mut().fork(*id)?,
+            };
+            let bytes = bytes.clone();
+            self.windows.push(Window { id, bytes });
+            each.push(logits[at].clone());
         }
         Ok(each)
     }
@@ -136,11 +86,9 @@ impl Writer {
                 let all = [window.bytes.as_slice(), bytes].concat();
                 new = all[all.len() - (context / 2).max(1)..].to_vec();
                 window.bytes = new.clone();
-                let old = window.id;
-                window.id = self.decoder.with_pool(|pool| {
-                    pool.leave(old)?;
-                    pool.join()
-                })?;
+                let mut pool = self.decoder.pool_mut();
+                pool.leave(window.id)?;
+                window.id = pool.join()?;
             }
             let together = if new.len() == 1 {
                 &mut single
@@ -163,22 +111,17 @@ impl Writer {
 
     /// Reads the next byte of each text and a draft of those behind it, for which there is [`Self::room`], and returns the logits behind each of them.
     pub fn check(&mut self, more: &[(usize, Vec<u8>)]) -> Result<Vec<Vec<Vec<f32>>>> {
-        let is_plain = |(_, bytes): &&(usize, Vec<u8>)| bytes.len() == 1;
-        if self.padded == 1 && more.iter().all(|more| is_plain(&more)) {
-            let more: Vec<(usize, &[u8])> = (more.iter())
-                .map(|(text, bytes)| (*text, bytes.as_slice()))
-                .collect();
-            let logits = self.read(&more)?;
-            return Ok(logits.into_iter().map(|logits| vec![logits]).collect());
-        }
-        let mut rows = vec![Vec::new(); more.len()];
+        let is_plain = self.padded == 1 && more.iter().all(|(_, bytes)| bytes.len() == 1);
         // Windows that are full begin anew, which is a read of its own.
-        let full = |text: usize, windows: &[Window]| windows[text].bytes.len() == self.context;
-        let (anew, together): (Vec<usize>, Vec<usize>) =
-            (0..more.len()).partition(|&place| full(more[place].0, &self.windows));
-        for place in anew {
-            let (text, bytes) = &more[place];
-            rows[place] = self.read(&[(*text, bytes)])?;
+        let is_full = |text: usize| self.windows[text].bytes.len() == self.context;
+        let (alone, together): (Vec<usize>, Vec<usize>) =
+            (0..more.len()).partition(|&place| is_plain || is_full(more[place].0));
+        let read: Vec<(usize, &[u8])> = (alone.iter())
+            .map(|&place| (more[place].0, more[place].1.as_slice()))
+            .collect();
+        let mut rows = vec![Vec::new(); more.len()];
+        for (place, logits) in alone.into_iter().zip(self.read(&read)?) {
+            rows[place] = vec![logits];
         }
         if together.is_empty() {
             return Ok(rows);
@@ -192,16 +135,11 @@ impl Writer {
             texts.map(|(text, bytes)| (self.windows[*text].id, &**bytes)),
             self.padded,
         );
-        let logits = self.decoder.all_logits(&tokens, &steps, &self.device)?;
-        let [_, seq, vocab] = logits.dims();
-        let logits = numbers(logits)?;
-        for (&place, logits) in together.iter().zip(logits.chunks(seq * vocab)) {
-            let count = more[place].1.len();
-            rows[place] = logits
-                .chunks(vocab)
-                .take(count)
-                .map(<[f32]>::to_vec)
-                .collect();
+        let logits = self.decoder.all_logits(&tokens, &steps)?;
+        let [batch, seq, vocab] = logits.dims();
+        let logits = model::rows(logits.reshape([batch * seq, vocab]))?;
+        for (&place, logits) in together.iter().zip(logits.chunks(seq)) {
+            rows[place] = logits[..more[place].1.len()].to_vec();
         }
         Ok(rows)
     }
@@ -211,8 +149,7 @@ impl Writer {
         let window = &mut self.windows[text];
         let len = window.bytes.len() - bytes;
         window.bytes.truncate(len);
-        let id = window.id;
-        Ok(self.decoder.with_pool(|pool| pool.truncate(id, len))?)
+        Ok(self.decoder.pool_mut().truncate(window.id, len)?)
     }
 
     /// One call for several texts.
@@ -225,18 +162,27 @@ impl Writer {
             return Ok(());
         }
         let (steps, tokens) = call_of(texts.iter().map(|(_, id, bytes)| (*id, &**bytes)), 0);
-        let next = self.decoder.next_rows(&tokens, &steps, &self.device)?;
-        for ((place, ..), next) in texts.iter().zip(next) {
+        let next = self.decoder.next_logits(&tokens, &steps)?;
+        for ((place, ..), next) in texts.iter().zip(model::rows(next)?) {
             logits[*place] = next;
         }
         Ok(())
     }
 
     /// What the keys and values of all texts take.
-    pub fn usage(&mut self) -> Result<CacheStatistics> {
-        let mut sum = CacheStatistics::default();
+    pub fn usage(&self) -> Result<CacheStatistics> {
+        let pool = self.decoder.pool();
+        let shared = pool.page_pools().map(|books| {
+            let pages = 0..books.config().pages();
+            pages.filter(|&page| books.references(page) > 1).count()
+        });
+        let mut sum = CacheStatistics {
+            pool_bytes: pool.bytes(),
+            shared_pages: shared.sum(),
+            ..CacheStatistics::default()
+        };
         for window in &self.windows {
-            let usage = self.decoder.with_pool(|pool| pool.usage(window.id))?;
+            let usage = pool.usage(window.id)?;
             sum.slots += usage.slots;
             sum.bytes += usage.bytes;
             sum.live_bytes += usage.live_bytes;
@@ -245,19 +191,12 @@ impl Writer {
             sum.summary_bytes += usage.summary_bytes;
             sum.read_bytes += usage.read_bytes;
         }
-        (sum.pool_bytes, sum.shared_pages) = self.decoder.with_pool(|pool| {
-            let shared = pool.page_pools().map(|books| {
-                let pages = 0..books.config().pages();
-                pages.filter(|&page| books.references(page) > 1).count()
-            });
-            (pool.bytes(), shared.sum())
-        });
         Ok(sum)
     }
 
     /// How steps of a byte run, where they were to be replayed and it is known.
     pub fn describe(&self) -> Option<String> {
-        self.decoder.describe()
+        replays(self.decoder.is_recorded(), self.decoder.fallback_reason())
     }
 }
 

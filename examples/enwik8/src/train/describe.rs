@@ -24,7 +24,7 @@ impl Session {
         say(format!("data      {}", self.corpus.describe()));
         say(format!(
             "model     preset {preset}: {} parameters, {} layers, {} heads, d_model {}, context {}, {}",
-            thousands(self.training.model()?.num_params()),
+            thousands(self.training.steps().model()?.num_params()),
             model.layers,
             model.heads,
             model.d_model,

@@ -23,12 +23,7 @@ impl Session {
             &self.config.model.cut().all(bytes, 0),
             &plain_bar("validation"),
         )?;
-        log.write(&Row::Final {
-            step: self.step,
-            loss: evaluation.loss(),
-            bits_per_byte: evaluation.bits_per_byte(),
-            bytes: evaluation.bytes,
-        })?;
+        log.write(&Row::Final(evaluation.after(self.step)))?;
         log.sync()?;
         Resources::now(&self.device).merge_into(&self.folder.file(run::RESOURCES))?;
         self.plot();

@@ -12,13 +12,11 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     let (pattern, choice) = ("--pattern local:16", "--selection topk:8,2,1,0");
     let length = "--steps 12 --lr 0.01";
     let flags = format!("{pattern} {choice} {length} --checkpoint-every 6 --recall-every 4");
-    let text = folder.train("whole", &flags);
+    let text = folder.assert_resumes(|run| folder.train(run, &flags), 12);
     says_all(
         text,
         &["attention local(16),", "keys chosen by topk:8,2,1,0"],
     );
-    folder.train("parts", &flags);
-    folder.assert_resumes(["parts", "whole"], 12);
 
     // Another model than that of either alone.
     let whole = model_of(&folder.checkpoint("whole", 12));
@@ -75,24 +73,4 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     folder.train("overwritten", &flags);
     folder.train("overwritten", &format!("--overwrite --steps 2 {pattern}"));
     assert!(!folder.exists("overwritten/recall.png"));
-}
-
-/// Without a pattern a choice is made from every earlier byte, and with `--attention sparse` within the preset's.
-#[test]
-fn the_presets_pattern_is_chosen_within_on_demand() {
-    let folder = Folder::new();
-    let small = "--layers 1 --d-model 16 --heads 2 --context 64 --steps 1 --eval-windows 1";
-    let data = folder.data();
-    for (run, flags, patterns) in [
-        ("free", "", "causal"),
-        ("within", "--attention sparse", "fixed:32,8"),
-    ] {
-        let path = folder.path(run);
-        succeed(format!(
-            "train --run {path} --data {data} --selection topk:8,3 {small} {flags}"
-        ));
-        let config = json(folder.path(&format!("{run}/config.json")));
-        assert_eq!(config["model"]["patterns"][0], patterns);
-        assert_eq!(config["model"]["selections"][0], "topk:8,3");
-    }
 }

@@ -22,7 +22,7 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &str) {
     let folder = Folder::new();
     let flags =
         format!("--attention {attention} --steps 60 --checkpoint-every 30 --recompute {more}");
-    let text = train(&folder, "whole", &flags);
+    let text = folder.assert_resumes(|run| train(&folder, run, &flags), 60);
     says(&text, shown);
     let leaks = text.contains("later bytes influence the choice");
     let is_stable = ["nsa", "dsa", "msa"].contains(&&attention[..3]);
@@ -34,10 +34,8 @@ fn learns_and_resumes(attention: &str, shown: &str, more: &str) {
     // From ln 256 on, and far below the 3.0 that the bytes' frequencies give.
     assert!(first > 4.5 && last < 2.0, "{first}, {last}");
 
-    train(&folder, "parts", &flags);
     let has_indexers = ["dsa", "msa"].contains(&&attention[..3]);
     check_indexers(&folder.log("whole"), has_indexers);
-    folder.assert_resumes(["parts", "whole"], 60);
 
     let path = folder.path("whole");
     let text = succeed(format!("eval --checkpoint {path}"));
@@ -123,29 +121,19 @@ fn index_branches_learn_and_resume_bit_for_bit() {
 /// One layer chooses for both, also through a pool.
 #[test]
 fn layers_share_a_choice() {
-    let folder = Folder::new();
-    for (run, attention) in [
-        ("dsa", "--attention dsa:16,4,2,8"),
-        ("moba", "--selection moba:8,3"),
-    ] {
-        let parts = format!("{run}-parts");
-        let flags = format!(
-            "{attention} --share-every 2 --steps 20 --checkpoint-every 10 --recompute block"
-        );
-        train(&folder, run, &flags);
-        train(&folder, &parts, &flags);
-        folder.assert_resumes([&parts, run], 20);
-        let config = json(folder.path(&format!("{run}/config.json")));
+    let length = "--share-every 2 --steps 20 --checkpoint-every 10 --recompute block";
+    let [_, indexers] = ["--selection moba:8,3", "--attention dsa:16,4,2,8"].map(|attention| {
+        let (folder, flags) = (Folder::new(), format!("{attention} {length}"));
+        folder.assert_resumes(|run| train(&folder, run, &flags), 20);
+        let config = json(folder.path("whole/config.json"));
         assert_eq!(config["model"]["share_every"], 2);
-    }
-    let eval = format!("eval --checkpoint {}", folder.path("dsa"));
-    let [whole, through] =
-        ["", "--cache all"].map(|flags| bits(&succeed(format!("{eval} {flags}"))));
+        folder
+    });
+    let path = indexers.path("whole");
+    let [whole, through] = ["", "--cache all"]
+        .map(|flags| bits(&succeed(format!("eval --checkpoint {path} {flags}"))));
     assert!((through - whole).abs() < 1e-3, "{through}, {whole}");
-    succeed(format!(
-        "sample --checkpoint {} --length 50",
-        folder.path("dsa")
-    ));
+    succeed(format!("sample --checkpoint {path} --length 50"));
 }
 
 /// A run begins with the weights of a dense model, whose loss it has while the indexers learn.
@@ -167,22 +155,4 @@ fn indexers_are_added_to_a_dense_model() {
     let other = folder.path("other");
     let other = format!("{import} --run {other} --attention nsa:8,4,16,3,16");
     says(fail(other, 1), "content.nsa");
-}
-
-/// The flags of clusters change what is learned, and are stored.
-#[test]
-fn flags_of_clusters_arrive() {
-    let folder = Folder::new();
-    let flags = "--attention routing:16 --steps 4";
-    train(&folder, "plain", flags);
-    let model = |run| model_of(&folder.checkpoint(run, 4));
-    for (run, flag, field, stored) in [
-        ("decay", "--means-decay 0.5", "means_decay", 0.5),
-        ("commitment", "--commitment 10", "commitment", 10.0),
-    ] {
-        train(&folder, run, &format!("{flags} {flag}"));
-        assert!(model(run) != model("plain"), "{flag}");
-        let config = json(folder.path(&format!("{run}/config.json")));
-        assert_eq!(config["model"]["content"]["routing"][field], stored);
-    }
 }

@@ -31,18 +31,19 @@ pub fn assert_near(folder: &Folder, runs: [&str; 2], most: f64) -> f64 {
 fn several_devices_train_what_one_does() {
     let folder = Folder::new();
     let of = |run: &str, more: &str| {
-        let flags = "--batch 6 --steps 50 --eval-every 10 --layers 2";
+        let flags = "--batch 6 --steps 50 --eval-every 10 --checkpoint-every 25 --layers 2";
         folder.train(run, &format!("{flags} {more}"))
     };
     of("one", "");
-    let text = of("two", "--devices cpu,cpu");
+    let (two, three) = ("--devices cpu,cpu", "--devices flex,flex,flex");
+    let text = of("two", two);
     says(
         text,
         "devices   flex, flex: 3 windows of a step each, gradients added by copies to flex and back",
     );
-    of("three", "--devices flex,flex,flex --recompute segment:1");
+    of("three", &format!("{three} --recompute segment:1"));
     of("copied", "--devices cpu --reduce copies");
-    of("again", "--devices cpu,cpu");
+    of("again", two);
     assert_eq!(numbers(&folder, "one").len(), 50 + 5 + 1);
     for run in ["two", "three"] {
         assert!(assert_near(&folder, ["one", run], 1e-4) > 0.0);
@@ -53,6 +54,13 @@ fn several_devices_train_what_one_does() {
         folder.assert_same_state([run, same], 50);
     }
     says(folder.text("two/report.md"), "| device | flex, flex |");
+    // Runs go on with another number of devices, or with as many, bit for bit.
+    for (run, devices) in [("three", ""), ("copied", three), ("again", two)] {
+        fs::remove_file(folder.checkpoint(run, 50)).unwrap();
+        says(folder.resume(run, devices), "step-00000025.ckpt");
+        assert_near(&folder, ["one", run], 1e-4);
+    }
+    folder.assert_same_state(["again", "two"], 50);
 }
 
 /// Devices that have some positions of every window each.
@@ -85,28 +93,6 @@ fn devices_share_windows() {
     fs::remove_file(folder.checkpoint("two", 20)).unwrap();
     folder.resume("two", "");
     assert_near(&folder, ["one", "two"], 1e-4);
-}
-
-#[test]
-fn a_run_goes_on_with_another_number_of_devices() {
-    let folder = Folder::new();
-    let flags = "--batch 6 --steps 20 --checkpoint-every 10";
-    let (two, three) = ("--devices cpu,cpu", "--devices cpu,cpu,cpu");
-    folder.train("whole", flags);
-    for (run, before, after) in [
-        ("from-two", two, ""),
-        ("from-one", "", three),
-        ("on-two", two, two),
-    ] {
-        folder.train(run, &format!("{flags} {before}"));
-        let whole = state_of(&folder.checkpoint(run, 20));
-        fs::remove_file(folder.checkpoint(run, 20)).unwrap();
-        says(folder.resume(run, after), "step-00000010.ckpt");
-        assert_near(&folder, ["whole", run], 1e-4);
-        if before == after {
-            assert!(whole == state_of(&folder.checkpoint(run, 20)), "{run}");
-        }
-    }
 }
 
 /// Blocks that are pruned, and a choice that ends, on all devices.

@@ -5,48 +5,31 @@ use std::path::Path;
 
 use crate::support::*;
 
-/// Runs in parts are those in one go, and say so.
+/// Runs in parts are those in one go.
 #[test]
 fn a_resumed_run_equals_an_uninterrupted_one() {
     let folder = Folder::new();
     let flags = "--steps 20 --checkpoint-every 10 --eval-every 5";
-    folder.train("whole", flags);
-    folder.train("parts", flags);
-    // What a run leaves that was stopped after step 10, and killed while it was writing something.
-    let partial = (folder.checkpoint("parts", 20)).with_extension("ckpt.partial");
-    fs::write(&partial, "half").unwrap();
-    let text = folder.assert_resumes(["parts", "whole"], 20);
-    says(text, "step-00000010.ckpt");
-    assert!(!partial.exists());
-
+    folder.assert_resumes(|run| folder.train(run, flags), 20);
     says(folder.resume("parts", ""), "nothing to do");
+    // What a run leaves that was killed while it was writing something.
+    let partial = (folder.checkpoint("parts", 25)).with_extension("ckpt.partial");
+    fs::write(&partial, "half").unwrap();
     says(folder.resume("parts", "--steps 25"), "step-00000020.ckpt");
-    assert!(folder.checkpoint("parts", 25).exists());
+    assert!(folder.checkpoint("parts", 25).exists() && !partial.exists());
 }
 
 #[test]
-fn block_sparse_weights_are_shown_and_resume_bit_for_bit() {
-    let shown = "ff        block-sparse weights: random, 50 % of the blocks of 16";
-    weights_resume_bit_for_bit("", shown);
-}
-
-#[test]
-fn pruned_weights_resume_bit_for_bit() {
-    let pruning = "--ff-prune 0.25 --ff-prune-from 3 --ff-prune-until 15 --ff-prune-every 4";
-    let shown = "step 15/20  feed-forward weights keep 25.0 % of their blocks: ";
-    weights_resume_bit_for_bit(pruning, shown);
-}
-
-fn weights_resume_bit_for_bit(pruning: &str, shown: &str) {
+fn block_sparse_weights_are_pruned_and_resume_bit_for_bit() {
     let folder = Folder::new();
-    let sparse = "--ff-density 0.5 --ff-block 16 --ff-layout random";
-    let flags = format!("--steps 20 --checkpoint-every 10 {sparse} {pruning}");
-    says(folder.train("whole", &flags), shown);
-    folder.train("parts", &flags);
-    let path = folder.path("parts");
-    let message = fail(format!("train --resume --run {path} --ff-density 0.25"), 1);
-    says(message, "but --ff-density makes that");
-    folder.assert_resumes(["parts", "whole"], 20);
+    let sparse = "--ff-density 0.5 --ff-block 16 --ff-layout random --ff-prune 0.25 --ff-prune-from 3 --ff-prune-until 15 --ff-prune-every 4";
+    let flags = format!("--steps 20 --checkpoint-every 10 {sparse}");
+    let text = folder.assert_resumes(|run| folder.train(run, &flags), 20);
+    let shown = [
+        "ff        block-sparse weights: random, 50 % of the blocks of 16",
+        "step 15/20  feed-forward weights keep 25.0 % of their blocks: ",
+    ];
+    says_all(text, &shown);
 }
 
 #[test]
@@ -54,7 +37,7 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     let folder = Folder::new();
     let choice = "--selection topk:8,2,1,0 --selection-until 8 --recall-every 4";
     let flags = format!("--steps 12 --checkpoint-every 6 {choice}");
-    let text = folder.train("whole", &flags);
+    let text = folder.assert_resumes(|run| folder.train(run, &flags), 12);
     let shown = [
         "keys chosen by topk:8,2,1,0: later bytes influence the choice",
         "step 4/12  recall 0.",
@@ -70,9 +53,6 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
     let [recall, ratio] = ["recall", "ratio"].map(|name| layer[name].as_f64().unwrap());
     assert!(recall > 0.3 && recall < 1.0, "{layer}");
     assert!(ratio > 0.8 && ratio <= 1.0, "{layer}");
-
-    folder.train("parts", &flags);
-    folder.assert_resumes(["parts", "whole"], 12);
 
     let path = folder.path("whole");
     let recall = format!("recall --checkpoint {path} --windows 2 --json");
@@ -98,13 +78,12 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
     let flags = "--steps 20 --checkpoint-every 10";
     let bf16 = format!("{flags} --precision bf16");
     folder.train("f32", flags);
-    says(folder.train("whole", &bf16), "context 32, bf16");
-    folder.train("parts", &bf16);
+    // The second half used the first half's moments.
+    let text = folder.assert_resumes(|run| folder.train(run, &bf16), 20);
+    says(text, "context 32, bf16");
     let path = folder.path("parts");
     let message = fail(format!("train --resume --run {path} --precision f32"), 1);
     says(message, "with --precision bf16, but --precision f32");
-    // The second half used the first half's moments.
-    folder.assert_resumes(["parts", "whole"], 20);
     let lengths = |run| state_of(&folder.checkpoint(run, 20)).map(|bytes| bytes.len());
     // Ids of parameters are random, and so is what they take: a little.
     for (bf16, f32) in lengths("whole").into_iter().zip(lengths("f32")) {
@@ -138,15 +117,11 @@ fn recomputed_blocks_train_the_same_model() {
         steps.map(|row| row.2).collect()
     };
     train("stored", "--steps 3");
-    // The old way of saying it, and each new one; resuming may change it.
+    // Resuming may change it.
     let ways = [
         "",
-        "true",
-        "block",
         "segment:2",
         "mlp",
-        "none",
-        "false",
         "block+attention",
         "segment:2+attention",
     ];
@@ -269,16 +244,6 @@ fn timeless(folder: &Folder, run: &str) -> Vec<String> {
         row.to_string()
     };
     folder.log(run).into_iter().map(without_times).collect()
-}
-
-#[test]
-fn lines_of_the_log_are_kept_as_they_were_written() {
-    let folder = Folder::new();
-    folder.train("run", "--steps 40 --checkpoint-every 20");
-    let written = folder.text("run/log.jsonl");
-    folder.resume("run", "--steps 41");
-    let resumed = folder.text("run/log.jsonl");
-    assert!(resumed.starts_with(&written), "{written}\n{resumed}");
 }
 
 /// The process may end between its last checkpoint and the evaluation of the whole validation split, or while it writes

@@ -44,7 +44,7 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     let all = file("all.json", r#"[["topk:8,ratio=1", "topk:16,ratio=1"]]"#);
     let length = "--steps 12 --checkpoint-every 6 --lr 0.01";
     let flags = format!("{length} --selection-file {heads} --recall-every 6");
-    let text = folder.train("whole", &flags);
+    let text = folder.assert_resumes(|run| folder.train(run, &flags), 12);
     let shown = [
         "attention causal,",
         "keys of 1 head chosen by topk:8,2,1,0: later bytes influence the choice",
@@ -59,9 +59,8 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     let density = measured["layers"][0]["density"].as_f64().unwrap();
     assert!((density - (0.7 + 1.0) / 2.0).abs() < 1e-9, "{measured}");
     // The file is not looked at again.
-    folder.train("parts", &flags);
     fs::remove_file(&heads).unwrap();
-    folder.assert_resumes(["parts", "whole"], 12);
+    folder.resume("whole", "--steps 13");
 
     folder.train("dense", &format!("{length} --attention dense"));
     assert!(model_of(&folder.checkpoint("dense", 12)) != model_of(&folder.checkpoint("whole", 12)));
