@@ -6,7 +6,7 @@ use super::convert::conversion;
 use super::copies::{copy, counted};
 use super::functions::pure;
 use super::instruction::{Address, Binary, Op, Pure, Shuffle, Slot, Vector, Vote};
-use super::lanes::{three, two};
+use super::lanes::lanes;
 use super::products::{fragments, group_product, product};
 use super::reader::{Argument, Decoded, Reader};
 
@@ -177,8 +177,8 @@ fn moved(reader: &mut Reader, kind: Option<Type>) -> Decoded<Op> {
 fn window(reader: &mut Reader, mut constant: impl FnMut(u64) -> Slot) -> Decoded<Op> {
     let window = reader.space().window();
     let function = match reader.has("to") {
-        true => two!(|x, window| x & !window),
-        false => two!(|x, window| x | window),
+        true => lanes!(|x, window| x & !window),
+        false => lanes!(|x, window| x | window),
     };
     let (to, from) = (reader.slot()?, reader.slot()?);
     let window = constant(window);
@@ -224,10 +224,12 @@ fn reduction(reader: &Reader, kind: Type) -> Decoded<Pure> {
 fn atomic(reader: &mut Reader, returns: bool, kind: Type, none: Slot) -> Decoded<Op> {
     let has = |name: &str| reader.has(name);
     let function = match kind {
-        _ if has("exch") => two!(|_old, value| value),
-        _ if has("cas") => three!(|old, expected, value| if old == expected { value } else { old }),
-        Type::Unsigned(_) if has("inc") => two!(|old, last| if old >= last { 0 } else { old + 1 }),
-        Type::Unsigned(_) if has("dec") => two!(|old, last| if old == 0 || old > last {
+        _ if has("exch") => lanes!(|_old, value| value),
+        _ if has("cas") => lanes!(|old, expected, value| if old == expected { value } else { old }),
+        Type::Unsigned(_) if has("inc") => {
+            lanes!(|old, last| if old >= last { 0 } else { old + 1 })
+        }
+        Type::Unsigned(_) if has("dec") => lanes!(|old, last| if old == 0 || old > last {
             last
         } else {
             old - 1
