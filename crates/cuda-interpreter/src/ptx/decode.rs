@@ -5,7 +5,7 @@ use super::compare::comparison;
 use super::convert::conversion;
 use super::copies::{copy, counted};
 use super::functions::pure;
-use super::instruction::{Address, Binary, Op, Pure, Shuffle, Slot, Vector, Vote};
+use super::instruction::{Address, Binary, Op, Pure, Shuffle, Slot, Together, Vector, Vote};
 use super::lanes::lanes;
 use super::products::{fragments, group_product, product};
 use super::reader::{Argument, Decoded, Reader};
@@ -82,28 +82,11 @@ pub fn decode(
             constant(0),
         )?,
         "bar" | "barrier" => barrier(reader)?,
-        "shfl" => shuffle(reader)?,
-        "vote" => vote(reader)?,
+        "shfl" | "vote" | "match" | "redux" | "elect" => Op::Together {
+            what: together(name, reader, kind)?,
+            members: reader.slot()?,
+        },
         "activemask" => Op::ActiveMask { to: reader.slot()? },
-        "match" if reader.has("any") => Op::Match {
-            to: reader.slot()?,
-            from: reader.slot()?,
-            members: reader.slot()?,
-        },
-        "redux" => Op::Reduce {
-            function: reduction(reader, kind.ok_or("a reduction of no type")?)?,
-            to: reader.slot()?,
-            from: reader.slot()?,
-            members: reader.slot()?,
-        },
-        "elect" => {
-            let (to, elected) = reader.pair()?;
-            Op::Elect {
-                to,
-                elected: elected.ok_or("`elect` without a predicate")?,
-                members: reader.slot()?,
-            }
-        }
         "ldmatrix" if reader.has("b16") => Op::LoadMatrices {
             transposed: reader.has("trans"),
             to: reader.slots()?,
@@ -198,10 +181,14 @@ fn compare(reader: &mut Reader, kinds: &[Type]) -> Decoded<Op> {
     let from = [reader.slot()?, reader.slot()?];
     let combined = match reader.optional()? {
         None => None,
-        Some(slot) if reader.has("and") => Some((std::ops::BitAnd::bitand as Binary, slot)),
-        Some(slot) if reader.has("or") => Some((std::ops::BitOr::bitor as Binary, slot)),
-        Some(slot) if reader.has("xor") => Some((std::ops::BitXor::bitxor as Binary, slot)),
-        Some(_) => return reader.unknown(),
+        Some(slot) => {
+            let combine = reader.one_of::<Binary>(&[
+                ("and", std::ops::BitAnd::bitand),
+                ("or", std::ops::BitOr::bitor),
+                ("xor", std::ops::BitXor::bitxor),
+            ])?;
+            Some((combine, slot))
+        }
     };
     Ok(Op::Compare {
         function,
@@ -252,7 +239,8 @@ fn atomic(reader: &mut Reader, returns: bool, kind: Type, none: Slot) -> Decoded
 
 fn barrier(reader: &mut Reader) -> Decoded<Op> {
     if reader.has("warp") {
-        return Ok(Op::WarpBarrier {
+        return Ok(Op::Together {
+            what: Together::Meet,
             members: reader.slot()?,
         });
     }
@@ -280,42 +268,49 @@ fn barrier(reader: &mut Reader) -> Decoded<Op> {
     })
 }
 
-fn shuffle(reader: &mut Reader) -> Decoded<Op> {
-    let modes = [
-        ("up", Shuffle::Up),
-        ("down", Shuffle::Down),
-        ("bfly", Shuffle::Butterfly),
-        ("idx", Shuffle::Index),
-    ];
-    let Some((_, mode)) = modes.into_iter().find(|(name, _)| reader.has(name)) else {
-        return reader.unknown();
-    };
-    let (to, valid) = reader.pair()?;
-    Ok(Op::Shuffle {
-        mode,
-        to,
-        valid,
-        from: reader.slot()?,
-        lane: reader.slot()?,
-        clamp: reader.slot()?,
-        members: reader.slot()?,
-    })
-}
-
-fn vote(reader: &mut Reader) -> Decoded<Op> {
-    let modes = [
-        ("all", Vote::All),
-        ("any", Vote::Any),
-        ("uni", Vote::Uniform),
-        ("ballot", Vote::Ballot),
-    ];
-    let Some((_, mode)) = modes.into_iter().find(|(name, _)| reader.has(name)) else {
-        return reader.unknown();
-    };
-    Ok(Op::Vote {
-        mode,
-        to: reader.slot()?,
-        from: reader.slot()?,
-        members: reader.slot()?,
+fn together(name: &str, reader: &mut Reader, kind: Option<Type>) -> Decoded<Together> {
+    Ok(match name {
+        "shfl" => {
+            let mode = reader.one_of(&[
+                ("up", Shuffle::Up),
+                ("down", Shuffle::Down),
+                ("bfly", Shuffle::Butterfly),
+                ("idx", Shuffle::Index),
+            ])?;
+            let (to, valid) = reader.pair()?;
+            Together::Shuffle {
+                mode,
+                to,
+                valid,
+                from: reader.slot()?,
+                lane: reader.slot()?,
+                clamp: reader.slot()?,
+            }
+        }
+        "vote" => Together::Vote {
+            mode: reader.one_of(&[
+                ("all", Vote::All),
+                ("any", Vote::Any),
+                ("uni", Vote::Uniform),
+                ("ballot", Vote::Ballot),
+            ])?,
+            to: reader.slot()?,
+            from: reader.slot()?,
+        },
+        "match" if reader.has("any") => Together::Match {
+            to: reader.slot()?,
+            from: reader.slot()?,
+        },
+        "redux" => Together::Reduce {
+            function: reduction(reader, kind.ok_or("a reduction of no type")?)?,
+            to: reader.slot()?,
+            from: reader.slot()?,
+        },
+        "elect" => {
+            let (to, elected) = reader.pair()?;
+            let elected = elected.ok_or("`elect` without a predicate")?;
+            Together::Elect { to, elected }
+        }
+        _ => return reader.unknown(),
     })
 }
