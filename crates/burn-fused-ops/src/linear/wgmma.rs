@@ -3,7 +3,7 @@
 use crate::kernels::linear::available as is_available;
 use crate::kernels::linear::multiply as launch;
 use crate::kernels::linear::{
-    Epilogue, EpilogueTensors, HEAD, HEAD_ROWS, MatrixView, Order, ProductPlan, ProductRequest,
+    Epilogue, EpilogueTensors, HEAD, HEAD_ROWS, MatrixView, ProductPlan, ProductRequest,
 };
 use blocksparse_cubecl::rows::ActivationKind;
 use burn::backend::{DType, TensorMetadata};
@@ -12,7 +12,7 @@ use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::linear::values::{HeadParts, MOST_PARTS};
-use burn_blocksparse::internal::cube::empty;
+use burn_blocksparse::internal::cube::{empty, part_of, reshaped};
 
 /// Returns whether a dtype of factors is bf16, and not f16.
 pub(crate) fn is_bf16(dtype: DType) -> Result<bool, String> {
@@ -144,14 +144,7 @@ pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Optio
     if a.shape[1] < SMALLEST || b.shape[2] < SMALLEST {
         return None;
     }
-    let out = plain(lhs, [&a, &b])?;
-    Some(CubeTensor::new_contiguous(
-        lhs.client.clone(),
-        lhs.device.clone(),
-        shape.clone(),
-        out.handle,
-        lhs.dtype,
-    ))
+    Some(reshaped(plain(lhs, [&a, &b])?, shape.clone()))
 }
 
 /// How a product of factors of one dtype runs; in f32 if it is `wide`.
@@ -232,27 +225,12 @@ pub(crate) fn by_heads(
         ..EpilogueTensors::default()
     };
     launch(&lhs.client, &plan, [a, b], &all.handle, &beside).ok()?;
-    let total: usize = ends.iter().sum();
     let mut start = 0;
-    let mut index = 0;
     Some(parts.map(|part| {
         let (heads, dim) = part?;
-        let length = ends[index];
-        index += 1;
-        let handle = match length == total {
-            true => all.handle.clone(),
-            false => (all.handle.clone())
-                .offset_start(start as u64)
-                .offset_end((total - start - length) as u64),
-        };
-        start += length;
-        Some(CubeTensor::new_contiguous(
-            lhs.client.clone(),
-            lhs.device.clone(),
-            Shape::new([batch, heads, seq, dim]),
-            handle,
-            lhs.dtype,
-        ))
+        let first = start;
+        start += batch * heads * seq * dim;
+        Some(part_of(&all, first, Shape::new([batch, heads, seq, dim])))
     }))
 }
 
@@ -315,13 +293,7 @@ pub(crate) fn through(
     let made = || empty(grad, [rows, width], grad.dtype);
     let out = made();
     let active = again.then(|| match in_place {
-        true => CubeTensor::new_contiguous(
-            hidden.client.clone(),
-            hidden.device.clone(),
-            Shape::new([rows, width]),
-            hidden.handle.clone(),
-            hidden.dtype,
-        ),
+        true => reshaped(hidden.clone(), Shape::new([rows, width])),
         false => made(),
     });
     let totals = sums.then(|| empty(grad, [plan.total_rows(), width], DType::F32));
@@ -382,18 +354,10 @@ fn request(dtype: DType, [rows, inputs, outputs]: [usize; 3]) -> Result<ProductR
             "wgmma reads rows of multiples of 8 numbers, not of {inputs}"
         ));
     }
-    Ok(ProductRequest {
-        bf16: is_bf16(dtype)?,
-        batch: 1,
-        rows,
-        cols: outputs,
-        depth: inputs,
-        orders: [Order::Depth, Order::Across],
-        wide: false,
-        parts: false,
-        epilogue: Epilogue::Plain,
-        by_heads: false,
-    })
+    Ok(ProductRequest::plain(
+        is_bf16(dtype)?,
+        [rows, outputs, inputs],
+    ))
 }
 
 fn planned(device: &CubeDevice, request: ProductRequest) -> Result<String, String> {

@@ -29,14 +29,23 @@ pub const HEAD: usize = SLAB;
 pub const HEAD_ROWS: usize = ROWS;
 
 impl MatrixView {
-    /// `[batch, heads, seq, 64]`, contiguous, as the matrix `[batch · seq, heads · 64]`.
-    pub fn by_heads(handle: Handle, [batch, heads, seq]: [usize; 3]) -> Self {
+    /// Matrices of a shape and strides, in one run.
+    pub fn new(handle: Handle, shape: [usize; 3], strides: [usize; 3]) -> Self {
         Self {
             handle,
-            shape: [1, batch * seq, heads * HEAD],
-            strides: [batch * seq * heads * HEAD, HEAD, 1],
+            shape,
+            strides,
             outer: [1, 0],
+            seq: None,
+        }
+    }
+
+    /// `[batch, heads, seq, 64]`, contiguous, as the matrix `[batch · seq, heads · 64]`.
+    pub fn by_heads(handle: Handle, [batch, heads, seq]: [usize; 3]) -> Self {
+        let strides = [batch * seq * heads * HEAD, HEAD, 1];
+        Self {
             seq: Some(seq),
+            ..Self::new(handle, [1, batch * seq, heads * HEAD], strides)
         }
     }
 

@@ -56,6 +56,11 @@ impl FlatTensor {
         }
     }
 
+    /// As launches get it, in vectors of so many numbers.
+    fn arg(&self, vector: usize) -> BufferArg {
+        buffer(&self.handle, self.elements / vector)
+    }
+
     /// Numbers of the widest vectors, of numbers of `widest` bytes, that the tensor is made of.
     fn vector(&self, client: &Client, widest: usize) -> usize {
         let most = (LOAD_BYTES / widest).min(client.properties().hardware.max_vector_size.max(1));
@@ -151,23 +156,32 @@ pub fn describe(client: &Client, elements: usize) -> Result<String, KernelError>
 /// How a launch deals its cubes: tensor `i` has the cubes from `starts[i]` to before `starts[i + 1]`.
 struct Deal {
     starts: Vec<usize>,
+    cubes: CubeCount,
+    /// Counts what lies up to two parts behind the end of a tensor.
+    address: AddressType,
 }
 
 impl Deal {
-    /// `elements` of each tensor, in parts of `part`.
-    fn new(elements: impl Iterator<Item = usize>, part: usize) -> Self {
-        let mut starts = vec![0];
+    /// `elements` of each tensor, in parts of `part`; another buffer of the launch has so many.
+    ///
+    /// # Errors
+    /// [`KernelError::Limit`] if that is more than the device indexes.
+    fn new(
+        client: &Client,
+        elements: impl Iterator<Item = usize>,
+        part: usize,
+        other: usize,
+    ) -> Result<Self, KernelError> {
+        let (mut starts, mut largest, mut cubes) = (vec![0], other, 0);
         for elements in elements {
-            starts.push(starts[starts.len() - 1] + elements.div_ceil(part));
+            cubes += elements.div_ceil(part);
+            starts.push(cubes);
+            largest = largest.max(elements);
         }
-        Self { starts }
-    }
-
-    fn cubes(&self) -> usize {
-        self.starts[self.starts.len() - 1]
-    }
-
-    fn arg(&self) -> SequenceArg<usize> {
-        self.starts.iter().copied().collect()
+        Ok(Self {
+            starts,
+            cubes: spread(client, cubes as u64)?,
+            address: address_of(client, largest + 2 * part)?,
+        })
     }
 }

@@ -10,7 +10,6 @@ use cubecl::server::Handle;
 use crate::kernels::optim::{
     Deal, FlatTensor, address_of, buffer, launches, tensors_of_launch, units_of,
 };
-use blocksparse_cubecl::args::spread;
 use blocksparse_cubecl::error::KernelError;
 
 /// Elements of a partial sum.
@@ -229,27 +228,21 @@ pub fn sum_of_squares(
     let launches = launches(tensors, most);
     let units = units_of(client);
     for ((dtype, vector), held) in launches {
-        let deal = Deal::new(held.iter().map(|(tensor, _)| tensor.elements), PART);
-        let largest = held.iter().map(|(tensor, _)| tensor.elements).max();
-        let cubes = spread(client, deal.cubes() as u64)?;
-        let address = address_of(client, largest.unwrap_or(0).max(length) + MARGIN)?;
+        let elements = held.iter().map(|(tensor, _)| tensor.elements);
+        let deal = Deal::new(client, elements.clone(), PART, length)?;
         // SAFETY: a unit reads vectors of a tensor below its length, and the first of a cube writes the cube's number; the buffers have the lengths they
         // say (see `buffer`).
         unsafe {
             sum_parts::launch_unchecked(
                 client,
-                cubes,
+                deal.cubes,
                 CubeDim::new_1d(units as u32),
-                address,
+                deal.address,
                 vector,
-                held.iter()
-                    .map(|(tensor, _)| buffer(&tensor.handle, tensor.elements / vector))
-                    .collect(),
+                held.iter().map(|(tensor, _)| tensor.arg(vector)).collect(),
                 buffer(partials, length),
-                held.iter()
-                    .map(|(tensor, _)| tensor.elements / vector)
-                    .collect(),
-                deal.arg(),
+                elements.map(|elements| elements / vector).collect(),
+                deal.starts.into_iter().collect(),
                 held.iter().map(|(_, slot)| *slot).collect(),
                 held.len(),
                 units,

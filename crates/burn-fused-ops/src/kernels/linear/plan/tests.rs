@@ -1,24 +1,16 @@
 //! What products run, on described devices.
 
 use crate::kernels::linear::plan::*;
-use crate::kernels::linear::tile::Highest;
 
 /// An H200's.
 const MULTIPROCESSORS: usize = 132;
 const SHARED: usize = 232_448;
 
-fn request([rows, cols, depth]: [usize; 3], parts: bool) -> ProductRequest {
+fn request(lengths: [usize; 3], parts: bool) -> ProductRequest {
     ProductRequest {
-        bf16: true,
-        batch: 1,
-        rows,
-        cols,
-        depth,
-        orders: [Order::Depth, Order::Across],
         wide: parts,
         parts,
-        epilogue: Epilogue::Plain,
-        by_heads: false,
+        ..ProductRequest::plain(true, lengths)
     }
 }
 
