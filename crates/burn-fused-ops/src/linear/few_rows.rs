@@ -11,7 +11,7 @@ use crate::linear::activation::kernels::kind;
 use crate::linear::products::rounded;
 use crate::linear::values::{LinearCall, LinearForm, LinearInputs, LinearOutput};
 use burn_blocksparse::internal::cube::{contiguous, empty, part_of, typed};
-use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+use burn_blocksparse::internal::values::ThreeFloats;
 
 /// How a layer of `[rows, inputs]` and weights of these columns runs without a backward pass, if it has few rows.
 pub(crate) fn text(
@@ -125,11 +125,7 @@ pub(crate) fn forward(
             [Some(part_of(&all, 0, Shape::from(shape))), None, None]
         }
     };
-    Some(LinearOutput {
-        out: ThreeFloats::of_list(out),
-        rounded: OptFloat::None,
-        joined: OptFloat::None,
-    })
+    Some(LinearOutput::new(ThreeFloats::of_list(out)))
 }
 
 /// A weight whose rows, or columns, are contiguous and begin at multiples of 16 bytes.

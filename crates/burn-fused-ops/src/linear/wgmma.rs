@@ -246,9 +246,7 @@ pub(crate) fn activated(
     activation: ActivationKind,
     keep: bool,
 ) -> Option<[Option<CubeTensor>; 2]> {
-    if bias.is_some_and(|bias| bias.dtype != DType::F32) {
-        return None;
-    }
+    check_bias(bias.map(|bias| bias.dtype)).ok()?;
     let epilogue = Epilogue::Activation(activation);
     let [a, b] = [&view(lhs).ok()?, &view(rhs).ok()?];
     let plan = plan(lhs, [a, b], [false; 2], epilogue).ok()?;
@@ -283,9 +281,8 @@ pub(crate) fn through(
     activation: ActivationKind,
     [sums, again, in_place]: [bool; 3],
 ) -> Option<Through> {
-    if bias.is_some_and(|bias| bias.dtype != DType::F32) || hidden.dtype != grad.dtype {
-        return None;
-    }
+    check_bias(bias.map(|bias| bias.dtype)).ok()?;
+    (hidden.dtype == grad.dtype).then_some(())?;
     let [a, b] = [&view(grad).ok()?, &view(outer).ok()?.transposed()];
     let epilogue = Epilogue::Gradient { activation, sums };
     let plan = plan(grad, [a, b], [false; 2], epilogue).ok()?;
@@ -319,10 +316,16 @@ fn heads_epilogue(bias: Option<DType>, parts: HeadParts) -> Result<Epilogue, Str
     if dims.any(|dim| dim != first) {
         return Err("heads have several widths".to_owned());
     }
-    if bias.is_some_and(|dtype| dtype != DType::F32) {
-        return Err("the bias is not f32".to_owned());
-    }
+    check_bias(bias)?;
     Ok(Epilogue::Heads { dim: first })
+}
+
+/// That the kernel reads a bias of a dtype.
+fn check_bias(bias: Option<DType>) -> Result<(), &'static str> {
+    match bias.is_none_or(|dtype| dtype == DType::F32) {
+        true => Ok(()),
+        false => Err("the bias is not f32"),
+    }
 }
 
 /// `[batch, heads, seq, 64]`, contiguous, as a left factor.
@@ -372,9 +375,7 @@ pub(crate) fn activated_text(
     bias: Option<DType>,
     activation: ActivationKind,
 ) -> Result<String, String> {
-    if bias.is_some_and(|dtype| dtype != DType::F32) {
-        return Err("the bias is not f32".to_owned());
-    }
+    check_bias(bias)?;
     let epilogue = Epilogue::Activation(activation);
     planned(device, request(dtype, lengths)?.with(epilogue))
 }

@@ -17,7 +17,7 @@ use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 /// Columns of a tile, at most.
 const MOST_COLUMNS: usize = 256;
 
-/// Why not.
+/// What epilogues refuse.
 const NOT_HALF: &str = "only a result in half precision becomes anything else";
 const NOT_ONE: &str = "heads and gradients are of one matrix";
 
@@ -181,33 +181,36 @@ pub fn available(client: &Client) -> Result<(), &'static str> {
 /// If it is another one, or if the environment wants another tier.
 pub(crate) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
     let properties = client.properties();
-    let hardware = &properties.hardware;
     check_hopper(properties)?;
     if !properties.features.tma.contains(Tma::Base) {
         return Err("the device has no TMA");
     }
-    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
     match Tuning::or_reason()?.tier {
-        limit if limit.is_simt() => return Err("BLOCKSPARSE_TIER says simt"),
-        TierLimit::Mma => return Err("BLOCKSPARSE_TIER says mma"),
-        _ => {}
+        limit if limit.is_simt() => Err("BLOCKSPARSE_TIER says simt"),
+        TierLimit::Mma => Err("BLOCKSPARSE_TIER says mma"),
+        _ => Ok(room(client, 132)),
     }
-    Ok((multiprocessors, hardware.max_shared_memory_size))
 }
 
 /// The same of a device that has mma.sync of half precision, ldmatrix and cp.async.
 ///
 /// # Errors
 /// If it is another one, or if the environment wants another tier.
-fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
-    let properties = client.properties();
-    let hardware = &properties.hardware;
-    check_ampere(properties)?;
-    if Tuning::or_reason()?.tier.is_simt() {
-        return Err("BLOCKSPARSE_TIER says simt");
+pub(crate) fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
+    check_ampere(client.properties())?;
+    match Tuning::or_reason()?.tier.is_simt() {
+        true => Err("BLOCKSPARSE_TIER says simt"),
+        false => Ok(room(client, 64)),
     }
-    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize;
-    Ok((multiprocessors, hardware.max_shared_memory_size))
+}
+
+/// Multiprocessors, so many where the device does not say, and bytes of shared memory.
+fn room(client: &Client, multiprocessors: u32) -> (usize, usize) {
+    let hardware = &client.properties().hardware;
+    let multiprocessors = hardware
+        .num_streaming_multiprocessors
+        .unwrap_or(multiprocessors);
+    (multiprocessors as usize, hardware.max_shared_memory_size)
 }
 
 /// The shape of a cube's work on a tier.
