@@ -4,7 +4,9 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::optim::{Deal, FlatTensor, buffer, launches, tensors_of_launch, units_of};
+use crate::kernels::optim::{
+    Deal, FlatTensor, UNITS, buffer, launches, tensors_of_launch, units_of,
+};
 use blocksparse_cubecl::args::optional;
 use blocksparse_cubecl::error::KernelError;
 
@@ -175,7 +177,7 @@ pub fn adamw(
         ((parameter.dtype, gradient.dtype, vector), tensors)
     });
     let launches = launches(tensors, most);
-    let units = units_of(client);
+    let units = units_of(client, UNITS);
     for ((parameter, gradient, vector), held) in launches {
         let deal = Deal::new(client, held.iter().map(|x| x.parameter.elements), PART, 0)?;
         let buffers = |tensor: fn(&AdamWTensors) -> &FlatTensor| {
@@ -233,7 +235,7 @@ pub fn scale(
         ((tensor.dtype, tensor.vector(client, widest)), tensor)
     });
     let launches = launches(tensors, most);
-    let units = units_of(client);
+    let units = units_of(client, UNITS);
     for ((dtype, vector), held) in launches {
         let deal = Deal::new(client, held.iter().map(|tensor| tensor.elements), PART, 0)?;
         // SAFETY: as in `adamw`.

@@ -3,7 +3,7 @@
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-use crate::kernels::optim::{Deal, FlatTensor, launches, tensors_of_launch, units_of};
+use crate::kernels::optim::{Deal, FlatTensor, UNITS, launches, tensors_of_launch, units_of};
 use blocksparse_cubecl::error::KernelError;
 
 /// Elements of a cube.
@@ -67,7 +67,7 @@ pub fn concat(
         (vector.unwrap_or(1), (tensor, first))
     });
     let launches = launches(tensors, most);
-    let units = units_of(client);
+    let units = units_of(client, UNITS);
     for (vector, held) in launches {
         let elements = held.iter().map(|(tensor, _)| tensor.elements);
         let deal = Deal::new(client, elements.clone(), PART, output.elements)?;

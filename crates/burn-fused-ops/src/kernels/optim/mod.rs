@@ -24,6 +24,7 @@ pub use sum_of_squares::{clip_factor, partial_sums, sum_of_squares};
 
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::most_units;
 
 /// Tensors of a launch, at most.
 pub const MOST_TENSORS: usize = 32;
@@ -76,11 +77,9 @@ impl FlatTensor {
     }
 }
 
-/// Units of a cube on a device.
-fn units_of(client: &Client) -> usize {
-    let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
-    1 << UNITS.min(most.max(1)).ilog2()
+/// Units of a cube on a device, a power of two of at most so many.
+fn units_of(client: &Client, wanted: usize) -> usize {
+    1 << wanted.min(most_units(client.properties())).ilog2()
 }
 
 /// Tensors of a launch that binds `own` buffers for each and `shared` for all.
@@ -147,7 +146,7 @@ pub fn describe(client: &Client, elements: usize) -> Result<String, KernelError>
         Ok::<usize, KernelError>(1 << tensors_of_launch(client, own, shared)?.ilog2())
     };
     let [squares, steps] = [most(1, 1)?, most(4, 2)?];
-    let units = units_of(client);
+    let units = units_of(client, UNITS);
     Ok(format!(
         "sums of squares of up to {squares} tensors a launch, steps of up to {steps}, {units} units a cube"
     ))

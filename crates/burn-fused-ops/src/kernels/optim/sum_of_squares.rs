@@ -8,7 +8,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::optim::{
-    Deal, FlatTensor, address_of, buffer, launches, tensors_of_launch, units_of,
+    Deal, FlatTensor, UNITS, address_of, buffer, launches, tensors_of_launch, units_of,
 };
 use blocksparse_cubecl::error::KernelError;
 
@@ -226,7 +226,7 @@ pub fn sum_of_squares(
         (key, (tensor, own))
     });
     let launches = launches(tensors, most);
-    let units = units_of(client);
+    let units = units_of(client, UNITS);
     for ((dtype, vector), held) in launches {
         let elements = held.iter().map(|(tensor, _)| tensor.elements);
         let deal = Deal::new(client, elements.clone(), PART, length)?;
@@ -266,9 +266,7 @@ pub fn clip_factor(
     [norm, factor]: [&Handle; 2],
     accumulator: ElemType,
 ) -> Result<(), KernelError> {
-    let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
-    let units = 1 << FINISH_UNITS.min(most.max(1)).ilog2();
+    let units = units_of(client, FINISH_UNITS);
     let address = address_of(client, length + units)?;
     // SAFETY: units read below the length, and the first writes both numbers; the buffers have the lengths they say (see `buffer`).
     unsafe {
