@@ -60,6 +60,9 @@ struct Args {
     /// Let products of f32 tensors be of tf32.
     #[arg(long)]
     tf32: bool,
+    /// Let products of the forward pass be of FP8, E4M3.
+    #[arg(long, requires = "forward_only", conflicts_with = "tf32")]
+    fp8: bool,
     /// Factor of the products; 1 / √head_dim by default.
     #[arg(long, allow_negative_numbers = true)]
     scale: Option<f64>,

@@ -52,7 +52,7 @@ registry! {
     attention {
         attention::plain: forward_and_gradients_equal_f64, lse_and_weights_equal_f64, half_precision_is_as_good_as_dense,
             equals_burns_own_attention, strides_do_not_matter, same_input_same_bits, per_batch_layouts,
-            tf32_only_where_asked_for, lse_merges_disjoint_parts;
+            tf32_only_where_asked_for, fp8_only_where_asked_for, lse_merges_disjoint_parts;
     }
     autodiff {
         attention::autodiff: gradient_checkpointing_gives_the_same_gradients, constants_get_no_gradient,

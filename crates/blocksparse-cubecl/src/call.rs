@@ -7,7 +7,7 @@ use cubecl::server::Handle;
 use super::error::KernelError;
 use super::tuning::TierLimit;
 use blocksparse::plan::Mainloop;
-use blocksparse::{BlockLayout, Residue};
+use blocksparse::{BlockLayout, ProductPrecision, Residue};
 
 /// A 4-dimensional tensor on the device. Outer dimensions may have any strides.
 #[derive(Clone, Debug)]
@@ -214,8 +214,8 @@ pub struct Request {
     pub max_scores: bool,
     /// Whether the scale is positive.
     pub positive_scale: bool,
-    /// Whether products of f32 tensors may be of tf32: 10 bits of mantissa.
-    pub tf32: bool,
+    /// What factors of products may be rounded to.
+    pub precision: ProductPrecision,
     /// What scores are besides scaled products.
     pub score: ScoreKind,
 }
@@ -236,7 +236,7 @@ impl Request {
             store: false,
             max_scores: false,
             positive_scale: true,
-            tf32: false,
+            precision: ProductPrecision::Full,
             score: ScoreKind::default(),
         }
     }
@@ -264,9 +264,9 @@ impl Request {
         Self { max_scores, ..self }
     }
 
-    /// Whether products of f32 tensors may be of tf32.
-    pub fn with_tf32(self, tf32: bool) -> Self {
-        Self { tf32, ..self }
+    /// With factors of products that may be rounded to this.
+    pub fn with_precision(self, precision: ProductPrecision) -> Self {
+        Self { precision, ..self }
     }
 
     /// The type of sums, lse and weights: f32, or f64 for f64 tensors.

@@ -6,7 +6,7 @@ use super::call::{Request, ScoreKind};
 use super::choice::AttentionPlan;
 use crate::described::Fake;
 use crate::tuning::TierLimit;
-use blocksparse::{BlockLayout, Pattern};
+use blocksparse::{BlockLayout, Pattern, ProductPrecision};
 use cubecl::prelude::AddressType;
 
 const BF16: ElemType = ElemType::Float(FloatKind::BF16);
@@ -253,7 +253,10 @@ mod tensor_cores {
             for (device, request) in [
                 (Fake::sm90(), request(dim, BF16)),
                 (Fake::sm80(), request(dim, BF16)),
-                (Fake::sm80(), request(dim, F32).with_tf32(true)),
+                (
+                    Fake::sm80(),
+                    request(dim, F32).with_precision(ProductPrecision::Tf32),
+                ),
                 (Fake::sm80(), Request::new([2, 4], [dim, 264 - dim], BF16)),
             ] {
                 let plan = device.plan(&dense, request, TierLimit::None).unwrap();
@@ -301,7 +304,7 @@ mod tensor_cores {
         let mma = [h1.as_str(), "forward: mma", &h2, "dQ: mma", "dK, dV: mma"];
         let device = Fake::sm80();
         check(&device, &fixed(), request(64, BF16), &mma);
-        let tf32 = request(64, F32).with_tf32(true);
+        let tf32 = request(64, F32).with_precision(ProductPrecision::Tf32);
         check(&device, &fixed(), tf32, &mma);
     }
 

@@ -10,6 +10,7 @@ use super::error::KernelError;
 use super::pass::{BackwardPass, Part, Pass};
 use super::{hopper, mma};
 use super::{simt, stats};
+use blocksparse::ProductPrecision;
 use blocksparse::plan::{Mainloop, Tiling};
 
 /// Why a tier does not take a part.
@@ -41,6 +42,11 @@ struct Asked<'a> {
 /// The tiers, the fastest first.
 const ORDER: &[Tier] = &[
     Tier {
+        name: FP8,
+        forward: |asked| hopper::choose_fp8(asked.part).map(ForwardTile::Hopper),
+        backward: hopper_backward,
+    },
+    Tier {
         name: HOPPER,
         forward: |asked| hopper::choose(asked.part).map(ForwardTile::Hopper),
         backward: hopper_backward,
@@ -64,10 +70,12 @@ const ORDER: &[Tier] = &[
 ];
 
 const HOPPER: &str = "hopper";
+/// The same with products in E4M3: of forward passes that ask for it.
+const FP8: &str = "fp8";
 
 /// What this tier's forward pass does not take, its backward pass does not either.
 fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<BackwardTile, Reason> {
-    let ForwardTile::Hopper(tile) = forward.tile else {
+    let ForwardTile::Hopper(mut tile) = forward.tile else {
         let said = forward.refused.iter().find(|(tier, _)| *tier == HOPPER);
         return Err(
             said.map_or("a tier before it takes the forward pass", |&(_, reason)| {
@@ -75,6 +83,9 @@ fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<Backw
             }),
         );
     };
+    if tile.fp8 {
+        tile = hopper::choose(asked.part)?;
+    }
     Ok(match hopper::choose_backward(asked.part, tile)? {
         hopper::Backward::Fused(tile) => BackwardTile::HopperFused(tile),
         hopper::Backward::Unfused(mainloops) => BackwardTile::HopperUnfused(mainloops),
@@ -87,15 +98,16 @@ pub fn choose(
     simt: [simt::Tile; 3],
 ) -> (Choice<ForwardTile>, Choice<BackwardTile>) {
     let asked = Asked { part, simt };
-    let forward = first(|tier| (tier.forward)(&asked));
-    let backward = first(|tier| (tier.backward)(&asked, &forward));
+    let fp8 = part.request.precision == ProductPrecision::Fp8;
+    let forward = first(fp8, |tier| (tier.forward)(&asked));
+    let backward = first(false, |tier| (tier.backward)(&asked, &forward));
     (forward, backward)
 }
 
 /// The first tier that gives a tile.
-fn first<T>(ask: impl Fn(&Tier) -> Result<T, Reason>) -> Choice<T> {
+fn first<T>(fp8: bool, ask: impl Fn(&Tier) -> Result<T, Reason>) -> Choice<T> {
     let mut refused = Vec::new();
-    for tier in ORDER {
+    for tier in ORDER.iter().filter(|tier| fp8 || tier.name != FP8) {
         match ask(tier) {
             Ok(tile) => return Choice { tile, refused },
             Err(reason) => refused.push((tier.name, reason)),

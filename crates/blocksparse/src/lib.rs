@@ -31,6 +31,7 @@ mod layout;
 mod pattern;
 #[doc(hidden)]
 pub mod plan;
+mod precision;
 mod quantization;
 mod rotated;
 mod rule;
@@ -52,6 +53,7 @@ pub use layout::{
 pub use pattern::{LastUse, Pattern, PatternFn};
 #[doc(hidden)]
 pub use plan::lines;
+pub use precision::ProductPrecision;
 pub use quantization::Quantization;
 pub use rotated::{HADAMARD_WIDTHS, HadamardFp8};
 pub use rule::{Always, Budget, EstimateKind, Rule, ScoreGrid};

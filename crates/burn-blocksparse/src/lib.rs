@@ -99,12 +99,14 @@ pub use attention_sums::{
 };
 pub use base::device::{check_collectives, check_device};
 pub use base::op_plan::OpPlan;
-pub use blocksparse::{BlockLayout, Dropout, LayoutError, LayoutShape, Pattern, Seed, ShardPlan};
+pub use blocksparse::{
+    BlockLayout, Dropout, LayoutError, LayoutShape, Pattern, ProductPrecision, Seed, ShardPlan,
+};
 pub use call_layout::Layout;
 pub use device_layout::DeviceLayout;
 pub use error::OpError;
 pub use merge::merge_attention;
-pub use options::{AttentionOptions, ProductPrecision, WeightsMode, alibi_slopes};
+pub use options::{AttentionOptions, WeightsMode, alibi_slopes};
 pub use processes::{Message, Processes};
 pub use sharded::{Exchange, SequenceShard};
 pub use weights::BlockSparseTensor;

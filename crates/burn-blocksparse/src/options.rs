@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use blocksparse::{Dropout, ensure};
+use blocksparse::{Dropout, ProductPrecision, ensure};
 use burn::tensor::DType;
 
 use crate::error::OpError;
@@ -30,7 +30,7 @@ pub struct AttentionOptions {
     pub softmax_threshold: Option<f64>,
     /// Storage for the backward pass.
     pub weights: WeightsMode,
-    /// Precision of matmuls of f32 tensors.
+    /// Precision of the factors of matmuls.
     pub precision: ProductPrecision,
     /// True if each row's largest score is also returned, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
     pub max_scores: bool,
@@ -48,18 +48,6 @@ pub enum DispatchMode {
     Auto,
     /// Queries are packed by the block that they chose, attend to that block alone, and the parts are merged.
     GroupByBlock,
-}
-
-/// Precision of matmuls of f32 tensors. Sums, exponentials and outputs are f32 in any case.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ProductPrecision {
-    /// f32.
-    #[default]
-    Full,
-    /// Factors may be rounded to tf32, which has 10 bits of mantissa, where tensor cores take them: NVIDIA GPUs from Ampere on. Elsewhere, and
-    /// where [`AttentionPlan`](crate::AttentionPlan) says so, as [`Full`](Self::Full).
-    Tf32,
 }
 
 /// Storage of attention probabilities for the backward pass. The gradients are the same.
@@ -119,7 +107,7 @@ impl AttentionOptions {
         softmax_threshold: Some(f64),
         /// Sets what is stored for the backward pass.
         weights: WeightsMode,
-        /// Sets the precision of matmuls of f32 tensors.
+        /// Sets the precision of the factors of matmuls.
         precision: ProductPrecision,
         /// Sets whether each row's largest score is also returned.
         max_scores: bool,

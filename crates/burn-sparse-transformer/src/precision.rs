@@ -55,18 +55,22 @@ pub enum Precision {
     Tf32,
     /// bf16, with sums in f32.
     Bf16,
+    /// As [`Bf16`](Self::Bf16), but outside of training the attention's products of patterns may be of FP8 ([`ProductPrecision::Fp8`]): NVIDIA Hopper GPUs
+    /// take them. Elsewhere, and in training, the same as [`Bf16`](Self::Bf16).
+    Fp8,
 }
 
 impl Precision {
     /// Every precision, the most exact first.
-    pub const ALL: [Self; 3] = [Self::F32, Self::Tf32, Self::Bf16];
+    pub const ALL: [Self; 4] = [Self::F32, Self::Tf32, Self::Bf16, Self::Fp8];
 
-    /// Its name in configurations: `f32`, `tf32` or `bf16`.
+    /// Its name in configurations: `f32`, `tf32`, `bf16` or `fp8`.
     pub fn name(self) -> &'static str {
         match self {
             Precision::F32 => "f32",
             Precision::Tf32 => "tf32",
             Precision::Bf16 => "bf16",
+            Precision::Fp8 => "fp8",
         }
     }
 
@@ -74,14 +78,15 @@ impl Precision {
     pub fn is_supported(self, device: &Device) -> bool {
         match self {
             Precision::F32 | Precision::Tf32 => true,
-            Precision::Bf16 => device.supports_dtype(DType::BF16),
+            Precision::Bf16 | Precision::Fp8 => device.supports_dtype(DType::BF16),
         }
     }
 
-    /// That of the attention's products, when they are f32.
+    /// That of the attention's products.
     pub(crate) fn products(self) -> ProductPrecision {
         match self {
             Precision::Tf32 => ProductPrecision::Tf32,
+            Precision::Fp8 => ProductPrecision::Fp8,
             Precision::F32 | Precision::Bf16 => ProductPrecision::Full,
         }
     }
@@ -100,7 +105,7 @@ impl Precision {
     pub(crate) fn dtype(self, dtype: DType) -> FloatDType {
         match self {
             Precision::F32 | Precision::Tf32 => dtype.into(),
-            Precision::Bf16 => FloatDType::BF16,
+            Precision::Bf16 | Precision::Fp8 => FloatDType::BF16,
         }
     }
 
@@ -216,8 +221,9 @@ mod tests {
                 .with_precision(precision)
                 .init(&Device::flex());
             for block in &model.blocks {
-                let tf32 = block.mha.options.precision == ProductPrecision::Tf32;
-                assert_eq!(tf32, precision == Precision::Tf32);
+                let told = block.mha.options.precision;
+                assert_eq!(told == ProductPrecision::Tf32, precision == Precision::Tf32);
+                assert_eq!(told == ProductPrecision::Fp8, precision == Precision::Fp8);
             }
         }
     }

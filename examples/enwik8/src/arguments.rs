@@ -23,7 +23,7 @@ pub struct ModelArgs {
         visible_alias = "run"
     )]
     checkpoint: PathBuf,
-    /// f32, tf32 or bf16 [default: the run's]
+    /// f32, tf32, bf16 or fp8 [default: the run's]
     #[arg(long, value_parser = precision, value_name = "DTYPE")]
     precision: Option<Precision>,
     /// Skip tiles of queries and keys whose scores are all below the largest ones by more than T [default: the run's]
@@ -160,7 +160,7 @@ pub fn precision(text: &str) -> Result<Precision, String> {
     Precision::ALL
         .into_iter()
         .find(|precision| precision.name() == text)
-        .ok_or_else(|| "must be f32, tf32 or bf16".to_owned())
+        .ok_or_else(|| "must be f32, tf32, bf16 or fp8".to_owned())
 }
 
 /// `--ff-layout`: the name of a layout of weights.

@@ -112,7 +112,7 @@ impl RunConfig {
             _ => 0.0,
         };
         let size = match model.precision {
-            Precision::Bf16 => 2.0,
+            Precision::Bf16 | Precision::Fp8 => 2.0,
             _ => 4.0,
         };
         tokens * numbers * size

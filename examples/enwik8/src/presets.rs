@@ -233,7 +233,8 @@ pub struct ModelConfig {
     #[serde(default = "paper_init_scale")]
     pub init_scale: f64,
     /// f32, or bf16 for mixed precision: activations, matmuls and attention in bf16, weights and
-    /// optimizer in f32; or tf32: f32 with the attention's matmuls on tensor cores
+    /// optimizer in f32; or tf32: f32 with the attention's matmuls on tensor cores; or fp8: bf16,
+    /// and FP8 in the attention's matmuls outside of training
     #[arg(long, value_parser = arguments::precision, value_name = "DTYPE")]
     #[serde(default)]
     pub precision: Precision,

@@ -14,11 +14,12 @@ use clap::{Args, ValueEnum};
 use crate::device;
 use crate::text::Text;
 
-/// Dtype of weights and products.
+/// Dtype of products; with fp8 those of the attention are rounded to E4M3, and all others are bf16.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Dtype {
     F32,
     Bf16,
+    Fp8,
 }
 
 /// Which model, and where.
@@ -77,6 +78,7 @@ impl ModelArgs {
             .with_precision(match self.dtype {
                 Dtype::F32 => Precision::F32,
                 Dtype::Bf16 => Precision::Bf16,
+                Dtype::Fp8 => Precision::Fp8,
             });
         Ok(Checkpoint {
             args: self,
@@ -126,7 +128,7 @@ impl Checkpoint<'_> {
     fn cast(&self, model: Llama) -> Llama {
         match self.args.dtype {
             Dtype::F32 => model,
-            Dtype::Bf16 => model.map(&mut Cast(FloatDType::BF16)),
+            Dtype::Bf16 | Dtype::Fp8 => model.map(&mut Cast(FloatDType::BF16)),
         }
     }
 }

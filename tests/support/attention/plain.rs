@@ -3,6 +3,7 @@
 use burn::tensor::module::attention_fallback;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn_blocksparse::{ProductPrecision, merge_attention};
+use burn_paged_attention::Quantization;
 
 use crate::attention::cases::{Case, cases, per_batch, table};
 use crate::prelude::*;
@@ -285,6 +286,69 @@ pub fn tf32_only_where_asked_for(devices: &[Device]) {
                 got,
                 &[Near::Tensor(within)],
             );
+        }
+    }
+}
+
+/// Products are of E4M3 only where that is asked for and the plan says so. Of numbers that E4M3 has only the weights are rounded then.
+pub fn fp8_only_where_asked_for(devices: &[Device]) {
+    for (widths, block_size, seed) in [([64, 64], 128, 1), ([128, 128], 64, 2), ([80, 48], 64, 3)] {
+        let sizes = Sizes::new([1, 4, 2], [300, 300], widths);
+        let pattern = Pattern::local(150);
+        let layout = pattern.layout(4, 300, block_size).unwrap();
+        let mut problem = Problem::random(sizes, seed, move |_, head, i, j| {
+            pattern.attends(head, i as i64, j as i64)
+        });
+        round_to_e4m3(&mut problem.q, sizes.q(), |_| 1.0);
+        round_to_e4m3(&mut problem.k, sizes.k(), |block| {
+            f64::from(1 + block as u8 % 2)
+        });
+        round_to_e4m3(&mut problem.v, sizes.v(), |block| {
+            4f64.powi(block as i32 % 3 - 1)
+        });
+        let answer = problem.solve();
+        for device in devices {
+            for dtype in half_dtypes(device) {
+                let [q, k, v, _] = inputs(&problem, device, dtype);
+                let of = |precision| {
+                    let options = AttentionOptions::default().precision(precision);
+                    let plan = plan_of([&q, &k, &v], &layout, &options);
+                    let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout);
+                    let result = call.options(options).lse().run().unwrap();
+                    let lse = result.lse.unwrap().into_data();
+                    (plan, [("out", result.out.into_data()), ("lse", lse)])
+                };
+                let (plain_plan, plain) = of(ProductPrecision::Full);
+                assert!(!plain_plan.contains("E4M3"), "{plain_plan}");
+                let (plan, got) = of(ProductPrecision::Fp8);
+                let has_kernels = plain_plan.contains("forward  hopper");
+                assert_eq!(plan.contains("products in E4M3"), has_kernels, "{plan}");
+                match has_kernels {
+                    true => {
+                        let [out, lse] = got;
+                        answer.assert(&plan, [out], &[Near::Tensor(3e-2)]);
+                        answer.assert(&plan, [lse], &[Near::Tensor(1e-3)]);
+                    }
+                    false => assert_eq!(got, plain, "{plan}"),
+                }
+            }
+        }
+    }
+}
+
+/// Rounds a `[batch, heads, seq, dim]` tensor to E4M3 with a scale of two's power for each 64 rows of a head, times what `factor` says of these, and has the
+/// largest number in each of them.
+fn round_to_e4m3(values: &mut [f64], [.., seq, dim]: [usize; 4], factor: impl Fn(usize) -> f64) {
+    let e4m3 = Quantization::Fp8E4m3;
+    for head in values.chunks_mut(seq * dim) {
+        for (block, values) in head.chunks_mut(64 * dim).enumerate() {
+            let largest = values.iter().fold(0f64, |most, x| most.max(x.abs()));
+            let scale = (largest / f64::from(e4m3.largest())).log2().ceil().exp2();
+            values[0] = scale * f64::from(e4m3.largest());
+            for x in values {
+                let rounded = e4m3.decode(e4m3.encode((*x / scale) as f32));
+                *x = f64::from(rounded) * scale * factor(block);
+            }
         }
     }
 }

@@ -345,6 +345,9 @@ pub fn device_layout_errors(devices: &[Device]) {
             scores([1, 1, 4, 5], TopKOptions::new(16, 2)) => "scores' kv_blocks must be 4, the shape's, got 5";
         }
         let layout = of_mask([3, 1, 4, 4], case.options()).unwrap();
+        let one = Pattern::causal().layout(4, 64, 16).unwrap();
+        let one = BlockLayout::stack_batch(&[one]).unwrap();
+        refused! { layout.masked_by(&one) => "patterns' batch must be 1, the layout's, got 3"; }
         let x = Tensor::<4>::zeros([2, 4, 64, 8], device);
         let call = |layout: &DeviceLayout, options: AttentionOptions| {
             let call =

@@ -273,6 +273,16 @@ pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
     o
 }
 
+/// Four numbers of at most 448 in E4M3, the first in the lowest eight bits, as [`encode`](crate::shared::codec::encode) rounds them.
+#[cube]
+pub fn four_bytes(a: f32, b: f32, c: f32, d: f32) -> u32 {
+    let o: u32;
+    gpu_asm!("{{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, {b}, {a}; cvt.rn.satfinite.e4m3x2.f32 h, {d}, {c}; mov.b32 {o}, {{l, h}}; }}",
+        o = out(_) o, a = in(_) val::<f32>(a), b = in(_) val::<f32>(b), c = in(_) val::<f32>(c), d = in(_) val::<f32>(d),
+        options(pure, nomem));
+    o
+}
+
 /// `a · b + c` of two numbers each in half precision, without a loss for subnormal ones.
 #[cube]
 pub fn multiply_add_pair(a: u32, b: u32, c: u32, #[comptime] half: Half) -> u32 {

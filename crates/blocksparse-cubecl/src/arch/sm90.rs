@@ -8,10 +8,22 @@ use cubecl::prelude::*;
 pub use crate::arch::ptx::*;
 pub use crate::arch::tma::*;
 
-/// `a · bᵀ` of two K-major operands in shared memory. Both lie in spans of 64 columns, `a_span` and
+/// `a · bᵀ` of two K-major operands in shared memory. Both lie in spans of 128 bytes of a row, `a_span` and
 /// `b_span` bytes apart. The first step overwrites the output, so nothing has to be zeroed.
-fn product_text(half: Half, cols: usize, dim: usize, a_span: usize, b_span: usize) -> String {
-    let (ty, out) = (half.ptx(), registers(0, cols / 2));
+fn product_text(of: ProductShape, cols: usize) -> String {
+    let ProductShape {
+        half,
+        fp8,
+        depth: dim,
+        a_span,
+        b_span,
+    } = of;
+    // With FP8 both operands are K-major at any rate.
+    let (ty, depth, majors) = match fp8 {
+        true => ("e4m3", 2 * DEPTH, ""),
+        false => (half.ptx(), DEPTH, ", 0, 0"),
+    };
+    let out = registers(0, cols / 2);
     let mut text = String::from("{ .reg .b64 a, b; wgmma.fence.sync.aligned; ");
     for k in 0..dim.div_ceil(DEPTH) {
         let (span, within) = (k * DEPTH / ROW_ELEMENTS, k * DEPTH % ROW_ELEMENTS * 2);
@@ -19,7 +31,7 @@ fn product_text(half: Half, cols: usize, dim: usize, a_span: usize, b_span: usiz
         let add = usize::from(k > 0);
         text += &format!(
             "add.s64 a, $1, {a}; add.s64 b, $2, {b}; \
-             wgmma.mma_async.sync.aligned.m64n{cols}k16.f32.{ty}.{ty} {{{out}}}, a, b, {add}, 1, 1, 0, 0; "
+             wgmma.mma_async.sync.aligned.m64n{cols}k{depth}.f32.{ty}.{ty} {{{out}}}, a, b, {add}, 1, 1{majors}; "
         );
     }
     text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
@@ -48,6 +60,27 @@ fn accumulate_text(half: Half, acc: usize, cols: usize, dim: usize, add: bool) -
             registers(0, used),
             registers(p + 4 * k, 4),
             usize::from(add || k > 0),
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; }"
+}
+
+/// `c + p · bᵀ` in FP8: `p` in registers, four of 32 columns, `b` in shared memory as [`FP8_COLUMNS`] of its columns side by side in rows of so many bytes,
+/// block behind block. As for [`accumulate_text`], the sums are moved.
+fn accumulate_fp8_text(acc: usize, cols: usize, dim: usize) -> String {
+    let used = dim / 2;
+    let mut text = String::from("{ .reg .b64 b; ");
+    for i in 0..used {
+        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
+    }
+    text += "wgmma.fence.sync.aligned; ";
+    for (k, column) in (0..cols).step_by(32).enumerate() {
+        let (block, within) = (column / FP8_COLUMNS, column % FP8_COLUMNS);
+        text += &format!(
+            "add.s64 b, $3, {}; wgmma.mma_async.sync.aligned.m64n{dim}k32.f32.e4m3.e4m3 {{{}}}, {{{}}}, b, 1, 1, 1; ",
+            (block * dim * FP8_COLUMNS + within) >> 4,
+            registers(0, used),
+            registers(2 * acc + 4 * k, 4),
         );
     }
     text + "wgmma.commit_group.sync.aligned; }"
@@ -165,10 +198,15 @@ fn bulk_instruction(add: bool) -> &'static str {
     }
 }
 
-/// What `a · bᵀ` is made of: its type, elements of a row, and bytes between spans of 64 of them.
+/// Columns of keys that lie side by side in a row of values in FP8.
+pub const FP8_COLUMNS: usize = 64;
+
+/// What `a · bᵀ` is made of: its type, 16 bits of a row at a time, and bytes between spans of 64 of these.
 #[derive(Clone, Copy)]
 pub struct ProductShape {
     pub half: Half,
+    /// Whether the operands are E4M3.
+    pub fp8: bool,
     pub depth: usize,
     pub a_span: usize,
     pub b_span: usize,
@@ -181,7 +219,7 @@ pub fn product<S: Size>(a: u64, b: u64, #[comptime] of: ProductShape) -> Vector<
     let width = S::value();
     let cols = comptime!(width * 2);
     gpu_asm!("{body} /* {d} {a} {b} */",
-        body = const product_text(of.half, cols, of.depth, of.a_span, of.b_span),
+        body = const product_text(of, cols),
         d = out(_) out, a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
     out
 }
@@ -201,6 +239,25 @@ pub fn accumulate<P: Size, O: Size>(
     let cols = comptime!(width * 4);
     gpu_asm!("{body} /* {d} {c} {p} {b} */",
         body = const accumulate_text(half, acc, cols, dim, true),
+        d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
+        p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
+    out
+}
+
+/// Starts `c + p · bᵀ` `[64, dim]` in FP8. The result is there after a `wait`.
+#[cube]
+pub fn accumulate_fp8<P: Size, O: Size>(
+    c: Vector<f32, O>,
+    p: Vector<u32, P>,
+    b: u64,
+    #[comptime] dim: usize,
+) -> Vector<f32, O> {
+    let out: Vector<f32, O>;
+    let acc = O::value();
+    let width = P::value();
+    let cols = comptime!(width * 8);
+    gpu_asm!("{body} /* {d} {c} {p} {b} */",
+        body = const accumulate_fp8_text(acc, cols, dim),
         d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
         p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
     out
@@ -342,6 +399,14 @@ pub fn peek(address: u64) -> u32 {
 pub fn peek_four(address: u64) -> Vector<f32, Const<4>> {
     let o: Vector<f32, Const<4>>;
     gpu_asm!("ld.relaxed.gpu.global.v4.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address));
+    o
+}
+
+/// Two numbers of constant memory.
+#[cube]
+pub fn read_two(address: u64) -> Vector<f32, Const<2>> {
+    let o: Vector<f32, Const<2>>;
+    gpu_asm!("ld.global.nc.v2.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address), options(nomem));
     o
 }
 

@@ -38,6 +38,7 @@ impl Spans {
     pub fn product(&self, others: Spans, half: Half, depth: usize) -> ProductShape {
         ProductShape {
             half,
+            fp8: false,
             depth,
             a_span: self.span_bytes(),
             b_span: others.span_bytes(),

@@ -4,8 +4,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::bias_gradient::{NONE, SharingLaunch, bias_gradient};
-use super::launch::{CallOptions, TMA_PLACES, check, launch_mainloop, tensor_map};
+use super::launch::{CallOptions, TMA_PLACES, check, launch_mainloop};
 use super::long_tiles::{LongTiles, MainloopPlan};
+use super::maps::tensor_map;
 use super::pair_tile::PairTile;
 use super::tiles::MainloopTile;
 use crate::args::{buffer, schedule, spread};

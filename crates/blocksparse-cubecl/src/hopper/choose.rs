@@ -11,7 +11,8 @@ use super::options::Options;
 use super::pair_tile::PairTile;
 use super::shapes::{CANDIDATES, Candidate, candidates};
 use super::tiles::{BackwardTile, GROUP_ROWS, MainloopTile, Tile};
-use crate::call::{PartRequest, Request, check_hopper};
+use crate::arch::sm90::FP8_COLUMNS;
+use crate::call::{PartRequest, Request, ScoreKind, check_hopper};
 use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
 use crate::tuning::{TierLimit, Tuning};
 use blocksparse::plan::{Grouping, Mainloop, NarrowCosts, has_long_tiles};
@@ -86,6 +87,7 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
         let grouping = Grouping::best(layout, Mainloop::Rows, [rows, shape.cols], may_cluster);
         let tile = Tile {
             half,
+            fp8: false,
             dim,
             value_dim,
             warpgroups: shape.warpgroups,
@@ -112,6 +114,42 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     }
     let (_, tile) = best.ok_or(NO_TILE)?;
     Ok(coarse_tile(part, tile, class).unwrap_or(tile))
+}
+
+/// As [`choose`], with products in E4M3.
+///
+/// # Errors
+/// What the tier lacks, or these.
+pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
+    let plain = choose(part)?;
+    let Tile { dim, value_dim, .. } = plain;
+    if plain.options.score != ScoreKind::default() || plain.max_scores {
+        return Err("scores are more than products, or weights are dropped");
+    }
+    if part.residue.is_some() {
+        return Err("positions are listed by residue class");
+    }
+    if dim > 128 || !dim.is_multiple_of(16) || !value_dim.is_multiple_of(16) {
+        return Err("a width is no multiple of 16 from 48 to 128");
+    }
+    let cols = 128;
+    let tile = Tile {
+        fp8: true,
+        dim: dim / 2,
+        warpgroups: 2,
+        cols,
+        group: cols.min(part.layout.block_size()),
+        stages: 3,
+        lag: 2,
+        overlap: true,
+        clustered: false,
+        coarse: None,
+        ..plain
+    };
+    match tile.group >= FP8_COLUMNS && tile.fits(part.layout.block_size()) {
+        true => Ok(tile),
+        false => Err("blocks are narrower than 64"),
+    }
 }
 
 /// What tiles of so many rows take in vain: rows beyond the queries, and fewer cubes than multiprocessors, which leave some idle.

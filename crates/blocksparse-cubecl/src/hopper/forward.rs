@@ -28,10 +28,12 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::dropout::*;
 use super::forward_loads::*;
+use super::fp8::{Fp8Scales, WarpgroupScales, pack_weights};
 use super::options::*;
 use super::output::*;
 use super::rows::*;
 use super::softmax::*;
+use super::step::*;
 use super::tiles::Tile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{
@@ -43,7 +45,8 @@ use crate::shared::score::{LOWEST_MAX, ScoreScalars};
 /// `q`, `k`, `v` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`; out in eights of elements.
 ///
 /// `p = exp2(s · log2_scale − …)`; with a softcap first `s = softcap · tanh(s)`, its argument being `s · cap_scale / 2 log2 e`.
-/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores. Where biases are added to scores that are not softcapped,
+/// `lse_scale` is `log2 e / log2_scale`: from the natural logarithm back to scores. In FP8 `scales` are those of the tensors' numbers, with the factor of
+/// scores, and maxima are exponents of two: `log2_scale` is 1. Where biases are added to scores that are not softcapped,
 /// `cap_scale` is the scale.
 #[cube(launch_unchecked)]
 pub fn forward<S: Size, P: Size, O: Size>(
@@ -51,6 +54,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     mut outputs: ForwardOutputs<Vector<u32, Four>, f32>,
     schedule: Schedule,
     args: ComptimeOption<PairArgs>,
+    scales: ComptimeOption<Fp8Scales>,
     seq_q: u32,
     heads_per_kv: u32,
     lse_scale: f32,
@@ -112,10 +116,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
             16usize,
         ),
         k: descriptor(base + comptime!(t.k_offset() as u32), 16usize),
-        v: descriptor(
-            base + comptime!(t.v_offset() as u32),
-            comptime!(t.cols * ROW),
-        ),
+        v: value_descriptor(base + comptime!(t.v_offset() as u32), t),
     };
     let mut sums = RowSums::<O> {
         m0: f32::new(LOWEST_MAX),
@@ -128,10 +129,25 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let first = (batch * slice.heads as u32 + head) * seq_q;
     // On its way while the queries are.
     let before = read_before(&outputs, plan, rows, first, seq_q, t);
+    let fp8 = if comptime!(t.fp8) {
+        let kv_heads = slice.heads as u32 / heads_per_kv;
+        ComptimeOption::new_Some(WarpgroupScales::new(
+            scales.as_ref().unwrap(),
+            plan,
+            rows,
+            group,
+            batch * slice.heads as u32 + head,
+            batch * kv_heads + head / heads_per_kv,
+            t,
+        ))
+    } else {
+        ComptimeOption::new_None()
+    };
     let pairs = UnitPairs {
         of_head: options_of(&args, batch, head, comptime!(t.pairs())),
         rows: rows_of_unit(plan, rows, t),
         steps: own,
+        fp8,
     };
     barrier_wait(base, 0u32);
     if comptime!(t.carry) {
@@ -178,6 +194,41 @@ pub fn forward<S: Size, P: Size, O: Size>(
     }
 }
 
+/// The descriptor of the first buffer of values.
+#[cube]
+fn value_descriptor(address: u32, #[comptime] t: Tile) -> u64 {
+    if comptime!(t.fp8) {
+        descriptor_of(address, 16usize, FP8_COLUMNS)
+    } else {
+        descriptor(address, comptime!(t.cols * ROW))
+    }
+}
+
+/// Weights as the left operand of the second product.
+#[cube]
+fn weights_operand<S: Size, P: Size>(p: Vector<f32, S>, #[comptime] t: Tile) -> Vector<u32, P> {
+    if comptime!(t.fp8) {
+        pack_weights::<S, P>(p)
+    } else {
+        pack_all::<S, P>(p, t.half)
+    }
+}
+
+/// Starts the second product, and adds it to `o`.
+#[cube]
+fn add_weighed<P: Size, O: Size>(
+    o: Vector<f32, O>,
+    p: Vector<u32, P>,
+    v: u64,
+    #[comptime] t: Tile,
+) -> Vector<f32, O> {
+    if comptime!(t.fp8) {
+        accumulate_fp8::<P, O>(o, p, v, t.value_dim)
+    } else {
+        accumulate::<P, O>(o, p, v, t.half, t.value_dim)
+    }
+}
+
 /// Descriptors of a warpgroup's queries, and of the first buffers of keys and of values.
 #[derive(CubeType, Clone, Copy)]
 struct Operands {
@@ -204,7 +255,7 @@ fn overlapped<S: Size, P: Size, O: Size>(
     let group = loads.warp / 4;
     let step = step_pairs(plan, args, pairs, 0u32, t);
     barrier_wait(base + comptime!(t.k_full()), 0u32);
-    let s_started = product::<S>(operands.q, operands.k, comptime!(t.scores(t.dim)));
+    let s_started = product::<S>(operands.q, operands.k, comptime!(t.first_product()));
     let s = step_scores::<S>(
         s_started, 0usize, &step, 0u32, loads, plan, args, pairs, 0u32, numbers, t,
     );
@@ -214,7 +265,7 @@ fn overlapped<S: Size, P: Size, O: Size>(
         sums.o = rescale::<O>(sums.o, soft.a0, soft.a1, t);
     }
     let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
-    let mut p = pack_all::<S, P>(weights, t.half);
+    let mut p = weights_operand::<S, P>(weights, t);
     if steps > 1 {
         wait_keys(base, 1u32, t);
     }
@@ -225,10 +276,10 @@ fn overlapped<S: Size, P: Size, O: Size>(
             named_sync(1 + group, 256u32);
         }
         let keys = buffer(operands.k, now, t);
-        let s_started = product::<S>(operands.q, keys, comptime!(t.scores(t.dim)));
+        let s_started = product::<S>(operands.q, keys, comptime!(t.first_product()));
         wait_values(base, j - 1, t);
         let v_desc = values(operands.v, before, t);
-        let o_started = accumulate::<P, O>(sums.o, p, v_desc, t.half, t.value_dim);
+        let o_started = add_weighed::<P, O>(sums.o, p, v_desc, t);
         if comptime!(t.turns()) {
             named_arrive(2 - group, 256u32);
         }
@@ -249,11 +300,11 @@ fn overlapped<S: Size, P: Size, O: Size>(
         }
         sums.o = rescale::<O>(sums.o, soft.a0, soft.a1, t);
         let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
-        p = pack_all::<S, P>(weights, t.half);
+        p = weights_operand::<S, P>(weights, t);
     }
     wait_values(base, steps - 1, t);
     let v_desc = values(operands.v, stage(steps - 1, t), t);
-    let o_started = accumulate::<P, O>(sums.o, p, v_desc, t.half, t.value_dim);
+    let o_started = add_weighed::<P, O>(sums.o, p, v_desc, t);
     sums.o = wait::<O>(o_started, 0usize, comptime!(t.value_dim / 2));
 }
 
@@ -275,7 +326,7 @@ fn one_by_one<S: Size, P: Size, O: Size>(
         let now = stage(j, t);
         wait_keys(base, j, t);
         let keys = buffer(operands.k, now, t);
-        let s_started = product::<S>(operands.q, keys, comptime!(t.scores(t.dim)));
+        let s_started = product::<S>(operands.q, keys, comptime!(t.first_product()));
         load_later(next, loads, plan, &pairs.steps, j, t);
         let step = step_pairs(plan, args, pairs, j, t);
         let s = step_scores::<S>(
@@ -285,7 +336,7 @@ fn one_by_one<S: Size, P: Size, O: Size>(
             let soft = weights_of_scores::<S, O>(s, &step, &*sums, numbers, t);
             sums.take::<S>(&soft, t);
             let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
-            let p = pack_all::<S, P>(weights, t.half);
+            let p = weights_operand::<S, P>(weights, t);
             wait_values(base, j, t);
             let v_desc = values(operands.v, now, t);
             if comptime!(t.sums_apart()) {
@@ -295,7 +346,7 @@ fn one_by_one<S: Size, P: Size, O: Size>(
                 sums.o = add_scaled::<O>(sums.o, x, soft.a0, soft.a1, t.value_dim);
             } else {
                 let o = rescale::<O>(sums.o, soft.a0, soft.a1, t);
-                let started = accumulate::<P, O>(o, p, v_desc, t.half, t.value_dim);
+                let started = add_weighed::<P, O>(o, p, v_desc, t);
                 sums.o = wait::<O>(started, 0usize, comptime!(t.value_dim / 2));
             }
         } else {

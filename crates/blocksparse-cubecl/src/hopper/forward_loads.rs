@@ -189,8 +189,12 @@ pub fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[com
     let bar = loads.base + full + stage * 8;
     let mut map = loads.k;
     let mut active = its.active;
+    let mut place = at;
     if comptime!(values) {
         map = loads.v;
+        if comptime!(t.fp8) {
+            place = at / comptime!(FP8_COLUMNS as u32) * comptime!(t.value_dim as u32);
+        }
         // Values may have fewer spans than keys.
         if comptime!(t.value_spans() < t.spans()) {
             active = active && its.span < comptime!(t.value_spans() as u32);
@@ -205,13 +209,13 @@ pub fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[com
             + offset
             + stage * comptime!(bytes as u32)
             + its.span * comptime!((t.cols * ROW) as u32)
-            + its.entry * comptime!((t.group * ROW) as u32);
+            + its.entry * comptime!((bytes / t.entries() / t.spans_of(values)) as u32);
         load_at(
             map,
             target,
             bar,
             its.span,
-            at,
+            place,
             loads.class_len,
             its.head,
             loads.batch,

@@ -4,7 +4,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::backward_loads::LengthsLaunch;
-use super::launch::{CallOptions, UNITS, check, over, stats_map, tensor_map};
+use super::launch::{CallOptions, UNITS, check, over};
+use super::maps::{stats_map, tensor_map};
 use super::tiles::BackwardTile;
 use super::{backward, backward_stats, shares};
 use crate::args::{batch_words, buffer, listing, optional, plan_parts, plan_words};

@@ -1,15 +1,15 @@
 //! Launches of the `hopper` tier.
 
-use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::fp8::{self, Packed};
 use super::long_tiles::{self, FoldLengthsLaunch, MainloopPlan, TileSharesLaunch};
 use super::mainloop_loads::MainloopLengthsLaunch;
+use super::maps::{stats_map, tensor_map};
 use super::options::{Options, PairArgs, PairArgsLaunch, PairScalarsLaunch};
 use super::tiles::{MainloopTile, Tile};
 use super::{forward, mainloops, wide};
-use crate::arch::sm90::ROW_ELEMENTS;
 use crate::args::{ScoreOptions, batch_words, buffer, optional, plan_parts, plan_words, schedule};
 use crate::call::TensorView;
 use crate::device::plan;
@@ -176,7 +176,15 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
     let rows = request.batch * heads * seq_q;
     check_eights("the elements of the output", rows * tile.value_dim)?;
     let device_plan = plan(client, part.layout, tile.tiling())?;
-    let scales = call.scales();
+    let mut scales = call.scales();
+    let log2_e = std::f64::consts::LOG2_E;
+    // The scales of queries have the factor of scores in them.
+    let mut lse_scale = log2_e / scales.0;
+    let mut packed = None;
+    if tile.fp8 {
+        packed = Some(fp8::pack(pass, scales.0)?);
+        (lse_scale, scales.0) = (log2_e, 1.0);
+    }
     for slice in Slice::whole(request.batch, heads).cut(client) {
         // SAFETY: a cube reads the entries that the plan has for its tile; TMA reads nothing beyond its maps, rows beyond the queries are not
         // written, and the buffers have the lengths they say (see `buffer`).
@@ -186,13 +194,16 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
                 slice.cubes(device_plan.tiles),
                 CubeDim::new_1d(tile.units() as u32),
                 tile.cols / 2,
-                tile.cols / 4,
+                tile.weights(),
                 tile.sums(),
-                QkvLaunch::new(
-                    tensor_map(q, tile.a_group(), residue, request.dtype),
-                    tensor_map(k, tile.group, residue, request.dtype),
-                    tensor_map(v, tile.group, residue, request.dtype),
-                ),
+                match &packed {
+                    Some(packed) => packed.maps(&tile),
+                    None => QkvLaunch::new(
+                        tensor_map(q, tile.a_group(), residue, request.dtype),
+                        tensor_map(k, tile.group, residue, request.dtype),
+                        tensor_map(v, tile.group, residue, request.dtype),
+                    ),
+                },
                 ForwardOutputsLaunch::new(
                     buffer(outputs.out, rows * tile.value_dim / 8),
                     buffer(outputs.lse, rows),
@@ -200,9 +211,10 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
                 ),
                 schedule(&device_plan, part.layout, residue, slice),
                 call.args(tile.options, heads, [seq_q, k.shape[2]]),
+                packed.as_ref().map(Packed::scales).into(),
                 seq_q as u32,
                 (heads / request.kv_heads) as u32,
-                (std::f64::consts::LOG2_E / scales.0) as f32,
+                lse_scale as f32,
                 call.options.scalars(scales),
                 tile,
             );
@@ -391,64 +403,4 @@ fn fold_long(
             tile,
         );
     }
-}
-
-/// A map of `[rows, pitch, 2]` numbers whose boxes have those of `group` places.
-pub fn stats_map(stats: &Handle, group: usize, rows: usize, pitch: usize) -> TensorMapArg<Tiled> {
-    let boxes = TiledArgs {
-        tile_size: [1, group * 2].into(),
-    };
-    let (strides, shape) = ([pitch * 2, 1].into(), [rows, pitch * 2].into());
-    // SAFETY: the stats have two numbers for each of `rows · pitch` places.
-    let stats = unsafe { TensorArg::from_raw_parts(stats.clone(), strides, shape) };
-    TensorMapArg::new(boxes, stats, ElemType::Float(FloatKind::F32))
-}
-
-/// A map whose boxes have `rows` rows of 64 columns.
-pub fn tensor_map(
-    tensor: &TensorView,
-    rows: usize,
-    residue: Option<Residue>,
-    dtype: ElemType,
-) -> TensorMapArg<Tiled> {
-    let [batch, heads, seq, dim] = tensor.shape;
-    let [batch_stride, head_stride, row_stride, _] = tensor.strides;
-    let (shape, mut strides, boxes) = match residue {
-        None => (
-            vec![batch, heads, seq, dim],
-            vec![batch_stride, head_stride, row_stride, 1],
-            vec![1, 1, rows, ROW_ELEMENTS],
-        ),
-        Some(Residue { stride, .. }) => (
-            vec![batch, heads, stride, seq / stride, dim],
-            vec![
-                batch_stride,
-                head_stride,
-                row_stride,
-                row_stride * stride,
-                1,
-            ],
-            vec![1, 1, 1, rows, ROW_ELEMENTS],
-        ),
-    };
-    // Strides of dimensions of length 1 are arbitrary, but a map's have to be multiples of 16 bytes.
-    for (stride, length) in strides.iter_mut().zip(&shape) {
-        if *length == 1 {
-            *stride = dim;
-        }
-    }
-    let last = strides.len() - 1;
-    strides[last] = 1;
-    // SAFETY: the view's shape and strides, whose elements its handle holds; classes are those of a sequence that the stride divides.
-    let tensor = unsafe {
-        TensorArg::from_raw_parts(
-            tensor.handle.clone(),
-            strides.as_slice().into(),
-            shape.as_slice().into(),
-        )
-    };
-    let boxes = TiledArgs {
-        tile_size: boxes.as_slice().into(),
-    };
-    TensorMapArg::new(boxes, tensor, dtype).with_swizzle(TensorMapSwizzle::B128)
 }

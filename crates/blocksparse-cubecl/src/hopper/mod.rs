@@ -20,6 +20,7 @@ mod coarse;
 mod dropout;
 mod forward;
 mod forward_loads;
+mod fp8;
 mod fused;
 mod gradient;
 mod launch;
@@ -28,6 +29,7 @@ mod mainloop_cube;
 mod mainloop_loads;
 mod mainloop_tile;
 mod mainloops;
+mod maps;
 mod options;
 #[doc(hidden)]
 pub mod output;
@@ -39,11 +41,12 @@ mod shapes;
 mod shares;
 #[doc(hidden)]
 pub mod softmax;
+mod step;
 mod tiles;
 mod wide;
 
 pub use bias_launch::{BiasTiles, launch_bias_keys, launch_bias_pairs};
-pub use choose::{Backward, choose, choose_backward, choose_bias};
+pub use choose::{Backward, choose, choose_backward, choose_bias, choose_fp8};
 pub use fused::{MOST_REACH, Stats, launch_fused};
 pub use launch::{launch_forward, launch_mainloops};
 pub use long_tiles::MainloopPlan;

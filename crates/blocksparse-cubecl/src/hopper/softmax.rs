@@ -1,274 +1,15 @@
-//! The scores of a step of the forward kernel, and its online softmax.
-
-// What is known at compile time stays apart from what is not.
-#![allow(clippy::collapsible_if)]
+//! The online softmax of a step of the forward kernel.
 
 use cubecl::prelude::*;
 
-use super::bits::*;
-use super::dropout::*;
-use super::forward_loads::{Loads, TileSteps};
-use super::options::*;
-use super::output::RowTops;
-use super::rows::{ROW_PAIR, own_places};
+use super::bits::{BitShape, keeps};
 use super::tiles::Tile;
 use crate::arch::sm90::*;
-use crate::shared::addressing::PlanWords;
-use crate::shared::score::{SLACK, ScoreScalars};
+use crate::shared::score::SLACK;
 
-/// What is made of the pairs of a unit besides their products.
-#[derive(CubeType, Clone, Copy)]
-pub struct UnitPairs {
-    pub of_head: HeadOptions,
-    pub rows: UnitRows,
-    pub steps: TileSteps,
-}
-
-/// The positions of the unit's rows, where something depends on them.
-#[cube]
-pub fn rows_of_unit(plan: &PlanWords, rows: u32, #[comptime] t: Tile) -> UnitRows {
-    let mut upper = 0u32;
-    let mut lower = 0u32;
-    if comptime!(t.options.any()) {
-        let row = unit() / 32 * 16 + unit() % 32 / 4;
-        let places = own_places(&plan.words[..], rows, row, comptime!(t.own_shape()));
-        upper = places.upper;
-        lower = places.lower;
-    }
-    unit_rows(upper, lower, &plan.listing, comptime!(t.pairs()))
-}
-
-/// What is known of a step's pairs before their scores are there.
-#[derive(CubeType)]
-pub struct StepPairs {
-    /// Mask bits, where they are read early.
-    bits: Array<u32>,
-    /// With dropout, which pairs are kept.
-    pub kept: Array<u32>,
-    /// Of a coarse entry, which blocks the warp's rows keep.
-    blocks: u32,
-}
-
-#[cube]
-pub fn step_pairs(
-    plan: &PlanWords,
-    args: &ComptimeOption<PairArgs>,
-    pairs: &UnitPairs,
-    j: u32,
-    #[comptime] t: Tile,
-) -> StepPairs {
-    let bits = mask_bits(&plan.words[..], &pairs.steps, j, t);
-    let entry = entry_of(&pairs.steps, j, t);
-    let shape = comptime!(t.pairs());
-    let kept = kept_pairs(args, &pairs.of_head, &pairs.rows, plan, entry, shape);
-    let blocks = kept_blocks(&plan.words[..], entry, comptime!(t.bits()));
-    StepPairs { bits, kept, blocks }
-}
-
-/// The softmax of a unit's two rows, `l` over its own columns, and the weighted sum of values.
-#[derive(CubeType)]
-pub struct RowSums<O: Size> {
-    pub m0: f32,
-    pub m1: f32,
-    pub l0: f32,
-    pub l1: f32,
-    pub o: Vector<f32, O>,
-    pub tops: RowTops,
-}
-
-#[cube]
-impl<O: Size> RowSums<O> {
-    /// With the maxima and sums of a step.
-    pub fn take<S: Size>(&mut self, step: &Softmax<S>, #[comptime] t: Tile) {
-        self.m0 = step.m0;
-        self.m1 = step.m1;
-        self.l0 = step.l0;
-        self.l1 = step.l1;
-        self.tops.raise(step.top0, step.top1, t);
-    }
-
-    /// Whether any score of the warpgroup's rows is not below its maximum by more than the threshold. The four warps call this together.
-    pub fn counts<S: Size>(
-        &mut self,
-        s: Vector<f32, S>,
-        step: &StepPairs,
-        numbers: &ScoreScalars,
-        #[comptime] t: Tile,
-    ) -> bool {
-        if comptime!(t.options.score.threshold) {
-            let x = if comptime!(t.coarse.is_some()) {
-                largest_of_blocks::<S>(s, step.blocks, comptime!(t.bits().unwrap()))
-            } else {
-                largest::<S>(s)
-            };
-            let (top0, top1) = (quad_max(x.upper), quad_max(x.lower));
-            self.tops.raise(top0, top1, t);
-            let above = larger(top0 - self.m0, top1 - self.m1) * numbers.log2_scale;
-            let near = above >= -numbers.threshold.unwrap();
-            named_any(1 + uniform(unit() / 128), near, 128u32)
-        } else {
-            true.runtime()
-        }
-    }
-}
-
-/// The scores of step `j`, whose products `started` were started before the last `pending` ones. Its keys are then free to be overwritten, at `stage`.
-#[cube]
-pub fn step_scores<S: Size>(
-    started: Vector<f32, S>,
-    #[comptime] pending: usize,
-    step: &StepPairs,
-    stage: u32,
-    loads: &Loads,
-    plan: &PlanWords,
-    args: &ComptimeOption<PairArgs>,
-    pairs: &UnitPairs,
-    j: u32,
-    numbers: &ScoreScalars,
-    #[comptime] t: Tile,
-) -> Vector<f32, S> {
-    let s = wait::<S>(started, pending, comptime!(t.cols / 2));
-    if loads.lane == 0 {
-        barrier_arrive(loads.base + comptime!(t.k_empty()) + stage * 8);
-    }
-    score::<S>(s, step, plan, args, pairs, j, numbers, t)
-}
-
-/// The weights of a step's scores.
-#[cube]
-pub fn weights_of_scores<S: Size, O: Size>(
-    s: Vector<f32, S>,
-    step: &StepPairs,
-    sums: &RowSums<O>,
-    numbers: &ScoreScalars,
-    #[comptime] t: Tile,
-) -> Softmax<S> {
-    let (m0, m1, l0, l1) = (sums.m0, sums.m1, sums.l0, sums.l1);
-    if comptime!(t.coarse.is_some()) {
-        let shape = comptime!(t.bits().unwrap());
-        softmax_of_blocks::<S>(s, step.blocks, m0, m1, l0, l1, numbers.log2_scale, shape)
-    } else {
-        softmax::<S>(s, m0, m1, l0, l1, numbers.log2_scale)
-    }
-}
-
-/// Word of the first entry of step `j`.
-#[cube]
-fn entry_of(own: &TileSteps, j: u32, #[comptime] t: Tile) -> usize {
-    own.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
-}
-
-/// Softcaps products, adds biases and sets masked ones to −∞.
-#[cube]
-fn score<S: Size>(
-    s_in: Vector<f32, S>,
-    step: &StepPairs,
-    plan: &PlanWords,
-    args: &ComptimeOption<PairArgs>,
-    pairs: &UnitPairs,
-    j: u32,
-    numbers: &ScoreScalars,
-    #[comptime] t: Tile,
-) -> Vector<f32, S> {
-    let mut s = s_in;
-    let capped = comptime!(t.options.score.softcap);
-    cap::<S>(&mut s, numbers.softcap, numbers.cap_scale, capped);
-    s = add_biases::<S>(
-        s,
-        numbers.cap_scale,
-        args,
-        &pairs.of_head,
-        &pairs.rows,
-        plan,
-        entry_of(&pairs.steps, j, t),
-        comptime!(t.pairs()),
-    );
-    if j < pairs.steps.masked {
-        let infinity = f32::new(f32::NEG_INFINITY);
-        #[unroll]
-        for word in 0..comptime!(t.cols / 32) {
-            let mut pair = MaskWords {
-                upper: 0u32,
-                lower: 0u32,
-            };
-            if comptime!(t.early_masks()) {
-                pair.upper = step.bits[comptime!(2 * word)];
-                pair.lower = step.bits[comptime!(2 * word + 1)];
-            } else {
-                let read = mask_words(&plan.words[..], &pairs.steps, j, word, t);
-                pair.upper = read.upper;
-                pair.lower = read.lower;
-            }
-            #[unroll]
-            for i in 0..8usize {
-                let bit = comptime!(1u32 << (i / 2 * 8 + i % 2));
-                let at = comptime!(16 * word + i / 2 * 4 + i % 2);
-                s.insert(at, select(pair.upper & bit != 0, s.extract(at), infinity));
-                let at = comptime!(at + 2);
-                s.insert(at, select(pair.lower & bit != 0, s.extract(at), infinity));
-            }
-        }
-    }
-    s
-}
-
-/// Mask bits of 32 columns in the unit's two rows, of which bits 8i and 8i + 1 are the unit's.
-#[derive(CubeType, Clone, Copy)]
-pub struct MaskWords {
-    pub upper: u32,
-    pub lower: u32,
-}
-
-#[cube]
-pub fn mask_words(
-    plan: &[u32],
-    own: &TileSteps,
-    j: u32,
-    #[comptime] word: usize,
-    #[comptime] t: Tile,
-) -> MaskWords {
-    let unit = unit();
-    let row = unit / 32 * 16 + unit % 32 / 4;
-    let quad = unit % 4 * 2;
-    let word_cols = comptime!(t.group.min(32));
-    let row_words = comptime!(t.mask_words());
-    let entry = entry_of(own, j, t);
-    let mut upper = 0u32;
-    let mut lower = 0u32;
-    #[unroll]
-    for piece in 0..comptime!(32 / word_cols) {
-        let col = comptime!(word * 32 + piece * word_cols);
-        let id = plan[entry + comptime!(col / t.group * t.entry_words() + 1)];
-        let at = own.masks
-            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
-                as usize
-            + comptime!(col % t.group / 32);
-        let shift = comptime!((piece * word_cols) as u32);
-        upper |= plan[at] << shift;
-        lower |= plan[at + comptime!(ROW_PAIR as usize * row_words)] << shift;
-    }
-    MaskWords {
-        upper: upper >> quad,
-        lower: lower >> quad,
-    }
-}
-
-/// With early masks, the mask bits of step `j` if it has a mask: read before its scores are there.
-#[cube]
-fn mask_bits(plan: &[u32], own: &TileSteps, j: u32, #[comptime] t: Tile) -> Array<u32> {
-    let mut bits = Array::<u32>::new(comptime!(t.cols / 16));
-    if comptime!(t.early_masks()) {
-        if j < own.masked {
-            #[unroll]
-            for word in 0..comptime!(t.cols / 32) {
-                let pair = mask_words(plan, own, j, word, t);
-                bits[comptime!(2 * word)] = pair.upper;
-                bits[comptime!(2 * word + 1)] = pair.lower;
-            }
-        }
-    }
-    bits
-}
+/// How far below the largest exponent `m` begins, and by how much more one may exceed it: weights are below 2⁸.
+const FP8_BELOW: f32 = 7.0;
+const FP8_SLACK: f32 = 8.0;
 
 #[derive(CubeType)]
 pub struct Softmax<S: Size> {
@@ -355,7 +96,7 @@ pub fn softmax<S: Size>(
 
 /// One step of online softmax over the blocks of a step that the warp's rows keep. What the scores of the others are does not matter.
 #[cube]
-fn softmax_of_blocks<S: Size>(
+pub fn softmax_of_blocks<S: Size>(
     s: Vector<f32, S>,
     kept: u32,
     old_m0: f32,
@@ -417,16 +158,89 @@ fn softmax_of_blocks<S: Size>(
     }
 }
 
+/// One step of online softmax over products in FP8, with the factors of their blocks of keys: `m` is a power of two, below the largest exponent.
+#[cube]
+pub fn softmax_of_products<S: Size>(
+    s: Vector<f32, S>,
+    factors: &Array<f32>,
+    old_m0: f32,
+    old_m1: f32,
+    old_l0: f32,
+    old_l1: f32,
+) -> Softmax<S> {
+    let width = S::value();
+    let each = comptime!(FP8_COLUMNS / 2);
+    let blocks = comptime!(width / each);
+    let mut top0 = f32::new(f32::NEG_INFINITY);
+    let mut top1 = f32::new(f32::NEG_INFINITY);
+    #[unroll]
+    for block in 0..blocks {
+        let x = largest_of_eights::<S>(s, comptime!(block * each), comptime!(each / 4));
+        let (factor, log) = (
+            factors[comptime!(2 * block)],
+            factors[comptime!(2 * block + 1)],
+        );
+        top0 = larger(top0, multiply_add(x.upper, factor, log));
+        top1 = larger(top1, multiply_add(x.lower, factor, log));
+    }
+    let (top0, top1) = (quad_max(top0), quad_max(top1));
+    let m0 = select(top0 - old_m0 > FP8_SLACK, top0 - FP8_BELOW, old_m0);
+    let m1 = select(top1 - old_m1 > FP8_SLACK, top1 - FP8_BELOW, old_m1);
+    // Exactly 1 where the maximum stays.
+    let (a0, a1) = (exp2(old_m0 - m0), exp2(old_m1 - m1));
+    let mut p = s;
+    let mut l0 = old_l0 * a0;
+    let mut l1 = old_l1 * a1;
+    #[unroll]
+    for block in 0..blocks {
+        let (factor, log) = (
+            factors[comptime!(2 * block)],
+            factors[comptime!(2 * block + 1)],
+        );
+        let (n0, n1) = (log - m0, log - m1);
+        let mut sum0 = f32::new(0.0);
+        let mut sum1 = f32::new(0.0);
+        #[unroll]
+        for eight in 0..comptime!(each / 4) {
+            let at = comptime!(block * each + 4 * eight);
+            let e0 = exp2(multiply_add(s.extract(at), factor, n0));
+            let e1 = exp2(multiply_add(s.extract(comptime!(at + 1)), factor, n0));
+            let e2 = exp2(multiply_add(s.extract(comptime!(at + 2)), factor, n1));
+            let e3 = exp2(multiply_add(s.extract(comptime!(at + 3)), factor, n1));
+            p.insert(at, e0);
+            p.insert(comptime!(at + 1), e1);
+            p.insert(comptime!(at + 2), e2);
+            p.insert(comptime!(at + 3), e3);
+            sum0 += e0 + e1;
+            sum1 += e2 + e3;
+        }
+        let inverse = exp2(-log);
+        l0 = multiply_add(sum0, inverse, l0);
+        l1 = multiply_add(sum1, inverse, l1);
+    }
+    Softmax::<S> {
+        p,
+        m0,
+        m1,
+        l0,
+        l1,
+        a0,
+        a1,
+        top0,
+        top1,
+    }
+}
+
 /// The largest scores of a unit's two rows.
 #[derive(CubeType, Clone, Copy)]
-struct Largest {
-    upper: f32,
-    lower: f32,
+pub struct Largest {
+    pub upper: f32,
+    pub lower: f32,
 }
 
 /// Those of the unit's columns.
 #[cube]
-fn largest<S: Size>(s: Vector<f32, S>) -> Largest {
+pub fn largest<S: Size>(s: Vector<f32, S>) -> Largest {
     let width = S::value();
     let mut x0 = s.extract(0usize);
     let mut x1 = s.extract(2usize);
@@ -445,32 +259,47 @@ fn largest<S: Size>(s: Vector<f32, S>) -> Largest {
     }
 }
 
+/// Those of so many eights of columns from element `first` on.
+#[cube]
+fn largest_of_eights<S: Size>(
+    s: Vector<f32, S>,
+    #[comptime] first: usize,
+    #[comptime] eights: usize,
+) -> Largest {
+    let mut upper = larger(s.extract(first), s.extract(comptime!(first + 1)));
+    let mut lower = larger(
+        s.extract(comptime!(first + 2)),
+        s.extract(comptime!(first + 3)),
+    );
+    #[unroll]
+    for eight in 1..eights {
+        let at = comptime!(first + 4 * eight);
+        upper = larger(upper, larger(s.extract(at), s.extract(comptime!(at + 1))));
+        lower = larger(
+            lower,
+            larger(s.extract(comptime!(at + 2)), s.extract(comptime!(at + 3))),
+        );
+    }
+    Largest { upper, lower }
+}
+
 /// Those of the blocks that the warp's rows keep.
 #[cube]
-fn largest_of_blocks<S: Size>(s: Vector<f32, S>, kept: u32, #[comptime] t: BitShape) -> Largest {
+pub fn largest_of_blocks<S: Size>(
+    s: Vector<f32, S>,
+    kept: u32,
+    #[comptime] t: BitShape,
+) -> Largest {
     let infinity = f32::new(f32::NEG_INFINITY);
     let mut upper = infinity;
     let mut lower = infinity;
     #[unroll]
     for block in 0..comptime!(t.blocks()) {
         let first = comptime!(4 * block * t.eights());
-        let mut y0 = larger(s.extract(first), s.extract(comptime!(first + 1)));
-        let mut y1 = larger(
-            s.extract(comptime!(first + 2)),
-            s.extract(comptime!(first + 3)),
-        );
-        #[unroll]
-        for eight in 1..comptime!(t.eights()) {
-            let at = comptime!(first + 4 * eight);
-            y0 = larger(y0, larger(s.extract(at), s.extract(comptime!(at + 1))));
-            y1 = larger(
-                y1,
-                larger(s.extract(comptime!(at + 2)), s.extract(comptime!(at + 3))),
-            );
-        }
+        let x = largest_of_eights::<S>(s, first, comptime!(t.eights()));
         let its = keeps(kept, block);
-        upper = larger(upper, select(its, y0, infinity));
-        lower = larger(lower, select(its, y1, infinity));
+        upper = larger(upper, select(its, x.upper, infinity));
+        lower = larger(lower, select(its, x.lower, infinity));
     }
     Largest { upper, lower }
 }

@@ -47,6 +47,7 @@ macro_rules! sizes {
             pub(super) fn scores(&self, depth: usize) -> ProductShape {
                 ProductShape {
                     half: self.half,
+                    fp8: false,
                     depth,
                     a_span: self.rows() * ROW,
                     b_span: self.cols * ROW,
@@ -179,7 +180,9 @@ common_backward!(BackwardTile, MainloopTile);
 pub struct Tile {
     /// Type of the tensors.
     pub half: Half,
-    /// Width of queries and keys, a multiple of 8.
+    /// Whether products are of E4M3.
+    pub fp8: bool,
+    /// Width of queries and keys in elements of 16 bits, a multiple of 8.
     pub dim: usize,
     /// Width of values, no larger.
     pub value_dim: usize,
@@ -263,7 +266,20 @@ impl Tile {
 
     /// Whether there are registers for a step's second product beside the sums, where nothing overlaps.
     pub(super) fn sums_apart(&self) -> bool {
-        self.value_dim <= 128
+        self.value_dim <= 128 && !self.fp8
+    }
+
+    /// Registers of a unit's weights of a step as an operand.
+    pub(super) fn weights(&self) -> usize {
+        self.cols / if self.fp8 { 8 } else { 4 }
+    }
+
+    /// Of the first product.
+    pub(super) fn first_product(&self) -> ProductShape {
+        ProductShape {
+            fp8: self.fp8,
+            ..self.scores(self.dim)
+        }
     }
 
     /// Columns of the sums.
@@ -273,7 +289,18 @@ impl Tile {
 
     /// Spans of 64 columns of values in shared memory.
     pub(super) fn value_spans(&self) -> usize {
-        self.value_dim.div_ceil(ROW_ELEMENTS)
+        match self.fp8 {
+            true => 1,
+            false => self.value_dim.div_ceil(ROW_ELEMENTS),
+        }
+    }
+
+    /// Spans of 128 bytes of a step's values or keys; in FP8 values have one, whatever it is wide.
+    pub(super) fn spans_of(&self, values: bool) -> usize {
+        match values {
+            true => self.value_spans(),
+            false => self.spans(),
+        }
     }
 
     /// TMA boxes of the keys of a step; values have as many or fewer.
@@ -301,7 +328,10 @@ impl Tile {
 
     /// Bytes of the values of a step.
     pub(super) fn value_bytes(&self) -> usize {
-        self.cols * self.value_spans() * ROW
+        match self.fp8 {
+            true => self.cols * self.value_dim,
+            false => self.cols * self.value_spans() * ROW,
+        }
     }
 
     // Byte offsets in shared memory. The barrier of q comes first.
@@ -347,6 +377,7 @@ impl Tile {
 impl fmt::Display for Tile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.describe(f)?;
+        f.write_str(if self.fp8 { ", products in E4M3" } else { "" })?;
         f.write_str(described_threshold(self.options.score, true))
     }
 }

@@ -7,6 +7,7 @@ use crate::arch::sm80::Element;
 use crate::call::{Kernel, PartRequest, Request, check_ampere};
 use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
 use crate::tuning::Tuning;
+use blocksparse::ProductPrecision;
 use blocksparse::plan::{Grouping, Mainloop};
 
 /// Rows are copied in pieces of 16 bytes, and the sums of mma.sync have eight columns.
@@ -100,7 +101,9 @@ fn check_tier(part: &PartRequest) -> Result<Element, &'static str> {
     check_limit(part)?;
     let request = part.request;
     let element = match request.dtype {
-        ElemType::Float(FloatKind::F32) if request.tf32 => Element::Tf32,
+        ElemType::Float(FloatKind::F32) if request.precision == ProductPrecision::Tf32 => {
+            Element::Tf32
+        }
         ElemType::Float(FloatKind::F32) => {
             return Err("the dtype is f32, and tf32 was not asked for");
         }

@@ -51,7 +51,7 @@ impl BlockLayout {
     /// [`LayoutError`] if the batches differ.
     pub fn patterns_within(&self, [batch, heads]: [usize; 2]) -> Result<[usize; 2], LayoutError> {
         let own = self.batch().unwrap_or(1);
-        crate::ensure! { LayoutError; own <= 1 || batch <= 1 || own == batch => "patterns' batch", format!("{own}, the layout's"), batch; }
+        crate::ensure! { LayoutError; self.batch().is_none() || batch <= 1 || own == batch => "patterns' batch", format!("{own}, the layout's"), batch; }
         let shared = heads > 0
             && self.heads().is_multiple_of(heads)
             && (0..own).all(|entry| {

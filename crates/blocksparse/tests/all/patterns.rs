@@ -1,7 +1,6 @@
 //! Every pattern's layout against its token predicate, and the worked examples.
 
 use std::ops::Range;
-use std::time::{Duration, Instant};
 
 use blocksparse::{BlockLayout, BlockMask, LayoutShape, PaddingMask, Pattern};
 use proptest::prelude::*;
@@ -268,12 +267,10 @@ proptest! {
     }
 }
 
-/// A million positions: 134 million blocks per head, in little memory and time.
+/// A million positions: 134 million blocks per head, in little memory.
 #[test]
 fn a_million_positions() {
-    let start = Instant::now();
     let layout = Pattern::fixed(128, 32).layout(8, 1 << 20, 32).unwrap();
-    let took = start.elapsed();
     let windows = (1u64 << 20) / 128;
     // Per window of four block rows: 1 + 2 + 3 + 4 blocks of its own, one of each earlier window.
     let per_head = windows * 10 + 4 * (windows * (windows - 1) / 2);
@@ -285,9 +282,6 @@ fn a_million_positions() {
         "{} bytes",
         layout.host_bytes()
     );
-    println!("built in {took:?}, {} KiB", layout.host_bytes() >> 10);
-    // Far above what it takes (tens of milliseconds), far below what touching n² pairs would.
-    assert!(took < Duration::from_secs(5), "{took:?}");
     // A column of summaries is seen by its own window's rows and by every later row.
     assert_eq!(layout.column_runs(0, 3).len(), 2);
     assert_eq!(layout.column(0, 3).len(), (1 << 20) / 32 - 3);
@@ -298,23 +292,15 @@ fn a_million_positions() {
 fn a_million_positions_padded_and_packed() {
     let n = 1 << 20;
     let layout = Pattern::fixed(128, 32).layout(8, n, 32).unwrap();
-    let start = Instant::now();
     let padded = layout.with_key_padding(&[n, n - 77, 1000]).unwrap();
-    let padding = start.elapsed();
     assert!(padded.host_bytes() < 24 << 20, "{}", padded.host_bytes());
     // A key beyond the padding is seen by nobody.
     assert!(padded.column_runs(padded.pattern_of(2, 0), 32).is_empty());
-    let start = Instant::now();
     let starts = (0..64).map(|k| k * (n / 64) + k % 5);
     let packed = Pattern::packed(starts, Pattern::fixed(128, 32))
         .layout(8, n, 32)
         .unwrap();
-    let packing = start.elapsed();
-    println!("padded in {padding:?}, packed in {packing:?}: {packed:?}");
-    assert!(
-        padding + packing < Duration::from_secs(20),
-        "{padding:?}, {packing:?}"
-    );
+    assert!(packed.host_bytes() < 24 << 20, "{}", packed.host_bytes());
 }
 
 #[test]

@@ -7,7 +7,7 @@ use crate::base::values::{
     AccumulatedInputs, AccumulatedOutput, AttentionGrads, AttentionInputs, AttentionOutput,
     LayoutTensors, NeedsGrad, OutputGrads, SCORE_TENSORS, SavedTensors, ScoreTensors,
 };
-use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
+use crate::options::{AttentionOptions, WeightsMode};
 use crate::weights;
 use blocksparse::{BlockLayout, Seed};
 use blocksparse_cubecl as kernels;
@@ -55,7 +55,6 @@ pub(crate) fn request(
             dtype: format!("{dtype:?}"),
         });
     }
-    let tf32 = options.precision == ProductPrecision::Tf32 && dtype == DType::F32;
     let request = Request::new(
         [batch, kv_heads],
         [head_dim, value_dim],
@@ -75,7 +74,7 @@ pub(crate) fn request(
         .with_scale(options.scale_for(head_dim))
         .with_stored_weights(options.weights == WeightsMode::Store)
         .with_max_scores(options.max_scores)
-        .with_tf32(tf32))
+        .with_precision(options.precision))
 }
 
 impl BlockSparseOps for CubeBackend {

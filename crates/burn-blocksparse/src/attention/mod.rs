@@ -12,7 +12,7 @@ pub mod ops;
 
 use std::sync::Arc;
 
-use blocksparse::Dropout;
+use blocksparse::{Dropout, ProductPrecision};
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
@@ -24,7 +24,7 @@ use crate::base::values::{AttentionInputs, AttentionOutput, ScoreTensors};
 use crate::call_layout::Layout;
 use crate::error::OpError;
 use crate::merge::{Shares, shares};
-use crate::options::{AttentionOptions, ProductPrecision, WeightsMode};
+use crate::options::{AttentionOptions, WeightsMode};
 use crate::weights::BlockSparseTensor;
 use crate::{check, upload};
 
@@ -147,7 +147,7 @@ impl<'a> SparseAttentionCall<'a> {
         dropout => options.dropout: Some(Dropout),
         /// Skips tiles whose scores are far below the largest ones: [`AttentionOptions::softmax_threshold`].
         softmax_threshold => options.softmax_threshold: Some(f64),
-        /// Sets the precision of matmuls of f32 tensors.
+        /// Sets the precision of the factors of matmuls.
         precision => options.precision: ProductPrecision,
         /// Sets what is stored for the backward pass. [`weights`](Self::weights), which returns them, implies [`WeightsMode::Store`].
         weights_mode => options.weights: WeightsMode,
@@ -300,7 +300,10 @@ impl<'a> SparseAttentionCall<'a> {
     /// # Errors
     /// As [`run`](Self::run); also if the options ask for stored weights or largest scores, which are not kept.
     #[doc(hidden)]
-    pub fn run_with_residuals(self) -> Result<(Tensor<4>, Tensor<3>, AttentionResiduals), OpError> {
+    pub fn run_with_residuals(
+        mut self,
+    ) -> Result<(Tensor<4>, Tensor<3>, AttentionResiduals), OpError> {
+        round_no_more(&mut self.options);
         check_options(&self.all_options())?;
         let (output, sinks) = self.without_sinks(None)?;
         let (out, lse) = out_and_lse(output.clone());
@@ -329,6 +332,9 @@ impl<'a> SparseAttentionCall<'a> {
     fn all_options(&self) -> AttentionOptions {
         let mut options = self.options.clone();
         options.max_scores |= self.max_scores;
+        if self.q.device().is_autodiff() {
+            round_no_more(&mut options);
+        }
         if self.weights {
             options.weights = WeightsMode::Store;
         }
@@ -364,6 +370,13 @@ impl<'a> SparseAttentionCall<'a> {
         let scores = tensors.scores(&q);
         let output = call(q, k, v, scores, given, layout, options)?;
         Ok((output, sinks))
+    }
+}
+
+/// The forward pass that gradients are of computes what the backward pass computes again, of tensors as they are.
+fn round_no_more(options: &mut AttentionOptions) {
+    if options.precision == ProductPrecision::Fp8 {
+        options.precision = ProductPrecision::Full;
     }
 }
 

@@ -105,7 +105,11 @@ impl DsaHeadsConfig {
         };
         let index_fp8 = arguments.last() == Some(&Self::FP8);
         let arguments = &arguments[..arguments.len() - usize::from(index_fp8)];
-        let named = |text: &&str| (Precision::ALL.into_iter()).find(|one| one.name() == *text);
+        let named = |text: &&str| {
+            (Precision::ALL.into_iter())
+                .filter(|one| *one != Precision::Fp8)
+                .find(|one| one.name() == *text)
+        };
         let precision = arguments.last().and_then(named);
         let arguments = &arguments[..arguments.len() - usize::from(precision.is_some())];
         let numbers = arguments.iter().map(|text| text.parse());

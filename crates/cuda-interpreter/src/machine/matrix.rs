@@ -7,7 +7,7 @@ use super::tensor_map::Swizzle;
 use super::warp::Warp;
 use crate::error::Fault;
 use crate::ptx::{
-    Element, GroupProduct, Lanes, Left, Product, Slot, Space, bf16_to_f32, f16_to_f32,
+    Element, GroupProduct, Lanes, Left, Product, Slot, Space, bf16_to_f32, e4m3_to_f32, f16_to_f32,
 };
 
 /// Rows of a warp's tile.
@@ -20,16 +20,13 @@ pub fn number(element: Element, bits: u32) -> f32 {
         Element::BF16 => bf16_to_f32(bits as u16),
         // Ten bits of a fraction are left.
         Element::TF32 => f32::from_bits(bits & !0x1fff),
+        Element::E4M3 => e4m3_to_f32(bits as u8),
     }
-}
-
-fn bytes(element: Element) -> usize {
-    if element == Element::TF32 { 4 } else { 2 }
 }
 
 /// The numbers of a left operand in registers, by row and depth: 16 bytes of depth are two registers' columns.
 fn left_of(warp: &Warp, element: Element, slots: &[Slot]) -> Vec<[f32; ROWS]> {
-    let each = 4 / bytes(element);
+    let each = 4 / element.bytes();
     let mut numbers = vec![[0.0; ROWS]; slots.len() / 2 * 4 * each];
     for (register, &slot) in slots.iter().enumerate() {
         for lane in 0..32 {
@@ -48,7 +45,7 @@ fn left_of(warp: &Warp, element: Element, slots: &[Slot]) -> Vec<[f32; ROWS]> {
 pub fn multiply(warp: &mut Warp, product: &Product, lanes: u32) {
     let element = product.element;
     let left = left_of(warp, element, &product.left);
-    let each = 4 / bytes(element);
+    let each = 4 / element.bytes();
     let mut right = vec![[0.0; 8]; product.depth];
     for (register, &slot) in product.right.iter().enumerate() {
         for lane in 0..32 {
@@ -111,7 +108,7 @@ impl Described {
 
     /// The address of a number, in a row or column of the sums and at a depth.
     fn place(&self, line: u64, depth: u64) -> u64 {
-        let size = bytes(self.element) as u64;
+        let size = self.element.bytes() as u64;
         let (unit, pitch) = (16 / size, self.row_bytes);
         let offset = match (self.transposed, self.swizzle) {
             // Eight lines of sixteen bytes are a core matrix: of depth, or of lines.
@@ -140,7 +137,7 @@ impl Described {
     }
 
     fn read(&self, cube: &mut Cube, warp: usize, line: u64, depth: u64) -> Result<f32, Fault> {
-        let (size, address) = (bytes(self.element), self.place(line, depth));
+        let (size, address) = (self.element.bytes(), self.place(line, depth));
         if let Some(races) = &mut cube.races {
             races.read_by_product(warp, address, size)?;
         }
@@ -162,7 +159,7 @@ pub fn multiply_group(
     product: &GroupProduct,
 ) -> Result<(), Fault> {
     let element = product.element;
-    let depths = 32 / bytes(element);
+    let depths = 32 / element.bytes();
     let value = |slot: Slot| warp.uniform(slot, u32::MAX);
     let turned = |slot: Option<Slot>| slot.is_some_and(|slot| value(slot) == 1);
     let sign = |slot: Slot| if value(slot) as i32 == -1 { -1.0 } else { 1.0 };

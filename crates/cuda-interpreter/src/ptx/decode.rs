@@ -7,6 +7,7 @@ use super::copies::{copy, counted};
 use super::functions::pure;
 use super::instruction::{Address, Binary, Op, Pure, Shuffle, Slot, Together, Vector, Vote};
 use super::lanes::lanes;
+use super::numbers::{E4M3, F32, Float};
 use super::products::{fragments, group_product, product};
 use super::reader::{Argument, Decoded, Reader};
 
@@ -53,6 +54,11 @@ pub fn decode(
         "cvt" if reader.has("tf32") => {
             // Ten bits of the fraction are left, and ties go away from 0.
             let function = Pure::One(|x| x.map(|bits| bits.wrapping_add(0x1000) & 0xffff_e000));
+            function_of(reader, function, constant(0))?
+        }
+        "cvt" if reader.has("e4m3x2") && reader.has("satfinite") => {
+            let function =
+                lanes!(|high, low| E4M3::bits(F32::of(high)) << 8 | E4M3::bits(F32::of(low)));
             function_of(reader, function, constant(0))?
         }
         "cvt" => {

@@ -95,6 +95,17 @@ pub enum Element {
     F16,
     BF16,
     TF32,
+    E4M3,
+}
+
+impl Element {
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::E4M3 => 1,
+            Self::F16 | Self::BF16 => 2,
+            Self::TF32 => 4,
+        }
+    }
 }
 
 /// What becomes of what a bulk copy brings.

@@ -21,6 +21,6 @@ pub use instruction::{
     Instruction, Lanes, Left, Op, Outside, Place, Product, Shuffle, Slot, Space, Special, Together,
     Vector, Vote, Way,
 };
-pub use numbers::{bf16_to_f32, f16_to_f32, f32_to_f16};
+pub use numbers::{bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_f16};
 pub use parse::{Kernel, Module};
 pub use types::Type;

@@ -1,5 +1,6 @@
 //! Floating-point numbers as registers hold them.
 
+use blocksparse::Quantization;
 use half::{bf16, f16};
 
 pub fn f16_to_f32(bits: u16) -> f32 {
@@ -12,6 +13,18 @@ pub fn bf16_to_f32(bits: u16) -> f32 {
 
 pub fn f32_to_f16(value: f32) -> u16 {
     f16::from_f32(value).to_bits()
+}
+
+pub fn e4m3_to_f32(bits: u8) -> f32 {
+    Quantization::Fp8E4m3.decode(bits)
+}
+
+/// Of numbers beyond ±448 the nearest of these.
+fn f32_to_e4m3(value: f32) -> u8 {
+    match value.is_nan() {
+        true => 0x7f,
+        false => Quantization::Fp8E4m3.encode(value),
+    }
 }
 
 /// Which representable number takes a result's place.
@@ -66,6 +79,7 @@ floats! {
     F64: |bits| f64::from_bits(bits), |value| value.to_bits();
     F16: |bits| f16_to_f32(bits as u16), |value| f32_to_f16(value as f32);
     BF16: |bits| bf16_to_f32(bits as u16), |value| bf16::from_f32(value as f32).to_bits();
+    E4M3: |bits| e4m3_to_f32(bits as u8), |value| f32_to_e4m3(value as f32);
     F32: |bits| f32::from_bits(bits as u32), |value| (value as f32).to_bits();
     F32Zero: |bits| f32::from_bits(bits as u32), |value| rounded(value, Rounding::Zero).to_bits();
     F32Down: |bits| f32::from_bits(bits as u32), |value| rounded(value, Rounding::Down).to_bits();

@@ -16,10 +16,15 @@ fn element(reader: &Reader) -> Decoded<Element> {
         .take_while(|text| !text.starts_with('m'))
         .collect();
     let of = |name: &str| kinds.iter().filter(|text| **text == name).count();
-    match (of("f32"), of("bf16"), of("f16"), of("tf32")) {
-        (1 | 2, 2, 0, 0) => Ok(Element::BF16),
-        (1 | 2, 0, 2, 0) => Ok(Element::F16),
-        (1 | 2, 0, 0, 2) => Ok(Element::TF32),
+    let elements = [
+        ("bf16", Element::BF16),
+        ("f16", Element::F16),
+        ("tf32", Element::TF32),
+        ("e4m3", Element::E4M3),
+    ];
+    let factors = elements.into_iter().find(|(name, _)| of(name) == 2);
+    match factors {
+        Some((_, element)) if (1..=2).contains(&of("f32")) => Ok(element),
         _ => reader.unknown(),
     }
 }
@@ -50,7 +55,7 @@ pub fn product(reader: &mut Reader) -> Decoded<Op> {
         right: reader.slots()?,
         sums: reader.slots()?,
     };
-    let numbers = if element == Element::TF32 { 1 } else { 2 };
+    let numbers = 4 / element.bytes();
     let counts = [
         product.out.len(),
         product.left.len() * numbers,
@@ -77,7 +82,7 @@ pub fn group_product(reader: &mut Reader) -> Decoded<Op> {
     let Some([64, columns, depth]) = shape(reader) else {
         return reader.unknown();
     };
-    if depth != (if element == Element::TF32 { 8 } else { 16 }) {
+    if depth != 32 / element.bytes() {
         return reader.unknown();
     }
     let sums = reader.slots()?;
@@ -169,7 +174,7 @@ fn fragment_product(reader: &mut Reader, [rows, columns, depth]: [usize; 3]) -> 
         () if reader.has("tf32") => Element::TF32,
         () => Element::F16,
     };
-    let of_factors = if element == Element::TF32 { 4 } else { 2 };
+    let of_factors = element.bytes();
     // Types of the result and of what is added stand before and behind those of the factors.
     let shape_at = reader
         .modifiers

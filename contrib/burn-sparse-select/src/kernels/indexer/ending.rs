@@ -1,4 +1,4 @@
-//! What heads give a pair, and what becomes of their sum, where tensor cores make products.
+//! What heads give a pair, and what becomes of their sum, of products.
 
 use cubecl::prelude::*;
 
@@ -9,9 +9,9 @@ use blocksparse_cubecl::arch::ptx::exp2;
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct Ending {
     /// What scores are multiplied by; or products, of an exponential to base 2.
-    factor: f32,
-    highest: f32,
-    near: usize,
+    pub factor: f32,
+    pub highest: f32,
+    pub near: usize,
 }
 
 impl Epilogue {

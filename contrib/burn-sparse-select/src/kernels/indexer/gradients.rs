@@ -13,7 +13,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::indexer::mma;
-use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes, check, key_of};
+use crate::kernels::indexer::pairs::{
+    PairInputs, PairSizes, SharedGradient, SharedGradientLaunch, Sizes, check, key_of,
+};
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, SIDE, fill, multiply};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
@@ -124,16 +126,12 @@ fn gradient<E: Float, N: Size>(
     out: &mut [f32],
     by_weights: ComptimeOption<Box<[f32]>>,
     s: Sizes,
-    // Tiles of a query that lists keys, or of a batch entry, and of all.
-    row_tiles: usize,
-    tiles: usize,
-    // Cubes that share a mainloop.
-    parts: usize,
-    factor: f32,
+    of_cubes: SharedGradient,
     #[comptime] t: GradientTile,
     #[define(E)] _element: ElemType,
 ) {
     // Cubes beyond the last tile read it and write nothing.
+    let (tiles, parts) = (of_cubes.tiles, of_cubes.parts);
     let exists = CUBE_POS < tiles;
     let cube = CUBE_POS.min(tiles - 1);
     let part = cube % parts;
@@ -144,8 +142,8 @@ fn gradient<E: Float, N: Size>(
     let width = comptime!(t.width);
     let fours = comptime!(t.fours());
     let unit_fours = comptime!(t.unit_fours());
-    let mut entry = tile / row_tiles;
-    let mut row0 = tile % row_tiles * comptime!(t.rows());
+    let mut entry = tile / of_cubes.row_tiles;
+    let mut row0 = tile % of_cubes.row_tiles * comptime!(t.rows());
     // The query whose keys are read, if it lists them.
     let mut lister = 0usize.runtime();
     // The row behind the last one.
@@ -303,7 +301,7 @@ fn gradient<E: Float, N: Size>(
                     let within = (unit_x + comptime!(f * ACROSS)) * 4 + c;
                     if within < width {
                         let at = part_start + line.start + within;
-                        let mut number = value.extract(c) * factor;
+                        let mut number = value.extract(c) * of_cubes.factor;
                         if comptime!(t.adds) {
                             number += out[at];
                         }
@@ -334,7 +332,7 @@ fn gradient<E: Float, N: Size>(
                 let own = row0 + unit_y * comptime!(OWN) + i;
                 if exists && own < row_end {
                     let at = (entry * s.heads + own % s.heads) * s.seq_q;
-                    by_weights[at + s.start + own / s.heads] = total.extract(i) * factor;
+                    by_weights[at + s.start + own / s.heads] = total.extract(i) * of_cubes.factor;
                 }
             }
         }
@@ -419,10 +417,7 @@ impl IndexerGradients<'_> {
                 buffer(out.0, out.1),
                 optional(by_weights, sizes.row_elements()),
                 sizes.launch(),
-                row_tiles,
-                tiles,
-                parts,
-                self.factor as f32,
+                SharedGradientLaunch::new(row_tiles, tiles, parts, self.factor as f32),
                 t,
                 self.inputs.element,
             );

@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes};
 use crate::kernels::indexer::rounding::{inverse_of, scale_exponent, scale_of};
-use blocksparse_cubecl::arch::ptx::{highest_across, val};
+use blocksparse_cubecl::arch::ptx::{four_bytes, highest_across};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
 
@@ -89,16 +89,6 @@ fn place(row: usize, r: &Rows) -> usize {
     let row = row.min(r.count - 1);
     let query = row / r.heads;
     (query / r.rows * r.heads + row % r.heads) * r.seq + r.start + query % r.rows
-}
-
-/// Four numbers in 8 bits, the first in the lowest, as [`encode`](blocksparse_cubecl::shared::codec::encode) rounds them; of numbers of at most 448.
-#[cube]
-fn four_bytes(a: f32, b: f32, c: f32, d: f32) -> u32 {
-    let o: u32;
-    gpu_asm!("{{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, {b}, {a}; cvt.rn.satfinite.e4m3x2.f32 h, {d}, {c}; mov.b32 {o}, {{l, h}}; }}",
-        o = out(_) o, a = in(_) val::<f32>(a), b = in(_) val::<f32>(b), c = in(_) val::<f32>(c), d = in(_) val::<f32>(d),
-        options(pure, nomem));
-    o
 }
 
 /// The keys of a call in bytes.

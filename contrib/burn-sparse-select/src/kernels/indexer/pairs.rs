@@ -89,6 +89,19 @@ impl PairSizes {
     }
 }
 
+/// How cubes share a gradient.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub(crate) struct SharedGradient {
+    /// Tiles of a query that lists keys, or of a batch entry,
+    pub row_tiles: usize,
+    /// and of all.
+    pub tiles: usize,
+    /// Cubes that share a mainloop.
+    pub parts: usize,
+    /// Of the gradient.
+    pub factor: f32,
+}
+
 /// [`PairSizes`] in a kernel.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(crate) struct Sizes {

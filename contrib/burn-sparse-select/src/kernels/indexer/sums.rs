@@ -8,6 +8,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use crate::kernels::indexer::ending::Ending;
 use crate::kernels::indexer::pack::{PACKED, pack_keys};
 use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes, Sizes, check, key_of};
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, fill, multiply};
@@ -94,9 +95,7 @@ fn sums<E: Float, N: Size>(
     column_tiles: usize,
     row_tiles: usize,
     tiles: usize,
-    factor: f32,
-    highest: f32,
-    near: usize,
+    ending: Ending,
     #[comptime] t: SumTile,
     #[define(E)] _element: ElemType,
 ) {
@@ -191,7 +190,7 @@ fn sums<E: Float, N: Size>(
                 let product = products[comptime!(i * 4 + j)];
                 let mut term = of_row * max(product, 0.0f32);
                 if comptime!(t.is_weights) {
-                    term = (product * factor - of_row).exp();
+                    term = (product * ending.factor - of_row).exp();
                 }
                 sums[comptime!(i / t.heads * 4 + j)] += select(is_there, term, 0.0f32);
             }
@@ -208,13 +207,13 @@ fn sums<E: Float, N: Size>(
                     let key = key_of(&keys, entry, row, column, &s, t.is_listed);
                     let position = s.position(row);
                     let sum = sums[comptime!(i * 4 + j)];
-                    let mut value = sum * factor;
+                    let mut value = sum * ending.factor;
                     if comptime!(t.is_weights) {
                         let is_seen = key <= position as i32;
                         value = select(is_seen, sum / f32::cast_from(s.heads), 0.0f32);
                     } else {
-                        let is_near = near > 0 && key + near as i32 > position as i32;
-                        value = select(is_near, highest, value);
+                        let is_near = ending.near > 0 && key + ending.near as i32 > position as i32;
+                        value = select(is_near, ending.highest, value);
                     }
                     out[(entry * s.rows + row) * s.columns + column] = value;
                 }
@@ -273,9 +272,8 @@ pub fn pair_sums(
             column_tiles,
             row_tiles,
             tiles,
-            epilogue.factor as f32,
-            epilogue.highest,
-            epilogue.near,
+            // Exponentials are natural ones here.
+            epilogue.ending(false),
             t,
             inputs.element,
         );

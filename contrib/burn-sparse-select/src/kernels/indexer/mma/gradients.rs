@@ -15,7 +15,7 @@ use crate::kernels::indexer::mma::loads::{
 };
 use crate::kernels::indexer::mma::sums::step_of;
 use crate::kernels::indexer::mma::tile::{COLUMNS, EIGHT, UNITS};
-use crate::kernels::indexer::pairs::{PairSizes, Sizes};
+use crate::kernels::indexer::pairs::{PairSizes, SharedGradient, SharedGradientLaunch, Sizes};
 use blocksparse_cubecl::arch::ptx::{
     global_address, pack, shared_address, shuffle_xor, uniform, unpack,
 };
@@ -71,23 +71,19 @@ fn gradient(
     out: &mut [f32],
     by_weights: ComptimeOption<Box<[f32]>>,
     s: Sizes,
-    // Tiles of a query that lists keys, or of a batch entry, and of all.
-    row_tiles: usize,
-    tiles: usize,
-    // Cubes that share a mainloop.
-    parts: usize,
-    factor: f32,
+    of_cubes: SharedGradient,
     #[comptime] t: GradientTile,
 ) {
     let of = comptime!(t.step);
     let smem: Shared<[u32]> = Shared::new_aligned_slice(comptime!(of.shared_bytes() / 4), 128usize);
     let base = shared_address(&smem);
+    let (tiles, parts) = (of_cubes.tiles, of_cubes.parts);
     let exists = CUBE_POS < tiles;
     let cube = CUBE_POS.min(tiles - 1);
     let part = cube % parts;
     let tile = cube / parts;
-    let mut entry = tile / row_tiles;
-    let mut row0 = tile % row_tiles * comptime!(ROWS);
+    let mut entry = tile / of_cubes.row_tiles;
+    let mut row0 = tile % of_cubes.row_tiles * comptime!(ROWS);
     // The query whose keys are read, if it lists them.
     let mut lister = 0usize.runtime();
     // The row behind the last one.
@@ -237,7 +233,7 @@ fn gradient(
             let row = own + comptime!(8 * half);
             let is_there = row < row_end;
             let mut place = entry * s.seq_kv + row;
-            let mut factor = factor;
+            let mut factor = of_cubes.factor;
             if comptime!(!t.by_keys) {
                 place = query_line(row, row_end, entry, &s).place;
                 let mut sum = weight_sums[half];
@@ -493,10 +489,7 @@ pub fn launch_gradient(
             buffer(work.out.0, work.out.1),
             optional(work.by_weights, sizes.row_elements()),
             sizes.launch(),
-            row_tiles,
-            tiles,
-            work.parts,
-            gradients.factor as f32,
+            SharedGradientLaunch::new(row_tiles, tiles, work.parts, gradients.factor as f32),
             t,
         );
     }

@@ -1,0 +1,322 @@
+//! The forward pass in FP8: queries, keys and values in E4M3, [`BLOCK`] rows of a head with a scale of their own, and the online softmax of their products.
+//!
+//! ```text
+//! q, k   [batch, heads, seq, dim]                  rows as they are
+//! v      [batch, heads, seq / 64, value_dim, 64]   columns of 64 keys: a product in FP8 reads both operands along its depth
+//! ```
+//!
+//! The scale of a block of values is in the exponents of its weights, so that nothing but these is multiplied: with `f` the scales of queries and keys and the
+//! factor of scores, and `c = log2(scale of the values)`, `p = exp2(s · f + c − m)`, `o = Σ p · v` and `l = Σ p · 2^−c`. The maximum `m` is that of
+//! `s · f + c`, and as far below it as lets weights use the range of E4M3.
+
+// Kernels have no `is_multiple_of`.
+#![allow(clippy::manual_is_multiple_of)]
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::maps::{map_of, tensor_map};
+use super::tiles::Tile;
+use crate::arch::sm90::*;
+use crate::args::{address_of, buffer, row_tensor, spread};
+use crate::call::TensorView;
+use crate::error::KernelError;
+use crate::pass::Pass;
+use crate::shared::addressing::{PlanWords, QkvLaunch, RowTensor};
+use crate::shared::own_rows::own_place;
+
+/// Rows that share a scale.
+pub const BLOCK: usize = FP8_COLUMNS;
+/// Units of a cube that packs a block.
+const UNITS: usize = 256;
+/// The largest number of E4M3.
+const LARGEST: f32 = 448.0;
+/// The least number that a scale is made for, times [`LARGEST`]: exponents of two are sums of those of scores and of scales.
+const LEAST: f32 = 2.7e-5;
+/// What is packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Operand {
+    Queries,
+    Keys,
+    Values,
+}
+
+/// Packs [`BLOCK`] rows of a head, and writes down their scale: that of queries times `factor`; those of keys and the logarithms of those of values, side by
+/// side. A cube has a block, of `blocks` of each of `heads` heads.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn pack_block<E: Float, N: Size>(
+    x: &RowTensor<Vector<E, N>>,
+    bytes: &mut [u32],
+    scales: &mut [f32],
+    factor: f32,
+    blocks: usize,
+    heads: usize,
+    count: usize,
+    #[comptime] operand: Operand,
+    #[comptime] dim: usize,
+    #[define(E)] _dtype: ElemType,
+) {
+    let words = comptime!(dim / 4);
+    // One more, so that a column's numbers lie in different banks.
+    let row_numbers = comptime!(dim + 1);
+    let mut numbers = Shared::<[f32]>::new_slice(comptime!(BLOCK * (dim + 1)));
+    let mut highest = Shared::<[u32]>::new_slice(comptime!(UNITS / 32));
+    let unit = UNIT_POS as usize;
+    let cube = CUBE_POS;
+    if cube < count {
+        let block = cube % blocks;
+        let first = block * BLOCK;
+        let start =
+            cube / blocks / heads * x.strides.batch + cube / blocks % heads * x.strides.head;
+        let mut most = 0u32.runtime();
+        #[unroll]
+        for i in 0..comptime!(BLOCK * words / UNITS) {
+            let word = unit + comptime!(i * UNITS);
+            let (row, column) = (word / words, word % words);
+            let mut four = Vector::<E, N>::zeroed();
+            if first + row < x.strides.len {
+                four = x.vectors[start + (first + row) * x.strides.row + column];
+            }
+            #[unroll]
+            for j in 0..4usize {
+                let number = f32::cast_from(four.extract(j));
+                numbers[row * row_numbers + column * 4 + j] = number;
+                most = max(most, u32::reinterpret(number) & 0x7fff_ffffu32);
+            }
+        }
+        let most = highest_across(most);
+        if unit % 32 == 0 {
+            highest[unit / 32] = most;
+        }
+        sync_cube();
+        let mut most = highest[0];
+        #[unroll]
+        for warp in 1..comptime!(UNITS / 32) {
+            most = max(most, highest[warp]);
+        }
+        let most = max(f32::reinterpret(most), LEAST);
+        let inverse = LARGEST / most;
+        let scale = most / LARGEST;
+        if unit == 0 {
+            match comptime!(operand) {
+                Operand::Queries => scales[cube] = scale * factor,
+                Operand::Keys => scales[cube * 2] = scale,
+                Operand::Values => scales[cube * 2 + 1] = log2(scale),
+            }
+        }
+        #[unroll]
+        for i in 0..comptime!(BLOCK * words / UNITS) {
+            let word = unit + comptime!(i * UNITS);
+            if comptime!(matches!(operand, Operand::Values)) {
+                // Of 16 keys a unit's weights are of 2t, 2t + 1, 2t + 8 and 2t + 9.
+                let (column, four) = (word / 16, word % 16);
+                let key = four / 4 * 16 + four % 4 * 2;
+                let at = key * row_numbers + column;
+                bytes[cube * comptime!(BLOCK * words) + word] = four_bytes(
+                    numbers[at] * inverse,
+                    numbers[at + row_numbers] * inverse,
+                    numbers[at + comptime!(8 * (dim + 1))] * inverse,
+                    numbers[at + comptime!(9 * (dim + 1))] * inverse,
+                );
+            } else {
+                let (row, column) = (word / words, word % words);
+                let at = row * row_numbers + column * 4;
+                if first + row < x.strides.len {
+                    let row = cube / blocks * x.strides.len + first + row;
+                    bytes[row * words + column] = four_bytes(
+                        numbers[at] * inverse,
+                        numbers[at + 1] * inverse,
+                        numbers[at + 2] * inverse,
+                        numbers[at + 3] * inverse,
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// The tensors of a call in E4M3.
+pub struct Packed {
+    q: TensorView,
+    k: TensorView,
+    v: TensorView,
+    q_scales: Handle,
+    kv_scales: Handle,
+}
+
+/// Packs queries, keys and values, whose scores are multiplied by `log2_scale`.
+pub fn pack(pass: &Pass, log2_scale: f64) -> Result<Packed, KernelError> {
+    let [q, k, v] = pass.inputs;
+    let scales = |tensor: &TensorView, each: usize| {
+        let [batch, heads, seq, _] = tensor.shape;
+        pass.client
+            .empty(batch * heads * seq.div_ceil(BLOCK) * each * 4)
+    };
+    let (q_scales, kv_scales) = (scales(q, 1), scales(k, 2));
+    Ok(Packed {
+        q: pack_one(pass, q, Operand::Queries, log2_scale as f32, &q_scales)?,
+        k: pack_one(pass, k, Operand::Keys, 1.0, &kv_scales)?,
+        v: pack_one(pass, v, Operand::Values, 1.0, &kv_scales)?,
+        q_scales,
+        kv_scales,
+    })
+}
+
+/// Two numbers of the view are one of its elements of 16 bits, as TMA copies them.
+fn pack_one(
+    pass: &Pass,
+    x: &TensorView,
+    operand: Operand,
+    factor: f32,
+    scales: &Handle,
+) -> Result<TensorView, KernelError> {
+    let client = pass.client;
+    let [batch, heads, seq, dim] = x.shape;
+    let blocks = seq.div_ceil(BLOCK);
+    let count = batch * heads * blocks;
+    let (rows, columns) = match operand {
+        Operand::Values => (blocks * dim, BLOCK / 2),
+        Operand::Queries | Operand::Keys => (seq, dim / 2),
+    };
+    let words = batch * heads * rows * columns / 2;
+    let bytes = client.empty(words * 4);
+    let each = match operand {
+        Operand::Queries => 1,
+        Operand::Keys | Operand::Values => 2,
+    };
+    // SAFETY: a unit reads rows that there are, and writes words of its own block. The buffers have the lengths they say (see `buffer`).
+    unsafe {
+        pack_block::launch_unchecked(
+            client,
+            spread(client, count as u64)?,
+            CubeDim::new_1d(UNITS as u32),
+            address_of(client, x.reach().max(words))?,
+            4,
+            row_tensor(x, 4),
+            buffer(&bytes, words),
+            buffer(scales, count * each),
+            factor,
+            blocks,
+            heads,
+            count,
+            operand,
+            dim,
+            pass.request.dtype,
+        );
+    }
+    Ok(TensorView {
+        handle: bytes,
+        shape: [batch, heads, rows, columns],
+        strides: [heads * rows * columns, rows * columns, columns, 1],
+    })
+}
+
+impl Packed {
+    /// The maps of the forward kernel.
+    pub fn maps(&self, tile: &Tile) -> QkvLaunch<TensorMap<u32, Tiled>> {
+        let element = ElemType::Float(FloatKind::BF16);
+        let map = |tensor, rows| tensor_map(tensor, rows, None, element);
+        let value_box = [tile.group / BLOCK * tile.value_dim, BLOCK / 2];
+        QkvLaunch::new(
+            map(&self.q, tile.a_group()),
+            map(&self.k, tile.group),
+            map_of(&self.v, value_box, None, element).with_swizzle(TensorMapSwizzle::B64),
+        )
+    }
+
+    /// What kernels get.
+    pub fn scales(&self) -> Fp8ScalesLaunch {
+        let blocks = |tensor: &TensorView| tensor.shape[2].div_ceil(BLOCK);
+        let scales = |handle, tensor: &TensorView, each| {
+            let [batch, heads, ..] = tensor.shape;
+            buffer(handle, batch * heads * blocks(tensor) * each)
+        };
+        Fp8ScalesLaunch::new(
+            scales(&self.q_scales, &self.q, 1),
+            scales(&self.kv_scales, &self.k, 2),
+            blocks(&self.q) as u32,
+            blocks(&self.k) as u32,
+        )
+    }
+}
+
+/// What a forward pass has of its tensors' scales, see `pack_block`.
+#[derive(CubeType, CubeLaunch)]
+pub struct Fp8Scales {
+    /// `[batch, heads, q_blocks]`
+    pub q: Box<[f32]>,
+    /// `[batch, heads of keys, kv_blocks, 2]`
+    pub kv: Box<[f32]>,
+    pub q_blocks: u32,
+    pub kv_blocks: u32,
+}
+
+/// The scales of a warpgroup's queries and of its head's keys and values.
+#[derive(CubeType, Clone, Copy)]
+pub struct WarpgroupScales {
+    q: f32,
+    kv: u64,
+    last: u32,
+}
+
+#[cube]
+impl WarpgroupScales {
+    /// Of the queries of warpgroup `group` of a tile, and of one of all heads of keys.
+    pub fn new(
+        of: &Fp8Scales,
+        plan: &PlanWords,
+        rows: u32,
+        group: u32,
+        head: u32,
+        kv_head: u32,
+        #[comptime] t: Tile,
+    ) -> WarpgroupScales {
+        let row = group * comptime!(BLOCK as u32);
+        let place = own_place(&plan.words[..], rows, row, comptime!(t.own_shape()));
+        // A tile may end behind the last query.
+        let block = min(place / comptime!(BLOCK as u32), of.q_blocks - 1);
+        let first = u64::cast_from(kv_head) * u64::cast_from(of.kv_blocks) * 8u64;
+        WarpgroupScales {
+            q: of.q[(head * of.q_blocks + block) as usize],
+            kv: global_address::<f32>(&of.kv[..]) + first,
+            last: of.kv_blocks - 1,
+        }
+    }
+
+    /// Of each [`BLOCK`] keys of a step, whose entries begin at word `entry`: the factor of products, and what is added to them.
+    pub fn of_step(&self, plan: &PlanWords, entry: usize, #[comptime] t: Tile) -> Array<f32> {
+        let mut factors = Array::<f32>::new(comptime!(t.cols / BLOCK * 2));
+        #[unroll]
+        for i in 0..comptime!(t.cols / BLOCK) {
+            let column = comptime!(i * BLOCK);
+            let word = entry + comptime!(column / t.group * t.entry_words());
+            let block = plan.words[word] * comptime!((t.group / BLOCK) as u32)
+                + comptime!((column % t.group / BLOCK) as u32);
+            let two = read_two(self.kv + u64::cast_from(min(block, self.last)) * 8u64);
+            factors[comptime!(2 * i)] = two.extract(0usize) * self.q;
+            factors[comptime!(2 * i + 1)] = two.extract(1usize);
+        }
+        factors
+    }
+}
+
+/// Weights as the left operand of a product in FP8, whose keys lie in the order of `pack_block`.
+#[cube]
+pub fn pack_weights<S: Size, P: Size>(s: Vector<f32, S>) -> Vector<u32, P> {
+    let mut p = Vector::<u32, P>::zeroed();
+    #[unroll]
+    for i in 0..P::value() {
+        let at = comptime!(i / 2 * 8 + i % 2 * 2);
+        p.insert(
+            i,
+            four_bytes(
+                s.extract(at),
+                s.extract(comptime!(at + 1)),
+                s.extract(comptime!(at + 4)),
+                s.extract(comptime!(at + 5)),
+            ),
+        );
+    }
+    p
+}

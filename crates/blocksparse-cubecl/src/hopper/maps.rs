@@ -1,0 +1,79 @@
+//! Maps of tensors, as TMA takes them.
+
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use crate::arch::sm90::ROW_ELEMENTS;
+use crate::call::TensorView;
+use blocksparse::Residue;
+
+/// A map of `[rows, pitch, 2]` numbers whose boxes have those of `group` places.
+pub fn stats_map(stats: &Handle, group: usize, rows: usize, pitch: usize) -> TensorMapArg<Tiled> {
+    let boxes = TiledArgs {
+        tile_size: [1, group * 2].into(),
+    };
+    let (strides, shape) = ([pitch * 2, 1].into(), [rows, pitch * 2].into());
+    // SAFETY: the stats have two numbers for each of `rows · pitch` places.
+    let stats = unsafe { TensorArg::from_raw_parts(stats.clone(), strides, shape) };
+    TensorMapArg::new(boxes, stats, ElemType::Float(FloatKind::F32))
+}
+
+/// A map whose boxes have `rows` rows of 64 columns.
+pub fn tensor_map(
+    tensor: &TensorView,
+    rows: usize,
+    residue: Option<Residue>,
+    dtype: ElemType,
+) -> TensorMapArg<Tiled> {
+    map_of(tensor, [rows, ROW_ELEMENTS], residue, dtype).with_swizzle(TensorMapSwizzle::B128)
+}
+
+/// A map whose boxes have these rows and columns, not swizzled.
+pub(super) fn map_of(
+    tensor: &TensorView,
+    [rows, columns]: [usize; 2],
+    residue: Option<Residue>,
+    dtype: ElemType,
+) -> TensorMapArg<Tiled> {
+    let [batch, heads, seq, dim] = tensor.shape;
+    let [batch_stride, head_stride, row_stride, _] = tensor.strides;
+    let (shape, mut strides, boxes) = match residue {
+        None => (
+            vec![batch, heads, seq, dim],
+            vec![batch_stride, head_stride, row_stride, 1],
+            vec![1, 1, rows, columns],
+        ),
+        Some(Residue { stride, .. }) => (
+            vec![batch, heads, stride, seq / stride, dim],
+            vec![
+                batch_stride,
+                head_stride,
+                row_stride,
+                row_stride * stride,
+                1,
+            ],
+            vec![1, 1, 1, rows, columns],
+        ),
+    };
+    // Strides of dimensions of length 1 are arbitrary, but a map's have to be multiples of 16 bytes.
+    for (stride, length) in strides.iter_mut().zip(&shape) {
+        if *length == 1 {
+            *stride = dim;
+        }
+    }
+    let last = strides.len() - 1;
+    strides[last] = 1;
+    // SAFETY: the view's shape and strides, whose elements its handle holds; classes are those of a sequence that the stride divides.
+    let tensor = unsafe {
+        TensorArg::from_raw_parts(
+            tensor.handle.clone(),
+            strides.as_slice().into(),
+            shape.as_slice().into(),
+        )
+    };
+    let boxes = TiledArgs {
+        tile_size: boxes.as_slice().into(),
+    };
+    TensorMapArg::new(boxes, tensor, dtype)
+}
