@@ -9,6 +9,7 @@ use blocksparse_bench::device::{self, empty, sync, upload, upload_ints};
 use blocksparse_bench::device_time::alone;
 use blocksparse_bench::numbers::{BF16, F32};
 use blocksparse_bench::runner::{Timing, write_json};
+use blocksparse_cubecl::KernelError;
 use burn_paged_attention::internal::kernels::{
     AppendShape, PagedBuffers, PagedPlan, PagedShape, append_quantized, append_rows,
     paged_attention,
@@ -139,7 +140,10 @@ fn shapes() -> Vec<Shape> {
 }
 
 /// A part of a choice.
-type Part<'a> = (&'static str, &'a (dyn Fn() -> Result<()> + Sync));
+type Part<'a> = (
+    &'static str,
+    &'a (dyn Fn() -> Result<(), KernelError> + Sync),
+);
 
 struct Bench {
     client: Client,
@@ -208,7 +212,7 @@ struct Call {
 }
 
 impl Call {
-    fn run(&self) -> Result<()> {
+    fn run(&self) -> Result<(), KernelError> {
         let buffers = PagedBuffers {
             q: &self.q,
             keys: &self.keys,
@@ -224,8 +228,7 @@ impl Call {
             lse: &self.lse,
         };
         let scale = 1.0 / (self.shape.widths[0] as f64).sqrt();
-        paged_attention(&self.client, &self.plan, &buffers, scale, None)?;
-        Ok(())
+        paged_attention(&self.client, &self.plan, &buffers, scale, None)
     }
 }
 
@@ -361,7 +364,7 @@ impl Bench {
             None => slots * shape.kv_heads * shape.width * 2 * 2,
             Some(_) => slots * shape.kv_heads * (shape.width * 2 + 8),
         };
-        let Some([one, many, replayed]) = self.medians(|| call.run())? else {
+        let Some([one, many, replayed]) = self.medians(|| Ok(call.run()?))? else {
             return Ok(());
         };
         let rate = bytes as f64 / replayed / 1e6;
@@ -433,7 +436,7 @@ impl Bench {
     fn parts(&mut self, name: &str, page: usize, parts: &[Part<'_>], bars: &str) -> Result<()> {
         let mut times = Vec::new();
         for (part, run) in parts {
-            let Some(medians) = self.medians(run)? else {
+            let Some(medians) = self.medians(|| Ok(run()?))? else {
                 continue;
             };
             self.row(

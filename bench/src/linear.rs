@@ -56,13 +56,7 @@ struct Args {
 }
 
 fn view(operand: &Operand) -> MatrixView {
-    MatrixView {
-        handle: operand.handle.clone(),
-        shape: operand.shape,
-        strides: operand.strides,
-        outer: [1, 0],
-        seq: None,
-    }
+    MatrixView::new(operand.handle.clone(), operand.shape, operand.strides)
 }
 
 /// The plan of a product that has so many better ones, if there is one.

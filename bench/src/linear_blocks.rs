@@ -158,35 +158,36 @@ impl Layer {
             ensure_written(name, numbers)?;
         }
         let (block, rounding) = (self.block, rounding_of(self.element));
-        let weight = |index: usize, row: usize, column: usize| {
+        let weight = &|index: usize, row: usize, column: usize| {
             let at = index * block * block + row * block + column;
             f64::from(rounded(self.weight[at], self.element))
         };
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         for _ in 0..300 {
             let row = rng.random_range(0..self.rows);
-            let output = rng.random_range(0..self.outputs);
-            let terms = (self.places.iter().enumerate())
-                .filter(|(_, (_, of))| *of as usize == output / block)
-                .flat_map(|(index, (input, _))| {
+            for (name, made, factor, width, is_forward) in [
+                ("y", &y, &self.x, self.outputs, true),
+                ("dx", &dx, &self.dy, self.inputs, false),
+            ] {
+                let at = rng.random_range(0..width);
+                let met = self.places.iter().enumerate().filter_map(|(index, place)| {
+                    let (from, to) = if is_forward {
+                        *place
+                    } else {
+                        (place.1, place.0)
+                    };
+                    (to as usize == at / block).then_some((index, from as usize))
+                });
+                let terms = met.flat_map(|(index, from)| {
                     (0..block).map(move |k| {
-                        let at = *input as usize * block + k;
-                        self.x.at([0, row, at]) * weight(index, k, output % block)
+                        let within = at % block;
+                        let (input, output) = if is_forward { (k, within) } else { (within, k) };
+                        factor.at([0, row, from * block + k]) * weight(index, input, output)
                     })
                 });
-            let got = y[row * self.outputs + output];
-            ensure_sum(format_args!("y[{row}, {output}]"), got, terms, rounding)?;
-            let input = rng.random_range(0..self.inputs);
-            let terms = (self.places.iter().enumerate())
-                .filter(|(_, (of, _))| *of as usize == input / block)
-                .flat_map(|(index, (_, output))| {
-                    (0..block).map(move |k| {
-                        let at = *output as usize * block + k;
-                        self.dy.at([0, row, at]) * weight(index, input % block, k)
-                    })
-                });
-            let got = dx[row * self.inputs + input];
-            ensure_sum(format_args!("dx[{row}, {input}]"), got, terms, rounding)?;
+                let what = format_args!("{name}[{row}, {at}]");
+                ensure_sum(what, made[row * width + at], terms, rounding)?;
+            }
             if numbers > 0 {
                 let at = rng.random_range(0..numbers);
                 let (index, within) = (at / (block * block), at % (block * block));

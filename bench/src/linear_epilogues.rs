@@ -8,7 +8,7 @@ use blocksparse_bench::operand::Operand;
 use blocksparse_bench::runner::Tally;
 use blocksparse_cubecl::rows::{ActivationKind, column_sums};
 use burn_fused_ops::kernels::linear::{
-    Epilogue, EpilogueTensors, HEAD, MatrixView, Order, ProductPlan, ProductRequest, multiply,
+    Epilogue, EpilogueTensors, HEAD, MatrixView, ProductPlan, ProductRequest, multiply,
 };
 use burn_fused_ops::kernels::rows::{
     ActivationBackward, HeadsPart, bias_activation, bias_activation_backward, split_heads,
@@ -40,18 +40,8 @@ struct Case {
 
 /// Why the device's tier has no epilogues, if it has none.
 pub(super) fn refused(bench: &Bench) -> Option<&'static str> {
-    let request = ProductRequest {
-        bf16: true,
-        batch: 1,
-        rows: 128,
-        cols: 128,
-        depth: 128,
-        orders: [Order::Depth, Order::Across],
-        wide: false,
-        parts: false,
-        epilogue: Epilogue::Activation(ActivationKind::GeluSigmoid),
-        by_heads: false,
-    };
+    let activation = Epilogue::Activation(ActivationKind::GeluSigmoid);
+    let request = ProductRequest::plain(true, [128; 3]).with(activation);
     ProductPlan::new(&bench.client, request).err()
 }
 
@@ -344,13 +334,8 @@ fn verify_heads(bench: &Bench, tally: &mut Tally) -> Result<()> {
             let numbers: Vec<f32> = (0..rows * width)
                 .map(|at| place(at / width, at % width))
                 .collect();
-            let rows_view = MatrixView {
-                handle: upload(client, &numbers, by_heads.element),
-                shape: [1, rows, width],
-                strides: [rows * width, width, 1],
-                outer: [1, 0],
-                seq: None,
-            };
+            let handle = upload(client, &numbers, by_heads.element);
+            let rows_view = MatrixView::new(handle, [1, rows, width], [rows * width, width, 1]);
             let heads_view = MatrixView::by_heads(by_heads.handle.clone(), [batch, heads, seq]);
             let depth = if transposed { rows } else { width };
             let right = [1, depth, cols];

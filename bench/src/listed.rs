@@ -282,14 +282,18 @@ impl Call {
         1.0 / (self.request.head_dim as f64).sqrt()
     }
 
+    /// Queries, keys and values, and what the forward pass writes.
+    fn tensors(&self) -> ([&TensorView; 3], Outputs<'_>) {
+        let ([q, k, v, _], [out, lse, ..]) = (&self.views, &self.results);
+        ([q, k, v], Outputs::new(out, lse))
+    }
+
     fn plan(&self, way: Way) -> Option<&Plan> {
         self.plans.iter().find(|plan| plan.way() == way)
     }
 
     fn forward(&self, plan: &Plan) -> Result<()> {
-        let [q, k, v, _] = &self.views;
-        let [out, lse, ..] = &self.results;
-        let (x, saved) = ([q, k, v], Outputs::new(out, lse));
+        let (x, saved) = self.tensors();
         let (client, blocks, scale) = (&self.client, &self.blocks, self.scale());
         match plan {
             Plan::Queries(mainloops) | Plan::Neighbours(mainloops) => {
@@ -315,30 +319,23 @@ impl Call {
 
     /// By blocks; with `carry` after what is in the results.
     fn forward_by_block(&self, plan: &ByBlock, carry: bool) -> Result<()> {
-        let [q, k, v, _] = &self.views;
-        let [out, lse, ..] = &self.results;
-        let lists = self.placed();
-        let (client, saved, scale) = (&self.client, Outputs::new(out, lse), self.scale());
-        forward_by_block(client, plan, [q, k, v], lists, saved, scale, carry)?;
+        let ((x, saved), lists) = (self.tensors(), self.placed());
+        forward_by_block(&self.client, plan, x, lists, saved, self.scale(), carry)?;
         Ok(())
     }
 
     /// Over one part of the lists, which the other one carries on.
     fn forward_in_parts(&self, mainloops: &Mainloops) -> Result<()> {
-        let [q, k, v, _] = &self.views;
-        let [out, lse, ..] = &self.results;
         for (part, carry) in self.parts.iter().zip([false, true]) {
-            let saved = Outputs::new(out, lse);
-            let (client, scale) = (&self.client, self.scale());
-            forward(client, mainloops, [q, k, v], part, saved, scale, carry)?;
+            let ((x, saved), client) = (self.tensors(), &self.client);
+            forward(client, mainloops, x, part, saved, self.scale(), carry)?;
         }
         Ok(())
     }
 
     fn backward(&self, plan: &Plan) -> Result<()> {
-        let [q, k, v, grad_out] = &self.views;
-        let [out, lse, dq, dk, dv] = &self.results;
-        let (x, saved) = ([q, k, v], Outputs::new(out, lse));
+        let ([.., grad_out], [.., dq, dk, dv]) = (&self.views, &self.results);
+        let (x, saved) = self.tensors();
         let (client, blocks, scale) = (&self.client, &self.blocks, self.scale());
         let by = OutputGrads {
             out: grad_out,

@@ -76,8 +76,24 @@ pub fn matrix(shape: &Shape) -> [usize; 2] {
 /// A contiguous tensor as the matrix of its rows.
 pub fn as_matrix(x: CubeTensor) -> CubeTensor {
     let [rows, width] = matrix(x.meta.shape());
-    let shape = Shape::new([rows, width]);
+    reshaped(x, Shape::new([rows, width]))
+}
+
+/// A contiguous tensor in another shape of as many elements.
+pub fn reshaped(x: CubeTensor, shape: Shape) -> CubeTensor {
     CubeTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
+}
+
+/// The tensor that lies in a contiguous one from an element on.
+pub fn part_of(all: &CubeTensor, start: usize, shape: Shape) -> CubeTensor {
+    let (count, size) = (all.meta.shape().num_elements(), all.dtype.size());
+    let rest = count - start - shape.num_elements();
+    let mut part = reshaped(all.clone(), shape);
+    if start + rest > 0 {
+        let handle = part.handle.offset_start((start * size) as u64);
+        part.handle = handle.offset_end((rest * size) as u64);
+    }
+    part
 }
 
 /// A contiguous tensor, if there is one.

@@ -69,11 +69,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
                 },
             )
         });
-        LinearOutput {
-            out: ThreeFloats::of_list(out),
-            rounded: OptFloat::None,
-            joined: OptFloat::None,
-        }
+        LinearOutput::new(ThreeFloats::of_list(out))
     }
 
     fn bias_activation(inputs: BiasedRows<Self>, activation: Activation) -> FloatTensor<Self> {

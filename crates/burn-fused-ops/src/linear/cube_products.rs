@@ -100,14 +100,7 @@ impl Products<CubeBackend> for Kernels {
         let matrix = into_contiguous(matrix);
         let [rows, width] = matrix.meta.shape().dims();
         let sums = empty(&matrix, [width], matrix.dtype);
-        let element = dtype_to_elem_type(matrix.dtype);
-        let result = column_sums(
-            &matrix.client,
-            (&matrix.handle, element),
-            [rows, width],
-            (&sums.handle, element),
-        );
-        match result {
+        match column_sums(&matrix.client, typed(&matrix), [rows, width], typed(&sums)) {
             Ok(()) => sums,
             Err(_) => <Primitives as Products<CubeBackend>>::sum_rows(matrix),
         }

@@ -10,8 +10,8 @@ use crate::kernels::few_rows::{FewRows, FewRowsPlan, FewRowsRequest, FewRowsWeig
 use crate::linear::activation::kernels::kind;
 use crate::linear::products::rounded;
 use crate::linear::values::{LinearCall, LinearForm, LinearInputs, LinearOutput};
-use burn_blocksparse::internal::cube::{contiguous, empty, typed};
-use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+use burn_blocksparse::internal::cube::{contiguous, empty, part_of, typed};
+use burn_blocksparse::internal::values::ThreeFloats;
 
 /// How a layer of `[rows, inputs]` and weights of these columns runs without a backward pass, if it has few rows.
 pub(crate) fn text(
@@ -112,34 +112,20 @@ pub(crate) fn forward(
         },
     );
     result.ok()?;
-    let of = |start: usize, shape: Shape| {
-        let rest = numbers - start - shape.num_elements();
-        let mut handle = all.handle.clone();
-        if start + rest > 0 {
-            handle = handle
-                .offset_start((start * bytes) as u64)
-                .offset_end((rest * bytes) as u64);
-        }
-        CubeTensor::new_contiguous(x.client.clone(), x.device.clone(), shape, handle, x.dtype)
-    };
     let out = match parts {
         Some(parts) => {
             let mut starts = starts.into_iter();
             parts.map(|part| {
                 let (start, (heads, dim)) = (starts.next()?, part?);
-                Some(of(start, Shape::new([rows, heads, 1, dim])))
+                Some(part_of(&all, start, Shape::new([rows, heads, 1, dim])))
             })
         }
         None => {
             let shape = leading.into_iter().chain([total]).collect::<Vec<_>>();
-            [Some(of(0, Shape::from(shape))), None, None]
+            [Some(part_of(&all, 0, Shape::from(shape))), None, None]
         }
     };
-    Some(LinearOutput {
-        out: ThreeFloats::of_list(out),
-        rounded: OptFloat::None,
-        joined: OptFloat::None,
-    })
+    Some(LinearOutput::new(ThreeFloats::of_list(out)))
 }
 
 /// A weight whose rows, or columns, are contiguous and begin at multiples of 16 bytes.

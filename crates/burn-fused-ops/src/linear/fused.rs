@@ -16,19 +16,13 @@ use crate::linear::values::{
     LinearTask, MlpOuterSaved, MlpOuterTask,
 };
 use crate::linear::wgmma;
-use burn_blocksparse::internal::cube::{as_matrix, contiguous, empty, typed};
+use burn_blocksparse::internal::cube::{as_matrix, contiguous, empty, reshaped, typed};
 use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
 
 /// As `[.., width]`.
 fn shaped(matrix: CubeTensor, like: &Shape) -> CubeTensor {
-    let width = matrix.meta.shape()[1];
-    CubeTensor::new_contiguous(
-        matrix.client,
-        matrix.device,
-        with_width(like, width),
-        matrix.handle,
-        matrix.dtype,
-    )
+    let shape = with_width(like, matrix.meta.shape()[1]);
+    reshaped(matrix, shape)
 }
 
 /// A product of a form of half-precision numbers that is not of rows; of x by heads in the product's dtype.

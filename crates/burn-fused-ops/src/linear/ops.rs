@@ -165,7 +165,7 @@ pub(crate) fn composed_forward<B: LinearOps, P: Products<B>>(
                 product::<B>(x.clone(), weight, call).out.into_one()
             };
             let gate = between::<B>(half(first), OptFloat::None, activation);
-            LinearOutput::one(B::float_mul(gate, half(second)))
+            LinearOutput::new(ThreeFloats::one(B::float_mul(gate, half(second))))
         }
         LinearForm::ToHeads(parts) => {
             let made = joined(x, weights);

@@ -119,12 +119,16 @@ pub(crate) fn outputs<B: Backend, P: Products<B>>(
     if [rows, inner, columns].contains(&0) {
         return zeros::<B>(&x, Shape::new([rows, columns]), dtype);
     }
-    let own = FloatDType::from(x.dtype());
-    let made = match dtype == own || dtype == accumulate_in(own) {
-        true => dtype,
-        false => own,
-    };
+    let made = made_in(dtype, x.dtype().into());
     rounded::<B>(P::product(x, weight, made), dtype)
+}
+
+/// What a product of numbers of a dtype is made in: that or the dtype of sums directly, so that nothing is rounded twice.
+pub(crate) fn made_in(wanted: FloatDType, own: FloatDType) -> FloatDType {
+    match wanted == accumulate_in(own) {
+        true => wanted,
+        false => own,
+    }
 }
 
 /// `grad · weightᵀ`, `[rows, out]` and `[in, out]`.
@@ -188,8 +192,9 @@ pub(crate) fn weight_gradient<B: Backend, P: Products<B>>(
 }
 
 /// `tensor` as a matrix of its last dimension's width.
-fn as_rows<B: Backend>(tensor: FloatTensor<B>, width: usize) -> FloatTensor<B> {
+pub(crate) fn as_rows<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
     let shape = tensor.shape();
+    let width = shape[shape.num_dims() - 1];
     let rows = shape.iter().rev().skip(1).product();
     B::float_reshape(tensor, Shape::new([rows, width]))
 }
@@ -234,10 +239,8 @@ pub(crate) fn forward<B: Backend, P: Products<B>>(
     dtype: FloatDType,
 ) -> LinearOutput<B> {
     let ([x, weight], [is_rounded, is_joined]) = factors::<B, P>(x, weights, dtype);
-    let [width, out_width] = weight.shape().dims();
-    let out_shape = with_width(&x.shape(), out_width);
-    let rows = as_rows::<B>(x.clone(), width);
-    let out = outputs::<B, P>(rows, weight.clone(), dtype);
+    let out_shape = with_width(&x.shape(), weight.shape()[1]);
+    let out = outputs::<B, P>(as_rows::<B>(x.clone()), weight.clone(), dtype);
     LinearOutput {
         out: ThreeFloats::one(B::float_reshape(out, out_shape)),
         rounded: is_rounded.then_some(x).into(),
@@ -251,18 +254,15 @@ pub(crate) fn backward<B: Backend, P: Products<B>>(
     task: LinearTask,
 ) -> LinearGrads<B> {
     let LinearSaved { x, weight, grad } = saved;
-    let widths = task
-        .weights
-        .map(|weight| weight.map_or(0, |(width, _)| width));
     let x_shape = with_width(&grad.shape(), task.inputs);
-    let grad = as_rows::<B>(grad, widths.iter().sum());
+    let grad = as_rows::<B>(grad);
     let by_x = task.x.zip(weight.into_option()).map(|(dtype, weight)| {
         let by_x = input_gradient::<B, P>(grad.clone(), weight, dtype);
         B::float_reshape(by_x, x_shape)
     });
     let mut by_weights = [const { None }; 3];
     if let Some(x) = x.into_option() {
-        let x = as_rows::<B>(x, task.inputs);
+        let x = as_rows::<B>(x);
         let all = || task.weights.iter().flatten();
         // One product, unless a part of it were for nobody.
         let mut joined = match all().all(|(_, dtype)| dtype.is_some()) {

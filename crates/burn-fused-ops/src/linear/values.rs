@@ -132,10 +132,10 @@ op_values! {
 }
 
 impl<B: Backend> LinearOutput<B> {
-    /// A result alone.
-    pub(crate) fn one(out: FloatTensor<B>) -> Self {
+    /// Results alone.
+    pub(crate) fn new(out: ThreeFloats<B>) -> Self {
         Self {
-            out: ThreeFloats::one(out),
+            out,
             rounded: OptFloat::None,
             joined: OptFloat::None,
         }
@@ -145,11 +145,7 @@ impl<B: Backend> LinearOutput<B> {
     pub(crate) fn of(self, call: LinearCall) -> Self {
         match call.for_backward {
             true => self,
-            false => Self {
-                rounded: OptFloat::None,
-                joined: OptFloat::None,
-                ..self
-            },
+            false => Self::new(self.out),
         }
     }
 }

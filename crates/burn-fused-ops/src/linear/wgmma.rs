@@ -3,7 +3,7 @@
 use crate::kernels::linear::available as is_available;
 use crate::kernels::linear::multiply as launch;
 use crate::kernels::linear::{
-    Epilogue, EpilogueTensors, HEAD, HEAD_ROWS, MatrixView, Order, ProductPlan, ProductRequest,
+    Epilogue, EpilogueTensors, HEAD, HEAD_ROWS, MatrixView, ProductPlan, ProductRequest,
 };
 use blocksparse_cubecl::rows::ActivationKind;
 use burn::backend::{DType, TensorMetadata};
@@ -12,7 +12,7 @@ use burn_cubecl::CubeDevice;
 use burn_cubecl::tensor::CubeTensor;
 
 use crate::linear::values::{HeadParts, MOST_PARTS};
-use burn_blocksparse::internal::cube::empty;
+use burn_blocksparse::internal::cube::{empty, part_of, reshaped};
 
 /// Returns whether a dtype of factors is bf16, and not f16.
 pub(crate) fn is_bf16(dtype: DType) -> Result<bool, String> {
@@ -144,14 +144,7 @@ pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Optio
     if a.shape[1] < SMALLEST || b.shape[2] < SMALLEST {
         return None;
     }
-    let out = plain(lhs, [&a, &b])?;
-    Some(CubeTensor::new_contiguous(
-        lhs.client.clone(),
-        lhs.device.clone(),
-        shape.clone(),
-        out.handle,
-        lhs.dtype,
-    ))
+    Some(reshaped(plain(lhs, [&a, &b])?, shape.clone()))
 }
 
 /// How a product of factors of one dtype runs; in f32 if it is `wide`.
@@ -232,27 +225,12 @@ pub(crate) fn by_heads(
         ..EpilogueTensors::default()
     };
     launch(&lhs.client, &plan, [a, b], &all.handle, &beside).ok()?;
-    let total: usize = ends.iter().sum();
     let mut start = 0;
-    let mut index = 0;
     Some(parts.map(|part| {
         let (heads, dim) = part?;
-        let length = ends[index];
-        index += 1;
-        let handle = match length == total {
-            true => all.handle.clone(),
-            false => (all.handle.clone())
-                .offset_start(start as u64)
-                .offset_end((total - start - length) as u64),
-        };
-        start += length;
-        Some(CubeTensor::new_contiguous(
-            lhs.client.clone(),
-            lhs.device.clone(),
-            Shape::new([batch, heads, seq, dim]),
-            handle,
-            lhs.dtype,
-        ))
+        let first = start;
+        start += batch * heads * seq * dim;
+        Some(part_of(&all, first, Shape::new([batch, heads, seq, dim])))
     }))
 }
 
@@ -268,9 +246,7 @@ pub(crate) fn activated(
     activation: ActivationKind,
     keep: bool,
 ) -> Option<[Option<CubeTensor>; 2]> {
-    if bias.is_some_and(|bias| bias.dtype != DType::F32) {
-        return None;
-    }
+    check_bias(bias.map(|bias| bias.dtype)).ok()?;
     let epilogue = Epilogue::Activation(activation);
     let [a, b] = [&view(lhs).ok()?, &view(rhs).ok()?];
     let plan = plan(lhs, [a, b], [false; 2], epilogue).ok()?;
@@ -305,9 +281,8 @@ pub(crate) fn through(
     activation: ActivationKind,
     [sums, again, in_place]: [bool; 3],
 ) -> Option<Through> {
-    if bias.is_some_and(|bias| bias.dtype != DType::F32) || hidden.dtype != grad.dtype {
-        return None;
-    }
+    check_bias(bias.map(|bias| bias.dtype)).ok()?;
+    (hidden.dtype == grad.dtype).then_some(())?;
     let [a, b] = [&view(grad).ok()?, &view(outer).ok()?.transposed()];
     let epilogue = Epilogue::Gradient { activation, sums };
     let plan = plan(grad, [a, b], [false; 2], epilogue).ok()?;
@@ -315,13 +290,7 @@ pub(crate) fn through(
     let made = || empty(grad, [rows, width], grad.dtype);
     let out = made();
     let active = again.then(|| match in_place {
-        true => CubeTensor::new_contiguous(
-            hidden.client.clone(),
-            hidden.device.clone(),
-            Shape::new([rows, width]),
-            hidden.handle.clone(),
-            hidden.dtype,
-        ),
+        true => reshaped(hidden.clone(), Shape::new([rows, width])),
         false => made(),
     });
     let totals = sums.then(|| empty(grad, [plan.total_rows(), width], DType::F32));
@@ -347,10 +316,16 @@ fn heads_epilogue(bias: Option<DType>, parts: HeadParts) -> Result<Epilogue, Str
     if dims.any(|dim| dim != first) {
         return Err("heads have several widths".to_owned());
     }
-    if bias.is_some_and(|dtype| dtype != DType::F32) {
-        return Err("the bias is not f32".to_owned());
-    }
+    check_bias(bias)?;
     Ok(Epilogue::Heads { dim: first })
+}
+
+/// That the kernel reads a bias of a dtype.
+fn check_bias(bias: Option<DType>) -> Result<(), &'static str> {
+    match bias.is_none_or(|dtype| dtype == DType::F32) {
+        true => Ok(()),
+        false => Err("the bias is not f32"),
+    }
 }
 
 /// `[batch, heads, seq, 64]`, contiguous, as a left factor.
@@ -382,18 +357,10 @@ fn request(dtype: DType, [rows, inputs, outputs]: [usize; 3]) -> Result<ProductR
             "wgmma reads rows of multiples of 8 numbers, not of {inputs}"
         ));
     }
-    Ok(ProductRequest {
-        bf16: is_bf16(dtype)?,
-        batch: 1,
-        rows,
-        cols: outputs,
-        depth: inputs,
-        orders: [Order::Depth, Order::Across],
-        wide: false,
-        parts: false,
-        epilogue: Epilogue::Plain,
-        by_heads: false,
-    })
+    Ok(ProductRequest::plain(
+        is_bf16(dtype)?,
+        [rows, outputs, inputs],
+    ))
 }
 
 fn planned(device: &CubeDevice, request: ProductRequest) -> Result<String, String> {
@@ -408,9 +375,7 @@ pub(crate) fn activated_text(
     bias: Option<DType>,
     activation: ActivationKind,
 ) -> Result<String, String> {
-    if bias.is_some_and(|dtype| dtype != DType::F32) {
-        return Err("the bias is not f32".to_owned());
-    }
+    check_bias(bias)?;
     let epilogue = Epilogue::Activation(activation);
     planned(device, request(dtype, lengths)?.with(epilogue))
 }

@@ -24,7 +24,7 @@ pub(crate) mod kernels {
     use crate::loss::values::{
         LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask, Reduction,
     };
-    use burn_blocksparse::internal::cube::{checked, contiguous, empty, uses_reference};
+    use burn_blocksparse::internal::cube::{checked, contiguous, empty, typed, uses_reference};
     use burn_blocksparse::internal::dtype::accumulate_in;
 
     fn kind(
@@ -179,13 +179,9 @@ pub(crate) mod kernels {
                 let tensor = tensor?;
                 let [rows, columns] = tensor.shape().dims();
                 let out = empty(&tensor, [rows, columns], dtype.into());
-                checked(scaled(
-                    &tensor.client,
-                    (&tensor.handle, dtype_to_elem_type(tensor.dtype)),
-                    [&factor.handle, &grad.handle],
-                    (&out.handle, dtype_to_elem_type(out.dtype)),
-                    rows * columns,
-                ));
+                let by = [&factor.handle, &grad.handle];
+                let (client, numbers) = (&tensor.client, rows * columns);
+                checked(scaled(client, typed(&tensor), by, typed(&out), numbers));
                 Some(out)
             };
             LossGrads {

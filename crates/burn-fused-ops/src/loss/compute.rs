@@ -330,27 +330,19 @@ impl<B: Backend> Losses<B> for PrimitiveLosses<B> {
             };
             return [losses, B::float_ones(one, &device, dtype)];
         }
-        let sums = self
-            .taken
-            .into_iter()
-            .fold(None, |sums: Option<[FloatTensor<B>; 2]>, taken| {
-                // As a row: a sum of all may add with atomics.
-                let taken = taken.map(|column| {
-                    let row = Shape::new([1, column.shape()[0]]);
-                    let sum = B::float_sum_dim(B::float_reshape(column, row), 1);
-                    B::float_reshape(sum, one.clone())
-                });
-                match sums {
-                    None => Some(taken),
-                    Some([losses, counted]) => {
-                        let [more, more_counted] = taken;
-                        Some([
-                            B::float_add(losses, more),
-                            B::float_add(counted, more_counted),
-                        ])
-                    }
-                }
-            });
+        // As a row: a sum of all may add with atomics.
+        let sum_of = |column: FloatTensor<B>| {
+            let row = Shape::new([1, column.shape()[0]]);
+            let sum = B::float_sum_dim(B::float_reshape(column, row), 1);
+            B::float_reshape(sum, one.clone())
+        };
+        let sums = self.taken.into_iter().map(|taken| taken.map(sum_of));
+        let sums = sums.reduce(|[losses, counted], [more, more_counted]| {
+            [
+                B::float_add(losses, more),
+                B::float_add(counted, more_counted),
+            ]
+        });
         let zeros = || B::float_zeros(one.clone(), &device, dtype);
         let [sum, counted] = sums.unwrap_or_else(|| [zeros(), zeros()]);
         let factor = match self.task.reduction {

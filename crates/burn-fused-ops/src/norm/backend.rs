@@ -20,7 +20,7 @@ mod kernels {
     };
     use crate::norm::{NormKind, reference};
     use burn_blocksparse::internal::cube::{
-        contiguous, filled, matrix, shaped, typed, uses_reference,
+        contiguous, filled, matrix, part_of, shaped, typed, uses_reference,
     };
     use burn_blocksparse::internal::dtype::accumulate_in;
     use burn_blocksparse::internal::values::OptFloat;
@@ -170,18 +170,18 @@ mod kernels {
             true => None,
             false => rows::residual_norm_backward(&like.client, [rows, width], &pass)?,
         };
-        let sums_type: DType = accumulate_in(call.stream).into();
+        let sums = sums.map(|sums| {
+            let (client, device) = (like.client.clone(), like.device.clone());
+            let dtype: DType = accumulate_in(call.stream).into();
+            let all = Shape::new([sums.pitch * wanted.iter().flatten().count()]);
+            let all = CubeTensor::new_contiguous(client, device, all, sums.handle, dtype);
+            (all, sums.pitch)
+        });
         let mut index = 0;
         let [bias, by_gamma, by_beta] = wanted.map(|dtype| {
-            let (dtype, sums) = (dtype?, sums.as_ref()?);
-            let bytes = (sums.pitch * sums_type.size()) as u64;
-            let (start, count) = (index * bytes, wanted.iter().flatten().count() as u64);
+            let (dtype, (all, pitch)) = (dtype?, sums.as_ref()?);
             index += 1;
-            let behind = count * bytes - start - (width * sums_type.size()) as u64;
-            let handle = sums.handle.clone().offset_start(start).offset_end(behind);
-            let (client, device) = (like.client.clone(), like.device.clone());
-            let sum =
-                CubeTensor::new_contiguous(client, device, Shape::new([width]), handle, sums_type);
+            let sum = part_of(all, (index - 1) * pitch, Shape::new([width]));
             Some(cast(sum, dtype.into()))
         });
         // What was not used has no gradient but 0.

@@ -307,23 +307,16 @@ fn check<const D: usize>(
         )?;
     }
     let rows = [
-        (
-            "bias's shape",
-            "bias's device",
-            branch.and_then(|branch| branch.bias.as_ref()),
-        ),
-        (
-            "gamma's shape",
-            "gamma's device",
-            params.map(|params| &params.gamma),
-        ),
-        (
-            "beta's shape",
-            "beta's device",
-            params.and_then(|params| params.beta.as_ref()),
-        ),
+        branch.and_then(|branch| branch.bias.as_ref()),
+        params.map(|params| &params.gamma),
+        params.and_then(|params| params.beta.as_ref()),
     ];
-    for (shape, at, row) in rows {
+    let names = [
+        ["bias's shape", "bias's device"],
+        ["gamma's shape", "gamma's device"],
+        ["beta's shape", "beta's device"],
+    ];
+    for ([shape, at], row) in names.into_iter().zip(rows) {
         let Some(row) = row else { continue };
         OpError::expect_same(shape, [width], "the stream's width", row.dims())?;
         same_device(at, &device, "the stream's", &row.device())?;

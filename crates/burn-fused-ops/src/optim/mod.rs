@@ -247,15 +247,11 @@ impl FusedAdamW {
             ..
         } = self.config;
         let numbers = AdamWHyper::new([beta_1, beta_2], epsilon, weight_decay);
-        let mut groups: Vec<((usize, DType), Vec<usize>)> = Vec::new();
-        for (index, held) in held.iter().enumerate() {
-            let Some(held) = held else { continue };
-            let key = (held.time, held.moments_dtype);
-            match groups.iter_mut().find(|(other, _)| *other == key) {
-                Some((_, group)) => group.push(index),
-                None => groups.push((key, vec![index])),
-            }
-        }
+        let keys = held.iter().map(|held| {
+            let held = held.as_ref()?;
+            Some((held.time, held.moments_dtype))
+        });
+        let groups = grouped(keys);
         let mut held = held;
         for ((time, dtype), group) in groups {
             let control = numbers_of(Some(time), dtype);
@@ -376,13 +372,10 @@ pub fn clip_gradients<M: Module>(
     let factor = Tensor::<1>::from_dispatch(clip.factor);
     let mut scaled: Vec<Option<DispatchTensor>> = vec![None; replace.tensors.len()];
     let mut tensors: Vec<Option<DispatchTensor>> = replace.tensors.drain(..).map(Some).collect();
-    for dtype in [DType::F32, DType::F64] {
-        let of_dtype: Vec<usize> = (0..tensors.len())
-            .filter(|&index| {
-                let tensor = tensors[index].as_ref();
-                tensor.is_some_and(|tensor| sums_of(tensor.dtype()) == dtype)
-            })
-            .collect();
+    let dtypes = tensors
+        .iter()
+        .map(|tensor| Some(sums_of(tensor.as_ref()?.dtype())));
+    for (dtype, of_dtype) in grouped(dtypes) {
         for part in of_dtype.chunks(MOST_TENSORS) {
             let list = part.iter().filter_map(|&index| tensors[index].take());
             let list = TensorList::new(list.collect::<Vec<_>>());
@@ -425,6 +418,19 @@ pub fn concat(tensors: Vec<Tensor<1>>) -> Result<Tensor<1>, OpError> {
         first += length;
     }
     Ok(Tensor::from_dispatch(output))
+}
+
+/// The places of each key, in the order in which keys come.
+fn grouped<K: PartialEq>(keys: impl Iterator<Item = Option<K>>) -> Vec<(K, Vec<usize>)> {
+    let mut groups: Vec<(K, Vec<usize>)> = Vec::new();
+    for (index, key) in keys.enumerate() {
+        let Some(key) = key else { continue };
+        match groups.iter_mut().find(|(other, _)| *other == key) {
+            Some((_, group)) => group.push(index),
+            None => groups.push((key, vec![index])),
+        }
+    }
+    groups
 }
 
 /// The norm of tensors together, and the factor that clips it to `limit`.

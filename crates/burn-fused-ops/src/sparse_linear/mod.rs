@@ -15,7 +15,7 @@ use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Tensor};
 
 use crate::linear::activation::{Activation, bias_activation};
-use crate::linear::supported;
+use crate::linear::{check_bias, supported};
 use crate::sparse_linear::ops::BlockSparseLinearOps;
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
@@ -136,41 +136,19 @@ fn check<const D: usize>(
 ) -> Result<FloatDType, OpError> {
     let device = x.device();
     served(&device)?;
-    let equal = |argument, expected: usize, whose: &str, got: usize| match expected == got {
-        true => Ok(()),
-        false => {
-            let expected = format!("{expected}, {whose}");
-            Err(OpError::argument(argument, expected, got))
-        }
-    };
-    let width = x.dims()[D - 1];
-    equal(
-        "x's last dimension",
-        layout.inputs(),
-        "the layout's inputs",
-        width,
-    )?;
+    let (width, [inputs, outputs]) = (x.dims()[D - 1], [layout.inputs(), layout.outputs()]);
+    blocksparse::ensure! { OpError; width == inputs => "x's last dimension", format!("{inputs}, the layout's inputs"), width; }
     let shape = weight.dims();
     OpError::expect_same("weight's shape", layout.shape(), "the layout's", shape)?;
     same_device("weight's device", &device, "x's", &weight.device())?;
-    if let Some(bias) = &options.bias {
-        let [length] = bias.dims();
-        equal(
-            "bias's length",
-            layout.outputs(),
-            "the layout's outputs",
-            length,
-        )?;
-        same_device("bias's device", &device, "x's", &bias.device())?;
-    }
+    check_bias(
+        options.bias.as_ref(),
+        (outputs, "the layout's outputs"),
+        &device,
+    )?;
     if let Some(gates) = &options.gates {
-        let [length] = gates.dims();
-        equal(
-            "gates's length",
-            layout.len(),
-            "the layout's blocks",
-            length,
-        )?;
+        let ([length], blocks) = (gates.dims(), layout.len());
+        blocksparse::ensure! { OpError; length == blocks => "gates's length", format!("{blocks}, the layout's blocks"), length; }
         OpError::expect_same("gates's dtype", weight.dtype(), "weight's", gates.dtype())?;
         same_device("gates's device", &device, "x's", &gates.device())?;
     }

@@ -9,7 +9,7 @@ use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::{FloatDType, Shape, TensorData};
 
-use crate::linear::products::{Products, groups, rounded, with_width};
+use crate::linear::products::{Products, as_rows, groups, made_in, rounded, with_width};
 use crate::sparse_linear::values::{
     Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
@@ -258,29 +258,15 @@ fn indices<B: Backend>(
     B::int_from_data(TensorData::new(indices, [length]), &like.device())
 }
 
-/// One of the products in any dtype. That of its factors and that of sums are made directly, so that nothing is rounded twice.
+/// One of the products in any dtype.
 fn product<B: Backend, S: SparseProducts<B>>(
     pass: Pass,
     factors: [FloatTensor<B>; 2],
     call: &SparseLinearCall,
 ) -> FloatTensor<B> {
-    let own = FloatDType::from(factors[0].dtype());
-    let made = match call.dtype == own || call.dtype == accumulate_in(own) {
-        true => call.dtype,
-        false => own,
-    };
-    rounded::<B>(
-        S::sparse_product(pass, factors, &call.layout, made),
-        call.dtype,
-    )
-}
-
-/// `tensor` as a matrix of its last dimension's width.
-fn as_rows<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
-    let shape = tensor.shape();
-    let width = shape[shape.num_dims() - 1];
-    let rows = shape.iter().rev().skip(1).product();
-    B::float_reshape(tensor, Shape::new([rows, width]))
+    let made = made_in(call.dtype, factors[0].dtype().into());
+    let product = S::sparse_product(pass, factors, &call.layout, made);
+    rounded::<B>(product, call.dtype)
 }
 
 /// `x · W`, rounded to the product's dtype before.

@@ -13,7 +13,7 @@ use burn_cubecl::tensor::CubeTensor;
 
 use crate::linear::wgmma as dense;
 use crate::sparse_linear::values::Pass;
-use burn_blocksparse::internal::cube::{empty, typed};
+use burn_blocksparse::internal::cube::{empty, reshaped, typed};
 
 /// Parts of the rows that add up to a gradient, `[parts, numbers]`: `[numbers]`.
 fn sum(parts: &CubeTensor) -> Option<CubeTensor> {
@@ -30,18 +30,6 @@ fn sum(parts: &CubeTensor) -> Option<CubeTensor> {
         .then_some(out)
 }
 
-/// The same buffer with another shape of as many numbers.
-fn shaped<const D: usize>(tensor: CubeTensor, shape: [usize; D]) -> CubeTensor {
-    let CubeTensor {
-        client,
-        device,
-        handle,
-        dtype,
-        ..
-    } = tensor;
-    CubeTensor::new_contiguous(client, device, shape.into(), handle, dtype)
-}
-
 /// `x · W` or `dy · Wᵀ`, of x or dy and the weight.
 fn multiplied(
     direction: Direction,
@@ -51,21 +39,15 @@ fn multiplied(
     let client = &x.client;
     let [rows, _] = x.meta.shape().dims();
     let weight = into_contiguous(weight.clone());
-    let (product, widths) = match direction {
-        Direction::Forward => (BlockProduct::Forward, tables.widths()),
-        Direction::Backward => (BlockProduct::Backward, {
-            let [inputs, outputs] = tables.widths();
-            [outputs, inputs]
-        }),
-    };
-    if !tables.is_gathered(product) {
+    let [_, width] = tables.ends(direction);
+    if !tables.is_gathered(direction) {
         let whole = empty(x, tables.widths(), x.dtype);
         dense_of_blocks(client, tables, typed(&weight), typed(&whole)).ok()?;
         let whole = match direction {
             Direction::Forward => whole,
             Direction::Backward => dense::swapped(whole),
         };
-        let out = empty(x, [rows, widths[1]], x.dtype);
+        let out = empty(x, [rows, width], x.dtype);
         return dense::multiply(x, &whole, &out).map(|()| out);
     }
     let plan = BlockProductPlan::new(
@@ -78,7 +60,7 @@ fn multiplied(
     .ok()?;
     let view = dense::view(x).ok()?;
     let packed = empty(x, [tables.packed_elements(direction)], x.dtype);
-    let out = empty(x, [rows, widths[1]], x.dtype);
+    let out = empty(x, [rows, width], x.dtype);
     pack_blocks(client, tables, direction, typed(&weight), typed(&packed)).ok()?;
     (multiply_blocks(
         client,
@@ -100,7 +82,7 @@ fn gradient([x, dy]: [&CubeTensor; 2], tables: &BlockTables) -> Option<CubeTenso
     if !tables.is_gathered(BlockProduct::Weight) {
         let parts = dense::parts(&dense::swapped(x.clone()), dy)?;
         let [count, inputs, outputs] = parts.meta.shape().dims();
-        let whole = sum(&shaped(parts, [count, inputs * outputs]))?;
+        let whole = sum(&reshaped(parts, [count, inputs * outputs].into()))?;
         let out = empty(x, [tables.elements()], DType::F32);
         blocks_of_dense(client, tables, typed(&whole), typed(&out)).ok()?;
         return Some(out);
@@ -137,7 +119,9 @@ pub(crate) fn product(
     match pass {
         Pass::Forward => multiplied(Direction::Forward, factors, &tables),
         Pass::Input => multiplied(Direction::Backward, factors, &tables),
-        Pass::Weight => gradient(factors, &tables).map(|made| shaped(made, layout.shape())),
+        Pass::Weight => {
+            gradient(factors, &tables).map(|made| reshaped(made, layout.shape().into()))
+        }
     }
 }
 
@@ -154,24 +138,18 @@ pub(crate) fn text(
     }
     let client = device.client();
     let tables = BlockTables::of(&client, layout)?;
-    let gathered = |direction| BlockProductPlan::new(&client, &tables, direction, bf16, rows);
-    let [inputs, outputs] = tables.widths();
     let zeros = "a dense weight with zeros";
-    let by = |product, [inputs, outputs]: [usize; 2], direction| -> Result<String, String> {
-        match tables.is_gathered(product) {
-            true => Ok(gathered(direction)?.to_string()),
+    let by = |direction| -> Result<String, String> {
+        let [inputs, outputs] = tables.ends(direction);
+        match tables.is_gathered(direction) {
+            true => Ok(BlockProductPlan::new(&client, &tables, direction, bf16, rows)?.to_string()),
             false => Ok(format!(
                 "{zeros}, {}",
                 dense::text(device, dtype, [rows, inputs, outputs])?
             )),
         }
     };
-    let forward = by(BlockProduct::Forward, [inputs, outputs], Direction::Forward)?;
-    let backward = by(
-        BlockProduct::Backward,
-        [outputs, inputs],
-        Direction::Backward,
-    )?;
+    let (forward, backward) = (by(Direction::Forward)?, by(Direction::Backward)?);
     let weight = match tables.is_gathered(BlockProduct::Weight) {
         true => BlockGradientPlan::new(&client, &tables, bf16, rows)?.to_string(),
         false => zeros.to_owned(),

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-use super::{Answer, SUCCESS};
+use super::{Answer, SUCCESS, answer};
 
 const NAME: &[u8] = b"NVIDIA H200 (interpreted)\0";
 const MEMORY: usize = 16 << 30;
@@ -39,134 +39,47 @@ const ATTRIBUTES: [(c_int, c_int); 19] = [
     (76, 0),
 ];
 
-macro_rules! succeeding {
-    ($($name:ident($($argument:ident: $kind:ty),*);)*) => {
-        $(
-            #[unsafe(no_mangle)]
-            extern "C" fn $name($($argument: $kind),*) -> Answer {
-                SUCCESS
-            }
-        )*
-    };
-}
-
-succeeding! {
-    cuInit(_flags: u32);
-    cuCtxSetCurrent(_context: *mut c_void);
-    cuCtxSynchronize();
-    cuCtxPushCurrent_v2(_context: *mut c_void);
-    cuCtxPopCurrent_v2(_context: *mut *mut c_void);
-    cuDevicePrimaryCtxRelease_v2(_device: c_int);
-}
-
-/// # Safety
-///
-/// `to` can be written.
-unsafe fn answer<T>(to: *mut T, value: T) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { to.write(value) };
-    SUCCESS
-}
-
-macro_rules! answering {
-    ($($name:ident($to:ident: $kind:ty $(, $argument:ident: $other:ty)*) = $value:expr;)*) => {
-        $(
-            /// # Safety
-            ///
-            /// The place of the answer can be written.
-            #[unsafe(no_mangle)]
-            unsafe extern "C" fn $name($to: *mut $kind $(, $argument: $other)*) -> Answer {
-                // SAFETY: as the caller promises.
-                unsafe { answer($to, $value) }
-            }
-        )*
-    };
-}
-
 answering! {
-    cuDriverGetVersion(version: c_int) = VERSION;
-    cuDeviceGetCount(count: c_int) = 1;
-    cuDeviceGet(device: c_int, _ordinal: c_int) = 0;
-    cuDeviceTotalMem_v2(bytes: usize, _device: c_int) = MEMORY;
-    cuDevicePrimaryCtxRetain(context: *mut c_void, _device: c_int) = std::ptr::dangling_mut();
-    cuCtxGetCurrent(context: *mut c_void) = std::ptr::dangling_mut();
-    cuCtxGetDevice(device: c_int) = 0;
-    cuDeviceGetAttribute(value: c_int, attribute: c_int, _device: c_int) =
-        ATTRIBUTES.iter().find(|(known, _)| *known == attribute).map_or(1, |&(_, value)| value);
-    cuDeviceGetUuid_v2(uuid: [u8; 16], _device: c_int) = *b"interpreted H200";
+    cuInit(_flags: u32) = SUCCESS;
+    cuCtxSetCurrent(_context: *mut c_void) = SUCCESS;
+    cuCtxSynchronize() = SUCCESS;
+    cuCtxPushCurrent_v2(_context: *mut c_void) = SUCCESS;
+    cuCtxPopCurrent_v2(_context: *mut *mut c_void) = SUCCESS;
+    cuDevicePrimaryCtxRelease_v2(_device: c_int) = SUCCESS;
+    cuDriverGetVersion(version: *mut c_int) = answer(version, VERSION);
+    cuDeviceGetCount(count: *mut c_int) = answer(count, 1);
+    cuDeviceGet(device: *mut c_int, _ordinal: c_int) = answer(device, 0);
+    cuDeviceTotalMem_v2(bytes: *mut usize, _device: c_int) = answer(bytes, MEMORY);
+    cuDevicePrimaryCtxRetain(context: *mut *mut c_void, _device: c_int) =
+        answer(context, std::ptr::dangling_mut());
+    cuCtxGetCurrent(context: *mut *mut c_void) = answer(context, std::ptr::dangling_mut());
+    cuCtxGetDevice(device: *mut c_int) = answer(device, 0);
+    cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) = {
+        let known = ATTRIBUTES.iter().find(|(known, _)| *known == attribute);
+        answer(value, known.map_or(1, |&(_, value)| value))
+    };
+    cuDeviceGetUuid_v2(uuid: *mut [u8; 16], _device: c_int) = answer(uuid, *b"interpreted H200");
+    cuMemGetInfo_v2(free: *mut usize, total: *mut usize) =
+        answer(free, MEMORY).max(answer(total, MEMORY));
+    cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) =
+        answer(least, 0).max(answer(greatest, 0));
+    cuDeviceGetName(name: *mut c_char, length: c_int, _device: c_int) = text(name, length, NAME);
+    cuDeviceGetPCIBusId(id: *mut c_char, length: c_int, _device: c_int) =
+        text(id, length, b"0000:00:00.0\0");
+    cuDeviceGetLuid(id: *mut [u8; 8], mask: *mut u32, _device: c_int) =
+        answer(id, [1; 8]).max(answer(mask, 1));
+    cuGetErrorName(error: Answer, name: *mut *const c_char) = answer(name, described(error));
+    cuGetErrorString(error: Answer, text: *mut *const c_char) = answer(text, described(error));
 }
 
 /// # Safety
 ///
-/// The places can be written.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { answer(free, MEMORY).max(answer(total, MEMORY)) }
-}
-
-/// # Safety
-///
-/// The places can be written.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuCtxGetStreamPriorityRange(
-    least: *mut c_int,
-    greatest: *mut c_int,
-) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { answer(least, 0).max(answer(greatest, 0)) }
-}
-
-/// # Safety
-///
-/// `length` bytes can be written at `name`.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, length: c_int, _device: c_int) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { text(name, length, NAME) }
-}
-
-/// # Safety
-///
-/// `length` bytes can be written at `id`.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetPCIBusId(id: *mut c_char, length: c_int, _device: c_int) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { text(id, length, b"0000:00:00.0\0") }
-}
-
-/// # Safety
-///
-/// Eight bytes and a mask can be written.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuDeviceGetLuid(id: *mut [u8; 8], mask: *mut u32, _device: c_int) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { answer(id, [1; 8]).max(answer(mask, 1)) }
-}
-
+/// `length` bytes can be written there.
 unsafe fn text(to: *mut c_char, length: c_int, from: &[u8]) -> Answer {
     let count = from.len().min(usize::try_from(length).unwrap_or(0));
     // SAFETY: as the caller promises.
     unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().cast(), to, count) };
     SUCCESS
-}
-
-/// # Safety
-///
-/// The place of the answer can be written.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuGetErrorName(error: Answer, name: *mut *const c_char) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { answer(name, described(error)) }
-}
-
-/// # Safety
-///
-/// The place of the answer can be written.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuGetErrorString(error: Answer, text: *mut *const c_char) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { answer(text, described(error)) }
 }
 
 fn described(error: Answer) -> *const c_char {

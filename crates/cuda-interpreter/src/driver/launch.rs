@@ -62,10 +62,10 @@ fn keep(text: &str, module: &Module) {
     }
 }
 
-/// A module stays where it is, since functions of it may.
-#[unsafe(no_mangle)]
-extern "C" fn cuModuleUnload(_module: *mut c_void) -> Answer {
-    SUCCESS
+answering! {
+    // A module stays where it is, since functions of it may.
+    cuModuleUnload(_module: *mut c_void) = SUCCESS;
+    cuFuncSetAttribute(_function: *mut c_void, _attribute: c_int, _value: c_int) = SUCCESS;
 }
 
 /// # Safety
@@ -99,15 +99,6 @@ unsafe extern "C" fn cuModuleGetFunction(
         }
         None => NOT_FOUND,
     }
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuFuncSetAttribute(
-    _function: *mut c_void,
-    _attribute: c_int,
-    _value: c_int,
-) -> Answer {
-    SUCCESS
 }
 
 fn settings() -> Settings {
@@ -146,11 +137,9 @@ unsafe extern "C" fn cuLaunchKernel(
     if !extra.is_null() {
         return INVALID_VALUE;
     }
+    let cubes = [cubes_x, cubes_y, cubes_z];
+    let threads = [threads_x, threads_y, threads_z];
     if listed::is_on() {
-        let (cubes, threads) = (
-            [cubes_x, cubes_y, cubes_z],
-            [threads_x, threads_y, threads_z],
-        );
         // SAFETY: as the caller promises, and a function is its name.
         let name = unsafe { CStr::from_ptr(function.cast_const().cast()) };
         listed::launch(name, cubes, threads, shared_bytes);
@@ -181,8 +170,8 @@ unsafe extern "C" fn cuLaunchKernel(
     });
     let launch = Launch {
         kernel,
-        cubes: [cubes_x, cubes_y, cubes_z],
-        threads: [threads_x, threads_y, threads_z],
+        cubes,
+        threads,
         dynamic_shared: shared_bytes as usize,
         parameters: held,
         regions: &regions(arrays),

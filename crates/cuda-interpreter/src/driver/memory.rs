@@ -62,78 +62,32 @@ fn free(address: u64) -> Answer {
 
 /// # Safety
 ///
-/// The place of the answer can be written.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemAlloc_v2(to: *mut u64, bytes: usize) -> Answer {
+/// So many bytes can be read and written.
+unsafe fn copy(to: u64, from: u64, bytes: usize) -> Answer {
     // SAFETY: as the caller promises.
-    unsafe { allocate(to, bytes) }
+    unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
+    SUCCESS
 }
 
-/// # Safety
-///
-/// The place of the answer can be written.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemAllocAsync(to: *mut u64, bytes: usize, _stream: *mut c_void) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { allocate(to, bytes) }
-}
-
-/// # Safety
-///
-/// The place of the answer can be written.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemAllocHost_v2(to: *mut u64, bytes: usize) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { allocate(to, bytes) }
-}
-
-/// # Safety
-///
-/// The place of the answer can be written.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemHostAlloc(to: *mut u64, bytes: usize, _flags: u32) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { allocate(to, bytes) }
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemFree_v2(address: u64) -> Answer {
-    free(address)
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemFreeAsync(address: u64, _stream: *mut c_void) -> Answer {
-    free(address)
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn cuMemFreeHost(address: u64) -> Answer {
-    free(address)
-}
-
-macro_rules! copies {
-    ($($name:ident($to:ty, $from:ty $(, $stream:ident)?);)*) => {
-        $(
-            /// # Safety
-            ///
-            /// So many bytes can be read and written.
-            #[unsafe(no_mangle)]
-            unsafe extern "C" fn $name(to: $to, from: $from, bytes: usize $(, $stream: *mut c_void)?) -> Answer {
-                // SAFETY: as the caller promises.
-                unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
-                SUCCESS
-            }
-        )*
+answering! {
+    cuMemAlloc_v2(to: *mut u64, bytes: usize) = allocate(to, bytes);
+    cuMemAllocAsync(to: *mut u64, bytes: usize, _stream: *mut c_void) = allocate(to, bytes);
+    cuMemAllocHost_v2(to: *mut u64, bytes: usize) = allocate(to, bytes);
+    cuMemHostAlloc(to: *mut u64, bytes: usize, _flags: u32) = allocate(to, bytes);
+    cuMemFree_v2(address: u64) = free(address);
+    cuMemFreeAsync(address: u64, _stream: *mut c_void) = free(address);
+    cuMemFreeHost(address: u64) = free(address);
+    // Addresses of the host and of the device are of one kind.
+    cuMemcpyHtoD_v2(to: u64, from: u64, bytes: usize) = copy(to, from, bytes);
+    cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) = copy(to, from, bytes);
+    cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) = copy(to, from, bytes);
+    cuMemcpyHtoDAsync_v2(to: u64, from: u64, bytes: usize, _stream: *mut c_void) = copy(to, from, bytes);
+    cuMemcpyDtoHAsync_v2(to: u64, from: u64, bytes: usize, _stream: *mut c_void) = copy(to, from, bytes);
+    cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, _stream: *mut c_void) = copy(to, from, bytes);
+    cuMemsetD8Async(to: *mut u8, value: u8, bytes: usize, _stream: *mut c_void) = {
+        to.write_bytes(value, bytes);
+        SUCCESS
     };
-}
-
-copies! {
-    cuMemcpyHtoD_v2(u64, *const c_void);
-    cuMemcpyDtoH_v2(*mut c_void, u64);
-    cuMemcpyDtoD_v2(u64, u64);
-    cuMemcpyHtoDAsync_v2(u64, *const c_void, _stream);
-    cuMemcpyDtoHAsync_v2(*mut c_void, u64, _stream);
-    cuMemcpyDtoDAsync_v2(u64, u64, _stream);
 }
 
 /// `CUDA_MEMCPY2D`: places in bytes and lines, of the host, a device or an array.
@@ -179,20 +133,5 @@ unsafe extern "C" fn cuMemcpy2DAsync_v2(copy: *const Rectangle, _stream: *mut c_
         // SAFETY: as the caller promises.
         unsafe { std::ptr::copy(copy.from.line(line), copy.to.line(line), copy.width) };
     }
-    SUCCESS
-}
-
-/// # Safety
-///
-/// So many bytes can be written.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn cuMemsetD8Async(
-    to: u64,
-    value: u8,
-    bytes: usize,
-    _stream: *mut c_void,
-) -> Answer {
-    // SAFETY: as the caller promises.
-    unsafe { (to as *mut u8).write_bytes(value, bytes) };
     SUCCESS
 }

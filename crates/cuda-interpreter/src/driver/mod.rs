@@ -3,6 +3,23 @@
 //! Results are `CUresult`: 0 for success. What a function cannot do it refuses with 801 (not supported), and what is
 //! wrong with a module or a launch goes to standard error.
 
+/// Functions of `libcuda` that only answer.
+macro_rules! answering {
+    ($($name:ident($($argument:ident: $kind:ty),*) = $answer:expr;)*) => {
+        $(
+            /// # Safety
+            ///
+            /// Pointers reach what CUDA's documentation of the function says.
+            #[unsafe(no_mangle)]
+            #[allow(unused_unsafe, reason = "some answer without looking at their arguments")]
+            unsafe extern "C" fn $name($($argument: $kind),*) -> Answer {
+                // SAFETY: as the caller promises.
+                unsafe { $answer }
+            }
+        )*
+    };
+}
+
 mod device;
 mod launch;
 mod listed;
@@ -20,3 +37,12 @@ const INVALID_PTX: Answer = 218;
 const NOT_FOUND: Answer = 500;
 const LAUNCH_FAILED: Answer = 719;
 const NOT_SUPPORTED: Answer = 801;
+
+/// # Safety
+///
+/// `to` can be written.
+unsafe fn answer<T>(to: *mut T, value: T) -> Answer {
+    // SAFETY: as the caller promises.
+    unsafe { to.write(value) };
+    SUCCESS
+}

@@ -1,6 +1,7 @@
 //! What the warps of a cube share.
 
 use super::counted::Counted;
+use super::launch::Launch;
 use super::memory::{check_alignment, part, read, write};
 use super::pending::Pending;
 use super::races::{Meeting, Races};
@@ -21,7 +22,8 @@ struct Named {
     any: [bool; 2],
 }
 
-pub struct Cube {
+pub struct Cube<'a> {
+    pub launch: &'a Launch<'a>,
     pub index: [u32; 3],
     pub shared: Vec<u8>,
     /// Bulk copies that are under way.
@@ -35,17 +37,28 @@ pub struct Cube {
     named: [Named; BARRIERS],
 }
 
-impl Cube {
+impl<'a> Cube<'a> {
     /// Nothing is known of what shared memory holds at first: here it is NaN in every float.
-    pub fn new(index: [u32; 3], shared_bytes: usize, threads: u32) -> Self {
+    pub fn new(launch: &'a Launch<'a>, index: [u32; 3], watches_races: bool) -> Self {
+        let threads: u32 = launch.threads.iter().product();
+        let shared_bytes = launch.kernel.static_shared + launch.dynamic_shared;
+        let races = || Box::new(Races::new(threads.div_ceil(32) as usize, shared_bytes));
         Self {
+            launch,
             index,
             shared: vec![0xff; shared_bytes],
             pending: Vec::new(),
             alive: threads,
             events: 0,
-            races: None,
+            races: watches_races.then(races),
             named: [Named::default(); BARRIERS],
+        }
+    }
+
+    /// Tells who watches for races, if anybody does.
+    pub fn watched(&mut self, tell: impl FnOnce(&mut Races)) {
+        if let Some(races) = &mut self.races {
+            tell(races);
         }
     }
 

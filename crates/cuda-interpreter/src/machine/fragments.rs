@@ -1,11 +1,8 @@
 //! Fragments (`wmma`). Where their numbers lie in registers is ours: number `e`, row by row, is in lane `e % 32`.
 
 use super::cube::Cube;
-use super::launch::Launch;
 use super::matrix::number;
-use super::memory::{read, write};
-use super::races::Access;
-use super::warp::{Bytes, Warp};
+use super::warp::Warp;
 use crate::error::Fault;
 use crate::ptx::{Element, Fragment, FragmentPlace, FragmentProduct, f16_to_f32, f32_to_f16};
 
@@ -51,22 +48,14 @@ fn addresses(warp: &Warp, fragment: &Fragment, place: &FragmentPlace) -> Vec<u64
 /// [`Fault`] where a device would stop.
 pub fn load(
     warp: &mut Warp,
-    launch: &Launch,
     cube: &mut Cube,
     fragment: &Fragment,
     from: &FragmentPlace,
 ) -> Result<(), Fault> {
     for (index, address) in addresses(warp, fragment, from).into_iter().enumerate() {
-        let place = warp.place(
-            launch,
-            cube,
-            Bytes::new(from.space, address, fragment.element_bytes),
-            index % 32,
-            Access::Read,
-        )?;
-        // SAFETY: `place` gives so many bytes.
-        let bits = unsafe { read(place, fragment.element_bytes) } as u32;
-        put(warp, fragment, index, bits);
+        let place = (from.space, address, fragment.element_bytes);
+        let bits = warp.load(cube, place, index % 32)?;
+        put(warp, fragment, index, bits as u32);
     }
     Ok(())
 }
@@ -76,22 +65,13 @@ pub fn load(
 /// [`Fault`] where a device would stop.
 pub fn store(
     warp: &mut Warp,
-    launch: &Launch,
     cube: &mut Cube,
     fragment: &Fragment,
     to: &FragmentPlace,
 ) -> Result<(), Fault> {
     for (index, address) in addresses(warp, fragment, to).into_iter().enumerate() {
-        let place = warp.place(
-            launch,
-            cube,
-            Bytes::new(to.space, address, fragment.element_bytes),
-            index % 32,
-            Access::Write,
-        )?;
-        let bits = get(warp, fragment, index);
-        // SAFETY: `place` gives so many bytes.
-        unsafe { write(place, fragment.element_bytes, bits.into()) };
+        let place = (to.space, address, fragment.element_bytes);
+        warp.store(cube, place, index % 32, get(warp, fragment, index).into())?;
     }
     Ok(())
 }

@@ -5,13 +5,12 @@ use rand_chacha::ChaCha8Rng;
 
 use super::cube::Cube;
 use super::launch::{Launch, Settings};
-use super::races::Races;
 use super::warp::{Flow, Group, Wait, Warp, each};
 use crate::error::{Fault, Stopped};
 use crate::ptx::Instruction;
 
-struct Running {
-    cube: Cube,
+struct Running<'a> {
+    cube: Cube<'a>,
     warps: Vec<Warp>,
 }
 
@@ -20,25 +19,19 @@ struct Running {
 /// # Errors
 ///
 /// [`Stopped`] where a device would stop, or wait for ever.
-pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
+pub fn run<'a>(launch: &'a Launch<'a>, settings: Settings) -> Result<(), Stopped> {
     let [x, y, z] = launch.cubes.map(u64::from);
     let (total, mut next) = (x * y * z, 0);
     let threads: u32 = launch.threads.iter().product();
-    let shared_bytes = launch.kernel.static_shared + launch.dynamic_shared;
     let mut turns = ChaCha8Rng::seed_from_u64(settings.seed);
     let mut running: Vec<Running> = Vec::new();
     let (mut idle, mut events, mut clock) = (0, 0, 0);
     while next < total || !running.is_empty() {
         while next < total && running.len() < settings.resident {
             let index = [next % x, next / x % y, next / x / y].map(|at| at as u32);
-            let mut cube = Cube::new(index, shared_bytes, threads);
-            if settings.watches_races {
-                let races = Races::new(threads.div_ceil(32) as usize, shared_bytes);
-                cube.races = Some(Box::new(races));
-            }
-            let warps = (0..threads.div_ceil(32) as usize)
-                .map(|number| Warp::new(launch, &cube, number))
-                .collect();
+            let cube = Cube::new(launch, index, settings.watches_races);
+            let warps = (0..threads.div_ceil(32) as usize).map(|number| Warp::new(&cube, number));
+            let warps = warps.collect();
             running.push(Running { cube, warps });
             next += 1;
         }
@@ -49,9 +42,7 @@ pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
             let Running { cube, warps } = &mut running[at];
             let mut kept = std::mem::take(&mut cube.pending);
             while let Some(pending) = take(&mut kept, &mut turns) {
-                pending
-                    .perform(launch, cube)
-                    .map_err(|fault| stopped(launch, cube, 0, 0, fault))?;
+                (pending.perform(cube)).map_err(|fault| stopped(cube, 0, 0, fault))?;
                 ran += 1;
             }
             cube.pending.extend(kept);
@@ -60,7 +51,7 @@ pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
                 let number = (first + step) % warps.len();
                 let turn = turns.random_range(1..=u64::from(settings.turn));
                 warps[number].tick(launch, clock);
-                let instructions = turn_of(launch, cube, &mut warps[number], turn)?;
+                let instructions = turn_of(cube, &mut warps[number], turn)?;
                 (ran, clock) = (ran + instructions, clock + instructions);
             }
             events += std::mem::take(&mut cube.events);
@@ -69,7 +60,7 @@ pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
             .iter()
             .any(|running| !running.cube.pending.is_empty());
         if ran == 0 && !waiting {
-            return Err(deadlock(launch, &running[0]));
+            return Err(deadlock(&running[0]));
         }
         idle = if events > 0 { 0 } else { idle + ran };
         events = 0;
@@ -79,15 +70,13 @@ pub fn run(launch: &Launch, settings: Settings) -> Result<(), Stopped> {
                 .iter()
                 .find_map(|warp| warp.groups.first())
                 .map_or(0, |group| line_of(launch, group));
-            return Err(stopped(launch, cube, 0, line, Fault::Livelock(idle)));
+            return Err(stopped(cube, 0, line, Fault::Livelock(idle)));
         }
         for Running { cube, warps } in &mut running {
             warps.retain(|warp| !warp.groups.is_empty());
             if warps.is_empty() {
                 for pending in std::mem::take(&mut cube.pending) {
-                    pending
-                        .perform(launch, cube)
-                        .map_err(|fault| stopped(launch, cube, 0, 0, fault))?;
+                    (pending.perform(cube)).map_err(|fault| stopped(cube, 0, 0, fault))?;
                 }
             }
         }
@@ -105,9 +94,9 @@ fn take<T>(pending: &mut Vec<T>, turns: &mut ChaCha8Rng) -> Option<T> {
     Some(pending.remove(at))
 }
 
-fn stopped(launch: &Launch, cube: &Cube, warp: usize, line: u32, fault: Fault) -> Stopped {
+fn stopped(cube: &Cube, warp: usize, line: u32, fault: Fault) -> Stopped {
     Stopped {
-        kernel: launch.kernel.name.clone(),
+        kernel: cube.launch.kernel.name.clone(),
         cube: cube.index,
         warp,
         line,
@@ -119,13 +108,13 @@ fn line_of(launch: &Launch, group: &Group) -> u32 {
     launch.kernel.code[group.at as usize].line
 }
 
-fn deadlock(launch: &Launch, running: &Running) -> Stopped {
+fn deadlock(running: &Running) -> Stopped {
     let waits: Vec<String> = running
         .warps
         .iter()
         .flat_map(|warp| {
             warp.groups.iter().map(|group| {
-                let line = line_of(launch, group);
+                let line = line_of(running.cube.launch, group);
                 format!(
                     "warp {} lanes {:#x} line {line}: {:?}",
                     warp.number, group.lanes, group.wait
@@ -134,11 +123,11 @@ fn deadlock(launch: &Launch, running: &Running) -> Stopped {
         })
         .collect();
     let fault = Fault::Deadlock(waits.join("; "));
-    stopped(launch, &running.cube, 0, 0, fault)
+    stopped(&running.cube, 0, 0, fault)
 }
 
 /// Runs a warp for at most `turn` instructions. Returns how many there were.
-fn turn_of(launch: &Launch, cube: &mut Cube, warp: &mut Warp, turn: u64) -> Result<u64, Stopped> {
+fn turn_of(cube: &mut Cube, warp: &mut Warp, turn: u64) -> Result<u64, Stopped> {
     let mut ran = 0;
     'groups: while ran < turn {
         let Some(index) = warp.choose(cube) else {
@@ -156,18 +145,15 @@ fn turn_of(launch: &Launch, cube: &mut Cube, warp: &mut Warp, turn: u64) -> Resu
             .min();
         loop {
             let Group { at, lanes, .. } = warp.groups[index];
-            let instruction = &launch.kernel.code[at as usize];
-            if let Some(races) = &mut cube.races {
-                races.line = instruction.line;
-            }
+            let instruction = &cube.launch.kernel.code[at as usize];
+            cube.watched(|races| races.line = instruction.line);
             let active = active(warp, instruction, lanes);
             ran += 1;
             let flow = match active {
                 0 => Ok(Flow::Next),
-                _ => warp.step(launch, cube, &instruction.op, lanes, active),
+                _ => warp.step(cube, &instruction.op, lanes, active),
             };
-            let flow =
-                flow.map_err(|fault| stopped(launch, cube, warp.number, instruction.line, fault))?;
+            let flow = flow.map_err(|fault| stopped(cube, warp.number, instruction.line, fault))?;
             match flow {
                 Flow::Next => warp.groups[index].at += 1,
                 Flow::Jump { to, lanes: jumping } => {

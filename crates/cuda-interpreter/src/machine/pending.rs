@@ -2,39 +2,20 @@
 
 use super::races::Clock;
 use super::tensor_map::TensorMap;
-use crate::ptx::Effect;
+use crate::ptx::Way;
 
-/// What it moves.
-pub enum Kind {
-    Load {
-        to: u64,
-        from: u64,
-        bytes: usize,
-        barrier: u64,
-    },
-    Store {
-        to: u64,
-        from: u64,
-        bytes: usize,
-        effect: Effect,
-    },
-    LoadTensor {
-        to: u64,
-        map: TensorMap,
-        coordinates: Vec<i32>,
-        barrier: u64,
-    },
-    StoreTensor {
-        map: TensorMap,
-        coordinates: Vec<i32>,
-        from: u64,
-        effect: Effect,
-    },
+/// What a copy moves outside of shared memory.
+pub enum Moved {
+    Bytes(u64, usize),
+    /// A map, and the coordinates of a box.
+    Box(TensorMap, Vec<i32>),
 }
 
 /// A copy, and who asked for it.
 pub struct Pending {
-    pub kind: Kind,
+    pub shared: u64,
+    pub outside: Moved,
+    pub way: Way<u64>,
     /// The warp and the lane that asked for it.
     pub thread: (usize, usize),
     /// What it knew then, where races are watched for, and where in the text it was.

@@ -4,14 +4,13 @@ use super::counted::Counted;
 use super::cube::Cube;
 use super::exchange::{matching, shuffle, transposed, vote};
 use super::fragments;
-use super::launch::Launch;
 use super::matrix::{multiply, multiply_group};
 use super::memory::{placed, read, write};
 use super::pending::Pending;
 use super::races::{Access, Meeting};
-use super::warp::{Bytes, Copied, Flow, Wait, Warp, each};
+use super::warp::{Copied, Flow, Wait, Warp, each};
 use crate::error::Fault;
-use crate::ptx::{Address, Lanes, Op, Slot, Space, Vector};
+use crate::ptx::{Address, Lanes, Op, Slot, Space, Together, Vector};
 
 impl Warp {
     /// Runs an instruction for `active` of the threads that are here.
@@ -21,7 +20,6 @@ impl Warp {
     /// [`Fault`] for what a device would not do.
     pub fn step(
         &mut self,
-        launch: &Launch,
         cube: &mut Cube,
         op: &Op,
         here: u32,
@@ -30,11 +28,6 @@ impl Warp {
         if let Some(races) = &cube.races {
             op.each_read(|slot| races.check_register(self.number, slot))?;
         }
-        // Whether all of those that an instruction names are here.
-        let missing = |warp: &Self, members: Slot| {
-            let named = warp.uniform(members, active) as u32;
-            named & warp.lanes_alive() & !here != 0
-        };
         match op {
             Op::Nothing => {}
             Op::Pure { function, to, from } => {
@@ -82,9 +75,9 @@ impl Warp {
                     );
                 }
             }
-            Op::Load(from) => self.load(launch, cube, from, active)?,
+            Op::Load(from) => self.load_vectors(cube, from, active)?,
             Op::Store(to) => {
-                self.store(launch, cube, to, active)?;
+                self.store_vectors(cube, to, active)?;
                 cube.events += 1;
             }
             Op::Atomic {
@@ -96,14 +89,8 @@ impl Warp {
                 from,
             } => {
                 for lane in each(active) {
-                    let address = self.address(*at, lane);
-                    let place = self.place(
-                        launch,
-                        cube,
-                        Bytes::new(*space, address, kind.bytes()),
-                        lane,
-                        Access::Atomic,
-                    )?;
+                    let bytes = (*space, self.address(*at, lane), kind.bytes());
+                    let place = self.place(cube, bytes, lane, Access::Atomic)?;
                     let [first, second] = from.map(|slot| kind.truncate(self.at(slot)[lane]));
                     // SAFETY: `place` gives so many bytes.
                     let old = unsafe { read(place, kind.bytes()) };
@@ -141,72 +128,13 @@ impl Warp {
                     return Ok(Flow::Wait(Wait::Barrier { id, round, any }));
                 }
             }
-            Op::WarpBarrier { members } if missing(self, *members) => return Ok(Flow::Again),
-            Op::WarpBarrier { .. } => {}
-            Op::Shuffle {
-                mode,
-                to,
-                valid,
-                from,
-                lane,
-                clamp,
-                members,
-            } => {
-                if missing(self, *members) {
+            Op::ActiveMask { to } => self.set(*to, &[active.into(); 32], active),
+            Op::Together { members, what } => {
+                let members = self.uniform(*members, active) as u32 & self.lanes_alive();
+                if members & !here != 0 {
                     return Ok(Flow::Again);
                 }
-                let (values, within) =
-                    shuffle(*mode, self.at(*from), self.at(*lane), self.at(*clamp));
-                self.set(*to, &values, active);
-                if let Some(valid) = valid {
-                    self.set(*valid, &within, active);
-                }
-            }
-            Op::Vote { members, .. }
-            | Op::Match { members, .. }
-            | Op::Reduce { members, .. }
-            | Op::Elect { members, .. }
-                if missing(self, *members) =>
-            {
-                return Ok(Flow::Again);
-            }
-            Op::Vote {
-                mode,
-                to,
-                from,
-                members,
-            } => {
-                let value = vote(*mode, self.at(*from), self.members(*members, active));
-                self.set(*to, &[value; 32], active);
-            }
-            Op::ActiveMask { to } => self.set(*to, &[active.into(); 32], active),
-            Op::Match { to, from, members } => {
-                let values = matching(self.at(*from), self.members(*members, active));
-                self.set(*to, &values, active);
-            }
-            Op::Reduce {
-                function,
-                to,
-                from,
-                members,
-            } => {
-                let values = self.at(*from);
-                let all = each(self.members(*members, active)).map(|lane| values[lane]);
-                let value = all.reduce(|a, b| function.once([a, b, b])).unwrap_or(0);
-                self.set(*to, &[value; 32], active);
-            }
-            Op::Elect {
-                to,
-                elected,
-                members,
-            } => {
-                let leader = self.members(*members, active).trailing_zeros();
-                self.set(*to, &[leader.into(); 32], active);
-                self.set(
-                    *elected,
-                    &std::array::from_fn(|lane| (lane as u32 == leader).into()),
-                    active,
-                );
+                self.together(what, members, active);
             }
             Op::LoadMatrices { .. }
             | Op::StoreMatrices { .. }
@@ -228,17 +156,7 @@ impl Warp {
                 for (matrix, &slot) in to.iter().enumerate() {
                     let mut values = [0; 32];
                     for (place, value) in values.iter_mut().enumerate() {
-                        let row = self.address(*at, 8 * matrix + place / 4);
-                        let at = row + (place % 4 * 4) as u64;
-                        let from = self.place(
-                            launch,
-                            cube,
-                            Bytes::new(Space::Shared, at, 4),
-                            place,
-                            Access::Read,
-                        )?;
-                        // SAFETY: `place` gives so many bytes.
-                        *value = unsafe { read(from, 4) };
+                        *value = self.load(cube, self.matrix_part(*at, matrix, place), place)?;
                     }
                     let values = if *turned { transposed(&values) } else { values };
                     self.set(slot, &values, active);
@@ -256,17 +174,7 @@ impl Warp {
                         *self.at(slot)
                     };
                     for (place, &value) in values.iter().enumerate() {
-                        let row = self.address(*at, 8 * matrix + place / 4);
-                        let at = row + (place % 4 * 4) as u64;
-                        let to = self.place(
-                            launch,
-                            cube,
-                            Bytes::new(Space::Shared, at, 4),
-                            place,
-                            Access::Write,
-                        )?;
-                        // SAFETY: `place` gives so many bytes.
-                        unsafe { write(to, 4, value) };
+                        self.store(cube, self.matrix_part(*at, matrix, place), place, value)?;
                     }
                 }
             }
@@ -274,32 +182,20 @@ impl Warp {
                 let values = transposed(self.at(*from));
                 self.set(*to, &values, active);
             }
-            Op::FenceAsync => {
-                if let Some(races) = &mut cube.races {
-                    races.fence(self.number);
-                }
-            }
-            Op::CommitProducts => {
-                if let Some(races) = &mut cube.races {
-                    races.commit_products(self.number);
-                }
-            }
+            Op::FenceAsync => cube.watched(|races| races.fence(self.number)),
+            Op::CommitProducts => cube.watched(|races| races.commit_products(self.number)),
             Op::WaitProducts(left) => {
                 if let Some(races) = &mut cube.races {
                     races.wait_products(self.number, self.registers[*left as usize][0] as usize)?;
                 }
             }
-            Op::LoadFragment(fragment, from) => {
-                fragments::load(self, launch, cube, fragment, from)?
-            }
-            Op::StoreFragment(fragment, to) => fragments::store(self, launch, cube, fragment, to)?,
+            Op::LoadFragment(fragment, from) => fragments::load(self, cube, fragment, from)?,
+            Op::StoreFragment(fragment, to) => fragments::store(self, cube, fragment, to)?,
             Op::FragmentProduct(product) => fragments::multiply(self, product),
             Op::Product(product) => multiply(self, product, active),
             Op::GroupProduct(product) => {
                 multiply_group(self, cube, product)?;
-                if let Some(races) = &mut cube.races {
-                    races.hold_registers(self.number, &product.sums);
-                }
+                cube.watched(|races| races.hold_registers(self.number, &product.sums));
             }
             Op::Copy {
                 to,
@@ -307,7 +203,7 @@ impl Warp {
                 bytes,
                 read,
             } => {
-                self.copy(launch, cube, [*to, *from], *bytes, *read, active)?;
+                self.copy(cube, [*to, *from], *bytes, *read, active)?;
             }
             Op::CommitCopies => {
                 for lane in each(active) {
@@ -321,19 +217,19 @@ impl Warp {
                     let closed = &mut self.copies[lane].0;
                     let ended = closed.len().saturating_sub(left);
                     let ended: Vec<_> = closed.drain(..ended).flatten().collect();
-                    self.arrive_copies(launch, cube, ended, lane)?;
+                    self.arrive_copies(cube, ended, lane)?;
                 }
             }
             Op::WaitAllCopies => {
                 for lane in each(active) {
                     let (closed, open) = std::mem::take(&mut self.copies[lane]);
                     let ended = closed.into_iter().flatten().chain(open).collect();
-                    self.arrive_copies(launch, cube, ended, lane)?;
+                    self.arrive_copies(cube, ended, lane)?;
                 }
             }
             Op::Bulk(bulk) => {
                 for lane in each(active) {
-                    let pending = Pending::asked(launch, cube, self, bulk, lane)?;
+                    let pending = Pending::asked(cube, self, bulk, lane)?;
                     cube.pending.push(pending);
                 }
             }
@@ -345,12 +241,10 @@ impl Warp {
                         .iter()
                         .position(|pending| pending.is_store_of(thread))
                     {
-                        cube.pending.remove(at).perform(launch, cube)?;
+                        cube.pending.remove(at).perform(cube)?;
                     }
                 }
-                if let Some(races) = &mut cube.races {
-                    races.wait_stores(self.number);
-                }
+                cube.watched(|races| races.wait_stores(self.number));
             }
             Op::CountedInit { at, count } => {
                 for lane in each(active) {
@@ -370,8 +264,8 @@ impl Warp {
                     let (_, place) = placed(Space::Shared, self.address(*at, lane));
                     self.touch_counted(cube, place, Access::Atomic)?;
                     let barrier = cube.counted(place)?;
-                    if let Some(races) = cube.races.as_mut().filter(|_| *arrives) {
-                        races.arrive(self.number, Meeting::Counted(place));
+                    if *arrives {
+                        cube.watched(|races| races.arrive(self.number, Meeting::Counted(place)));
                     }
                     let state = u64::from(barrier.is_odd());
                     let expected = expects.map_or(0, |slot| self.at(slot)[lane] as i32);
@@ -394,8 +288,8 @@ impl Warp {
                     let (_, place) = placed(Space::Shared, self.address(*at, lane));
                     self.touch_counted(cube, place, Access::Atomic)?;
                     let over = cube.counted(place)?.is_over(self.at(*phase)[lane] & 1 == 1);
-                    if let Some(races) = cube.races.as_mut().filter(|_| over) {
-                        races.wait(self.number, Meeting::Counted(place));
+                    if over {
+                        cube.watched(|races| races.wait(self.number, Meeting::Counted(place)));
                     }
                     values[lane] = over.into();
                 }
@@ -414,37 +308,71 @@ impl Warp {
         races.map_or(Ok(()), |races| races.access(self.number, place, 8, access))
     }
 
-    fn members(&self, slot: Slot, active: u32) -> u32 {
-        self.uniform(slot, active) as u32 & self.lanes_alive()
+    /// What all of `members` that are alive have come to.
+    fn together(&mut self, what: &Together, members: u32, active: u32) {
+        match what {
+            Together::Meet => {}
+            Together::Shuffle {
+                mode,
+                to,
+                valid,
+                from,
+                lane,
+                clamp,
+            } => {
+                let [from, lane, clamp] = [from, lane, clamp].map(|slot| self.at(*slot));
+                let (values, within) = shuffle(*mode, from, lane, clamp);
+                self.set(*to, &values, active);
+                if let Some(valid) = valid {
+                    self.set(*valid, &within, active);
+                }
+            }
+            Together::Vote { mode, to, from } => {
+                let value = vote(*mode, self.at(*from), members);
+                self.set(*to, &[value; 32], active);
+            }
+            Together::Match { to, from } => {
+                let values = matching(self.at(*from), members);
+                self.set(*to, &values, active);
+            }
+            Together::Reduce { function, to, from } => {
+                let values = self.at(*from);
+                let all = each(members).map(|lane| values[lane]);
+                let value = all.reduce(|a, b| function.once([a, b, b])).unwrap_or(0);
+                self.set(*to, &[value; 32], active);
+            }
+            Together::Elect { to, elected } => {
+                let leader = members.trailing_zeros();
+                self.set(*to, &[leader.into(); 32], active);
+                let is_leader = std::array::from_fn(|lane| (lane as u32 == leader).into());
+                self.set(*elected, &is_leader, active);
+            }
+        }
+    }
+
+    /// Four bytes of a row of a matrix of 8 × 8 numbers, where a lane has them: the lanes' addresses are those of rows.
+    fn matrix_part(&self, at: Address, matrix: usize, lane: usize) -> (Space, u64, usize) {
+        let row = self.address(at, 8 * matrix + lane / 4);
+        (Space::Shared, row + (lane % 4 * 4) as u64, 4)
     }
 
     /// Where a thread's elements of a load or a store lie.
     fn vector_place(
         &mut self,
-        launch: &Launch,
         cube: &mut Cube,
         vector: &Vector,
         lane: usize,
         access: Access,
     ) -> Result<*mut u8, Fault> {
-        let bytes = Bytes::new(
-            vector.space,
-            self.address(vector.at, lane),
-            vector.kind.bytes() * vector.slots.len(),
-        );
-        self.place(launch, cube, bytes, lane, access)
+        let count = vector.kind.bytes() * vector.slots.len();
+        let bytes = (vector.space, self.address(vector.at, lane), count);
+        self.place(cube, bytes, lane, access)
     }
 
-    fn load(
-        &mut self,
-        launch: &Launch,
-        cube: &mut Cube,
-        from: &Vector,
-        active: u32,
-    ) -> Result<(), Fault> {
+    fn load_vectors(&mut self, cube: &mut Cube, from: &Vector, active: u32) -> Result<(), Fault> {
         let size = from.kind.bytes();
         for lane in each(active) {
-            let place = self.vector_place(launch, cube, from, lane, Access::Read)?;
+            let place = self.vector_place(cube, from, lane, Access::Read)?;
             for (part, &slot) in from.slots.iter().enumerate() {
                 // SAFETY: `place` gives so many bytes.
                 let bits = unsafe { read(place.add(size * part), size) };
@@ -458,16 +386,10 @@ impl Warp {
         Ok(())
     }
 
-    fn store(
-        &mut self,
-        launch: &Launch,
-        cube: &mut Cube,
-        to: &Vector,
-        active: u32,
-    ) -> Result<(), Fault> {
+    fn store_vectors(&mut self, cube: &mut Cube, to: &Vector, active: u32) -> Result<(), Fault> {
         let size = to.kind.bytes();
         for lane in each(active) {
-            let place = self.vector_place(launch, cube, to, lane, Access::Write)?;
+            let place = self.vector_place(cube, to, lane, Access::Write)?;
             for (part, &slot) in to.slots.iter().enumerate() {
                 // SAFETY: `place` gives so many bytes.
                 unsafe { write(place.add(size * part), size, self.at(slot)[lane]) };
@@ -479,7 +401,6 @@ impl Warp {
     /// Takes what is to be copied at once, and puts it down when it is waited for.
     fn copy(
         &mut self,
-        launch: &Launch,
         cube: &mut Cube,
         [to, from]: [Address; 2],
         bytes: Slot,
@@ -494,13 +415,8 @@ impl Warp {
             let mut content = vec![0; bytes];
             if wanted > 0 {
                 let address = self.address(from, lane);
-                let place = self.place(
-                    launch,
-                    cube,
-                    Bytes::new(Space::Global, address, bytes),
-                    lane,
-                    Access::Read,
-                )?;
+                let place =
+                    self.place(cube, (Space::Global, address, bytes), lane, Access::Read)?;
                 // SAFETY: `place` gives so many bytes.
                 unsafe { std::ptr::copy_nonoverlapping(place, content.as_mut_ptr(), wanted) };
             }
@@ -515,19 +431,13 @@ impl Warp {
 
     fn arrive_copies(
         &mut self,
-        launch: &Launch,
         cube: &mut Cube,
         ended: Vec<Copied>,
         lane: usize,
     ) -> Result<(), Fault> {
         for copied in ended {
-            let place = self.place(
-                launch,
-                cube,
-                Bytes::new(Space::Shared, copied.to, copied.bytes.len()),
-                lane,
-                Access::Write,
-            )?;
+            let bytes = (Space::Shared, copied.to, copied.bytes.len());
+            let place = self.place(cube, bytes, lane, Access::Write)?;
             // SAFETY: `place` gives so many bytes.
             unsafe {
                 std::ptr::copy_nonoverlapping(copied.bytes.as_ptr(), place, copied.bytes.len())

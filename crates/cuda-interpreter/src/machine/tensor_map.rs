@@ -106,7 +106,15 @@ impl TensorMap {
 
     /// Calls `each` for every element of the box at `coordinates`: its place within the box, and its address where it
     /// lies inside of the tensor.
-    pub fn each(&self, coordinates: &[i32], mut each: impl FnMut(usize, Option<u64>)) {
+    ///
+    /// # Errors
+    ///
+    /// That of the first call with one.
+    pub fn each<E>(
+        &self,
+        coordinates: &[i32],
+        mut each: impl FnMut(usize, Option<u64>) -> Result<(), E>,
+    ) -> Result<(), E> {
         let count = self.window.iter().product::<u64>();
         for index in 0..count {
             let (mut left, mut address, mut inside) = (index, self.address, true);
@@ -119,8 +127,9 @@ impl TensorMap {
             each(
                 index as usize * self.element_bytes,
                 inside.then_some(address),
-            );
+            )?;
         }
+        Ok(())
     }
 }
 
@@ -149,7 +158,11 @@ mod tests {
     #[test]
     fn a_box_may_lie_beyond_the_tensor() {
         let mut found = Vec::new();
-        map().each(&[4, -1], |at, address| found.push((at, address)));
+        let each = map().each(&[4, -1], |at, address| {
+            found.push((at, address));
+            Ok::<(), Fault>(())
+        });
+        each.unwrap();
         let row = 4096 + 8;
         let expected = [None, None, None, None, Some(row), Some(row + 2), None, None];
         assert_eq!(

@@ -38,18 +38,7 @@ fn launched(
     threads: u32,
     held: &mut [u32],
     map: &[u8],
-    seed: u64,
-) -> Result<(), Stopped> {
-    watched(body, threads, held, map, seed, false)
-}
-
-fn watched(
-    body: &str,
-    threads: u32,
-    held: &mut [u32],
-    map: &[u8],
-    seed: u64,
-    watches_races: bool,
+    settings: Settings,
 ) -> Result<(), Stopped> {
     let module = Module::parse(&text(body)).unwrap_or_else(|unread| panic!("{unread}"));
     let start = held.as_mut_ptr() as u64;
@@ -64,24 +53,27 @@ fn watched(
         parameters,
         regions: &Regions::new(vec![(start, start + 4 * held.len() as u64)]),
     };
-    let settings = Settings {
+    run(&launch, settings)
+}
+
+fn settings(seed: u64) -> Settings {
+    Settings {
         seed,
         patience: 100_000,
-        watches_races,
         ..Settings::default()
-    };
-    run(&launch, settings)
+    }
 }
 
 fn output(body: &str, threads: u32) -> Vec<u32> {
     let mut held = vec![0; threads as usize];
-    launched(body, threads, &mut held, &[], 1).unwrap_or_else(|stopped| panic!("{stopped}"));
+    launched(body, threads, &mut held, &[], settings(1))
+        .unwrap_or_else(|stopped| panic!("{stopped}"));
     held
 }
 
 fn fault(body: &str, threads: u32) -> Fault {
     let mut held = vec![0; threads as usize];
-    launched(body, threads, &mut held, &[], 1)
+    launched(body, threads, &mut held, &[], settings(1))
         .expect_err("the kernel goes wrong")
         .fault
 }
@@ -251,7 +243,7 @@ fn a_box_arrives_where_swizzling_puts_it_and_late() {
             swizzle: Swizzle::Rows(64),
             nan_outside: false,
         };
-        launched(body, 32, &mut held, &map.bytes(), seed)
+        launched(body, 32, &mut held, &map.bytes(), settings(seed))
             .unwrap_or_else(|stopped| panic!("{stopped}"));
         held[..16].to_vec()
     };
@@ -329,9 +321,13 @@ fn a_product_of_tensor_cores_is_that_of_loops() {
 }
 
 /// The race of a kernel, in words.
-fn race(body: &str, threads: u32, map: &[u8]) -> Option<String> {
+fn race(body: &str, threads: u32) -> Option<String> {
     let mut held: Vec<u32> = vec![0; 1024];
-    match watched(body, threads, &mut held, map, 1, true) {
+    let settings = Settings {
+        watches_races: true,
+        ..settings(1)
+    };
+    match launched(body, threads, &mut held, &[], settings) {
         Ok(()) => None,
         Err(Stopped {
             fault: Fault::Race(text),
@@ -343,9 +339,9 @@ fn race(body: &str, threads: u32, map: &[u8]) -> Option<String> {
 
 #[test]
 fn accesses_that_nothing_orders_are_races() {
-    assert_eq!(race(&exchange("bar.sync 0;"), 64, &[]), None);
-    assert_eq!(race(&exchange("bar.sync 1, 64;"), 64, &[]), None);
-    let found = race(&exchange(""), 64, &[]).expect("a barrier is missing");
+    assert_eq!(race(&exchange("bar.sync 0;"), 64), None);
+    assert_eq!(race(&exchange("bar.sync 1, 64;"), 64), None);
+    let found = race(&exchange(""), 64).expect("a barrier is missing");
     // Whichever came first.
     assert!(
         found.contains(" at line") && found.contains("by warp"),
@@ -353,13 +349,13 @@ fn accesses_that_nothing_orders_are_races() {
     );
     // A barrier in front of the reads, and none behind them.
     let again = exchange("bar.sync 0;") + "st.shared.u32 [%r3], %r5;";
-    assert!(race(&again, 64, &[]).is_some());
+    assert!(race(&again, 64).is_some());
     let again = exchange("bar.sync 0;") + "bar.sync 0; st.shared.u32 [%r3], %r5;";
-    assert_eq!(race(&again, 64, &[]), None);
+    assert_eq!(race(&again, 64), None);
     // Additions to one place.
     let added = "red.shared.add.u32 [dynamic], %tid;";
-    assert_eq!(race(added, 64, &[]), None);
-    assert!(race("st.shared.u32 [dynamic], %tid;", 64, &[]).is_some());
+    assert_eq!(race(added, 64), None);
+    assert!(race("st.shared.u32 [dynamic], %tid;", 64).is_some());
 }
 
 /// A warp writes 512 bytes, and its first lane sends them out; then it writes there again.
@@ -388,10 +384,10 @@ fn what_the_copy_engine_reads_is_fenced_and_left_alone() {
         "fence.proxy.async.shared::cta;",
         "cp.async.bulk.wait_group 0;",
     );
-    assert_eq!(race(&sent(fence, wait), 32, &[]), None);
+    assert_eq!(race(&sent(fence, wait), 32), None);
     for fence in ["", "fence.proxy.async.global;"] {
-        let found = race(&sent(fence, wait), 32, &[]);
+        let found = race(&sent(fence, wait), 32);
         assert!(found.is_some_and(|found| found.contains("without a fence")));
     }
-    assert!(race(&sent(fence, ""), 32, &[]).is_some_and(|found| found.contains("bulk copy out")));
+    assert!(race(&sent(fence, ""), 32).is_some_and(|found| found.contains("bulk copy out")));
 }

@@ -6,10 +6,10 @@
 
 use super::cube::Cube;
 use super::launch::Launch;
-use super::memory::{check_alignment, out_of_bounds, part, placed};
+use super::memory::{check_alignment, out_of_bounds, part, placed, read, write};
 use super::races::{Access, Meeting};
 use crate::error::Fault;
-use crate::ptx::{Address, Lanes, Slot, Space, Special};
+use crate::ptx::{Address, Lanes, Place, Slot, Space, Special};
 
 /// What a group of threads waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,24 +76,6 @@ pub struct Copied {
     pub bytes: Vec<u8>,
 }
 
-/// Consecutive bytes of a space.
-#[derive(Clone, Copy)]
-pub struct Bytes {
-    space: Space,
-    address: u64,
-    count: usize,
-}
-
-impl Bytes {
-    pub fn new(space: Space, address: u64, count: usize) -> Self {
-        Self {
-            space,
-            address,
-            count,
-        }
-    }
-}
-
 pub struct Warp {
     pub number: usize,
     pub groups: Vec<Group>,
@@ -105,35 +87,30 @@ pub struct Warp {
 }
 
 impl Warp {
-    pub fn new(launch: &Launch, cube: &Cube, number: usize) -> Self {
+    pub fn new(cube: &Cube, number: usize) -> Self {
+        let launch = cube.launch;
         let kernel = launch.kernel;
-        let mut registers = vec![[0; 32]; kernel.slots];
-        for &(slot, value) in &kernel.constants {
+        let mut registers = vec![[0; 32]; kernel.slots as usize];
+        for (&value, &slot) in &kernel.constants {
             registers[slot as usize] = [value; 32];
         }
         let [x, y, z] = launch.threads;
         let threads = x * y * z;
+        let place = |lane: usize| {
+            let thread = number as u32 * 32 + lane as u32;
+            Place {
+                thread: [thread % x, thread / x % y, thread / x / y],
+                threads: launch.threads,
+                cube: cube.index,
+                cubes: launch.cubes,
+                lane: lane as u32,
+                warp: number as u32,
+                dynamic_shared: launch.dynamic_shared as u32,
+            }
+        };
         for &(slot, special) in &kernel.specials {
-            registers[slot as usize] = std::array::from_fn(|lane| {
-                let thread = number as u32 * 32 + lane as u32;
-                let place = [thread % x, thread / x % y, thread / x / y];
-                u64::from(match special {
-                    Special::Thread(axis) => place[axis],
-                    Special::Threads(axis) => launch.threads[axis],
-                    Special::Cube(axis) => cube.index[axis],
-                    Special::Cubes(axis) => launch.cubes[axis],
-                    Special::Lane => lane as u32,
-                    Special::Warp => number as u32,
-                    Special::DynamicShared => launch.dynamic_shared as u32,
-                    Special::LaneMaskEqual => 1 << lane,
-                    Special::LaneMaskLess => (1 << lane) - 1,
-                    Special::LaneMaskLessEqual => u32::MAX >> (31 - lane),
-                    Special::LaneMaskGreater => u32::MAX.checked_shl(lane as u32 + 1).unwrap_or(0),
-                    Special::LaneMaskGreaterEqual => u32::MAX << lane,
-                    Special::Clock | Special::Zero => 0,
-                    Special::One => 1,
-                })
-            });
+            registers[slot as usize] =
+                std::array::from_fn(|lane| special.value(&place(lane)).into());
         }
         let count = threads.saturating_sub(number as u32 * 32).min(32);
         let group = Group::new(0, u32::MAX >> (32 - count));
@@ -154,7 +131,7 @@ impl Warp {
     /// Tells clocks how many instructions there were.
     pub fn tick(&mut self, launch: &Launch, instructions: u64) {
         for &(slot, special) in &launch.kernel.specials {
-            if special == Special::Clock {
+            if matches!(special, Special::Clock) {
                 self.registers[slot as usize] = [instructions; 32];
             }
         }
@@ -191,13 +168,8 @@ impl Warp {
     /// [`Fault`] where a device would stop: outside of what there is, or not aligned.
     pub fn place(
         &mut self,
-        launch: &Launch,
         cube: &mut Cube,
-        Bytes {
-            space,
-            address,
-            count: bytes,
-        }: Bytes,
+        (space, address, bytes): (Space, u64, usize),
         lane: usize,
         access: Access,
     ) -> Result<*mut u8, Fault> {
@@ -220,16 +192,54 @@ impl Warp {
                 let held = &mut self.local[lane * self.local_bytes..][..self.local_bytes];
                 part(held, space, address, bytes)
             }
-            Space::Param => match address as usize + bytes <= launch.parameters.len() {
+            Space::Param => match address as usize + bytes <= cube.launch.parameters.len() {
                 // SAFETY: the offset lies within the parameters. They are read only: PTX has no store to them.
-                true => Ok(unsafe { launch.parameters.as_ptr().add(address as usize).cast_mut() }),
+                true => Ok(unsafe {
+                    cube.launch
+                        .parameters
+                        .as_ptr()
+                        .add(address as usize)
+                        .cast_mut()
+                }),
                 false => Err(out_of_bounds(space, address, bytes)),
             },
-            Space::Generic | Space::Global => match launch.regions.holds(address, bytes) {
+            Space::Generic | Space::Global => match cube.launch.regions.holds(address, bytes) {
                 true => Ok(address as *mut u8),
                 false => Err(out_of_bounds(space, address, bytes)),
             },
         }
+    }
+
+    /// What a thread reads of a space, at most 8 bytes.
+    ///
+    /// # Errors
+    ///
+    /// As [`place`](Self::place).
+    pub fn load(
+        &mut self,
+        cube: &mut Cube,
+        from: (Space, u64, usize),
+        lane: usize,
+    ) -> Result<u64, Fault> {
+        let place = self.place(cube, from, lane, Access::Read)?;
+        // SAFETY: `place` gives so many bytes.
+        Ok(unsafe { read(place, from.2) })
+    }
+
+    /// # Errors
+    ///
+    /// As [`place`](Self::place).
+    pub fn store(
+        &mut self,
+        cube: &mut Cube,
+        to: (Space, u64, usize),
+        lane: usize,
+        value: u64,
+    ) -> Result<(), Fault> {
+        let place = self.place(cube, to, lane, Access::Write)?;
+        // SAFETY: `place` gives so many bytes.
+        unsafe { write(place, to.2, value) };
+        Ok(())
     }
 
     /// The group that goes on next: of those that can the first in the text, which others at the same place join.
@@ -243,9 +253,7 @@ impl Warp {
                     let said = cube.said(id).into();
                     each(group.lanes).for_each(|lane| self.registers[to as usize][lane] = said);
                 }
-                if let Some(races) = &mut cube.races {
-                    races.wait(self.number, Meeting::Named(id));
-                }
+                cube.watched(|races| races.wait(self.number, Meeting::Named(id)));
             }
         }
         self.join();

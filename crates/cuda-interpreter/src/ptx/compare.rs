@@ -4,8 +4,8 @@ use std::cmp::Ordering::{Equal, Greater, Less};
 
 use super::Type;
 use super::instruction::Lanes;
-use super::lanes::by_integer;
-use super::numbers::{bf16_to_f32, f16_to_f32, f32_of, f64_of};
+use super::lanes::{by_integer, by_type};
+use super::numbers::{BF16, F16, F32, F64, Float};
 
 macro_rules! holds {
     ($value:expr, $found:pat) => {
@@ -47,10 +47,10 @@ macro_rules! relation {
 pub fn comparison(modifiers: &[&str], kind: Type) -> Option<fn(&Lanes, &Lanes) -> Lanes> {
     let name = *modifiers.first()?;
     match kind {
-        Type::F32 => relation!(name, f32_of),
-        Type::F64 => relation!(name, f64_of),
-        Type::F16 => relation!(name, |x| f16_to_f32(x as u16)),
-        Type::BF16 => relation!(name, |x| bf16_to_f32(x as u16)),
+        Type::F32 => relation!(name, F32::of),
+        Type::F64 => relation!(name, F64::of),
+        Type::F16 => relation!(name, F16::of),
+        Type::BF16 => relation!(name, BF16::of),
         Type::Predicate => None,
         _ => by_integer!(kind, T => relation!(name, |x| x as T)),
     }

@@ -1,98 +1,75 @@
 //! Copies that go on by themselves, and the barriers that count them.
 
-use super::instruction::{Bulk, Effect, Op};
+use super::instruction::{Bulk, Effect, Op, Outside, Way};
 use super::reader::{Argument, Decoded, Reader};
 
-fn effect(reader: &Reader) -> Decoded<Effect> {
-    match reader.has("reduce") {
-        false => Ok(Effect::Replace),
-        true if reader.has("add") && (reader.has("f32") || reader.has("tensor")) => {
-            Ok(Effect::AddF32)
-        }
-        true => reader.unknown(),
-    }
+pub fn copy(reader: &mut Reader) -> Decoded<Op> {
+    let is_bulk = reader.has("bulk");
+    Ok(match () {
+        () if reader.has("wait_group") && is_bulk => Op::WaitBulk,
+        () if reader.has("wait_group") => Op::WaitCopies(reader.slot()?),
+        () if reader.has("wait_all") => Op::WaitAllCopies,
+        () if reader.has("commit_group") && is_bulk => Op::Nothing,
+        () if reader.has("commit_group") => Op::CommitCopies,
+        () if is_bulk => Op::Bulk(Box::new(bulk(reader)?)),
+        () if reader.has("mbarrier") => return reader.unknown(),
+        () if reader.has("shared") || reader.has("shared::cta") => Op::Copy {
+            to: reader.address()?,
+            from: reader.address()?,
+            bytes: reader.slot()?,
+            read: reader.optional()?,
+        },
+        () => return reader.unknown(),
+    })
 }
 
-pub fn copy(reader: &mut Reader) -> Decoded<Op> {
-    if reader.has("wait_group") {
-        let bulk = reader.has("bulk");
-        return Ok(match (bulk, reader.opcode) {
-            (true, _) => Op::WaitBulk,
-
-            (false, _) => Op::WaitCopies(reader.slot()?),
-        });
-    }
-    if reader.has("wait_all") {
-        return Ok(Op::WaitAllCopies);
-    }
-    if reader.has("commit_group") {
-        return Ok(if reader.has("bulk") {
-            Op::Nothing
-        } else {
-            Op::CommitCopies
-        });
-    }
-    if !reader.has("bulk") {
-        if !reader.has("shared") && !reader.has("shared::cta") || reader.has("mbarrier") {
-            return reader.unknown();
-        }
-        let (to, from, bytes) = (reader.address()?, reader.address()?, reader.slot()?);
-        return Ok(Op::Copy {
-            to,
-            from,
-
-            bytes,
-            read: reader.optional()?,
-        });
-    }
-    let effect = effect(reader)?;
-    let place = |text: &str| {
-        reader
-            .modifiers
-            .iter()
-            .position(|found| found.split("::").next() == Some(text))
+fn bulk(reader: &mut Reader) -> Decoded<Bulk> {
+    let is_tensor = reader.has("tensor");
+    let effect = match reader.has("reduce") {
+        false => Effect::Replace,
+        true if reader.has("add") && (reader.has("f32") || is_tensor) => Effect::AddF32,
+        true => return reader.unknown(),
     };
-    let to_shared = match (place("shared"), place("global")) {
+    let place = |text: &str| {
+        let mut modifiers = reader.modifiers.iter();
+        modifiers.position(|found| found.split("::").next() == Some(text))
+    };
+    let is_load = match (place("shared"), place("global")) {
         (Some(shared), Some(global)) => shared < global,
         _ => return reader.unknown(),
     };
     if reader.has("multicast::cluster") || reader.has("im2col") {
         return reader.unknown();
     }
-    let bulk = match (to_shared, reader.has("tensor")) {
-        (true, true) => {
-            let to = reader.address()?;
-            let (map, coordinates) = reader.tensor()?;
-            Bulk::LoadTensor {
-                to,
-                map,
-                coordinates,
-                barrier: reader.address()?,
-            }
-        }
-        (true, false) => Bulk::Load {
-            to: reader.address()?,
-            from: reader.address()?,
-            bytes: reader.slot()?,
-            barrier: reader.address()?,
-        },
-        (false, true) => {
-            let (map, coordinates) = reader.tensor()?;
-            Bulk::StoreTensor {
-                map,
-                coordinates,
-                from: reader.address()?,
-                effect,
-            }
-        }
-        (false, false) => Bulk::Store {
-            to: reader.address()?,
-            from: reader.address()?,
-            bytes: reader.slot()?,
-            effect,
+    // Where to comes first.
+    let to = if is_load {
+        Some(reader.address()?)
+    } else {
+        None
+    };
+    let outside = match is_tensor {
+        true => reader.tensor()?,
+        false => (reader.address()?, Vec::new()),
+    };
+    let shared = to.map_or_else(|| reader.address(), Ok)?;
+    let outside = match (is_tensor, outside) {
+        (true, (map, coordinates)) => Outside::Box { map, coordinates },
+        (false, (at, _)) => Outside::Bytes {
+            at,
+            count: reader.slot()?,
         },
     };
-    Ok(Op::Bulk(Box::new(bulk)))
+    let way = match is_load {
+        true => Way::In {
+            barrier: reader.address()?,
+        },
+        false => Way::Out(effect),
+    };
+    Ok(Bulk {
+        shared,
+        outside,
+        way,
+    })
 }
 
 pub fn counted(reader: &mut Reader) -> Decoded<Op> {

@@ -5,9 +5,9 @@ use super::compare::comparison;
 use super::convert::conversion;
 use super::copies::{copy, counted};
 use super::functions::pure;
-use super::instruction::{Address, Binary, Op, Pure, Shuffle, Slot, Vector, Vote};
-use super::lanes::{three, two};
-use super::numbers::{f32_of, f32_to_e4m3};
+use super::instruction::{Address, Binary, Op, Pure, Shuffle, Slot, Together, Vector, Vote};
+use super::lanes::lanes;
+use super::numbers::{E4M3, F32, Float};
 use super::products::{fragments, group_product, product};
 use super::reader::{Argument, Decoded, Reader};
 
@@ -57,8 +57,8 @@ pub fn decode(
             function_of(reader, function, constant(0))?
         }
         "cvt" if reader.has("e4m3x2") && reader.has("satfinite") => {
-            let function = two!(|high, low| u64::from(f32_to_e4m3(f32_of(high))) << 8
-                | u64::from(f32_to_e4m3(f32_of(low))));
+            let function =
+                lanes!(|high, low| E4M3::bits(F32::of(high)) << 8 | E4M3::bits(F32::of(low)));
             function_of(reader, function, constant(0))?
         }
         "cvt" => {
@@ -88,28 +88,11 @@ pub fn decode(
             constant(0),
         )?,
         "bar" | "barrier" => barrier(reader)?,
-        "shfl" => shuffle(reader)?,
-        "vote" => vote(reader)?,
+        "shfl" | "vote" | "match" | "redux" | "elect" => Op::Together {
+            what: together(name, reader, kind)?,
+            members: reader.slot()?,
+        },
         "activemask" => Op::ActiveMask { to: reader.slot()? },
-        "match" if reader.has("any") => Op::Match {
-            to: reader.slot()?,
-            from: reader.slot()?,
-            members: reader.slot()?,
-        },
-        "redux" => Op::Reduce {
-            function: reduction(reader, kind.ok_or("a reduction of no type")?)?,
-            to: reader.slot()?,
-            from: reader.slot()?,
-            members: reader.slot()?,
-        },
-        "elect" => {
-            let (to, elected) = reader.pair()?;
-            Op::Elect {
-                to,
-                elected: elected.ok_or("`elect` without a predicate")?,
-                members: reader.slot()?,
-            }
-        }
         "ldmatrix" if reader.has("b16") => Op::LoadMatrices {
             transposed: reader.has("trans"),
             to: reader.slots()?,
@@ -183,8 +166,8 @@ fn moved(reader: &mut Reader, kind: Option<Type>) -> Decoded<Op> {
 fn window(reader: &mut Reader, mut constant: impl FnMut(u64) -> Slot) -> Decoded<Op> {
     let window = reader.space().window();
     let function = match reader.has("to") {
-        true => two!(|x, window| x & !window),
-        false => two!(|x, window| x | window),
+        true => lanes!(|x, window| x & !window),
+        false => lanes!(|x, window| x | window),
     };
     let (to, from) = (reader.slot()?, reader.slot()?);
     let window = constant(window);
@@ -204,10 +187,14 @@ fn compare(reader: &mut Reader, kinds: &[Type]) -> Decoded<Op> {
     let from = [reader.slot()?, reader.slot()?];
     let combined = match reader.optional()? {
         None => None,
-        Some(slot) if reader.has("and") => Some((std::ops::BitAnd::bitand as Binary, slot)),
-        Some(slot) if reader.has("or") => Some((std::ops::BitOr::bitor as Binary, slot)),
-        Some(slot) if reader.has("xor") => Some((std::ops::BitXor::bitxor as Binary, slot)),
-        Some(_) => return reader.unknown(),
+        Some(slot) => {
+            let combine = reader.one_of::<Binary>(&[
+                ("and", std::ops::BitAnd::bitand),
+                ("or", std::ops::BitOr::bitor),
+                ("xor", std::ops::BitXor::bitxor),
+            ])?;
+            Some((combine, slot))
+        }
     };
     Ok(Op::Compare {
         function,
@@ -230,10 +217,12 @@ fn reduction(reader: &Reader, kind: Type) -> Decoded<Pure> {
 fn atomic(reader: &mut Reader, returns: bool, kind: Type, none: Slot) -> Decoded<Op> {
     let has = |name: &str| reader.has(name);
     let function = match kind {
-        _ if has("exch") => two!(|_old, value| value),
-        _ if has("cas") => three!(|old, expected, value| if old == expected { value } else { old }),
-        Type::Unsigned(_) if has("inc") => two!(|old, last| if old >= last { 0 } else { old + 1 }),
-        Type::Unsigned(_) if has("dec") => two!(|old, last| if old == 0 || old > last {
+        _ if has("exch") => lanes!(|_old, value| value),
+        _ if has("cas") => lanes!(|old, expected, value| if old == expected { value } else { old }),
+        Type::Unsigned(_) if has("inc") => {
+            lanes!(|old, last| if old >= last { 0 } else { old + 1 })
+        }
+        Type::Unsigned(_) if has("dec") => lanes!(|old, last| if old == 0 || old > last {
             last
         } else {
             old - 1
@@ -256,7 +245,8 @@ fn atomic(reader: &mut Reader, returns: bool, kind: Type, none: Slot) -> Decoded
 
 fn barrier(reader: &mut Reader) -> Decoded<Op> {
     if reader.has("warp") {
-        return Ok(Op::WarpBarrier {
+        return Ok(Op::Together {
+            what: Together::Meet,
             members: reader.slot()?,
         });
     }
@@ -284,42 +274,49 @@ fn barrier(reader: &mut Reader) -> Decoded<Op> {
     })
 }
 
-fn shuffle(reader: &mut Reader) -> Decoded<Op> {
-    let modes = [
-        ("up", Shuffle::Up),
-        ("down", Shuffle::Down),
-        ("bfly", Shuffle::Butterfly),
-        ("idx", Shuffle::Index),
-    ];
-    let Some((_, mode)) = modes.into_iter().find(|(name, _)| reader.has(name)) else {
-        return reader.unknown();
-    };
-    let (to, valid) = reader.pair()?;
-    Ok(Op::Shuffle {
-        mode,
-        to,
-        valid,
-        from: reader.slot()?,
-        lane: reader.slot()?,
-        clamp: reader.slot()?,
-        members: reader.slot()?,
-    })
-}
-
-fn vote(reader: &mut Reader) -> Decoded<Op> {
-    let modes = [
-        ("all", Vote::All),
-        ("any", Vote::Any),
-        ("uni", Vote::Uniform),
-        ("ballot", Vote::Ballot),
-    ];
-    let Some((_, mode)) = modes.into_iter().find(|(name, _)| reader.has(name)) else {
-        return reader.unknown();
-    };
-    Ok(Op::Vote {
-        mode,
-        to: reader.slot()?,
-        from: reader.slot()?,
-        members: reader.slot()?,
+fn together(name: &str, reader: &mut Reader, kind: Option<Type>) -> Decoded<Together> {
+    Ok(match name {
+        "shfl" => {
+            let mode = reader.one_of(&[
+                ("up", Shuffle::Up),
+                ("down", Shuffle::Down),
+                ("bfly", Shuffle::Butterfly),
+                ("idx", Shuffle::Index),
+            ])?;
+            let (to, valid) = reader.pair()?;
+            Together::Shuffle {
+                mode,
+                to,
+                valid,
+                from: reader.slot()?,
+                lane: reader.slot()?,
+                clamp: reader.slot()?,
+            }
+        }
+        "vote" => Together::Vote {
+            mode: reader.one_of(&[
+                ("all", Vote::All),
+                ("any", Vote::Any),
+                ("uni", Vote::Uniform),
+                ("ballot", Vote::Ballot),
+            ])?,
+            to: reader.slot()?,
+            from: reader.slot()?,
+        },
+        "match" if reader.has("any") => Together::Match {
+            to: reader.slot()?,
+            from: reader.slot()?,
+        },
+        "redux" => Together::Reduce {
+            function: reduction(reader, kind.ok_or("a reduction of no type")?)?,
+            to: reader.slot()?,
+            from: reader.slot()?,
+        },
+        "elect" => {
+            let (to, elected) = reader.pair()?;
+            let elected = elected.ok_or("`elect` without a predicate")?;
+            Together::Elect { to, elected }
+        }
+        _ => return reader.unknown(),
     })
 }

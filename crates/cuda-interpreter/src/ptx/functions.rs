@@ -4,7 +4,7 @@ use super::Type;
 use super::floats::float;
 use super::instruction::Pure;
 use super::integers::{bits, integer};
-use super::lanes::three;
+use super::lanes::lanes;
 
 /// What `name` with its modifiers computes of registers alone.
 pub fn pure(name: &str, modifiers: &[&str], kinds: &[Type]) -> Option<Pure> {
@@ -18,7 +18,7 @@ pub fn pure(name: &str, modifiers: &[&str], kinds: &[Type]) -> Option<Pure> {
         "rcp" | "sqrt" | "rsqrt" | "ex2" | "lg2" | "sin" | "cos" | "tanh" | "copysign" => {
             float(name, modifiers, kind)
         }
-        "selp" => Some(three!(|a, b, p| if p & 1 == 1 { a } else { b })),
+        "selp" => Some(lanes!(|a, b, p| if p & 1 == 1 { a } else { b })),
         _ => bits(name, kind, modifiers),
     }
 }

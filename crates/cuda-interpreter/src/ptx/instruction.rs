@@ -115,36 +115,31 @@ pub enum Effect {
     AddF32,
 }
 
-/// The places of a bulk copy, one of them in shared memory.
-pub enum Bulk {
-    /// Consecutive bytes from global to shared memory, counted by a barrier.
-    Load {
-        to: Address,
-        from: Address,
-        bytes: Slot,
-        barrier: Address,
-    },
-    /// Consecutive bytes from shared to global memory.
-    Store {
-        to: Address,
-        from: Address,
-        bytes: Slot,
-        effect: Effect,
-    },
-    /// A box of a tensor to shared memory, counted by a barrier.
-    LoadTensor {
-        to: Address,
+/// What a bulk copy reaches outside of shared memory.
+pub enum Outside {
+    /// Consecutive bytes.
+    Bytes { at: Address, count: Slot },
+    /// A box of a tensor.
+    Box {
         map: Address,
         coordinates: Vec<Slot>,
-        barrier: Address,
     },
-    /// A box of a tensor from shared memory.
-    StoreTensor {
-        map: Address,
-        coordinates: Vec<Slot>,
-        from: Address,
-        effect: Effect,
+}
+
+/// Which way a bulk copy goes.
+#[derive(Clone, Copy, Debug)]
+pub enum Way<At> {
+    /// To shared memory, counted by a barrier.
+    In {
+        barrier: At,
     },
+    Out(Effect),
+}
+
+pub struct Bulk {
+    pub shared: Address,
+    pub outside: Outside,
+    pub way: Way<Address>,
 }
 
 /// The left operand of a warpgroup's product.
@@ -209,6 +204,37 @@ pub struct FragmentProduct {
     pub sums: Fragment,
 }
 
+/// What the threads of a warp tell each other.
+pub enum Together {
+    Meet,
+    Shuffle {
+        mode: Shuffle,
+        to: Slot,
+        valid: Option<Slot>,
+        from: Slot,
+        lane: Slot,
+        clamp: Slot,
+    },
+    Vote {
+        mode: Vote,
+        to: Slot,
+        from: Slot,
+    },
+    Match {
+        to: Slot,
+        from: Slot,
+    },
+    Reduce {
+        function: Pure,
+        to: Slot,
+        from: Slot,
+    },
+    Elect {
+        to: Slot,
+        elected: Slot,
+    },
+}
+
 pub enum Op {
     Nothing,
     /// What threads wrote tensor cores and the copy engine may read.
@@ -263,42 +289,13 @@ pub enum Op {
         /// Where whether any thread says so goes, and what a thread says.
         any: Option<[Slot; 2]>,
     },
-    WarpBarrier {
-        members: Slot,
-    },
-    Shuffle {
-        mode: Shuffle,
-        to: Slot,
-        valid: Option<Slot>,
-        from: Slot,
-        lane: Slot,
-        clamp: Slot,
-        members: Slot,
-    },
-    Vote {
-        mode: Vote,
-        to: Slot,
-        from: Slot,
-        members: Slot,
-    },
     ActiveMask {
         to: Slot,
     },
-    Match {
-        to: Slot,
-        from: Slot,
+    /// What those of a warp that are named do together.
+    Together {
         members: Slot,
-    },
-    Reduce {
-        function: Pure,
-        to: Slot,
-        from: Slot,
-        members: Slot,
-    },
-    Elect {
-        to: Slot,
-        elected: Slot,
-        members: Slot,
+        what: Together,
     },
     LoadMatrices {
         transposed: bool,
@@ -359,7 +356,11 @@ impl Op {
             Self::Compare { from, .. } => from,
             Self::Pack { from, .. } => from,
             Self::Store(to) => &to.slots,
-            Self::Unpack { from, .. } | Self::Shuffle { from, .. } => std::slice::from_ref(from),
+            Self::Unpack { from, .. }
+            | Self::Together {
+                what: Together::Shuffle { from, .. },
+                ..
+            } => std::slice::from_ref(from),
             Self::Product(product) => &product.sums,
             _ => &[],
         };
@@ -374,62 +375,62 @@ pub struct Instruction {
     pub line: u32,
 }
 
+/// Where a thread is.
+pub struct Place {
+    pub thread: [u32; 3],
+    pub threads: [u32; 3],
+    pub cube: [u32; 3],
+    pub cubes: [u32; 3],
+    pub lane: u32,
+    pub warp: u32,
+    pub dynamic_shared: u32,
+}
+
 /// What a special register holds (PTX ISA, section 10).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 pub enum Special {
-    Thread(usize),
-    Threads(usize),
-    Cube(usize),
-    Cubes(usize),
-    Lane,
-    Warp,
-    DynamicShared,
-    LaneMaskLess,
-    LaneMaskLessEqual,
-    LaneMaskGreater,
-    LaneMaskGreaterEqual,
-    LaneMaskEqual,
+    Axis(fn(&Place) -> [u32; 3], usize),
+    Of(fn(&Place) -> u32),
     Clock,
-    Zero,
-    One,
 }
 
 impl Special {
     pub fn named(name: &str) -> Option<Self> {
-        let axis = |name: &str| match name {
-            "x" => Some(0),
-            "y" => Some(1),
-            "z" => Some(2),
-            _ => None,
-        };
-        if let Some((family, part)) = name.strip_prefix('%')?.split_once('.') {
-            let axis = axis(part)?;
-            return Some(match family {
-                "tid" => Self::Thread(axis),
-                "ntid" => Self::Threads(axis),
-                "ctaid" => Self::Cube(axis),
-                "nctaid" => Self::Cubes(axis),
+        if let Some((family, part)) = name.split_once('.') {
+            let of: fn(&Place) -> [u32; 3] = match family {
+                "%tid" => |at| at.thread,
+                "%ntid" => |at| at.threads,
                 // A cube without a cluster is a cluster of its own.
-                "clusterid" => Self::Cube(axis),
-                "nclusterid" => Self::Cubes(axis),
-                "cluster_ctaid" => Self::Zero,
-                "cluster_nctaid" => Self::One,
+                "%ctaid" | "%clusterid" => |at| at.cube,
+                "%nctaid" | "%nclusterid" => |at| at.cubes,
+                "%cluster_ctaid" => |_| [0; 3],
+                "%cluster_nctaid" => |_| [1; 3],
                 _ => return None,
-            });
+            };
+            let axis = ["x", "y", "z"].iter().position(|axis| *axis == part)?;
+            return Some(Self::Axis(of, axis));
         }
-        Some(match name {
-            "%laneid" => Self::Lane,
-            "%warpid" => Self::Warp,
-            "%dynamic_smem_size" => Self::DynamicShared,
-            "%lanemask_lt" => Self::LaneMaskLess,
-            "%lanemask_le" => Self::LaneMaskLessEqual,
-            "%lanemask_gt" => Self::LaneMaskGreater,
-            "%lanemask_ge" => Self::LaneMaskGreaterEqual,
-            "%lanemask_eq" => Self::LaneMaskEqual,
-            "%clock" | "%clock64" | "%globaltimer" => Self::Clock,
-            "%cluster_ctarank" => Self::Zero,
-            "%cluster_nctarank" => Self::One,
+        Some(Self::Of(match name {
+            "%laneid" => |at| at.lane,
+            "%warpid" => |at| at.warp,
+            "%dynamic_smem_size" => |at| at.dynamic_shared,
+            "%lanemask_eq" => |at| 1 << at.lane,
+            "%lanemask_lt" => |at| (1 << at.lane) - 1,
+            "%lanemask_le" => |at| u32::MAX >> (31 - at.lane),
+            "%lanemask_gt" => |at| !(u32::MAX >> (31 - at.lane)),
+            "%lanemask_ge" => |at| u32::MAX << at.lane,
+            "%cluster_ctarank" => |_| 0,
+            "%cluster_nctarank" => |_| 1,
+            "%clock" | "%clock64" | "%globaltimer" => return Some(Self::Clock),
             _ => return None,
-        })
+        }))
+    }
+
+    pub fn value(self, at: &Place) -> u32 {
+        match self {
+            Self::Axis(of, axis) => of(at)[axis],
+            Self::Of(of) => of(at),
+            Self::Clock => 0,
+        }
     }
 }

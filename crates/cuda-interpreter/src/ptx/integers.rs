@@ -8,7 +8,7 @@
 
 use super::Type;
 use super::instruction::Pure;
-use super::lanes::{by_integer, four, one, three, two};
+use super::lanes::{by_integer, by_type, lanes};
 
 const LOW: u64 = u32::MAX as u64;
 
@@ -21,40 +21,35 @@ pub fn integer(name: &str, modifiers: &[&str], kind: Type) -> Option<Pure> {
     let has = |modifier: &str| modifiers.contains(&modifier);
     let wide = has("wide");
     Some(match name {
-        "add" => by_integer!(kind, T => two!(|a, b| (a as T).wrapping_add(b as T) as u64)),
-        "sub" => by_integer!(kind, T => two!(|a, b| (a as T).wrapping_sub(b as T) as u64)),
+        "add" => by_integer!(kind, T => lanes!(|a, b| (a as T).wrapping_add(b as T) as u64)),
+        "sub" => by_integer!(kind, T => lanes!(|a, b| (a as T).wrapping_sub(b as T) as u64)),
         "mul" if wide => {
-            by_integer!(kind, T => two!(|a, b| i128::from(a as T).wrapping_mul(i128::from(b as T)) as u64))
+            by_integer!(kind, T => lanes!(|a, b| i128::from(a as T).wrapping_mul(i128::from(b as T)) as u64))
         }
-        "mul" if has("hi") => by_integer!(kind, T => two!(|a, b| high(a as T, b as T, T::BITS))),
-        "mul" => by_integer!(kind, T => two!(|a, b| (a as T).wrapping_mul(b as T) as u64)),
-        "mul24" => two!(|a, b| (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff)),
-        "mad" if wide => by_integer!(kind, T => three!(|a, b, c| {
+        "mul" if has("hi") => by_integer!(kind, T => lanes!(|a, b| high(a as T, b as T, T::BITS))),
+        "mul" => by_integer!(kind, T => lanes!(|a, b| (a as T).wrapping_mul(b as T) as u64)),
+        "mul24" => lanes!(|a, b| (a & 0xff_ffff).wrapping_mul(b & 0xff_ffff)),
+        "mad" if wide => by_integer!(kind, T => lanes!(|a, b, c| {
             (i128::from(a as T).wrapping_mul(i128::from(b as T)) as u64).wrapping_add(c)
         })),
         "mad" if has("hi") => {
-            by_integer!(kind, T => three!(|a, b, c| high(a as T, b as T, T::BITS).wrapping_add(c)))
+            by_integer!(kind, T => lanes!(|a, b, c| high(a as T, b as T, T::BITS).wrapping_add(c)))
         }
         "mad" => {
-            by_integer!(kind, T => three!(|a, b, c| (a as T).wrapping_mul(b as T).wrapping_add(c as T) as u64))
+            by_integer!(kind, T => lanes!(|a, b, c| (a as T).wrapping_mul(b as T).wrapping_add(c as T) as u64))
         }
         "div" => {
-            by_integer!(kind, T => two!(|a, b| (a as T).checked_div(b as T).unwrap_or(T::MAX) as u64))
+            by_integer!(kind, T => lanes!(|a, b| (a as T).checked_div(b as T).unwrap_or(T::MAX) as u64))
         }
         "rem" => {
-            by_integer!(kind, T => two!(|a, b| (a as T).checked_rem(b as T).unwrap_or(a as T) as u64))
+            by_integer!(kind, T => lanes!(|a, b| (a as T).checked_rem(b as T).unwrap_or(a as T) as u64))
         }
-        "min" => by_integer!(kind, T => two!(|a, b| (a as T).min(b as T) as u64)),
-        "max" => by_integer!(kind, T => two!(|a, b| (a as T).max(b as T) as u64)),
-        "neg" => by_integer!(kind, T => one!(|a| (a as T).wrapping_neg() as u64)),
-        "abs" => match kind {
-            Type::Signed(16) => one!(|a| (a as i16).wrapping_abs() as u64),
-            Type::Signed(32) => one!(|a| (a as i32).wrapping_abs() as u64),
-            Type::Signed(64) => one!(|a| (a as i64).wrapping_abs() as u64),
-            _ => return None,
-        },
+        "min" => by_integer!(kind, T => lanes!(|a, b| (a as T).min(b as T) as u64)),
+        "max" => by_integer!(kind, T => lanes!(|a, b| (a as T).max(b as T) as u64)),
+        "neg" => by_integer!(kind, T => lanes!(|a| (a as T).wrapping_neg() as u64)),
+        "abs" => by_integer!(kind, T => lanes!(|a| (a as T).max((a as T).wrapping_neg()) as u64)),
         "sad" => {
-            by_integer!(kind, T => three!(|a, b, c| ((a as T).abs_diff(b as T) as u64).wrapping_add(c)))
+            by_integer!(kind, T => lanes!(|a, b, c| ((a as T).abs_diff(b as T) as u64).wrapping_add(c)))
         }
         _ => return None,
     })
@@ -69,58 +64,58 @@ pub fn bits(name: &str, kind: Type, modifiers: &[&str]) -> Option<Pure> {
     let wide = kind.bytes() == 8;
     let has = |modifier: &str| modifiers.contains(&modifier);
     Some(match name {
-        "and" => two!(|a, b| a & b),
-        "or" => two!(|a, b| a | b),
-        "xor" => two!(|a, b| a ^ b),
-        "not" if kind == Type::Predicate => one!(|a| a & 1 ^ 1),
-        "not" => one!(|a| !a),
-        "cnot" => by_integer!(kind, T => one!(|a| u64::from(a as T == 0))),
+        "and" => lanes!(|a, b| a & b),
+        "or" => lanes!(|a, b| a | b),
+        "xor" => lanes!(|a, b| a ^ b),
+        "not" if kind == Type::Predicate => lanes!(|a| a & 1 ^ 1),
+        "not" => lanes!(|a| !a),
+        "cnot" => by_integer!(kind, T => lanes!(|a| u64::from(a as T == 0))),
         "shl" => {
-            by_integer!(kind, T => two!(|a, by| (a as T).checked_shl(by as u32).unwrap_or(0) as u64))
+            by_integer!(kind, T => lanes!(|a, by| (a as T).checked_shl(by as u32).unwrap_or(0) as u64))
         }
-        "shr" => by_integer!(kind, T => two!(|a, by| {
+        "shr" => by_integer!(kind, T => lanes!(|a, by| {
             // Signs fill what is left beyond the width.
             (a as T >> (by as u32).min(T::BITS - 1) >> u32::from(by as u32 >= T::BITS)) as u64
         })),
-        "popc" if wide => one!(|a| a.count_ones().into()),
-        "popc" => one!(|a| (a as u32).count_ones().into()),
-        "clz" if wide => one!(|a| a.leading_zeros().into()),
-        "clz" => one!(|a| (a as u32).leading_zeros().into()),
-        "brev" if wide => one!(|a| a.reverse_bits()),
-        "brev" => one!(|a| (a as u32).reverse_bits().into()),
+        "popc" if wide => lanes!(|a| a.count_ones().into()),
+        "popc" => lanes!(|a| (a as u32).count_ones().into()),
+        "clz" if wide => lanes!(|a| a.leading_zeros().into()),
+        "clz" => lanes!(|a| (a as u32).leading_zeros().into()),
+        "brev" if wide => lanes!(|a| a.reverse_bits()),
+        "brev" => lanes!(|a| (a as u32).reverse_bits().into()),
         "bfind" => match (kind, has("shiftamt")) {
-            (Type::Unsigned(32), true) => one!(|a| match a as u32 {
+            (Type::Unsigned(32), true) => lanes!(|a| match a as u32 {
                 0 => LOW,
                 a => a.leading_zeros().into(),
             }),
-            (Type::Unsigned(32), false) => one!(|a| match a as u32 {
+            (Type::Unsigned(32), false) => lanes!(|a| match a as u32 {
                 0 => LOW,
                 a => (31 - a.leading_zeros()).into(),
             }),
-            (Type::Unsigned(64), false) => one!(|a| match a {
+            (Type::Unsigned(64), false) => lanes!(|a| match a {
                 0 => LOW,
                 a => (63 - a.leading_zeros()).into(),
             }),
             _ => return None,
         },
         "shf" => match (has("l"), has("wrap")) {
-            (true, true) => three!(|low, high, by| (both(low, high) << (by & 31)) >> 32 & LOW),
+            (true, true) => lanes!(|low, high, by| (both(low, high) << (by & 31)) >> 32 & LOW),
             (true, false) => {
-                three!(|low, high, by| (both(low, high) << (by & LOW).min(32)) >> 32 & LOW)
+                lanes!(|low, high, by| (both(low, high) << (by & LOW).min(32)) >> 32 & LOW)
             }
-            (false, true) => three!(|low, high, by| both(low, high) >> (by & 31) & LOW),
-            (false, false) => three!(|low, high, by| both(low, high) >> (by & LOW).min(32) & LOW),
+            (false, true) => lanes!(|low, high, by| both(low, high) >> (by & 31) & LOW),
+            (false, false) => lanes!(|low, high, by| both(low, high) >> (by & LOW).min(32) & LOW),
         },
-        "bfi" if wide => four!(|field, into, at, length| insert(field, into, at, length, 64)),
-        "bfi" => four!(|field, into, at, length| insert(field, into, at, length, 32)),
+        "bfi" if wide => lanes!(|field, into, at, length| insert(field, into, at, length, 64)),
+        "bfi" => lanes!(|field, into, at, length| insert(field, into, at, length, 32)),
         "bfe" => match kind {
             Type::Unsigned(32) => {
-                three!(|a, at, length| (a & LOW) >> (at & 255).min(63) & ones(length))
+                lanes!(|a, at, length| (a & LOW) >> (at & 255).min(63) & ones(length))
             }
-            Type::Unsigned(64) => three!(|a, at, length| shifted(a, at) & ones(length)),
+            Type::Unsigned(64) => lanes!(|a, at, length| shifted(a, at) & ones(length)),
             _ => return None,
         },
-        "prmt" => three!(|a, b, selector| {
+        "prmt" => lanes!(|a, b, selector| {
             let bytes = both(a, b).to_le_bytes();
             let chosen = |nibble: u64| {
                 let byte = bytes[(nibble & 7) as usize];
@@ -134,7 +129,7 @@ pub fn bits(name: &str, kind: Type, modifiers: &[&str]) -> Option<Pure> {
                 .map(|at| u64::from(chosen(selector >> (4 * at))) << (8 * at))
                 .sum()
         }),
-        "lop3" => four!(|a, b, c, table| {
+        "lop3" => lanes!(|a, b, c, table| {
             (0..8)
                 .filter(|row| table >> row & 1 == 1)
                 .fold(0, |out, row| {

@@ -1,76 +1,72 @@
-//! Functions of one lane's registers, as functions of all lanes.
+//! Functions of one lane's registers, as functions of all lanes, and for every type that an instruction names.
 
-macro_rules! one {
+macro_rules! lanes {
     (|$a:ident| $value:expr) => {
-        Pure::One(|a| {
-            std::array::from_fn(|lane| {
-                let $a = a[lane];
-                $value
-            })
-        })
+        lanes!(One $a; $value)
     };
-}
-macro_rules! two {
     (|$a:ident, $b:ident| $value:expr) => {
-        Pure::Two(|a, b| {
-            std::array::from_fn(|lane| {
-                let ($a, $b) = (a[lane], b[lane]);
-                $value
-            })
-        })
+        lanes!(Two $a $b; $value)
     };
-}
-macro_rules! three {
     (|$a:ident, $b:ident, $c:ident| $value:expr) => {
-        Pure::Three(|a, b, c| {
+        lanes!(Three $a $b $c; $value)
+    };
+    (|$a:ident, $b:ident, $c:ident, $d:ident| $value:expr) => {
+        lanes!(Four $a $b $c $d; $value)
+    };
+    ($arguments:ident $($x:ident)+; $value:expr) => {
+        Pure::$arguments(|$($x),+| {
             std::array::from_fn(|lane| {
-                let ($a, $b, $c) = (a[lane], b[lane], c[lane]);
+                $(let $x = $x[lane];)+
                 $value
             })
         })
     };
 }
-macro_rules! four {
-    (|$a:ident, $b:ident, $c:ident, $d:ident| $value:expr) => {
-        Pure::Four(|a, b, c, d| {
-            std::array::from_fn(|lane| {
-                let ($a, $b, $c, $d) = (a[lane], b[lane], c[lane], d[lane]);
-                $value
-            })
-        })
+/// `$body` with `$T` the one of the types on the right whose pattern matches.
+macro_rules! by_type {
+    ($kind:expr, $T:ident => $body:expr, $($pattern:pat => $type:ty;)*) => {
+        match $kind {
+            $(
+                $pattern => {
+                    type $T = $type;
+                    $body
+                }
+            )*
+            _ => return None,
+        }
     };
 }
 /// `$body` with `$T` the integer that a type is.
 macro_rules! by_integer {
     ($kind:expr, $T:ident => $body:expr) => {
-        match $kind {
-            Type::Signed(16) => {
-                type $T = i16;
-                $body
-            }
-            Type::Signed(32) => {
-                type $T = i32;
-                $body
-            }
-            Type::Signed(64) => {
-                type $T = i64;
-                $body
-            }
-            Type::Unsigned(16) | Type::Bits(16) => {
-                type $T = u16;
-                $body
-            }
-            Type::Unsigned(32) | Type::Bits(32) => {
-                type $T = u32;
-                $body
-            }
-            Type::Unsigned(64) | Type::Bits(64) => {
-                type $T = u64;
-                $body
-            }
-            _ => return None,
+        by_type! {
+            $kind, $T => $body,
+            Type::Signed(8) => i8;
+            Type::Signed(16) => i16;
+            Type::Signed(32) => i32;
+            Type::Signed(64) => i64;
+            Type::Unsigned(8) | Type::Bits(8) => u8;
+            Type::Unsigned(16) | Type::Bits(16) => u16;
+            Type::Unsigned(32) | Type::Bits(32) => u32;
+            Type::Unsigned(64) | Type::Bits(64) => u64;
+        }
+    };
+}
+/// `$body` with `$T` the [`Float`](super::numbers::Float) that a type and how it is rounded are.
+macro_rules! by_float {
+    ($kind:expr, $T:ident => $body:expr) => {
+        by_type! {
+            $kind, $T => $body,
+            (Type::F64, _) => F64;
+            (Type::F16, _) => F16;
+            (Type::BF16, _) => BF16;
+            (Type::F32, Rounding::Nearest) => F32;
+            (Type::F32, Rounding::Zero) => F32Zero;
+            (Type::F32, Rounding::Down) => F32Down;
+            (Type::F32, Rounding::Up) => F32Up;
+            (Type::F32, Rounding::Saturated) => F32Saturated;
         }
     };
 }
 
-pub(super) use {by_integer, four, one, three, two};
+pub(super) use {by_float, by_integer, by_type, lanes};

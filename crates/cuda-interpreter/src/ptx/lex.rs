@@ -51,34 +51,20 @@ pub fn tokens(text: &str) -> Vec<Token<'_>> {
     let is_path = |at: usize| bytes[at..].starts_with(b"::");
     let (mut tokens, mut line, mut at) = (Vec::new(), 1, 0);
     while at < bytes.len() {
-        let start = at;
-        if bytes[at] == b'\n' {
-            line += 1;
-            at += 1;
-        } else if bytes[at].is_ascii_whitespace() {
-            at += 1;
-        } else if bytes[at] == b'"' {
-            at = text[at + 1..]
-                .find('"')
-                .map_or(bytes.len(), |end| at + end + 2);
-            tokens.push(Token {
-                text: &text[start..at],
-                line,
-            });
-        } else if is_word(at) {
+        let (start, letter) = (at, bytes[at]);
+        at += 1;
+        if letter == b'"' {
+            let end = text[at..].find('"');
+            at = end.map_or(bytes.len(), |end| at + end + 1);
+        } else if is_word(start) {
             while at < bytes.len() && (is_word(at) || is_path(at)) {
                 at += if is_path(at) { 2 } else { 1 };
             }
-            tokens.push(Token {
-                text: &text[start..at],
-                line,
-            });
-        } else {
-            at += 1;
-            tokens.push(Token {
-                text: &text[start..at],
-                line,
-            });
+        }
+        line += u32::from(letter == b'\n');
+        if !letter.is_ascii_whitespace() {
+            let text = &text[start..at];
+            tokens.push(Token { text, line });
         }
     }
     tokens

@@ -18,7 +18,8 @@ mod types;
 
 pub use instruction::{
     Address, Bulk, Effect, Element, Fragment, FragmentPlace, FragmentProduct, GroupProduct,
-    Instruction, Lanes, Left, Op, Product, Shuffle, Slot, Space, Special, Vector, Vote,
+    Instruction, Lanes, Left, Op, Outside, Place, Product, Shuffle, Slot, Space, Special, Together,
+    Vector, Vote, Way,
 };
 pub use numbers::{bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_f16};
 pub use parse::{Kernel, Module};

@@ -3,18 +3,6 @@
 use blocksparse::Quantization;
 use half::{bf16, f16};
 
-pub fn f32_of(bits: u64) -> f32 {
-    f32::from_bits(bits as u32)
-}
-
-pub fn of_f32(value: f32) -> u64 {
-    value.to_bits().into()
-}
-
-pub fn f64_of(bits: u64) -> f64 {
-    f64::from_bits(bits)
-}
-
 pub fn f16_to_f32(bits: u16) -> f32 {
     f16::from_bits(bits).to_f32()
 }
@@ -32,15 +20,11 @@ pub fn e4m3_to_f32(bits: u8) -> f32 {
 }
 
 /// Of numbers beyond ±448 the nearest of these.
-pub fn f32_to_e4m3(value: f32) -> u8 {
+fn f32_to_e4m3(value: f32) -> u8 {
     match value.is_nan() {
         true => 0x7f,
         false => Quantization::Fp8E4m3.encode(value),
     }
-}
-
-pub fn f32_to_bf16(value: f32) -> u16 {
-    bf16::from_f32(value).to_bits()
 }
 
 /// Which representable number takes a result's place.
@@ -50,6 +34,8 @@ pub enum Rounding {
     Zero,
     Down,
     Up,
+    /// Between 0 and 1. NaN becomes 0.
+    Saturated,
 }
 
 impl Rounding {
@@ -64,16 +50,50 @@ impl Rounding {
     }
 }
 
-/// The sum of a product and a number, rounded once. Products of two f32 are exact in f64.
-pub fn fused(a: f32, b: f32, c: f32) -> f32 {
-    (f64::from(a) * f64::from(b) + f64::from(c)) as f32
+/// A type whose numbers are computed with in f64: sums, products and quotients of narrower ones come out as if they were rounded once.
+pub trait Float {
+    fn of(bits: u64) -> f64;
+    fn bits(value: f64) -> u64;
+}
+
+macro_rules! floats {
+    ($($T:ident: |$bits:ident| $of:expr, |$value:ident| $to:expr;)*) => {
+        $(
+            pub struct $T;
+
+            impl Float for $T {
+                fn of($bits: u64) -> f64 {
+                    $of.into()
+                }
+
+                fn bits($value: f64) -> u64 {
+                    $to.into()
+                }
+            }
+        )*
+    };
+}
+
+// The last four are f32 that are rounded in other ways.
+floats! {
+    F64: |bits| f64::from_bits(bits), |value| value.to_bits();
+    F16: |bits| f16_to_f32(bits as u16), |value| f32_to_f16(value as f32);
+    BF16: |bits| bf16_to_f32(bits as u16), |value| bf16::from_f32(value as f32).to_bits();
+    E4M3: |bits| e4m3_to_f32(bits as u8), |value| f32_to_e4m3(value as f32);
+    F32: |bits| f32::from_bits(bits as u32), |value| (value as f32).to_bits();
+    F32Zero: |bits| f32::from_bits(bits as u32), |value| rounded(value, Rounding::Zero).to_bits();
+    F32Down: |bits| f32::from_bits(bits as u32), |value| rounded(value, Rounding::Down).to_bits();
+    F32Up: |bits| f32::from_bits(bits as u32), |value| rounded(value, Rounding::Up).to_bits();
+    F32Saturated: |bits| f32::from_bits(bits as u32), |value| rounded(value, Rounding::Saturated).to_bits();
 }
 
 /// `exact` as an f32.
-pub fn rounded(exact: f64, rounding: Rounding) -> f32 {
+fn rounded(exact: f64, rounding: Rounding) -> f32 {
     let nearest = exact as f32;
     let off = f64::from(nearest) - exact;
     match rounding {
+        Rounding::Saturated if nearest > 0.0 => nearest.min(1.0),
+        Rounding::Saturated => 0.0,
         Rounding::Down if off > 0.0 => nearest.next_down(),
         Rounding::Up if off < 0.0 => nearest.next_up(),
         Rounding::Zero if off > 0.0 && exact > 0.0 => nearest.next_down(),
@@ -82,39 +102,19 @@ pub fn rounded(exact: f64, rounding: Rounding) -> f32 {
     }
 }
 
-/// `value` without a fraction.
-pub fn whole(value: f64, rounding: Rounding) -> f64 {
-    match rounding {
-        Rounding::Nearest => value.round_ties_even(),
-        Rounding::Zero => value.trunc(),
-        Rounding::Down => value.floor(),
-        Rounding::Up => value.ceil(),
-    }
-}
-
-/// `value` between 0 and 1. NaN becomes 0.
-pub fn saturated(value: f32) -> f32 {
-    if value > 0.0 { value.min(1.0) } else { 0.0 }
-}
-
 /// Of two numbers the lesser, or the one that is one.
-pub fn lesser(a: f32, b: f32) -> f32 {
+pub fn lesser(a: f64, b: f64) -> f64 {
     match (a.is_nan(), b.is_nan()) {
         (true, _) => b,
         (_, true) => a,
-        _ if a == b => f32::from_bits(a.to_bits() | b.to_bits()),
+        _ if a == b => f64::from_bits(a.to_bits() | b.to_bits()),
         _ => a.min(b),
     }
 }
 
 /// Of two numbers the greater, or the one that is one.
-pub fn greater(a: f32, b: f32) -> f32 {
-    match (a.is_nan(), b.is_nan()) {
-        (true, _) => b,
-        (_, true) => a,
-        _ if a == b => f32::from_bits(a.to_bits() & b.to_bits()),
-        _ => a.max(b),
-    }
+pub fn greater(a: f64, b: f64) -> f64 {
+    -lesser(-a, -b)
 }
 
 #[cfg(test)]
@@ -129,12 +129,16 @@ mod tests {
         assert_eq!(down.next_up(), up);
         assert_eq!(rounded(-third, Rounding::Zero), -down);
         assert_eq!(rounded(0.5, Rounding::Up), 0.5);
+        assert_eq!(
+            [1.5, f64::NAN].map(|x| rounded(x, Rounding::Saturated)),
+            [1.0, 0.0]
+        );
     }
 
     #[test]
     fn zeros_have_an_order() {
         assert_eq!(greater(-0.0, 0.0).to_bits(), 0);
-        assert_eq!(lesser(0.0, -0.0).to_bits(), (-0.0f32).to_bits());
-        assert_eq!(greater(f32::NAN, 1.0), 1.0);
+        assert_eq!(lesser(0.0, -0.0).to_bits(), (-0.0f64).to_bits());
+        assert_eq!(greater(f64::NAN, 1.0), 1.0);
     }
 }

@@ -14,18 +14,22 @@ const SHARED_START: usize = 1024;
 /// Dynamic shared memory begins at a multiple of this, which is what bulk copies with swizzling ask for.
 const DYNAMIC_ALIGNMENT: usize = 1024;
 
+/// What `_` is, which nobody reads.
+const SINK: Slot = 0;
+
 pub struct Parameter {
     pub offset: usize,
     pub bytes: usize,
 }
 
 /// An entry of a module.
+#[derive(Default)]
 pub struct Kernel {
     pub name: String,
     pub parameters: Vec<Parameter>,
     pub code: Vec<Instruction>,
-    pub slots: usize,
-    pub constants: Vec<(Slot, u64)>,
+    pub slots: Slot,
+    pub constants: HashMap<u64, Slot>,
     pub specials: Vec<(Slot, Special)>,
     /// Bytes of shared memory up to its dynamic part.
     pub static_shared: usize,
@@ -47,29 +51,22 @@ impl Module {
         let bare = stripped(text);
         let mut parser = Parser::new(tokens(&bare));
         parser.shared_symbols()?;
-        parser.module()?;
-        Ok(Self {
-            kernels: parser.kernels,
-            arrays: parser.arrays,
-        })
+        parser.declarations()?;
+        Ok(parser.module)
     }
 }
 
+#[derive(Default)]
 pub(super) struct Parser<'a> {
     tokens: Vec<Token<'a>>,
     at: usize,
     symbols: HashMap<&'a str, u64>,
     static_shared: usize,
-    arrays: Vec<Box<[u8]>>,
-    kernels: Vec<Kernel>,
-    // Of the kernel that is being read.
+    module: Module,
+    /// The one that is being read.
+    kernel: Kernel,
     scopes: Vec<Scope<'a>>,
     open: Vec<usize>,
-    slots: Slot,
-    sink: Slot,
-    constants: HashMap<u64, Slot>,
-    specials: HashMap<&'a str, (Slot, Special)>,
-    local_bytes: usize,
     jumps: Vec<(usize, &'a str, Vec<usize>)>,
 }
 
@@ -83,19 +80,8 @@ impl<'a> Parser<'a> {
     fn new(tokens: Vec<Token<'a>>) -> Self {
         Self {
             tokens,
-            at: 0,
-            symbols: HashMap::new(),
             static_shared: SHARED_START,
-            arrays: Vec::new(),
-            kernels: Vec::new(),
-            scopes: Vec::new(),
-            open: Vec::new(),
-            slots: 0,
-            sink: 0,
-            constants: HashMap::new(),
-            specials: HashMap::new(),
-            local_bytes: 0,
-            jumps: Vec::new(),
+            ..Self::default()
         }
     }
 
@@ -142,6 +128,17 @@ impl<'a> Parser<'a> {
             }
             None => self.unread(format!("expected a number, found {:?}", self.peek())),
         }
+    }
+
+    /// An integer, in two's complement.
+    fn signed(&mut self) -> Result<u64, Unread> {
+        let negative = self.takes("-");
+        let value = self.integer()? as u64;
+        Ok(if negative {
+            value.wrapping_neg()
+        } else {
+            value
+        })
     }
 
     /// A variable's alignment, name and bytes, behind its state space: `.align 16 .b8 name[64]`.
@@ -195,7 +192,7 @@ impl<'a> Parser<'a> {
         Ok(())
     }
 
-    fn module(&mut self) -> Result<(), Unread> {
+    fn declarations(&mut self) -> Result<(), Unread> {
         while self.at < self.tokens.len() {
             match self.next() {
                 ".version" | ".target" => {
@@ -226,13 +223,7 @@ impl<'a> Parser<'a> {
             let size = kind.map_or(1, Type::bytes);
             self.expect("{")?;
             for part in content.chunks_mut(size) {
-                let negative = self.takes("-");
-                let value = self.integer()? as u64;
-                let value = if negative {
-                    value.wrapping_neg()
-                } else {
-                    value
-                };
+                let value = self.signed()?;
                 part.copy_from_slice(&value.to_le_bytes()[..size]);
                 if !self.takes(",") {
                     break;
@@ -243,7 +234,7 @@ impl<'a> Parser<'a> {
         self.expect(";")?;
         let content = content.into_boxed_slice();
         self.symbols.insert(name, content.as_ptr() as u64);
-        self.arrays.push(content);
+        self.module.arrays.push(content);
         Ok(())
     }
 
@@ -267,25 +258,15 @@ impl<'a> Parser<'a> {
         self.at += 1;
         self.scopes = vec![Scope::default()];
         self.open = vec![0];
-        (self.slots, self.local_bytes) = (1, 0);
-        self.sink = 0;
-        self.constants.clear();
-        self.specials.clear();
-        let code = self.body()?;
-        self.kernels.push(Kernel {
+        self.kernel = Kernel {
             name,
             parameters,
-            code,
-            slots: self.slots as usize,
-            constants: self
-                .constants
-                .iter()
-                .map(|(&value, &slot)| (slot, value))
-                .collect(),
-            specials: self.specials.values().copied().collect(),
+            slots: SINK + 1,
             static_shared: self.static_shared,
-            local_bytes: self.local_bytes,
-        });
+            ..Kernel::default()
+        };
+        self.kernel.code = self.body()?;
+        self.module.kernels.push(std::mem::take(&mut self.kernel));
         Ok(())
     }
 
@@ -310,9 +291,9 @@ impl<'a> Parser<'a> {
                 ".local" => {
                     self.at += 1;
                     let (align, name, bytes) = self.variable()?;
-                    let start = self.local_bytes.next_multiple_of(align);
+                    let start = self.kernel.local_bytes.next_multiple_of(align);
                     self.symbols.insert(name, start as u64);
-                    self.local_bytes = start + bytes;
+                    self.kernel.local_bytes = start + bytes;
                     self.expect(";")?;
                 }
                 label
@@ -353,20 +334,16 @@ impl<'a> Parser<'a> {
         self.at += 2;
         loop {
             let name = self.next();
-            if self.takes("<") {
+            let names = if self.takes("<") {
                 let count = self.integer()?;
                 self.expect(">")?;
-                for index in 0..count {
-                    self.scopes[scope]
-                        .registers
-                        .insert(format!("{name}{index}"), self.slots);
-                    self.slots += 1;
-                }
+                (0..count).map(|index| format!("{name}{index}")).collect()
             } else {
-                self.scopes[scope]
-                    .registers
-                    .insert(name.to_owned(), self.slots);
-                self.slots += 1;
+                vec![name.to_owned()]
+            };
+            for name in names {
+                let slot = self.new_slot();
+                self.scopes[scope].registers.insert(name, slot);
             }
             if !self.takes(",") {
                 return self.expect(";");
@@ -422,9 +399,7 @@ impl<'a> Parser<'a> {
         let base = self.slot()?;
         let mut offset = 0;
         if self.takes("+") {
-            let negative = self.takes("-");
-            let value = self.integer()? as i64;
-            offset = if negative { -value } else { value };
+            offset = self.signed()? as i64;
         }
         if self.takes(",") {
             self.expect("{")?;
@@ -445,54 +420,40 @@ impl<'a> Parser<'a> {
         Ok(slots)
     }
 
+    fn new_slot(&mut self) -> Slot {
+        self.kernel.slots += 1;
+        self.kernel.slots - 1
+    }
+
     fn constant(&mut self, value: u64) -> Slot {
-        *self.constants.entry(value).or_insert_with(|| {
-            self.slots += 1;
-            self.slots - 1
-        })
+        let slot = self.kernel.slots;
+        let held = *self.kernel.constants.entry(value).or_insert(slot);
+        self.kernel.slots += Slot::from(held == slot);
+        held
     }
 
     /// Where the value of a register, a number or a name lies.
     fn slot(&mut self) -> Result<Slot, Unread> {
-        let negative = self.takes("-");
-        let text = self.next();
-        let found = self
-            .open
-            .iter()
-            .rev()
-            .find_map(|&scope| self.scopes[scope].registers.get(text));
-        if let Some(&slot) = found {
-            return Ok(slot);
-        }
-        if text == "_" {
-            return Ok(self.sink);
-        }
-        if let Some(value) = number(text) {
-            return Ok(self.constant(if negative {
-                value.wrapping_neg()
-            } else {
-                value
-            }));
-        }
-        if text == "WARP_SZ" {
-            return Ok(self.constant(32));
-        }
-        if let Some(&value) = self.symbols.get(text) {
+        let text = self.peek();
+        if text == "-" || number(text).is_some() {
+            let value = self.signed()?;
             return Ok(self.constant(value));
         }
-        if let Some(&(slot, _)) = self.specials.get(text) {
-            return Ok(slot);
-        }
-        match Special::named(text) {
-            Some(special) => {
-                self.specials.insert(text, (self.slots, special));
-                self.slots += 1;
-                Ok(self.slots - 1)
+        let mut scopes = self.open.iter().rev();
+        let found = scopes.find_map(|&scope| self.scopes[scope].registers.get(text));
+        let slot = match (found, self.symbols.get(text), Special::named(text)) {
+            (Some(&slot), ..) => slot,
+            _ if text == "_" => SINK,
+            _ if text == "WARP_SZ" => self.constant(32),
+            (None, Some(&value), _) => self.constant(value),
+            (None, None, Some(special)) => {
+                let slot = self.new_slot();
+                self.kernel.specials.push((slot, special));
+                slot
             }
-            None => {
-                self.at -= 1;
-                self.unread(format!("no register or variable {text:?}"))
-            }
-        }
+            (None, None, None) => return self.unread(format!("no register or variable {text:?}")),
+        };
+        self.at += 1;
+        Ok(slot)
     }
 }

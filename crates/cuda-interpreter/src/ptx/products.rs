@@ -2,7 +2,7 @@
 
 use super::Type;
 use super::instruction::{
-    Element, Fragment, FragmentPlace, FragmentProduct, GroupProduct, Left, Op, Product, Slot,
+    Element, Fragment, FragmentPlace, FragmentProduct, GroupProduct, Left, Op, Product,
 };
 use super::reader::{Decoded, Reader};
 
@@ -132,21 +132,20 @@ pub fn fragments(reader: &mut Reader) -> Decoded<Op> {
         None => 0,
     };
     let (space, by_rows) = (reader.space(), reader.has("row"));
+    let of = [rows, columns, element_bytes];
     let loads = reader.has("load");
-    let loaded = if loads { Some(reader.slots()?) } else { None };
-    let at = reader.address()?;
-    let slots = match loaded {
-        Some(slots) => slots,
-        None => reader.slots()?,
+    let loaded = if loads {
+        Some(fragment(reader, of)?)
+    } else {
+        None
     };
+    let at = reader.address()?;
+    let fragment = loaded.map_or_else(|| fragment(reader, of), Ok)?;
     let place = FragmentPlace {
         space,
         at,
         stride: reader.optional()?,
         by_rows,
-    };
-    let Some(fragment) = fragment(rows, columns, element_bytes, slots) else {
-        return reader.unknown();
     };
     Ok(match loads {
         true => Op::LoadFragment(fragment, place),
@@ -154,21 +153,19 @@ pub fn fragments(reader: &mut Reader) -> Decoded<Op> {
     })
 }
 
-/// The fragment, if registers have room for it.
-fn fragment(
-    rows: usize,
-    columns: usize,
-    element_bytes: usize,
-    slots: Vec<Slot>,
-) -> Option<Fragment> {
-    let fits =
-        [2, 4].contains(&element_bytes) && rows * columns <= 32 * slots.len() * 4 / element_bytes;
-    fits.then_some(Fragment {
-        rows,
-        columns,
-        element_bytes,
-        slots,
-    })
+/// A fragment of rows, columns and bytes of an element, for which registers have room.
+fn fragment(reader: &mut Reader, [rows, columns, element_bytes]: [usize; 3]) -> Decoded<Fragment> {
+    let slots = reader.slots()?;
+    match [2, 4].contains(&element_bytes) && rows * columns <= 32 * slots.len() * 4 / element_bytes
+    {
+        true => Ok(Fragment {
+            rows,
+            columns,
+            element_bytes,
+            slots,
+        }),
+        false => reader.unknown(),
+    }
 }
 
 fn fragment_product(reader: &mut Reader, [rows, columns, depth]: [usize; 3]) -> Decoded<Op> {
@@ -189,20 +186,11 @@ fn fragment_product(reader: &mut Reader, [rows, columns, depth]: [usize; 3]) -> 
             .map_or(0, Type::bytes)
     };
     let (of_out, of_sums) = (bytes(kinds.first()), bytes(kinds.last()));
-    let out = fragment(rows, columns, of_out, reader.slots()?);
-    let left = fragment(rows, depth, of_factors, reader.slots()?);
-    let right = fragment(depth, columns, of_factors, reader.slots()?);
-    let sums = fragment(rows, columns, of_sums, reader.slots()?);
-    match (out, left, right, sums) {
-        (Some(out), Some(left), Some(right), Some(sums)) => {
-            Ok(Op::FragmentProduct(Box::new(FragmentProduct {
-                element,
-                out,
-                left,
-                right,
-                sums,
-            })))
-        }
-        _ => reader.unknown(),
-    }
+    Ok(Op::FragmentProduct(Box::new(FragmentProduct {
+        element,
+        out: fragment(reader, [rows, columns, of_out])?,
+        left: fragment(reader, [rows, depth, of_factors])?,
+        right: fragment(reader, [depth, columns, of_factors])?,
+        sums: fragment(reader, [rows, columns, of_sums])?,
+    })))
 }

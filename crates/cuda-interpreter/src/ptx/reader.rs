@@ -27,8 +27,18 @@ impl Reader<'_> {
         Err(format!("`{}` is not known", self.opcode))
     }
 
+    fn wanted<T>(&self, what: &str, found: Option<Argument>) -> Decoded<T> {
+        Err(format!("`{}` takes {what} here: {found:?}", self.opcode))
+    }
+
     pub fn has(&self, modifier: &str) -> bool {
         self.modifiers.contains(&modifier)
+    }
+
+    /// What the modifier that the instruction has stands for.
+    pub fn one_of<T: Copy>(&self, meanings: &[(&str, T)]) -> Decoded<T> {
+        let found = meanings.iter().find(|(name, _)| self.has(name));
+        found.map_or_else(|| self.unknown(), |&(_, meaning)| Ok(meaning))
     }
 
     pub fn left(&self) -> usize {
@@ -38,10 +48,7 @@ impl Reader<'_> {
     pub fn slot(&mut self) -> Decoded<Slot> {
         match self.arguments.next() {
             Some(Argument::Slot(slot)) => Ok(slot),
-            other => Err(format!(
-                "`{}` takes a register here: {other:?}",
-                self.opcode
-            )),
+            other => self.wanted("a register", other),
         }
     }
 
@@ -58,10 +65,7 @@ impl Reader<'_> {
         match self.arguments.next() {
             Some(Argument::Slot(slot)) => Ok((slot, None)),
             Some(Argument::Pair(first, second)) => Ok((first, Some(second))),
-            other => Err(format!(
-                "`{}` takes a register here: {other:?}",
-                self.opcode
-            )),
+            other => self.wanted("a register", other),
         }
     }
 
@@ -70,17 +74,14 @@ impl Reader<'_> {
         match self.arguments.next() {
             Some(Argument::Slot(slot)) => Ok(vec![slot]),
             Some(Argument::Slots(slots)) => Ok(slots),
-            other => Err(format!("`{}` takes registers here: {other:?}", self.opcode)),
+            other => self.wanted("registers", other),
         }
     }
 
     pub fn address(&mut self) -> Decoded<Address> {
         match self.arguments.next() {
             Some(Argument::Address(base, offset)) => Ok(Address { base, offset }),
-            other => Err(format!(
-                "`{}` takes an address here: {other:?}",
-                self.opcode
-            )),
+            other => self.wanted("an address", other),
         }
     }
 
@@ -89,7 +90,7 @@ impl Reader<'_> {
             Some(Argument::Tensor(base, offset, coordinates)) => {
                 Ok((Address { base, offset }, coordinates))
             }
-            other => Err(format!("`{}` takes a tensor here: {other:?}", self.opcode)),
+            other => self.wanted("a tensor", other),
         }
     }
 

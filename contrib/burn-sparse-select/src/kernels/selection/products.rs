@@ -115,16 +115,11 @@ pub(crate) fn request_of(
 ) -> Option<ProductRequest> {
     let is_fit = batch * rows * cols > 0 && depth.is_multiple_of(8);
     let request = ProductRequest {
-        bf16: is_bf16(element)?,
         batch,
-        rows,
-        cols,
-        depth,
         orders: [Order::Depth; 2],
         wide: true,
-        parts: false,
         epilogue,
-        by_heads: false,
+        ..ProductRequest::plain(is_bf16(element)?, [rows, cols, depth])
     };
     is_fit.then_some(request)
 }
@@ -144,12 +139,9 @@ pub(crate) fn asked(
     [a, b]: [&RowsView; 2],
 ) -> Option<([MatrixView; 2], ProductRequest)> {
     let is_bf16 = is_bf16(element)?;
-    let view = |of: &RowsView| MatrixView {
-        handle: of.handle.clone(),
-        shape: [of.matrices, of.rows, of.width],
-        strides: [of.strides[0], of.strides[1], 1],
-        outer: [1, 0],
-        seq: None,
+    let view = |of: &RowsView| {
+        let strides = [of.strides[0], of.strides[1], 1];
+        MatrixView::new(of.handle.clone(), [of.matrices, of.rows, of.width], strides)
     };
     let (left, right) = (view(a), view(b).transposed());
     let request = ProductRequest::of(is_bf16, [&left, &right], true, false).ok()?;

@@ -13,15 +13,14 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
 use crate::kernels::few_rows::call::{FewRows, FewRowsRequest, MOST_WEIGHTS};
+use crate::kernels::linear::ampere;
 use blocksparse_cubecl::arch::Four;
 use blocksparse_cubecl::arch::ptx::{Half, merge_words, uniform};
 use blocksparse_cubecl::arch::sm80::{Element, multiply};
 use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::call::check_ampere;
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::check_types;
 use blocksparse_cubecl::shared::curve::{Curve, value};
-use blocksparse_cubecl::tuning::Tuning;
 use cubecl::ir::FloatKind;
 
 /// Of the depth, what lanes read by one load of x: two instructions' worth.
@@ -419,18 +418,12 @@ impl WarpsPlan {
     /// # Errors
     /// Why the kernel does not run the product.
     pub fn all(client: &Client, request: &FewRowsRequest) -> Result<Vec<Self>, &'static str> {
-        let properties = client.properties();
-        check_ampere(properties)?;
-        if Tuning::or_reason()?.tier.is_simt() {
-            return Err("BLOCKSPARSE_TIER says simt");
-        }
+        let (multiprocessors, shared) = ampere(client)?;
         half_of(request.element).ok_or("mma.sync multiplies bf16 and f16")?;
         if request.transposed {
             return Err("the weight's columns are contiguous");
         }
-        let hardware = &properties.hardware;
-        let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize;
-        let mut plans: Vec<_> = (cuts(request, hardware.max_shared_memory_size))
+        let mut plans: Vec<_> = cuts(request, shared)
             .map(|cut| {
                 let plan = Self {
                     request: *request,

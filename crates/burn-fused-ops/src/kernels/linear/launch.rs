@@ -1,6 +1,5 @@
 //! The launch of a product.
 
-use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -12,8 +11,9 @@ use crate::kernels::linear::mma::product::FactorLaunch;
 use crate::kernels::linear::places::TilesLaunch;
 use crate::kernels::linear::plan::{ProductPlan, TierTile};
 use crate::kernels::linear::tile::{Epilogue, Order, ProductTile, ROWS, SLAB, UNITS};
-use crate::kernels::linear::view::{HEAD, MatrixView};
+use crate::kernels::linear::view::{HEAD, MatrixView, boxes_of};
 use crate::kernels::linear::{mma, product};
+use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::arch::tma::ROW_ELEMENTS;
 use blocksparse_cubecl::args::{buffer, optional};
 use blocksparse_cubecl::error::KernelError;
@@ -24,7 +24,7 @@ fn map(
     depth: usize,
     order: Order,
     width: usize,
-    dtype: ElemType,
+    half: Half,
 ) -> TensorMapArg<Tiled> {
     let across = 3 - depth;
     let (outer, inner, boxes) = match order {
@@ -50,17 +50,7 @@ fn map(
         strides = [heads * seq * HEAD, seq * HEAD, HEAD, 1];
     }
     // SAFETY: the view's shape and strides, whose elements its handle holds.
-    let tensor = unsafe {
-        TensorArg::from_raw_parts(
-            view.handle.clone(),
-            strides.as_slice().into(),
-            shape.as_slice().into(),
-        )
-    };
-    let boxes = TiledArgs {
-        tile_size: boxes.as_slice().into(),
-    };
-    TensorMapArg::new(boxes, tensor, dtype).with_swizzle(TensorMapSwizzle::B128)
+    unsafe { boxes_of(&view.handle, shape, strides, boxes, half) }
 }
 
 /// What an epilogue reads and writes beside the result. All of it is contiguous.
@@ -275,10 +265,6 @@ fn launch_wgmma(
     beside: &EpilogueTensors,
 ) {
     let request = plan.request;
-    let dtype = ElemType::Float(match request.bf16 {
-        true => FloatKind::BF16,
-        false => FloatKind::F16,
-    });
     let elements = request.batch * plan.parts * request.rows * request.cols;
     let written = match request.epilogue {
         Epilogue::LineSums => {
@@ -321,8 +307,8 @@ fn launch_wgmma(
             CubeDim::new_1d(UNITS as u32),
             tile.cols / 2,
             tile.written_words(),
-            map(a, 2, tile.a, ROWS, dtype),
-            map(b, 1, tile.b, tile.cols, dtype),
+            map(a, 2, tile.a, ROWS, tile.half),
+            map(b, 1, tile.b, tile.cols, tile.half),
             buffer(out, written),
             optional(beside.second, elements / 8),
             optional(beside.bias.or(beside.logs), bias_len),

@@ -40,6 +40,7 @@ mod view;
 pub use launch::{EpilogueTensors, multiply};
 pub use line_sums::{LINE_GROUPS, LINE_ROWS, UNWANTED, line_elements};
 pub use log_sums::SeenColumns;
+pub(crate) use plan::ampere;
 pub use plan::{ProductPlan, ProductRequest, available};
 pub use tile::{Epilogue, Highest, MOST_HIGHEST, Order};
 pub use view::{HEAD, HEAD_ROWS, MatrixView};

@@ -6,7 +6,9 @@ use cubecl::client::Client;
 use cubecl::ir::features::Tma;
 
 use crate::kernels::linear::mma::{MmaTile, VARIANTS};
-use crate::kernels::linear::tile::{Epilogue, MOST_HIGHEST, Order, ProductTile, ROWS, SLAB};
+use crate::kernels::linear::tile::{
+    Epilogue, Highest, MOST_HIGHEST, Order, ProductTile, ROWS, SLAB,
+};
 use crate::kernels::linear::view::MatrixView;
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::call::{check_ampere, check_hopper};
@@ -14,6 +16,10 @@ use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
 /// Columns of a tile, at most.
 const MOST_COLUMNS: usize = 256;
+
+/// What epilogues refuse.
+const NOT_HALF: &str = "only a result in half precision becomes anything else";
+const NOT_ONE: &str = "heads and gradients are of one matrix";
 
 /// What a product is, without its tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +82,22 @@ impl ProductRequest {
         })
     }
 
+    /// One product in half precision, of a left factor with contiguous rows `[rows, depth]` and a right one `[depth, cols]`.
+    pub fn plain(bf16: bool, [rows, cols, depth]: [usize; 3]) -> Self {
+        Self {
+            bf16,
+            batch: 1,
+            rows,
+            cols,
+            depth,
+            orders: [Order::Depth, Order::Across],
+            wide: false,
+            parts: false,
+            epilogue: Epilogue::Plain,
+            by_heads: false,
+        }
+    }
+
     /// With something that becomes of the sums.
     #[must_use]
     pub fn with(mut self, epilogue: Epilogue) -> Self {
@@ -86,53 +108,57 @@ impl ProductRequest {
     /// # Errors
     /// What the epilogue does not take.
     fn check_epilogue(&self) -> Result<(), &'static str> {
-        match self.epilogue {
-            Epilogue::Plain => Ok(()),
-            Epilogue::LogSums { run } => {
-                if !self.wide || self.parts || self.by_heads {
-                    return Err("sums of exponentials are of whole sums in f32");
-                }
-                match [8, 16, 32, 64].contains(&run) && self.cols.is_multiple_of(run) {
-                    true => Ok(()),
-                    false => Err("the columns are no runs of 8, 16, 32 or 64"),
-                }
-            }
-            Epilogue::Maxima { run } => {
-                if !self.wide || self.parts || self.by_heads {
-                    return Err("the highest are of whole sums in f32");
-                }
-                match [8, 16, 32, 64, 128].contains(&run) && self.cols.is_multiple_of(run) {
-                    true => Ok(()),
-                    false => Err("the columns are no runs of 8, 16, 32, 64 or 128"),
-                }
-            }
-            Epilogue::LineSums => {
-                if !self.wide || self.parts || self.by_heads {
-                    return Err("sums over columns are of whole sums in f32");
-                }
-                match self.rows <= ROWS {
-                    true => Ok(()),
-                    false => Err("sums over columns are of the rows of one tile"),
-                }
-            }
-            Epilogue::Highest(of) => {
-                if !self.wide || self.parts || self.by_heads {
-                    return Err("choices are by whole sums in f32");
-                }
-                let is_served = (1..=MOST_HIGHEST).contains(&of.most) && [1, 2].contains(&of.parts);
-                match is_served && of.step > 0 && self.cols <= MOST_COLUMNS {
-                    true => Ok(()),
-                    false => Err("a row chooses up to 8 scores of up to 256 columns"),
-                }
-            }
-            _ if self.wide => Err("only a result in half precision becomes anything else"),
-            Epilogue::Heads { .. } | Epilogue::Gradient { .. } if self.batch > 1 => {
-                Err("heads and gradients are of one matrix")
-            }
-            Epilogue::Heads { dim } if !dim.is_multiple_of(8) || dim == 0 => {
-                Err("a head's columns are not a multiple of 8")
-            }
-            _ => Ok(()),
+        let whole = self.wide && !self.parts && !self.by_heads;
+        let are_runs = |of: &[usize], run| of.contains(&run) && self.cols.is_multiple_of(run);
+        // What has to hold first, and what then.
+        let [(first, why), (second, why_not)] = match self.epilogue {
+            Epilogue::Plain => return Ok(()),
+            Epilogue::LogSums { run } => [
+                (whole, "sums of exponentials are of whole sums in f32"),
+                (
+                    are_runs(&[8, 16, 32, 64], run),
+                    "the columns are no runs of 8, 16, 32 or 64",
+                ),
+            ],
+            Epilogue::Maxima { run } => [
+                (whole, "the highest are of whole sums in f32"),
+                (
+                    are_runs(&[8, 16, 32, 64, 128], run),
+                    "the columns are no runs of 8, 16, 32, 64 or 128",
+                ),
+            ],
+            Epilogue::LineSums => [
+                (whole, "sums over columns are of whole sums in f32"),
+                (
+                    self.rows <= ROWS,
+                    "sums over columns are of the rows of one tile",
+                ),
+            ],
+            Epilogue::Highest(Highest { most, parts, step }) => [
+                (whole, "choices are by whole sums in f32"),
+                (
+                    (1..=MOST_HIGHEST).contains(&most)
+                        && [1, 2].contains(&parts)
+                        && step > 0
+                        && self.cols <= MOST_COLUMNS,
+                    "a row chooses up to 8 scores of up to 256 columns",
+                ),
+            ],
+            Epilogue::Activation(_) => [(!self.wide, NOT_HALF), (true, "")],
+            Epilogue::Gradient { .. } => [(!self.wide, NOT_HALF), (self.batch <= 1, NOT_ONE)],
+            Epilogue::Heads { .. } if self.wide => [(false, NOT_HALF); 2],
+            Epilogue::Heads { dim } => [
+                (self.batch <= 1, NOT_ONE),
+                (
+                    dim.is_multiple_of(8) && dim > 0,
+                    "a head's columns are not a multiple of 8",
+                ),
+            ],
+        };
+        match (first, second) {
+            (true, true) => Ok(()),
+            (true, false) => Err(why_not),
+            (false, _) => Err(why),
         }
     }
 
@@ -155,33 +181,36 @@ pub fn available(client: &Client) -> Result<(), &'static str> {
 /// If it is another one, or if the environment wants another tier.
 pub(crate) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
     let properties = client.properties();
-    let hardware = &properties.hardware;
     check_hopper(properties)?;
     if !properties.features.tma.contains(Tma::Base) {
         return Err("the device has no TMA");
     }
-    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(132) as usize;
     match Tuning::or_reason()?.tier {
-        limit if limit.is_simt() => return Err("BLOCKSPARSE_TIER says simt"),
-        TierLimit::Mma => return Err("BLOCKSPARSE_TIER says mma"),
-        _ => {}
+        limit if limit.is_simt() => Err("BLOCKSPARSE_TIER says simt"),
+        TierLimit::Mma => Err("BLOCKSPARSE_TIER says mma"),
+        _ => Ok(room(client, 132)),
     }
-    Ok((multiprocessors, hardware.max_shared_memory_size))
 }
 
 /// The same of a device that has mma.sync of half precision, ldmatrix and cp.async.
 ///
 /// # Errors
 /// If it is another one, or if the environment wants another tier.
-fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
-    let properties = client.properties();
-    let hardware = &properties.hardware;
-    check_ampere(properties)?;
-    if Tuning::or_reason()?.tier.is_simt() {
-        return Err("BLOCKSPARSE_TIER says simt");
+pub(crate) fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
+    check_ampere(client.properties())?;
+    match Tuning::or_reason()?.tier.is_simt() {
+        true => Err("BLOCKSPARSE_TIER says simt"),
+        false => Ok(room(client, 64)),
     }
-    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize;
-    Ok((multiprocessors, hardware.max_shared_memory_size))
+}
+
+/// Multiprocessors, so many where the device does not say, and bytes of shared memory.
+fn room(client: &Client, multiprocessors: u32) -> (usize, usize) {
+    let hardware = &client.properties().hardware;
+    let multiprocessors = hardware
+        .num_streaming_multiprocessors
+        .unwrap_or(multiprocessors);
+    (multiprocessors as usize, hardware.max_shared_memory_size)
 }
 
 /// The shape of a cube's work on a tier.

@@ -1,11 +1,41 @@
 //! Matrices in memory, as products read them.
 
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::linear::tile::{Order, ROWS, SLAB};
+use blocksparse_cubecl::arch::ptx::Half;
 
 /// Elements that strides and addresses are multiples of, for TMA and for cp.async: 16 bytes.
 const ALIGNMENT: usize = 8;
+
+/// A map of a tensor of half-precision numbers, of which boxes are read.
+///
+/// # Safety
+/// The handle holds the elements of such a shape and strides.
+pub(crate) unsafe fn boxes_of(
+    handle: &Handle,
+    shape: [usize; 4],
+    strides: [usize; 4],
+    boxes: [usize; 4],
+    half: Half,
+) -> TensorMapArg<Tiled> {
+    let (shape, strides) = (shape.as_slice().into(), strides.as_slice().into());
+    // SAFETY: as the caller promises.
+    let tensor = unsafe { TensorArg::from_raw_parts(handle.clone(), strides, shape) };
+    let dtype = ElemType::Float(match half {
+        Half::Bf16 => FloatKind::BF16,
+        Half::F16 => FloatKind::F16,
+    });
+    let swizzle = match boxes[3] {
+        16 => TensorMapSwizzle::B32,
+        32 => TensorMapSwizzle::B64,
+        _ => TensorMapSwizzle::B128,
+    };
+    let tile_size = boxes.as_slice().into();
+    TensorMapArg::new(TiledArgs { tile_size }, tensor, dtype).with_swizzle(swizzle)
+}
 
 /// A batch of matrices of half-precision numbers.
 #[derive(Clone, Debug)]
@@ -29,14 +59,23 @@ pub const HEAD: usize = SLAB;
 pub const HEAD_ROWS: usize = ROWS;
 
 impl MatrixView {
-    /// `[batch, heads, seq, 64]`, contiguous, as the matrix `[batch · seq, heads · 64]`.
-    pub fn by_heads(handle: Handle, [batch, heads, seq]: [usize; 3]) -> Self {
+    /// Matrices of a shape and strides, in one run.
+    pub fn new(handle: Handle, shape: [usize; 3], strides: [usize; 3]) -> Self {
         Self {
             handle,
-            shape: [1, batch * seq, heads * HEAD],
-            strides: [batch * seq * heads * HEAD, HEAD, 1],
+            shape,
+            strides,
             outer: [1, 0],
+            seq: None,
+        }
+    }
+
+    /// `[batch, heads, seq, 64]`, contiguous, as the matrix `[batch · seq, heads · 64]`.
+    pub fn by_heads(handle: Handle, [batch, heads, seq]: [usize; 3]) -> Self {
+        let strides = [batch * seq * heads * HEAD, HEAD, 1];
+        Self {
             seq: Some(seq),
+            ..Self::new(handle, [1, batch * seq, heads * HEAD], strides)
         }
     }
 

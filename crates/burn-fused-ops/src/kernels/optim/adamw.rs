@@ -5,9 +5,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::optim::{
-    Deal, FlatTensor, address_of, buffer, launches, tensors_of_launch, units_of,
+    Deal, FlatTensor, UNITS, buffer, launches, tensors_of_launch, units_of,
 };
-use blocksparse_cubecl::args::{optional, spread};
+use blocksparse_cubecl::args::optional;
 use blocksparse_cubecl::error::KernelError;
 
 /// Elements of a cube.
@@ -177,17 +177,11 @@ pub fn adamw(
         ((parameter.dtype, gradient.dtype, vector), tensors)
     });
     let launches = launches(tensors, most);
-    let units = units_of(client);
+    let units = units_of(client, UNITS);
     for ((parameter, gradient, vector), held) in launches {
-        let deal = Deal::new(held.iter().map(|x| x.parameter.elements), PART);
-        let largest = held.iter().map(|x| x.parameter.elements).max();
-        let cubes = spread(client, deal.cubes() as u64)?;
-        let address = address_of(client, largest.unwrap_or(0) + 2 * PART)?;
+        let deal = Deal::new(client, held.iter().map(|x| x.parameter.elements), PART, 0)?;
         let buffers = |tensor: fn(&AdamWTensors) -> &FlatTensor| {
-            let tensors = held.iter().map(|x| tensor(x));
-            tensors
-                .map(|x| buffer(&x.handle, x.elements / vector))
-                .collect::<Vec<_>>()
+            held.iter().map(move |x| tensor(x).arg(vector))
         };
         let [beta_1, beta_2] = numbers.betas;
         let number = |value: f64| InputScalar::new(value, accumulator);
@@ -195,18 +189,18 @@ pub fn adamw(
         unsafe {
             step::launch_unchecked(
                 client,
-                cubes,
+                deal.cubes,
                 CubeDim::new_1d(units as u32),
-                address,
+                deal.address,
                 vector,
-                buffers(|x| &x.parameter).into_iter().collect(),
-                buffers(|x| &x.gradient).into_iter().collect(),
-                buffers(|x| &x.moments[0]).into_iter().collect(),
-                buffers(|x| &x.moments[1]).into_iter().collect(),
+                buffers(|x| &x.parameter).collect(),
+                buffers(|x| &x.gradient).collect(),
+                buffers(|x| &x.moments[0]).collect(),
+                buffers(|x| &x.moments[1]).collect(),
                 buffer(control, 8),
                 optional(factor, 1),
                 held.iter().map(|x| x.parameter.elements / vector).collect(),
-                deal.arg(),
+                deal.starts.into_iter().collect(),
                 NumbersLaunch::new(
                     number(beta_1),
                     number(1.0 - beta_1),
@@ -241,26 +235,21 @@ pub fn scale(
         ((tensor.dtype, tensor.vector(client, widest)), tensor)
     });
     let launches = launches(tensors, most);
-    let units = units_of(client);
+    let units = units_of(client, UNITS);
     for ((dtype, vector), held) in launches {
-        let deal = Deal::new(held.iter().map(|tensor| tensor.elements), PART);
-        let largest = held.iter().map(|tensor| tensor.elements).max();
-        let cubes = spread(client, deal.cubes() as u64)?;
-        let address = address_of(client, largest.unwrap_or(0) + 2 * PART)?;
+        let deal = Deal::new(client, held.iter().map(|tensor| tensor.elements), PART, 0)?;
         // SAFETY: as in `adamw`.
         unsafe {
             scale_parts::launch_unchecked(
                 client,
-                cubes,
+                deal.cubes,
                 CubeDim::new_1d(units as u32),
-                address,
+                deal.address,
                 vector,
-                held.iter()
-                    .map(|tensor| buffer(&tensor.handle, tensor.elements / vector))
-                    .collect(),
+                held.iter().map(|tensor| tensor.arg(vector)).collect(),
                 buffer(factor, 1),
                 held.iter().map(|tensor| tensor.elements / vector).collect(),
-                deal.arg(),
+                deal.starts.into_iter().collect(),
                 held.len(),
                 units,
                 [dtype, accumulator],

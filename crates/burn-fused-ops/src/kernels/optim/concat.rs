@@ -3,10 +3,7 @@
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 
-use crate::kernels::optim::{
-    Deal, FlatTensor, address_of, buffer, launches, tensors_of_launch, units_of,
-};
-use blocksparse_cubecl::args::spread;
+use crate::kernels::optim::{Deal, FlatTensor, UNITS, launches, tensors_of_launch, units_of};
 use blocksparse_cubecl::error::KernelError;
 
 /// Elements of a cube.
@@ -70,28 +67,24 @@ pub fn concat(
         (vector.unwrap_or(1), (tensor, first))
     });
     let launches = launches(tensors, most);
-    let units = units_of(client);
+    let units = units_of(client, UNITS);
     for (vector, held) in launches {
-        let deal = Deal::new(held.iter().map(|(tensor, _)| tensor.elements), PART);
-        let cubes = spread(client, deal.cubes() as u64)?;
-        let address = address_of(client, output.elements + 2 * PART)?;
-        let lengths = held.iter().map(|(tensor, _)| tensor.elements / vector);
+        let elements = held.iter().map(|(tensor, _)| tensor.elements);
+        let deal = Deal::new(client, elements.clone(), PART, output.elements)?;
         // SAFETY: a unit reads a tensor below its length and writes as many elements of the output, which has room for all tensors; the buffers have the
         // lengths they say (see `buffer`).
         unsafe {
             copy_parts::launch_unchecked(
                 client,
-                cubes,
+                deal.cubes,
                 CubeDim::new_1d(units as u32),
-                address,
+                deal.address,
                 vector,
-                held.iter()
-                    .map(|(tensor, _)| buffer(&tensor.handle, tensor.elements / vector))
-                    .collect(),
-                buffer(&output.handle, output.elements / vector),
-                lengths.collect(),
+                held.iter().map(|(tensor, _)| tensor.arg(vector)).collect(),
+                output.arg(vector),
+                elements.map(|elements| elements / vector).collect(),
                 held.iter().map(|(_, first)| first / vector).collect(),
-                deal.arg(),
+                deal.starts.into_iter().collect(),
                 held.len(),
                 units,
                 dtype,

@@ -24,6 +24,7 @@ pub use sum_of_squares::{clip_factor, partial_sums, sum_of_squares};
 
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::limits::most_units;
 
 /// Tensors of a launch, at most.
 pub const MOST_TENSORS: usize = 32;
@@ -56,6 +57,11 @@ impl FlatTensor {
         }
     }
 
+    /// As launches get it, in vectors of so many numbers.
+    fn arg(&self, vector: usize) -> BufferArg {
+        buffer(&self.handle, self.elements / vector)
+    }
+
     /// Numbers of the widest vectors, of numbers of `widest` bytes, that the tensor is made of.
     fn vector(&self, client: &Client, widest: usize) -> usize {
         let most = (LOAD_BYTES / widest).min(client.properties().hardware.max_vector_size.max(1));
@@ -71,11 +77,9 @@ impl FlatTensor {
     }
 }
 
-/// Units of a cube on a device.
-fn units_of(client: &Client) -> usize {
-    let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
-    1 << UNITS.min(most.max(1)).ilog2()
+/// Units of a cube on a device, a power of two of at most so many.
+fn units_of(client: &Client, wanted: usize) -> usize {
+    1 << wanted.min(most_units(client.properties())).ilog2()
 }
 
 /// Tensors of a launch that binds `own` buffers for each and `shared` for all.
@@ -142,7 +146,7 @@ pub fn describe(client: &Client, elements: usize) -> Result<String, KernelError>
         Ok::<usize, KernelError>(1 << tensors_of_launch(client, own, shared)?.ilog2())
     };
     let [squares, steps] = [most(1, 1)?, most(4, 2)?];
-    let units = units_of(client);
+    let units = units_of(client, UNITS);
     Ok(format!(
         "sums of squares of up to {squares} tensors a launch, steps of up to {steps}, {units} units a cube"
     ))
@@ -151,23 +155,32 @@ pub fn describe(client: &Client, elements: usize) -> Result<String, KernelError>
 /// How a launch deals its cubes: tensor `i` has the cubes from `starts[i]` to before `starts[i + 1]`.
 struct Deal {
     starts: Vec<usize>,
+    cubes: CubeCount,
+    /// Counts what lies up to two parts behind the end of a tensor.
+    address: AddressType,
 }
 
 impl Deal {
-    /// `elements` of each tensor, in parts of `part`.
-    fn new(elements: impl Iterator<Item = usize>, part: usize) -> Self {
-        let mut starts = vec![0];
+    /// `elements` of each tensor, in parts of `part`; another buffer of the launch has so many.
+    ///
+    /// # Errors
+    /// [`KernelError::Limit`] if that is more than the device indexes.
+    fn new(
+        client: &Client,
+        elements: impl Iterator<Item = usize>,
+        part: usize,
+        other: usize,
+    ) -> Result<Self, KernelError> {
+        let (mut starts, mut largest, mut cubes) = (vec![0], other, 0);
         for elements in elements {
-            starts.push(starts[starts.len() - 1] + elements.div_ceil(part));
+            cubes += elements.div_ceil(part);
+            starts.push(cubes);
+            largest = largest.max(elements);
         }
-        Self { starts }
-    }
-
-    fn cubes(&self) -> usize {
-        self.starts[self.starts.len() - 1]
-    }
-
-    fn arg(&self) -> SequenceArg<usize> {
-        self.starts.iter().copied().collect()
+        Ok(Self {
+            starts,
+            cubes: spread(client, cubes as u64)?,
+            address: address_of(client, largest + 2 * part)?,
+        })
     }
 }

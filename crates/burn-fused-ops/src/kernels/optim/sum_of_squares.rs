@@ -8,9 +8,8 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::kernels::optim::{
-    Deal, FlatTensor, address_of, buffer, launches, tensors_of_launch, units_of,
+    Deal, FlatTensor, UNITS, address_of, buffer, launches, tensors_of_launch, units_of,
 };
-use blocksparse_cubecl::args::spread;
 use blocksparse_cubecl::error::KernelError;
 
 /// Elements of a partial sum.
@@ -227,29 +226,23 @@ pub fn sum_of_squares(
         (key, (tensor, own))
     });
     let launches = launches(tensors, most);
-    let units = units_of(client);
+    let units = units_of(client, UNITS);
     for ((dtype, vector), held) in launches {
-        let deal = Deal::new(held.iter().map(|(tensor, _)| tensor.elements), PART);
-        let largest = held.iter().map(|(tensor, _)| tensor.elements).max();
-        let cubes = spread(client, deal.cubes() as u64)?;
-        let address = address_of(client, largest.unwrap_or(0).max(length) + MARGIN)?;
+        let elements = held.iter().map(|(tensor, _)| tensor.elements);
+        let deal = Deal::new(client, elements.clone(), PART, length)?;
         // SAFETY: a unit reads vectors of a tensor below its length, and the first of a cube writes the cube's number; the buffers have the lengths they
         // say (see `buffer`).
         unsafe {
             sum_parts::launch_unchecked(
                 client,
-                cubes,
+                deal.cubes,
                 CubeDim::new_1d(units as u32),
-                address,
+                deal.address,
                 vector,
-                held.iter()
-                    .map(|(tensor, _)| buffer(&tensor.handle, tensor.elements / vector))
-                    .collect(),
+                held.iter().map(|(tensor, _)| tensor.arg(vector)).collect(),
                 buffer(partials, length),
-                held.iter()
-                    .map(|(tensor, _)| tensor.elements / vector)
-                    .collect(),
-                deal.arg(),
+                elements.map(|elements| elements / vector).collect(),
+                deal.starts.into_iter().collect(),
                 held.iter().map(|(_, slot)| *slot).collect(),
                 held.len(),
                 units,
@@ -273,9 +266,7 @@ pub fn clip_factor(
     [norm, factor]: [&Handle; 2],
     accumulator: ElemType,
 ) -> Result<(), KernelError> {
-    let hardware = &client.properties().hardware;
-    let most = (hardware.max_units_per_cube as usize).min(hardware.max_cube_dim.0 as usize);
-    let units = 1 << FINISH_UNITS.min(most.max(1)).ilog2();
+    let units = units_of(client, FINISH_UNITS);
     let address = address_of(client, length + units)?;
     // SAFETY: units read below the length, and the first writes both numbers; the buffers have the lengths they say (see `buffer`).
     unsafe {

@@ -284,7 +284,8 @@ fn launch(
     let (matrix, row) = (rows * tile.row_vectors, tile.row_vectors);
     let kept = (norm.and_then(|norm| norm.kept))
         .map(|[centered, rstd]| KeptLaunch::new(buffer(centered, matrix), buffer(rstd, rows)));
-    let handle = |tensor: Option<Typed<'_>>| tensor.map(|(handle, _)| handle.clone());
+    let handles = tensors.map(|tensor| tensor.map(|(handle, _)| handle));
+    let [added, bias, gamma, beta, normed] = handles;
     // SAFETY: a unit reads vectors of a row below `rows`, and of `[width]` below the row's vectors; it writes its own vectors of a row that
     // exists, and the first lane the row's number. The buffers have the lengths they say (see `buffer`).
     unsafe {
@@ -295,12 +296,12 @@ fn launch(
             address,
             tile.vector,
             buffer(stream, matrix),
-            optional(handle(added).as_ref(), matrix),
-            optional(handle(bias).as_ref(), row),
-            optional(handle(gamma).as_ref(), row),
-            optional(handle(beta).as_ref(), row),
+            optional(added, matrix),
+            optional(bias, row),
+            optional(gamma, row),
+            optional(beta, row),
             optional(branch.map(|branch| branch.sum), matrix),
-            optional(handle(normed).as_ref(), matrix),
+            optional(normed, matrix),
             kept.into(),
             rows,
             InputScalar::new(1.0 / width as f64, accumulator),

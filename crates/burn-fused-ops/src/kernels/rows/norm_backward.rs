@@ -363,19 +363,9 @@ pub fn residual_norm_text(
     [rows, width]: [usize; 2],
     elements: &[ElemType],
 ) -> Result<String, KernelError> {
-    let properties = client.properties();
-    let tile = tile_of(
-        properties,
-        width,
-        widest(elements.iter().copied()),
-        FORWARD_NUMBERS,
-    )?;
-    let backward = launch_of(
-        client,
-        [rows, width],
-        widest(elements.iter().copied()),
-        true,
-    )?;
+    let widest = widest(elements.iter().copied());
+    let tile = tile_of(client.properties(), width, widest, FORWARD_NUMBERS)?;
+    let backward = launch_of(client, [rows, width], widest, true)?;
     let text = |tile: RowTile| {
         format!(
             "{} rows a cube, {} units a row, {} vectors of {} each",

@@ -6,7 +6,7 @@ use cubecl::server::Handle;
 
 use blocksparse_cubecl::args::address_of;
 use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::vector_of;
+use blocksparse_cubecl::limits::{most_units, vector_of};
 use blocksparse_cubecl::rows::columns::column_sums;
 use blocksparse_cubecl::rows::typed::Typed;
 
@@ -83,9 +83,7 @@ impl Strips {
         let hardware = &client.properties().hardware;
         let vector = vector_of(client.properties(), element.size(), lengths);
         let row_vectors = width / vector;
-        let units = UNITS
-            .min(hardware.max_units_per_cube as usize)
-            .min(hardware.max_cube_dim.0 as usize);
+        let units = UNITS.min(most_units(client.properties()));
         let columns = row_vectors.next_power_of_two().min(COLUMN_UNITS).min(units);
         let grid = Grid {
             row_vectors,

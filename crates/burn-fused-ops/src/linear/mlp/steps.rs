@@ -39,13 +39,12 @@ impl Task {
         wanted: [bool; 4],
         lengths: [usize; 3],
     ) -> Self {
-        let [x, inner, outer, bias] =
-            std::array::from_fn(|input| dtypes[input].filter(|_| wanted[input]));
+        let of = |input: usize| dtypes[input].filter(|_| wanted[input]);
         Self {
-            x,
-            inner,
-            bias,
-            outer,
+            x: of(0),
+            inner: of(1),
+            outer: of(2),
+            bias: of(3),
             lengths,
         }
     }

@@ -1,6 +1,5 @@
 //! The launches of products of a block-sparse weight.
 
-use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -10,7 +9,7 @@ use crate::kernels::linear::blocks::product::BlockTilesLaunch;
 use crate::kernels::linear::blocks::tables::{BlockTables, Direction, GROUP};
 use crate::kernels::linear::blocks::tile::{BlockTile, Work};
 use crate::kernels::linear::tile::{Order, SLAB, UNITS};
-use crate::kernels::linear::view::MatrixView;
+use crate::kernels::linear::view::{MatrixView, boxes_of};
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::args::{buffer, optional};
 use blocksparse_cubecl::error::KernelError;
@@ -26,26 +25,7 @@ fn map(
     let strides = [rows * pitch, rows * pitch, pitch, 1];
     let boxes = [1, 1, boxes[0], boxes[1]];
     // SAFETY: the matrix's shape and pitch, whose elements its handle holds.
-    let tensor = unsafe {
-        TensorArg::from_raw_parts(
-            handle.clone(),
-            strides.as_slice().into(),
-            shape.as_slice().into(),
-        )
-    };
-    let swizzle = match boxes[3] {
-        16 => TensorMapSwizzle::B32,
-        32 => TensorMapSwizzle::B64,
-        _ => TensorMapSwizzle::B128,
-    };
-    let boxes = TiledArgs {
-        tile_size: boxes.as_slice().into(),
-    };
-    let dtype = ElemType::Float(match half {
-        Half::Bf16 => FloatKind::BF16,
-        Half::F16 => FloatKind::F16,
-    });
-    TensorMapArg::new(boxes, tensor, dtype).with_swizzle(swizzle)
+    unsafe { boxes_of(handle, shape, strides, boxes, half) }
 }
 
 /// Rows, width and pitch of a matrix with contiguous rows.

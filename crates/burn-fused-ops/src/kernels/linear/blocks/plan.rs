@@ -18,16 +18,33 @@ const TILE_CYCLES: usize = 1500;
 const MOST_PARTS: usize = 32;
 const MEMORY_BYTES: usize = 2200;
 
+/// A tile of so many columns, with as many slabs as fit.
+fn tile_of(
+    tables: &BlockTables,
+    work: Work,
+    cols: usize,
+    bf16: bool,
+    shared: usize,
+) -> Result<BlockTile, &'static str> {
+    let tile = BlockTile {
+        half: if bf16 { Half::Bf16 } else { Half::F16 },
+        work,
+        split: split_of(tables),
+        cell: tables.cell(),
+        block: tables.block,
+        cols,
+        stages: 1,
+    };
+    tile.with_stages(shared)
+        .ok_or("no tile fits the shared memory")
+}
+
 fn split_of(tables: &BlockTables) -> Split {
     if tables.block > SLAB {
         Split::Left
     } else {
         Split::Right
     }
-}
-
-fn half(bf16: bool) -> Half {
-    if bf16 { Half::Bf16 } else { Half::F16 }
 }
 
 /// `x · W` or `dy · Wᵀ` of `[rows, ..]`.
@@ -83,19 +100,8 @@ impl BlockProductPlan {
         let cols = (COLS.into_iter())
             .find(|cols| tiles(*cols) >= multiprocessors)
             .unwrap_or(COLS[2]);
-        let tile = BlockTile {
-            half: half(bf16),
-            work: Work::Gathered(direction),
-            split,
-            cell: tables.cell(),
-            block: tables.block,
-            cols,
-            stages: 1,
-        };
         Ok(Self {
-            tile: tile
-                .with_stages(shared)
-                .ok_or("no tile fits the shared memory")?,
+            tile: tile_of(tables, Work::Gathered(direction), cols, bf16, shared)?,
             rows,
             lists,
             tiles: tiles(cols),
@@ -104,12 +110,17 @@ impl BlockProductPlan {
     }
 }
 
+/// The sides of a tile.
+fn sides(tile: &BlockTile) -> [usize; 2] {
+    match tile.split {
+        Split::Left => [128, tile.cols],
+        Split::Right => [64, 2 * tile.cols],
+    }
+}
+
 impl fmt::Display for BlockProductPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [tall, wide] = match self.tile.split {
-            Split::Left => [128, self.tile.cols],
-            Split::Right => [64, 2 * self.tile.cols],
-        };
+        let [tall, wide] = sides(&self.tile);
         write!(
             f,
             "wgmma, tiles of {tall} outputs × {wide} rows, {} slabs of {SLAB}, {} cubes",
@@ -147,19 +158,7 @@ impl BlockGradientPlan {
                 "a length or the result has more numbers than the kernel counts in 32 bits",
             );
         }
-        let split = split_of(tables);
-        let tile = BlockTile {
-            half: half(bf16),
-            work: Work::Weight,
-            split,
-            cell: tables.cell(),
-            block: tables.block,
-            cols: tables.targets.cols,
-            stages: 1,
-        };
-        let tile = tile
-            .with_stages(shared)
-            .ok_or("no tile fits the shared memory")?;
+        let tile = tile_of(tables, Work::Weight, tables.targets.cols, bf16, shared)?;
         let slabs = rows.div_ceil(SLAB);
         let cycles = slab_cycles(tile.cols, tile.slab_bytes());
         let lists = tables.targets.tiles;
@@ -197,10 +196,7 @@ impl BlockGradientPlan {
 
 impl fmt::Display for BlockGradientPlan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [tall, wide] = match self.tile.split {
-            Split::Left => [128, self.tile.cols],
-            Split::Right => [64, 2 * self.tile.cols],
-        };
+        let [tall, wide] = sides(&self.tile);
         write!(
             f,
             "wgmma, tiles of {tall} inputs × {wide} outputs, {} slabs of {SLAB} rows, {} cubes, the rows in {} parts",

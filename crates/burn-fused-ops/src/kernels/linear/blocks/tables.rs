@@ -69,6 +69,15 @@ pub enum BlockProduct {
     Weight,
 }
 
+impl From<Direction> for BlockProduct {
+    fn from(direction: Direction) -> Self {
+        match direction {
+            Direction::Forward => Self::Forward,
+            Direction::Backward => Self::Backward,
+        }
+    }
+}
+
 impl BlockProduct {
     /// How much longer a gathered product of as many tiles takes than a dense one, as measured: reading decides, and boxes of few columns are read slowly.
     fn slowness(self, block: usize) -> f64 {
@@ -109,15 +118,17 @@ fn unions(layout: &WeightLayout, direction: Direction) -> Vec<Union> {
     unions
 }
 
-/// What tiles of a [`Direction`] read.
+/// What tiles of a [`Direction`] read: on the host, or on a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct TileLists {
+pub(crate) struct TileLists<W = Vec<u32>> {
     /// Of each group the slabs before it, and all of them.
-    pub offsets: Vec<u32>,
+    pub offsets: W,
     /// Of each slab the columns of x that its cells begin at; x's width where there is nothing.
-    pub entries: Vec<u32>,
+    pub entries: W,
     /// Of each cell of each slab, as it is packed, where it begins in the weight, or [`NONE`].
-    pub sources: Vec<u32>,
+    pub sources: W,
+    pub slabs: usize,
+    pub groups: usize,
 }
 
 impl TileLists {
@@ -131,6 +142,8 @@ impl TileLists {
             offsets: vec![0],
             entries: Vec::new(),
             sources: Vec::new(),
+            slabs: 0,
+            groups: 0,
         };
         for union in unions(layout, direction) {
             let nothing = vec![NONE; side];
@@ -153,13 +166,21 @@ impl TileLists {
                     }
                 }
             }
-            lists.offsets.push((lists.entries.len() / side) as u32);
+            lists.slabs = lists.entries.len() / side;
+            lists.groups += 1;
+            lists.offsets.push(lists.slabs as u32);
         }
         lists
     }
 
-    pub(crate) fn slabs(&self) -> usize {
-        *self.offsets.last().unwrap_or(&0) as usize
+    fn uploaded(&self, client: &Client) -> TileLists<Words> {
+        TileLists {
+            offsets: Words::new(client, &self.offsets),
+            entries: Words::new(client, &self.entries),
+            sources: Words::new(client, &self.sources),
+            slabs: self.slabs,
+            groups: self.groups,
+        }
     }
 }
 
@@ -192,18 +213,19 @@ fn shares(layout: &WeightLayout) -> [f64; 3] {
     [forward, backward, backward]
 }
 
-/// What tiles of the gradient by the weight are.
+/// What tiles of the gradient by the weight are: on the host, or on a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Targets {
+pub(crate) struct Targets<W = Vec<u32>> {
     /// Outputs of a warpgroup.
     pub cols: usize,
+    pub tiles: usize,
     /// Of each tile its first input.
-    pub starts: Vec<u32>,
+    pub starts: W,
     /// Of each tile the outputs that its cells begin at, those of the first warpgroup first; the weight's outputs where there is nothing. Of blocks of 128
     /// both warpgroups have the same.
-    pub entries: Vec<u32>,
+    pub entries: W,
     /// Of each warpgroup of a tile, each column of cells and each cell of it, where it begins in the weight, or [`NONE`].
-    pub targets: Vec<u32>,
+    pub targets: W,
 }
 
 /// Outputs of a warpgroup of a gradient by the weight.
@@ -241,6 +263,7 @@ impl Targets {
             .unwrap_or(COLS[0]);
         let mut made = Self {
             cols,
+            tiles: 0,
             starts: Vec::new(),
             entries: Vec::new(),
             targets: Vec::new(),
@@ -248,6 +271,7 @@ impl Targets {
         for group in (0..unions.len()).step_by(halves) {
             let columns: Vec<_> = unions[group].keys().copied().collect();
             for tile in columns.chunks(wide(cols)) {
+                made.tiles += 1;
                 made.starts.push((group * GROUP) as u32);
                 let missing = wide(cols) - tile.len();
                 let of_tile = tile.iter().map(|across| across * cell as u32);
@@ -261,6 +285,16 @@ impl Targets {
             }
         }
         made
+    }
+
+    fn uploaded(&self, client: &Client) -> Targets<Words> {
+        Targets {
+            starts: Words::new(client, &self.starts),
+            entries: Words::new(client, &self.entries),
+            targets: Words::new(client, &self.targets),
+            cols: self.cols,
+            tiles: self.tiles,
+        }
     }
 }
 
@@ -282,26 +316,6 @@ impl Words {
     }
 }
 
-/// A [`TileLists`] on a device.
-#[derive(Clone, Debug)]
-pub(crate) struct DeviceTileLists {
-    pub offsets: Words,
-    pub entries: Words,
-    pub sources: Words,
-    pub slabs: usize,
-    pub groups: usize,
-}
-
-/// [`Targets`] on a device.
-#[derive(Clone, Debug)]
-pub(crate) struct DeviceTargets {
-    pub starts: Words,
-    pub entries: Words,
-    pub targets: Words,
-    pub tiles: usize,
-    pub cols: usize,
-}
-
 /// What is kept, as kernels read it, on a device.
 #[derive(Clone, Debug)]
 pub struct BlockTables {
@@ -309,10 +323,10 @@ pub struct BlockTables {
     pub(crate) inputs: usize,
     pub(crate) outputs: usize,
     pub(crate) numbers: usize,
-    tile_lists: [DeviceTileLists; 2],
+    tile_lists: [TileLists<Words>; 2],
     pub(crate) dense: Words,
     shares: [f64; 3],
-    pub(crate) targets: DeviceTargets,
+    pub(crate) targets: Targets<Words>,
 }
 
 impl BlockTables {
@@ -335,17 +349,8 @@ impl BlockTables {
     fn new(client: &Client, layout: &WeightLayout) -> Result<Self, &'static str> {
         check(layout)?;
         refuse_upload(client, "").map_err(|_| "no tables of kept blocks are uploaded inside a recording: make the same call once before")?;
-        let tile_lists = [Direction::Forward, Direction::Backward].map(|direction| {
-            let lists = TileLists::new(layout, direction);
-            DeviceTileLists {
-                slabs: lists.slabs(),
-                groups: lists.offsets.len() - 1,
-                offsets: Words::new(client, &lists.offsets),
-                entries: Words::new(client, &lists.entries),
-                sources: Words::new(client, &lists.sources),
-            }
-        });
-        let targets = Targets::new(layout);
+        let tile_lists = [Direction::Forward, Direction::Backward]
+            .map(|direction| TileLists::new(layout, direction).uploaded(client));
         Ok(Self {
             block: layout.block(),
             inputs: layout.inputs(),
@@ -354,23 +359,18 @@ impl BlockTables {
             tile_lists,
             dense: Words::new(client, &dense_sources(layout)),
             shares: shares(layout),
-            targets: DeviceTargets {
-                tiles: targets.starts.len(),
-                cols: targets.cols,
-                starts: Words::new(client, &targets.starts),
-                entries: Words::new(client, &targets.entries),
-                targets: Words::new(client, &targets.targets),
-            },
+            targets: Targets::new(layout).uploaded(client),
         })
     }
 
     /// Whether a product takes less time gathered than with a dense weight that has zeros where no block is kept.
-    pub fn is_gathered(&self, product: BlockProduct) -> bool {
+    pub fn is_gathered(&self, product: impl Into<BlockProduct>) -> bool {
+        let product = product.into();
         let share = self.shares[product as usize];
         share * product.slowness(self.block) < 1.0
     }
 
-    pub(crate) fn lists(&self, direction: Direction) -> &DeviceTileLists {
+    pub(crate) fn lists(&self, direction: Direction) -> &TileLists<Words> {
         &self.tile_lists[direction as usize]
     }
 

@@ -1,24 +1,16 @@
 //! What products run, on described devices.
 
 use crate::kernels::linear::plan::*;
-use crate::kernels::linear::tile::Highest;
 
 /// An H200's.
 const MULTIPROCESSORS: usize = 132;
 const SHARED: usize = 232_448;
 
-fn request([rows, cols, depth]: [usize; 3], parts: bool) -> ProductRequest {
+fn request(lengths: [usize; 3], parts: bool) -> ProductRequest {
     ProductRequest {
-        bf16: true,
-        batch: 1,
-        rows,
-        cols,
-        depth,
-        orders: [Order::Depth, Order::Across],
         wide: parts,
         parts,
-        epilogue: Epilogue::Plain,
-        by_heads: false,
+        ..ProductRequest::plain(true, lengths)
     }
 }
 
@@ -141,159 +133,95 @@ fn pieces_are_whole_where_lengths_are_multiples_of_eight() {
     }
 }
 
+/// Sums of exponentials and the highest are of whole runs, the highest within a tile, choices of all columns in a tile, sums over columns of the rows of one
+/// tile, whose sums leave registers room; all are of an f32 result that is not in parts, and on wgmma.
 #[test]
-fn mma_refuses_what_it_has_not() {
-    let plain = request([128, 128, 128], false);
-    let refused = |request| ProductPlan::on_mma(request, MULTIPROCESSORS, SHARED).unwrap_err();
-    assert_eq!(
-        refused(plain.with(Epilogue::Heads { dim: 64 })),
-        "on mma.sync sums are the result, and become nothing else"
-    );
-    let by_heads = ProductRequest {
-        by_heads: true,
-        ..plain
-    };
-    assert_eq!(
-        refused(by_heads),
-        "on mma.sync a factor does not lie by heads"
-    );
-    assert_eq!(
-        refused(request([64, 12, 64], false)),
-        "the columns are not a multiple of 8"
-    );
-    assert_eq!(
-        ProductPlan::on_mma(plain, 1, 16 << 10).unwrap_err(),
-        "no tile fits the shared memory"
-    );
-}
-
-/// Sums of exponentials are of whole runs, of an f32 result that is not in parts, and on wgmma.
-#[test]
-fn sums_of_exponentials_are_of_whole_runs() {
-    let plain = ProductRequest {
+fn what_becomes_of_sums_is_planned_or_refused() {
+    let wide = |batch: usize, lengths: [usize; 3]| ProductRequest {
+        batch,
         wide: true,
-        ..request([1024, 4096, 1024], false)
+        ..request(lengths, false)
     };
-    let sums = |run: usize, request: ProductRequest| {
-        let request = request.with(Epilogue::LogSums { run });
-        let plans = ProductPlan::on_wgmma(request, MULTIPROCESSORS, SHARED);
-        plans.map(|plans| plans[0].to_string())
-    };
-    assert_eq!(
-        sums(16, plain).unwrap(),
-        "wgmma, tiles of 128 × 256, 4 slabs of 64, as logarithms of sums over 16 columns, 128 cubes"
-    );
-    for (run, cols) in [(12, 4096), (4, 4096), (128, 4096), (64, 4064)] {
-        assert_eq!(
-            sums(run, ProductRequest { cols, ..plain }).unwrap_err(),
-            "the columns are no runs of 8, 16, 32 or 64"
-        );
-    }
-    for request in [
-        ProductRequest {
-            wide: false,
-            ..plain
-        },
-        ProductRequest {
-            parts: true,
-            ..plain
-        },
-    ] {
-        assert_eq!(
-            sums(16, request).unwrap_err(),
-            "sums of exponentials are of whole sums in f32"
-        );
-    }
-    let of_mma = plain.with(Epilogue::LogSums { run: 16 });
-    assert_eq!(
-        ProductPlan::on_mma(of_mma, MULTIPROCESSORS, SHARED).unwrap_err(),
-        "on mma.sync sums are the result, and become nothing else"
-    );
-}
-
-/// The highest are of whole runs within a tile, of an f32 result, and on wgmma.
-#[test]
-fn the_highest_are_of_whole_runs() {
-    let request = |cols: usize, run: usize| {
-        let plain = ProductRequest {
-            wide: true,
-            batch: 4,
-            ..request([2048, cols, 128], false)
-        };
-        plain.with(Epilogue::Maxima { run })
-    };
-    let plans = ProductPlan::on_wgmma(request(65_536, 128), MULTIPROCESSORS, SHARED).unwrap();
-    assert_eq!(
-        plans[0].to_string(),
-        "wgmma, tiles of 128 × 256, 4 slabs of 64, as the highest of 128 columns, 132 cubes"
-    );
-    assert!(plans.iter().all(|plan| plan.tile_cols() >= 128));
-    for (cols, run) in [(4096, 12), (4096, 256), (64, 128)] {
-        assert_eq!(
-            ProductPlan::on_wgmma(request(cols, run), MULTIPROCESSORS, SHARED).unwrap_err(),
-            "the columns are no runs of 8, 16, 32, 64 or 128"
-        );
-    }
-}
-
-/// Rows choose in a tile that has all columns.
-#[test]
-fn choices_are_of_all_columns() {
+    let sums =
+        |cols: usize, run: usize| wide(1, [1024, cols, 1024]).with(Epilogue::LogSums { run });
+    let maxima =
+        |cols: usize, run: usize| wide(4, [2048, cols, 128]).with(Epilogue::Maxima { run });
     let choices = |cols: usize, most: usize| {
-        let highest = Highest {
-            most,
-            parts: 2,
-            step: 512,
-        };
-        let request = ProductRequest {
-            wide: true,
-            batch: 32,
-            ..request([65_536, cols, 128], false)
-        };
-        let request = request.with(Epilogue::Highest(highest));
-        let plans = ProductPlan::on_wgmma(request, MULTIPROCESSORS, SHARED);
-        plans.map(|plans| plans[0].to_string())
+        let (parts, step) = (2, 512);
+        let highest = Highest { most, parts, step };
+        wide(32, [65_536, cols, 128]).with(Epilogue::Highest(highest))
     };
-    for (cols, tile) in [(40, 64), (128, 128), (256, 256)] {
-        let plan = choices(cols, 2).unwrap();
-        let has_all = plan.starts_with(&format!("wgmma, tiles of 128 × {tile}, "));
-        assert!(has_all && plan.contains("the 2 highest of a row"), "{plan}");
-    }
-    for (cols, most) in [(264, 2), (256, 9), (256, 0)] {
-        let refused = "a row chooses up to 8 scores of up to 256 columns";
-        assert_eq!(choices(cols, most).unwrap_err(), refused);
-    }
-}
-
-/// Sums of weights over columns and diagonals are of the rows of one tile, whose sums leave registers room, and on wgmma.
-#[test]
-fn sums_over_columns_are_of_one_tile_of_rows() {
-    let plain = ProductRequest {
-        wide: true,
-        batch: 32,
-        ..request([128, 65_536, 128], false)
-    };
-    let sums = |request: ProductRequest| {
-        let request = request.with(Epilogue::LineSums);
-        let plans = ProductPlan::on_wgmma(request, MULTIPROCESSORS, SHARED);
-        plans.map(|plans| plans[0].to_string())
-    };
-    assert_eq!(
-        sums(plain).unwrap(),
-        "wgmma, tiles of 128 × 128, 6 slabs of 64, as sums over columns and diagonals of weights, 132 cubes"
-    );
-    assert_eq!(
-        sums(ProductRequest { rows: 129, ..plain }).unwrap_err(),
-        "sums over columns are of the rows of one tile"
-    );
-    let narrow = ProductRequest {
+    let lines = |rows: usize| wide(32, [rows, 65_536, 128]).with(Epilogue::LineSums);
+    let in_half = |request: ProductRequest| ProductRequest {
         wide: false,
-        ..plain
+        ..request
     };
-    assert_eq!(
-        sums(narrow).unwrap_err(),
-        "sums over columns are of whole sums in f32"
-    );
+    let in_parts = ProductRequest {
+        parts: true,
+        ..sums(4096, 16)
+    };
+    let no_runs = "the columns are no runs of 8, 16, 32 or 64";
+    let no_longer_runs = "the columns are no runs of 8, 16, 32, 64 or 128";
+    let no_sums = "sums of exponentials are of whole sums in f32";
+    let no_choice = "a row chooses up to 8 scores of up to 256 columns";
+    for (request, expected) in [
+        (
+            sums(4096, 16),
+            Ok("256, 4 slabs of 64, as logarithms of sums over 16 columns, 128 cubes"),
+        ),
+        (sums(4096, 12), Err(no_runs)),
+        (sums(4096, 4), Err(no_runs)),
+        (sums(4096, 128), Err(no_runs)),
+        (sums(4064, 64), Err(no_runs)),
+        (in_half(sums(4096, 16)), Err(no_sums)),
+        (in_parts, Err(no_sums)),
+        (
+            maxima(65_536, 128),
+            Ok("256, 4 slabs of 64, as the highest of 128 columns, 132 cubes"),
+        ),
+        (maxima(4096, 12), Err(no_longer_runs)),
+        (maxima(4096, 256), Err(no_longer_runs)),
+        (maxima(64, 128), Err(no_longer_runs)),
+        (
+            choices(40, 2),
+            Ok("64, 8 slabs of 64, as the 2 highest of a row, 132 cubes"),
+        ),
+        (
+            choices(128, 2),
+            Ok("128, 7 slabs of 64, as the 2 highest of a row, 132 cubes"),
+        ),
+        (
+            choices(256, 2),
+            Ok("256, 4 slabs of 64, as the 2 highest of a row, 132 cubes"),
+        ),
+        (choices(264, 2), Err(no_choice)),
+        (choices(256, 9), Err(no_choice)),
+        (choices(256, 0), Err(no_choice)),
+        (
+            lines(128),
+            Ok("128, 6 slabs of 64, as sums over columns and diagonals of weights, 132 cubes"),
+        ),
+        (
+            lines(129),
+            Err("sums over columns are of the rows of one tile"),
+        ),
+        (
+            in_half(lines(128)),
+            Err("sums over columns are of whole sums in f32"),
+        ),
+    ] {
+        let plans = ProductPlan::on_wgmma(request, MULTIPROCESSORS, SHARED);
+        let text = plans.as_ref().map(|plans| plans[0].to_string());
+        let expected = expected.map(|text| format!("wgmma, tiles of 128 × {text}"));
+        assert_eq!(text.map_err(|why| *why), expected, "{request:?}");
+        if let (Epilogue::Maxima { run }, Ok(plans)) = (request.epilogue, plans) {
+            assert!(plans.iter().all(|plan| plan.tile_cols() >= run));
+        }
+        assert_eq!(
+            ProductPlan::on_mma(request, MULTIPROCESSORS, SHARED).unwrap_err(),
+            "on mma.sync sums are the result, and become nothing else"
+        );
+    }
 }
 
 /// Every slab of the depth is in one part, no part is empty, and a cube has at least a tile.
@@ -320,21 +248,54 @@ fn parts_cover_the_depth() {
 }
 
 #[test]
-fn what_the_kernel_does_not_take_is_said() {
-    let refused = |request| ProductPlan::on_wgmma(request, MULTIPROCESSORS, SHARED).unwrap_err();
-    assert_eq!(
-        refused(request([64, 12, 64], false)),
-        "the columns are not a multiple of 8"
-    );
-    assert_eq!(refused(request([64, 16, 0], false)), "a factor is empty");
-    assert_eq!(
-        refused(request([1 << 20, 1 << 16, 64], false)),
-        "a length or the result has more numbers than the kernel counts in 32 bits"
-    );
-    assert_eq!(
-        ProductPlan::on_wgmma(request([64, 16, 64], false), 132, 16 << 10).unwrap_err(),
-        "no tile fits the shared memory"
-    );
+fn what_the_kernels_do_not_take_is_said() {
+    type Plans = fn(ProductRequest, usize, usize) -> Result<Vec<ProductPlan>, &'static str>;
+    let (wgmma, mma): (Plans, Plans) = (ProductPlan::on_wgmma, ProductPlan::on_mma);
+    let by_heads = ProductRequest {
+        by_heads: true,
+        ..request([128, 128, 128], false)
+    };
+    let odd = request([64, 12, 64], false);
+    let large = request([1 << 20, 1 << 16, 64], false);
+    for (plans, request, shared, expected) in [
+        (
+            mma,
+            by_heads,
+            SHARED,
+            "on mma.sync a factor does not lie by heads",
+        ),
+        (mma, odd, SHARED, "the columns are not a multiple of 8"),
+        (wgmma, odd, SHARED, "the columns are not a multiple of 8"),
+        (
+            wgmma,
+            request([64, 16, 0], false),
+            SHARED,
+            "a factor is empty",
+        ),
+        (
+            wgmma,
+            large,
+            SHARED,
+            "a length or the result has more numbers than the kernel counts in 32 bits",
+        ),
+        (
+            mma,
+            request([64, 16, 64], false),
+            16 << 10,
+            "no tile fits the shared memory",
+        ),
+        (
+            wgmma,
+            request([64, 16, 64], false),
+            16 << 10,
+            "no tile fits the shared memory",
+        ),
+    ] {
+        assert_eq!(
+            plans(request, MULTIPROCESSORS, shared).unwrap_err(),
+            expected
+        );
+    }
     // Without parts there are none, however deep the product is.
     assert_eq!(best(request([64, 64, 1 << 20], false)).parts(), 1);
 }
