@@ -7,6 +7,7 @@ use burn_blocksparse::check_device;
 type Backend = (&'static str, fn(usize) -> Device);
 
 /// The backends that were compiled in, best first, and their devices by number.
+#[allow(deprecated)] // Burn deprecates its NdArray backend.
 const COMPILED: &[Backend] = &[
     #[cfg(feature = "cuda")]
     ("cuda", Device::cuda),
