@@ -363,6 +363,28 @@ where
     RowTensorLaunch::new(vectors_of(tensor, width), strides_of(tensor, width))
 }
 
+/// A map of a tensor with 16-bit elements whose boxes have these lengths, swizzled as wide as the boxes' rows are.
+///
+/// # Safety
+/// The handle holds the elements of such a shape and strides.
+pub unsafe fn boxes_of(
+    handle: &Handle,
+    shape: &[usize],
+    strides: &[usize],
+    boxes: &[usize],
+    dtype: ElemType,
+) -> TensorMapArg<Tiled> {
+    // SAFETY: as the caller promises.
+    let tensor = unsafe { TensorArg::from_raw_parts(handle.clone(), strides.into(), shape.into()) };
+    let swizzle = match boxes.last() {
+        Some(16) => TensorMapSwizzle::B32,
+        Some(32) => TensorMapSwizzle::B64,
+        _ => TensorMapSwizzle::B128,
+    };
+    let tile_size = boxes.into();
+    TensorMapArg::new(TiledArgs { tile_size }, tensor, dtype).with_swizzle(swizzle)
+}
+
 /// The listing of a part's positions.
 pub fn listing(residue: Option<Residue>) -> ListingLaunch {
     let residue = residue.unwrap_or(Residue {

@@ -123,8 +123,11 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
 pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
     let plain = choose(part)?;
     let Tile { dim, value_dim, .. } = plain;
-    if plain.options.score != ScoreKind::default() || plain.max_scores {
+    if plain.options.score != ScoreKind::default() {
         return Err("scores are more than products, or weights are dropped");
+    }
+    if plain.max_scores {
+        return Err("each row's largest score is asked for");
     }
     if part.residue.is_some() {
         return Err("positions are listed by residue class");

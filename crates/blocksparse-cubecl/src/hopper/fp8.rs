@@ -222,7 +222,7 @@ impl Packed {
         QkvLaunch::new(
             map(&self.q, tile.a_group()),
             map(&self.k, tile.group),
-            map_of(&self.v, value_box, None, element).with_swizzle(TensorMapSwizzle::B64),
+            map_of(&self.v, value_box, None, element),
         )
     }
 

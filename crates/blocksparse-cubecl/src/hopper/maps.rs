@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::arch::sm90::ROW_ELEMENTS;
+use crate::args::boxes_of;
 use crate::call::TensorView;
 use blocksparse::Residue;
 
@@ -26,10 +27,10 @@ pub fn tensor_map(
     residue: Option<Residue>,
     dtype: ElemType,
 ) -> TensorMapArg<Tiled> {
-    map_of(tensor, [rows, ROW_ELEMENTS], residue, dtype).with_swizzle(TensorMapSwizzle::B128)
+    map_of(tensor, [rows, ROW_ELEMENTS], residue, dtype)
 }
 
-/// A map whose boxes have these rows and columns, not swizzled.
+/// A map whose boxes have these rows and columns.
 pub(super) fn map_of(
     tensor: &TensorView,
     [rows, columns]: [usize; 2],
@@ -65,15 +66,5 @@ pub(super) fn map_of(
     let last = strides.len() - 1;
     strides[last] = 1;
     // SAFETY: the view's shape and strides, whose elements its handle holds; classes are those of a sequence that the stride divides.
-    let tensor = unsafe {
-        TensorArg::from_raw_parts(
-            tensor.handle.clone(),
-            strides.as_slice().into(),
-            shape.as_slice().into(),
-        )
-    };
-    let boxes = TiledArgs {
-        tile_size: boxes.as_slice().into(),
-    };
-    TensorMapArg::new(boxes, tensor, dtype)
+    unsafe { boxes_of(&tensor.handle, &shape, &strides, &boxes, dtype) }
 }

@@ -56,30 +56,11 @@ pub fn softmax<S: Size>(
     let mut l3 = f32::new(0.0);
     #[unroll]
     for j in 0..eights {
-        let e0 = exp2(multiply_add(s.extract(comptime!(4 * j)), log2_scale, n0));
-        let e1 = exp2(multiply_add(
-            s.extract(comptime!(4 * j + 1)),
-            log2_scale,
-            n0,
-        ));
-        let e2 = exp2(multiply_add(
-            s.extract(comptime!(4 * j + 2)),
-            log2_scale,
-            n1,
-        ));
-        let e3 = exp2(multiply_add(
-            s.extract(comptime!(4 * j + 3)),
-            log2_scale,
-            n1,
-        ));
-        p.insert(comptime!(4 * j), e0);
-        p.insert(comptime!(4 * j + 1), e1);
-        p.insert(comptime!(4 * j + 2), e2);
-        p.insert(comptime!(4 * j + 3), e3);
-        l0 += e0;
-        l2 += e1;
-        l1 += e2;
-        l3 += e3;
+        let e = weights_of_eight::<S>(s, &mut p, comptime!(4 * j), log2_scale, n0, n1);
+        l0 += e.upper0;
+        l2 += e.upper1;
+        l1 += e.lower0;
+        l3 += e.lower1;
     }
     Softmax::<S> {
         p,
@@ -131,18 +112,11 @@ pub fn softmax_of_blocks<S: Size>(
         #[unroll]
         for eight in 0..comptime!(t.eights()) {
             let at = comptime!(4 * (block * t.eights() + eight));
-            let e0 = exp2(multiply_add(s.extract(at), log2_scale, n0));
-            let e1 = exp2(multiply_add(s.extract(comptime!(at + 1)), log2_scale, n0));
-            let e2 = exp2(multiply_add(s.extract(comptime!(at + 2)), log2_scale, n1));
-            let e3 = exp2(multiply_add(s.extract(comptime!(at + 3)), log2_scale, n1));
-            p.insert(at, e0);
-            p.insert(comptime!(at + 1), e1);
-            p.insert(comptime!(at + 2), e2);
-            p.insert(comptime!(at + 3), e3);
-            l0 += e0;
-            l2 += e1;
-            l1 += e2;
-            l3 += e3;
+            let e = weights_of_eight::<S>(s, &mut p, at, log2_scale, n0, n1);
+            l0 += e.upper0;
+            l2 += e.upper1;
+            l1 += e.lower0;
+            l3 += e.lower1;
         }
     }
     Softmax::<S> {
@@ -203,16 +177,9 @@ pub fn softmax_of_products<S: Size>(
         #[unroll]
         for eight in 0..comptime!(each / 4) {
             let at = comptime!(block * each + 4 * eight);
-            let e0 = exp2(multiply_add(s.extract(at), factor, n0));
-            let e1 = exp2(multiply_add(s.extract(comptime!(at + 1)), factor, n0));
-            let e2 = exp2(multiply_add(s.extract(comptime!(at + 2)), factor, n1));
-            let e3 = exp2(multiply_add(s.extract(comptime!(at + 3)), factor, n1));
-            p.insert(at, e0);
-            p.insert(comptime!(at + 1), e1);
-            p.insert(comptime!(at + 2), e2);
-            p.insert(comptime!(at + 3), e3);
-            sum0 += e0 + e1;
-            sum1 += e2 + e3;
+            let e = weights_of_eight::<S>(s, &mut p, at, factor, n0, n1);
+            sum0 += e.upper0 + e.upper1;
+            sum1 += e.lower0 + e.lower1;
         }
         let inverse = exp2(-log);
         l0 = multiply_add(sum0, inverse, l0);
@@ -228,6 +195,41 @@ pub fn softmax_of_products<S: Size>(
         a1,
         top0,
         top1,
+    }
+}
+
+/// The unit's weights of eight columns: two of its upper row, and two of its lower one.
+#[derive(CubeType, Clone, Copy)]
+struct EightWeights {
+    upper0: f32,
+    upper1: f32,
+    lower0: f32,
+    lower1: f32,
+}
+
+/// Those of the scores from element `at` on, `exp2(s · factor + n)` with the `n` of each row, which are put into `p`.
+#[cube]
+fn weights_of_eight<S: Size>(
+    s: Vector<f32, S>,
+    p: &mut Vector<f32, S>,
+    #[comptime] at: usize,
+    factor: f32,
+    n0: f32,
+    n1: f32,
+) -> EightWeights {
+    let upper0 = exp2(multiply_add(s.extract(at), factor, n0));
+    let upper1 = exp2(multiply_add(s.extract(comptime!(at + 1)), factor, n0));
+    let lower0 = exp2(multiply_add(s.extract(comptime!(at + 2)), factor, n1));
+    let lower1 = exp2(multiply_add(s.extract(comptime!(at + 3)), factor, n1));
+    p.insert(at, upper0);
+    p.insert(comptime!(at + 1), upper1);
+    p.insert(comptime!(at + 2), lower0);
+    p.insert(comptime!(at + 3), lower1);
+    EightWeights {
+        upper0,
+        upper1,
+        lower0,
+        lower1,
     }
 }
 

@@ -127,7 +127,8 @@ impl<O: Size> RowSums<O> {
     }
 }
 
-/// The scores of step `j`, whose products `started` were started before the last `pending` ones. Its keys are then free to be overwritten, at `stage`.
+/// The scores of step `j`, whose products `started` were started before the last `pending` ones: softcapped, with biases, and −∞ where masked. Its keys are
+/// free to be overwritten, at `stage`, when the products are there.
 #[cube]
 pub fn step_scores<S: Size>(
     started: Vector<f32, S>,
@@ -142,52 +143,10 @@ pub fn step_scores<S: Size>(
     numbers: &ScoreScalars,
     #[comptime] t: Tile,
 ) -> Vector<f32, S> {
-    let s = wait::<S>(started, pending, comptime!(t.cols / 2));
+    let mut s = wait::<S>(started, pending, comptime!(t.cols / 2));
     if loads.lane == 0 {
         barrier_arrive(loads.base + comptime!(t.k_empty()) + stage * 8);
     }
-    score::<S>(s, step, plan, args, pairs, j, numbers, t)
-}
-
-/// The weights of a step's scores.
-#[cube]
-pub fn weights_of_scores<S: Size, O: Size>(
-    s: Vector<f32, S>,
-    step: &StepPairs,
-    sums: &RowSums<O>,
-    numbers: &ScoreScalars,
-    #[comptime] t: Tile,
-) -> Softmax<S> {
-    let (m0, m1, l0, l1) = (sums.m0, sums.m1, sums.l0, sums.l1);
-    if comptime!(t.fp8) {
-        softmax_of_products::<S>(s, step.factors.as_ref().unwrap(), m0, m1, l0, l1)
-    } else if comptime!(t.coarse.is_some()) {
-        let shape = comptime!(t.bits().unwrap());
-        softmax_of_blocks::<S>(s, step.blocks, m0, m1, l0, l1, numbers.log2_scale, shape)
-    } else {
-        softmax::<S>(s, m0, m1, l0, l1, numbers.log2_scale)
-    }
-}
-
-/// Word of the first entry of step `j`.
-#[cube]
-fn entry_of(own: &TileSteps, j: u32, #[comptime] t: Tile) -> usize {
-    own.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
-}
-
-/// Softcaps products, adds biases and sets masked ones to −∞.
-#[cube]
-fn score<S: Size>(
-    s_in: Vector<f32, S>,
-    step: &StepPairs,
-    plan: &PlanWords,
-    args: &ComptimeOption<PairArgs>,
-    pairs: &UnitPairs,
-    j: u32,
-    numbers: &ScoreScalars,
-    #[comptime] t: Tile,
-) -> Vector<f32, S> {
-    let mut s = s_in;
     let capped = comptime!(t.options.score.softcap);
     cap::<S>(&mut s, numbers.softcap, numbers.cap_scale, capped);
     s = add_biases::<S>(
@@ -227,6 +186,32 @@ fn score<S: Size>(
         }
     }
     s
+}
+
+/// The weights of a step's scores.
+#[cube]
+pub fn weights_of_scores<S: Size, O: Size>(
+    s: Vector<f32, S>,
+    step: &StepPairs,
+    sums: &RowSums<O>,
+    numbers: &ScoreScalars,
+    #[comptime] t: Tile,
+) -> Softmax<S> {
+    let (m0, m1, l0, l1) = (sums.m0, sums.m1, sums.l0, sums.l1);
+    if comptime!(t.fp8) {
+        softmax_of_products::<S>(s, step.factors.as_ref().unwrap(), m0, m1, l0, l1)
+    } else if comptime!(t.coarse.is_some()) {
+        let shape = comptime!(t.bits().unwrap());
+        softmax_of_blocks::<S>(s, step.blocks, m0, m1, l0, l1, numbers.log2_scale, shape)
+    } else {
+        softmax::<S>(s, m0, m1, l0, l1, numbers.log2_scale)
+    }
+}
+
+/// Word of the first entry of step `j`.
+#[cube]
+fn entry_of(own: &TileSteps, j: u32, #[comptime] t: Tile) -> usize {
+    own.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
 }
 
 /// Mask bits of 32 columns in the unit's two rows, of which bits 8i and 8i + 1 are the unit's.

@@ -123,7 +123,7 @@ pub(crate) fn outputs<B: Backend, P: Products<B>>(
     rounded::<B>(P::product(x, weight, made), dtype)
 }
 
-/// What a product of numbers of a dtype is made in: that or the dtype of sums directly, so that nothing is rounded twice.
+/// What a product of elements of a dtype is made in: that or the dtype of sums directly, so that nothing is rounded twice.
 pub(crate) fn made_in(wanted: FloatDType, own: FloatDType) -> FloatDType {
     match wanted == accumulate_in(own) {
         true => wanted,

@@ -6,6 +6,7 @@ use cubecl::server::Handle;
 
 use crate::kernels::linear::tile::{Order, ROWS, SLAB};
 use blocksparse_cubecl::arch::ptx::Half;
+use blocksparse_cubecl::args;
 
 /// Elements that strides and addresses are multiples of, for TMA and for cp.async: 16 bytes.
 const ALIGNMENT: usize = 8;
@@ -21,20 +22,12 @@ pub(crate) unsafe fn boxes_of(
     boxes: [usize; 4],
     half: Half,
 ) -> TensorMapArg<Tiled> {
-    let (shape, strides) = (shape.as_slice().into(), strides.as_slice().into());
-    // SAFETY: as the caller promises.
-    let tensor = unsafe { TensorArg::from_raw_parts(handle.clone(), strides, shape) };
     let dtype = ElemType::Float(match half {
         Half::Bf16 => FloatKind::BF16,
         Half::F16 => FloatKind::F16,
     });
-    let swizzle = match boxes[3] {
-        16 => TensorMapSwizzle::B32,
-        32 => TensorMapSwizzle::B64,
-        _ => TensorMapSwizzle::B128,
-    };
-    let tile_size = boxes.as_slice().into();
-    TensorMapArg::new(TiledArgs { tile_size }, tensor, dtype).with_swizzle(swizzle)
+    // SAFETY: as the caller promises.
+    unsafe { args::boxes_of(handle, &shape, &strides, &boxes, dtype) }
 }
 
 /// A batch of matrices of half-precision numbers.

@@ -197,7 +197,7 @@ fn dense_sources(layout: &WeightLayout) -> Vec<u32> {
     sources
 }
 
-/// What share of a dense weight's tiles is multiplied, in either direction and for the gradient by the weight.
+/// What share of a dense weight's tiles is multiplied, in either direction and for the gradient with respect to the weight.
 fn shares(layout: &WeightLayout) -> [f64; 3] {
     let cell = cell_of(layout);
     let [forward, backward] = [Direction::Forward, Direction::Backward].map(|direction| {
@@ -209,11 +209,11 @@ fn shares(layout: &WeightLayout) -> [f64; 3] {
         let cells: usize = unions.iter().map(Union::len).sum();
         (cells * cell) as f64 / (unions.len() * width) as f64
     });
-    // The gradient by the weight has the tiles of the product by its transpose.
+    // The gradient with respect to the weight has the tiles of the product by its transpose.
     [forward, backward, backward]
 }
 
-/// What tiles of the gradient by the weight are: on the host, or on a device.
+/// What tiles of the gradient with respect to the weight are: on the host, or on a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Targets<W = Vec<u32>> {
     /// Outputs of a warpgroup.
@@ -228,7 +228,7 @@ pub(crate) struct Targets<W = Vec<u32>> {
     pub targets: W,
 }
 
-/// Outputs of a warpgroup of a gradient by the weight.
+/// Outputs of a warpgroup of a gradient with respect to the weight.
 const COLS: [usize; 3] = [256, 128, 64];
 /// Bytes a cycle that a multiprocessor reads if nobody else reads the same.
 const READ_BYTES: usize = 28;
