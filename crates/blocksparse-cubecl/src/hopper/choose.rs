@@ -136,15 +136,16 @@ pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
         return Err("a width is no multiple of 16 from 48 to 128");
     }
     let cols = 128;
+    // A multiprocessor has three cubes of one warpgroup, whose products and exponentials overlap; of narrow heads it has registers for steps that overlap.
     let tile = Tile {
         fp8: true,
         dim: dim / 2,
-        warpgroups: 2,
+        warpgroups: 1,
         cols,
         group: cols.min(part.layout.block_size()),
-        stages: 3,
-        lag: 2,
-        overlap: true,
+        stages: 2,
+        lag: 1,
+        overlap: value_dim <= 64,
         clustered: false,
         coarse: None,
         ..plain

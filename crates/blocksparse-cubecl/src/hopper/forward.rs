@@ -253,7 +253,8 @@ fn overlapped<S: Size, P: Size, O: Size>(
     let base = loads.base;
     let steps = pairs.steps.steps;
     let group = loads.warp / 4;
-    let step = step_pairs(plan, args, pairs, 0u32, t);
+    let mut scales = first_scales(plan, pairs, t);
+    let step = step_pairs(plan, args, pairs, &mut scales, 0u32, t);
     barrier_wait(base + comptime!(t.k_full()), 0u32);
     let s_started = product::<S>(operands.q, operands.k, comptime!(t.first_product()));
     let s = step_scores::<S>(
@@ -284,7 +285,7 @@ fn overlapped<S: Size, P: Size, O: Size>(
             named_arrive(2 - group, 256u32);
         }
         load_later(next, loads, plan, &pairs.steps, j, t);
-        let step = step_pairs(plan, args, pairs, j, t);
+        let step = step_pairs(plan, args, pairs, &mut scales, j, t);
         let s = step_scores::<S>(
             s_started, 1usize, &step, now, loads, plan, args, pairs, j, numbers, t,
         );
@@ -322,13 +323,14 @@ fn one_by_one<S: Size, P: Size, O: Size>(
     #[comptime] t: Tile,
 ) {
     let base = loads.base;
+    let mut scales = first_scales(plan, pairs, t);
     for j in 0..pairs.steps.steps {
         let now = stage(j, t);
         wait_keys(base, j, t);
         let keys = buffer(operands.k, now, t);
         let s_started = product::<S>(operands.q, keys, comptime!(t.first_product()));
         load_later(next, loads, plan, &pairs.steps, j, t);
-        let step = step_pairs(plan, args, pairs, j, t);
+        let step = step_pairs(plan, args, pairs, &mut scales, j, t);
         let s = step_scores::<S>(
             s_started, 0usize, &step, now, loads, plan, args, pairs, j, numbers, t,
         );

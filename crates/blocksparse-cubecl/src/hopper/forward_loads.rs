@@ -73,6 +73,12 @@ pub struct TileSteps {
     pub masked: u32,
 }
 
+/// Word of the first entry of step `j`.
+#[cube]
+pub fn entry_of(own: &TileSteps, j: u32, #[comptime] t: Tile) -> usize {
+    own.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
+}
+
 /// What loads are made of.
 #[derive(CubeType, Clone, Copy)]
 pub struct Loads {

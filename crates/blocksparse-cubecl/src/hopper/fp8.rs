@@ -5,9 +5,9 @@
 //! v      [batch, heads, seq / 64, value_dim, 64]   columns of 64 keys: a product in FP8 reads both operands along its depth
 //! ```
 //!
-//! The scale of a block of values is in the exponents of its weights, so that nothing but these is multiplied: with `f` the scales of queries and keys and the
-//! factor of scores, and `c = log2(scale of the values)`, `p = exp2(s · f + c − m)`, `o = Σ p · v` and `l = Σ p · 2^−c`. The maximum `m` is that of
-//! `s · f + c`, and as far below it as lets weights use the range of E4M3.
+//! The scale of a block of values, a power of two, is in the exponents of its weights, so that nothing but these is multiplied: with `f` the scales of queries
+//! and keys and the factor of scores, and `c = log2(scale of the values)`, `p = exp2(s · f + c − m)`, `o = Σ p · v` and `l = Σ p · 2^−c`. The maximum `m` is
+//! that of `s · f + c`, and as far below it as lets weights use the range of E4M3.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
@@ -16,6 +16,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use super::forward_loads::{TileSteps, entry_of};
 use super::maps::{map_of, tensor_map};
 use super::tiles::Tile;
 use crate::arch::sm90::*;
@@ -59,9 +60,8 @@ fn pack_block<E: Float, N: Size>(
     #[define(E)] _dtype: ElemType,
 ) {
     let words = comptime!(dim / 4);
-    // One more, so that a column's numbers lie in different banks.
-    let row_numbers = comptime!(dim + 1);
-    let mut numbers = Shared::<[f32]>::new_slice(comptime!(BLOCK * (dim + 1)));
+    let each = comptime!(BLOCK * words / UNITS);
+    let mut held = Array::<f32>::new(comptime!(each * 4));
     let mut highest = Shared::<[u32]>::new_slice(comptime!(UNITS / 32));
     let unit = UNIT_POS as usize;
     let cube = CUBE_POS;
@@ -72,7 +72,7 @@ fn pack_block<E: Float, N: Size>(
             cube / blocks / heads * x.strides.batch + cube / blocks % heads * x.strides.head;
         let mut most = 0u32.runtime();
         #[unroll]
-        for i in 0..comptime!(BLOCK * words / UNITS) {
+        for i in 0..each {
             let word = unit + comptime!(i * UNITS);
             let (row, column) = (word / words, word % words);
             let mut four = Vector::<E, N>::zeroed();
@@ -82,7 +82,7 @@ fn pack_block<E: Float, N: Size>(
             #[unroll]
             for j in 0..4usize {
                 let number = f32::cast_from(four.extract(j));
-                numbers[row * row_numbers + column * 4 + j] = number;
+                held[comptime!(4 * i + j)] = number;
                 most = max(most, u32::reinterpret(number) & 0x7fff_ffffu32);
             }
         }
@@ -97,39 +97,57 @@ fn pack_block<E: Float, N: Size>(
             most = max(most, highest[warp]);
         }
         let most = max(f32::reinterpret(most), LEAST);
-        let inverse = LARGEST / most;
-        let scale = most / LARGEST;
-        if unit == 0 {
-            match comptime!(operand) {
-                Operand::Queries => scales[cube] = scale * factor,
-                Operand::Keys => scales[cube * 2] = scale,
-                Operand::Values => scales[cube * 2 + 1] = log2(scale),
+        if comptime!(matches!(operand, Operand::Values)) {
+            // The exponent of the least power of two that is no less than most / LARGEST.
+            let exponent = (u32::reinterpret(most / LARGEST) + 0x7f_ffffu32) >> 23;
+            let inverse = f32::reinterpret((254u32 - exponent) << 23);
+            if unit == 0 {
+                scales[cube * 2 + 1] = f32::cast_from(exponent) - 127.0;
             }
-        }
-        #[unroll]
-        for i in 0..comptime!(BLOCK * words / UNITS) {
-            let word = unit + comptime!(i * UNITS);
-            if comptime!(matches!(operand, Operand::Values)) {
+            // One more, so that a column's numbers lie in different banks.
+            let row_numbers = comptime!(dim + 1);
+            let mut numbers = Shared::<[f32]>::new_slice(comptime!(BLOCK * (dim + 1)));
+            #[unroll]
+            for i in 0..comptime!(4 * each) {
+                let word = unit + comptime!(i / 4 * UNITS);
+                let at = word / words * row_numbers + word % words * 4 + i % 4;
+                numbers[at] = held[i] * inverse;
+            }
+            sync_cube();
+            #[unroll]
+            for i in 0..each {
                 // Of 16 keys a unit's weights are of 2t, 2t + 1, 2t + 8 and 2t + 9.
+                let word = unit + comptime!(i * UNITS);
                 let (column, four) = (word / 16, word % 16);
                 let key = four / 4 * 16 + four % 4 * 2;
                 let at = key * row_numbers + column;
                 bytes[cube * comptime!(BLOCK * words) + word] = four_bytes(
-                    numbers[at] * inverse,
-                    numbers[at + row_numbers] * inverse,
-                    numbers[at + comptime!(8 * (dim + 1))] * inverse,
-                    numbers[at + comptime!(9 * (dim + 1))] * inverse,
+                    numbers[at],
+                    numbers[at + row_numbers],
+                    numbers[at + comptime!(8 * (dim + 1))],
+                    numbers[at + comptime!(9 * (dim + 1))],
                 );
-            } else {
-                let (row, column) = (word / words, word % words);
-                let at = row * row_numbers + column * 4;
-                if first + row < x.strides.len {
-                    let row = cube / blocks * x.strides.len + first + row;
-                    bytes[row * words + column] = four_bytes(
-                        numbers[at] * inverse,
-                        numbers[at + 1] * inverse,
-                        numbers[at + 2] * inverse,
-                        numbers[at + 3] * inverse,
+            }
+        } else {
+            let inverse = LARGEST / most;
+            let scale = most / LARGEST;
+            if unit == 0 {
+                match comptime!(operand) {
+                    Operand::Queries => scales[cube] = scale * factor,
+                    _ => scales[cube * 2] = scale,
+                }
+            }
+            #[unroll]
+            for i in 0..each {
+                let word = unit + comptime!(i * UNITS);
+                let row = first + word / words;
+                if row < x.strides.len {
+                    let row = cube / blocks * x.strides.len + row;
+                    bytes[row * words + word % words] = four_bytes(
+                        held[comptime!(4 * i)] * inverse,
+                        held[comptime!(4 * i + 1)] * inverse,
+                        held[comptime!(4 * i + 2)] * inverse,
+                        held[comptime!(4 * i + 3)] * inverse,
                     );
                 }
             }
@@ -285,18 +303,80 @@ impl WarpgroupScales {
         }
     }
 
-    /// Of each [`BLOCK`] keys of a step, whose entries begin at word `entry`: the factor of products, and what is added to them.
-    pub fn of_step(&self, plan: &PlanWords, entry: usize, #[comptime] t: Tile) -> Array<f32> {
-        let mut factors = Array::<f32>::new(comptime!(t.cols / BLOCK * 2));
+    /// The blocks of keys of step `j`, or of the last one.
+    fn blocks_of(
+        &self,
+        plan: &PlanWords,
+        steps: &TileSteps,
+        j: u32,
+        #[comptime] t: Tile,
+    ) -> Array<u32> {
+        let entry = entry_of(steps, min(j, steps.steps - 1), t);
+        let mut blocks = Array::<u32>::new(comptime!(t.cols / BLOCK));
         #[unroll]
         for i in 0..comptime!(t.cols / BLOCK) {
             let column = comptime!(i * BLOCK);
             let word = entry + comptime!(column / t.group * t.entry_words());
-            let block = plan.words[word] * comptime!((t.group / BLOCK) as u32)
+            blocks[i] = plan.words[word] * comptime!((t.group / BLOCK) as u32)
                 + comptime!((column % t.group / BLOCK) as u32);
-            let two = read_two(self.kv + u64::cast_from(min(block, self.last)) * 8u64);
-            factors[comptime!(2 * i)] = two.extract(0usize) * self.q;
-            factors[comptime!(2 * i + 1)] = two.extract(1usize);
+        }
+        blocks
+    }
+
+    fn read(&self, blocks: &Array<u32>, #[comptime] t: Tile) -> Array<f32> {
+        let mut scales = Array::<f32>::new(comptime!(t.cols / BLOCK * 2));
+        #[unroll]
+        for i in 0..comptime!(t.cols / BLOCK) {
+            let two = read_two(self.kv + u64::cast_from(min(blocks[i], self.last)) * 8u64);
+            scales[comptime!(2 * i)] = two.extract(0usize);
+            scales[comptime!(2 * i + 1)] = two.extract(1usize);
+        }
+        scales
+    }
+}
+
+/// The scales of a step's blocks of keys and values, which are read while the step before is computed, and the blocks of the step behind it.
+#[derive(CubeType)]
+pub struct ScalesAhead {
+    scales: Array<f32>,
+    blocks: Array<u32>,
+}
+
+#[cube]
+impl ScalesAhead {
+    /// Of the first step.
+    pub fn new(
+        of: &WarpgroupScales,
+        plan: &PlanWords,
+        steps: &TileSteps,
+        #[comptime] t: Tile,
+    ) -> ScalesAhead {
+        let first = of.blocks_of(plan, steps, 0u32, t);
+        ScalesAhead {
+            scales: of.read(&first, t),
+            blocks: of.blocks_of(plan, steps, 1u32, t),
+        }
+    }
+
+    /// Of each [`BLOCK`] keys of step `j`, the factor of products, and what is added to them. Those of the next step are read.
+    pub fn take(
+        &mut self,
+        of: &WarpgroupScales,
+        plan: &PlanWords,
+        steps: &TileSteps,
+        j: u32,
+        #[comptime] t: Tile,
+    ) -> Array<f32> {
+        let mut factors = Array::<f32>::new(comptime!(t.cols / BLOCK * 2));
+        let scales = of.read(&self.blocks, t);
+        let blocks = of.blocks_of(plan, steps, j + 2, t);
+        #[unroll]
+        for i in 0..comptime!(t.cols / BLOCK) {
+            factors[comptime!(2 * i)] = self.scales[comptime!(2 * i)] * of.q;
+            factors[comptime!(2 * i + 1)] = self.scales[comptime!(2 * i + 1)];
+            self.scales[comptime!(2 * i)] = scales[comptime!(2 * i)];
+            self.scales[comptime!(2 * i + 1)] = scales[comptime!(2 * i + 1)];
+            self.blocks[i] = blocks[i];
         }
         factors
     }

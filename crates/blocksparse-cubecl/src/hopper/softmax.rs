@@ -10,6 +10,8 @@ use crate::shared::score::SLACK;
 /// How far below the largest exponent `m` begins, and by how much more one may exceed it: weights are below 2⁸.
 const FP8_BELOW: f32 = 7.0;
 const FP8_SLACK: f32 = 8.0;
+/// From it an integer is subtracted whose power of two is wanted: the last bits are then the exponent of the inverse.
+const EXPONENTS: f32 = 8_388_735.0;
 
 #[derive(CubeType)]
 pub struct Softmax<S: Size> {
@@ -181,7 +183,7 @@ pub fn softmax_of_products<S: Size>(
             sum0 += e.upper0 + e.upper1;
             sum1 += e.lower0 + e.lower1;
         }
-        let inverse = exp2(-log);
+        let inverse = f32::reinterpret(u32::reinterpret(EXPONENTS - log) << 23);
         l0 = multiply_add(sum0, inverse, l0);
         l1 = multiply_add(sum1, inverse, l1);
     }

@@ -7,8 +7,8 @@ use cubecl::prelude::*;
 
 use super::bits::*;
 use super::dropout::*;
-use super::forward_loads::{Loads, TileSteps};
-use super::fp8::WarpgroupScales;
+use super::forward_loads::{Loads, TileSteps, entry_of};
+use super::fp8::{ScalesAhead, WarpgroupScales};
 use super::options::*;
 use super::output::RowTops;
 use super::rows::{ROW_PAIR, own_places};
@@ -41,6 +41,21 @@ pub fn rows_of_unit(plan: &PlanWords, rows: u32, #[comptime] t: Tile) -> UnitRow
     unit_rows(upper, lower, &plan.listing, comptime!(t.pairs()))
 }
 
+/// In FP8, the scales of the first step.
+#[cube]
+pub fn first_scales(
+    plan: &PlanWords,
+    pairs: &UnitPairs,
+    #[comptime] t: Tile,
+) -> ComptimeOption<ScalesAhead> {
+    if comptime!(t.fp8) {
+        let of = pairs.fp8.as_ref().unwrap();
+        ComptimeOption::new_Some(ScalesAhead::new(of, plan, &pairs.steps, t))
+    } else {
+        ComptimeOption::new_None()
+    }
+}
+
 /// What is known of a step's pairs before their scores are there.
 #[derive(CubeType)]
 pub struct StepPairs {
@@ -59,6 +74,7 @@ pub fn step_pairs(
     plan: &PlanWords,
     args: &ComptimeOption<PairArgs>,
     pairs: &UnitPairs,
+    scales: &mut ComptimeOption<ScalesAhead>,
     j: u32,
     #[comptime] t: Tile,
 ) -> StepPairs {
@@ -68,7 +84,8 @@ pub fn step_pairs(
     let kept = kept_pairs(args, &pairs.of_head, &pairs.rows, plan, entry, shape);
     let blocks = kept_blocks(&plan.words[..], entry, comptime!(t.bits()));
     let factors = if comptime!(t.fp8) {
-        ComptimeOption::new_Some(pairs.fp8.as_ref().unwrap().of_step(plan, entry, t))
+        let (of, steps) = (pairs.fp8.as_ref().unwrap(), &pairs.steps);
+        ComptimeOption::new_Some(scales.as_mut().unwrap().take(of, plan, steps, j, t))
     } else {
         ComptimeOption::new_None()
     };
@@ -206,12 +223,6 @@ pub fn weights_of_scores<S: Size, O: Size>(
     } else {
         softmax::<S>(s, m0, m1, l0, l1, numbers.log2_scale)
     }
-}
-
-/// Word of the first entry of step `j`.
-#[cube]
-fn entry_of(own: &TileSteps, j: u32, #[comptime] t: Tile) -> usize {
-    own.entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize
 }
 
 /// Mask bits of 32 columns in the unit's two rows, of which bits 8i and 8i + 1 are the unit's.

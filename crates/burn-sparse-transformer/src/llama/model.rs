@@ -79,10 +79,24 @@ pub struct LlamaMlp {
     pub down: Linear,
 }
 
+/// Rows at a time outside of training: of a longer prompt the inner activations, `d_ff` wide, would take the most memory of all.
+const ROWS: usize = 1 << 15;
+
 impl LlamaMlp {
     fn forward(&self, x: Tensor<3>, precision: Precision) -> Result<Projected, TransformerError> {
+        let shape @ [batch, seq, width] = x.dims();
+        if batch * seq <= ROWS || x.is_tracked() {
+            return Ok(Projected::new(self.product(x, precision)?, None));
+        }
+        let rows = x.reshape([1, batch * seq, width]).split(ROWS, 1);
+        let rows = rows.into_iter().map(|x| self.product(x, precision));
+        let out = Tensor::cat(rows.collect::<Result<_, _>>()?, 1);
+        Ok(Projected::new(out.reshape(shape), None))
+    }
+
+    fn product(&self, x: Tensor<3>, precision: Precision) -> Result<Tensor<3>, TransformerError> {
         let hidden = precision.gated(&self.gate, &self.up, x, Activation::Silu)?;
-        Ok(Projected::new(precision.product(&self.down, hidden)?, None))
+        Ok(precision.product(&self.down, hidden)?)
     }
 }
 
@@ -300,5 +314,24 @@ impl Decoder for Llama {
 
     fn max_positions(&self) -> Option<usize> {
         Some(self.context)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::{Device, Distribution};
+
+    use super::*;
+    use crate::llama::LlamaConfig;
+
+    #[test]
+    fn rows_of_a_long_prompt_in_turn_give_what_all_at_once_give() {
+        let device = Device::flex();
+        let mlp = &LlamaConfig::new(4, 1).with_n_layers(1).init(&device).layers[0].mlp;
+        let x = Tensor::random([2, ROWS / 2 + 3, 4], Distribution::Default, &device);
+        let whole = mlp.product(x.clone(), Precision::F32).unwrap();
+        let in_turn = mlp.forward(x, Precision::F32).unwrap().x;
+        let difference = (whole - in_turn).abs().max().into_scalar::<f32>();
+        assert!(difference < 1e-6, "{difference}");
     }
 }
