@@ -36,9 +36,7 @@ use super::softmax::*;
 use super::step::*;
 use super::tiles::Tile;
 use crate::arch::sm90::*;
-use crate::shared::addressing::{
-    ForwardOutputs, Four, PlanWords, Qkv, Schedule, batch_of, head_of,
-};
+use crate::shared::addressing::{ForwardOutputs, Four, PlanWords, Qkv, Schedule, batch_of};
 use crate::shared::own_rows::own_rows;
 use crate::shared::score::{LOWEST_MAX, ScoreScalars};
 
@@ -69,12 +67,17 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let base = shared_address(&smem);
     let warp = uniform(UNIT_POS_X / 32);
     let lane = UNIT_POS_X % 32;
-    let head = head_of(slice) as u32;
+    let (rank, nth_head) = if comptime!(t.heads_in_turn) {
+        (CUBE_POS_Y, CUBE_POS_X)
+    } else {
+        (CUBE_POS_X, CUBE_POS_Y)
+    };
+    let head = slice.first_head as u32 + nth_head;
     let batch = batch_of(slice) as u32;
 
     init_barriers(base, head / heads_per_kv, t);
     let first_record = words[parts.heads + batch as usize * parts.batch + head as usize] as usize;
-    let ranked = parts.order + (first_record + CUBE_POS_X as usize) * 4;
+    let ranked = parts.order + (first_record + rank as usize) * 4;
     let tile = words[ranked];
     let record = ranked + 1;
     let steps = uniform(words[record + 1]);

@@ -191,7 +191,12 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
         unsafe {
             forward::forward::launch_unchecked(
                 client,
-                slice.cubes(device_plan.tiles),
+                match (slice.cubes(device_plan.tiles), tile.heads_in_turn) {
+                    (CubeCount::Static(tiles, heads, batches), true) => {
+                        CubeCount::Static(heads, tiles, batches)
+                    }
+                    (cubes, _) => cubes,
+                },
                 CubeDim::new_1d(tile.units() as u32),
                 tile.cols / 2,
                 tile.weights(),

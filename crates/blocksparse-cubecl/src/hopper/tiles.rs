@@ -210,6 +210,8 @@ pub struct Tile {
     pub clustered: bool,
     /// The size of blocks, where a step is one coarse entry with bits of them.
     pub coarse: Option<usize>,
+    /// Whether tiles of all heads begin in turn, the longest first, and not head after head.
+    pub heads_in_turn: bool,
 }
 
 impl Tile {
