@@ -44,12 +44,8 @@ fn main() -> ExitCode {
         Some("f16") => Some(DType::F16),
         _ => None,
     };
-    let (Some(dtype), Some(n), Some(repeats), 0..=3) = (
-        dtype,
-        number(&args, 1, 4096),
-        number(&args, 2, 50),
-        args.len(),
-    ) else {
+    let (n, repeats) = (number(&args, 1, 4096), number(&args, 2, 50));
+    let (Some(dtype), Some(n), Some(repeats), 0..=3) = (dtype, n, repeats, args.len()) else {
         eprintln!("{USAGE}");
         return ExitCode::FAILURE;
     };
@@ -64,10 +60,8 @@ fn main() -> ExitCode {
             n,
             repeats,
         };
-        println!(
-            "{:?}, {dtype:?}, [1, {HEADS}, {n}, {HEAD_DIM}]",
-            bench.device
-        );
+        let device = &bench.device;
+        println!("{device:?}, {dtype:?}, [1, {HEADS}, {n}, {HEAD_DIM}]");
         println!("{:<44} {:>12} {:>12}", "", "returns", "is done");
         bench.calls();
         bench.device_layouts();
@@ -109,11 +103,8 @@ impl Bench {
             (returned, start.elapsed().as_secs_f64())
         });
         let (returned, done): (Vec<_>, Vec<_>) = times.unzip();
-        println!(
-            "{name:<44} {:>12} {:>12}",
-            shown(median(returned)),
-            shown(median(done))
-        );
+        let [returned, done] = [returned, done].map(|times| shown(median(times)));
+        println!("{name:<44} {returned:>12} {done:>12}");
     }
 
     /// The operation over one layout, called again and again.
@@ -169,15 +160,9 @@ impl Bench {
             .run_with_lse()
             .expect("shapes fit");
         self.time("sums over columns and diagonals", || {
-            let (q, k) = (q.clone(), k.clone());
-            accumulated_attention(
-                q,
-                k,
-                lse.clone(),
-                &layout,
-                AccumulatedAttentionOptions::default(),
-            )
-            .expect("shapes fit")
+            let (q, k, lse) = (q.clone(), k.clone(), lse.clone());
+            let options = AccumulatedAttentionOptions::default();
+            accumulated_attention(q, k, lse, &layout, options).expect("shapes fit")
         });
         let nt = || BlockSparseTensor::nt(q.clone(), k.clone(), &layout).expect("shapes fit");
         self.time("nt", nt);

@@ -305,8 +305,7 @@ impl Bench<'_> {
             return;
         }
         self.dense = f64::NAN;
-        let dense = self.time(&name("dense"), || run(&q, &k, &v, &causal));
-        self.dense = dense;
+        self.dense = self.time(&name("dense"), || run(&q, &k, &v, &causal));
         let keys_values = NsaKeysValues::shared(k.clone(), v.clone()).compressed_by_means(&nsa);
         let keys_values = keys_values.expect("shapes fit");
         // With what chooses as devices without its kernel have it, too: the choice alone is what is left without the attention to compressed blocks.
@@ -358,10 +357,9 @@ impl Bench<'_> {
         let tracked = inputs.map(|x| x.autodiff().require_grad());
         let [q, k, v, _] = &tracked;
         self.dense = f64::NAN;
-        let dense = self.time(&name("dense, forward and backward"), || {
+        self.dense = self.time(&name("dense, forward and backward"), || {
             run(q, k, v, &causal).sum().backward()
         });
-        self.dense = dense;
         for (nsa, how) in ways {
             let name = name(&format!("forward and backward{how}"));
             self.time(&name, || {

@@ -37,9 +37,9 @@ const COMPARED: usize = 1 << 18;
 
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let devices: Option<Vec<Device>> = args
-        .first()
-        .and_then(|names| names.split(',').map(device).collect());
+    let names = args.first();
+    let devices: Option<Vec<Device>> =
+        names.and_then(|names| names.split(',').map(device).collect());
     let pattern: Option<Pattern> = match args.get(1) {
         None => Some(Pattern::fixed(1024, 32)),
         Some(text) => text.parse().ok(),
@@ -49,17 +49,11 @@ fn main() -> ExitCode {
         Some("f32") => Some(DType::F32),
         _ => None,
     };
-    let exchange = devices
-        .as_deref()
-        .and_then(|devices| exchange(&args, devices));
-    let (Some(devices), Some(pattern), Some(n), Some(repeats), Some(dtype), Some(exchange)) = (
-        devices,
-        pattern,
-        number(&args, 2, 65_536),
-        number(&args, 3, 10),
-        dtype,
-        exchange,
-    ) else {
+    let exchange = (devices.as_deref()).and_then(|devices| exchange(&args, devices));
+    let sizes = (number(&args, 2, 65_536), number(&args, 3, 10));
+    let (Some(devices), Some(pattern), (Some(n), Some(repeats)), Some(dtype), Some(exchange)) =
+        (devices, pattern, sizes, dtype, exchange)
+    else {
         eprintln!("{USAGE}");
         return ExitCode::from(2);
     };
@@ -148,10 +142,8 @@ fn compare(
     let start = Instant::now();
     let plan = ShardPlan::new(&layout, HEADS, devices.len())?;
     let shards = SequenceShard::group_by(&plan, exchange)?;
-    println!(
-        "{plan}\nplanned in {:.0} ms",
-        start.elapsed().as_secs_f64() * 1e3
-    );
+    let took = start.elapsed().as_secs_f64() * 1e3;
+    println!("{plan}\nplanned in {took:.0} ms");
     let bytes = |device| plan.bytes(device, HEAD_DIM, dtype.size());
     let most = (0..devices.len()).map(bytes).max().unwrap_or_default();
     println!("{most} bytes received by one device at most, and as many gradients back");
@@ -174,45 +166,33 @@ fn compare(
         .collect();
     println!("one device: {}", explained(&first, n, &layout, dtype)?);
     let (device, local) = (own[0][0].device(), shards[0].layout());
-    println!(
-        "several: {}",
-        explained(&device, local.seq_q(), local, dtype)?
-    );
+    let several = explained(&device, local.seq_q(), local, dtype)?;
+    println!("several: {several}");
     let alone = timed(x, how, || (), |q, k, v| run(&q, &k, &v, &layout));
     let barrier = Barrier::new(devices.len());
     let parts: Vec<Timed> = thread::scope(|scope| {
         let running: Vec<_> = (shards.iter().zip(own))
             .map(|(shard, own)| {
                 let barrier = &barrier;
-                scope.spawn(move || {
-                    timed(
-                        own,
-                        how,
-                        || {
-                            barrier.wait();
-                        },
-                        |q, k, v| {
-                            let output = shard.attention(q, k, v, AttentionOptions::default());
-                            output.expect("shapes fit").out
-                        },
-                    )
-                })
+                let attend = move |q, k, v| {
+                    let output = shard.attention(q, k, v, AttentionOptions::default());
+                    output.expect("shapes fit").out
+                };
+                scope.spawn(move || timed(own, how, || _ = barrier.wait(), attend))
             })
             .collect();
-        let joined = running
-            .into_iter()
-            .map(|part| part.join().expect("a device failed"));
-        joined.collect()
+        let running = running.into_iter();
+        running
+            .map(|part| part.join().expect("a device failed"))
+            .collect()
     });
     if let Some(whole) = &alone.rows {
         differences(whole, &parts, &plan)?;
     }
     let passes = (repeats + 2) as u64;
     for (device, shard) in shards.iter().enumerate() {
-        let (sent, crossing) = (
-            shard.bytes_sent() / passes,
-            plan.keys_sent(device) + plan.keys_received(device),
-        );
+        let sent = shard.bytes_sent() / passes;
+        let crossing = plan.keys_sent(device) + plan.keys_received(device);
         let planned = 2 * (crossing * HEAD_DIM * dtype.size()) as u64;
         println!(
             "device {device}: {sent} bytes sent forward and backward, {planned} of the plan's: {:.3} ×",
@@ -228,10 +208,8 @@ fn compare(
         let one = median(alone.times.iter().map(|&times| time(times)).collect());
         // All devices begin at once, and the slowest ends it.
         let slowest = |run: usize| {
-            parts
-                .iter()
-                .map(|part| time(part.times[run]))
-                .fold(0.0, f64::max)
+            let times = parts.iter().map(|part| time(part.times[run]));
+            times.fold(0.0, f64::max)
         };
         let shared = median((0..repeats).map(slowest).collect());
         println!(
@@ -275,11 +253,8 @@ fn differences(
                     let expected = &whole[at][place..place + HEAD_DIM];
                     for (x, y) in got.next().ok_or("too few rows")?.iter().zip(expected) {
                         // A number that is none is the worst.
-                        worst = if (x - y).abs() <= worst {
-                            worst
-                        } else {
-                            (x - y).abs()
-                        };
+                        let apart = (x - y).abs();
+                        worst = if apart <= worst { worst } else { apart };
                     }
                 }
             }

@@ -136,10 +136,8 @@ fn explains_what_runs_and_what_does_not() {
         let sinks = Tensor::<1>::zeros([3], &device);
         let call_of = call(x.clone(), &layout).sinks(sinks);
         let error = call_of.explain().unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "sinks' heads must be 4, the layout's, got 3"
-        );
+        let expected = "sinks' heads must be 4, the layout's, got 3";
+        assert_eq!(error.to_string(), expected);
         assert_eq!(call_of.run().unwrap_err(), error);
 
         // Weights of a layout that the host does not know.

@@ -26,10 +26,8 @@ fn values<'a>(answer: &'a Answer, name: &str) -> &'a [f64] {
 /// `got` passes the criterion on the whole tensor that there was before, and not the one on rows.
 fn is_caught(name: &str, got: &[f64], expected: &Answer, dtype: DType) {
     let (of_tensor, _) = relative_error(got, values(expected, name));
-    assert!(
-        of_tensor <= half_tolerance(dtype),
-        "{name}, {dtype:?}: {of_tensor}"
-    );
+    let is_right = of_tensor <= half_tolerance(dtype);
+    assert!(is_right, "{name}, {dtype:?}: {of_tensor}");
     let rows = expected.result(name).rows;
     let (part, _) = worst_row(got, values(expected, name), rows, dtype);
     assert!(part > 1.0, "{name}, {dtype:?}: {part}");

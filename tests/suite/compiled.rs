@@ -80,10 +80,8 @@ fn steps_in_a_process_of_their_own() {
             let (trained, norm) = optimizer.step(1e-2, model, gradients).unwrap();
             model = trained;
             let numbers = [loss.into_scalar::<f32>(), norm.into_scalar::<f32>()];
-            assert!(
-                numbers.iter().all(|number| number.is_finite()),
-                "{numbers:?}"
-            );
+            let is_right = numbers.iter().all(|number| number.is_finite());
+            assert!(is_right, "{numbers:?}");
             let all = compiled(&log);
             let new = &all[before..];
             before = all.len();
@@ -101,10 +99,8 @@ fn steps_in_a_process_of_their_own() {
                 0 => assert!(!all.is_empty(), "{text}: nothing is counted"),
                 _ => assert!(ours.is_empty(), "{text}, step {step}: {ours:?}"),
             }
-            assert!(
-                step < SETTLED || new.is_empty(),
-                "{text}, step {step}: {new:?}"
-            );
+            let is_right = step < SETTLED || new.is_empty();
+            assert!(is_right, "{text}, step {step}: {new:?}");
         }
     }
 }

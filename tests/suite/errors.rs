@@ -8,6 +8,7 @@ use burn_sparse_select::{top_k_blocks, top_k_blocks_on_device, vertical_slash_la
 use proptest::prelude::*;
 use proptest::{collection, option, sample};
 
+use burn_blocksparse_tests::fuzz::attention::number;
 use burn_blocksparse_tests::prelude::*;
 
 mod ops;
@@ -68,16 +69,12 @@ fn option_values() {
 fn dtypes() {
     for device in devices() {
         // F64, or what the device has besides F32.
-        let others = [DType::F64, DType::F16, DType::BF16];
-        let other = others
-            .into_iter()
-            .find(|&dtype| device.supports_dtype(dtype));
+        let mut others = [DType::F64, DType::F16, DType::BF16].into_iter();
+        let other = others.find(|&dtype| device.supports_dtype(dtype));
         let other = other.unwrap_or_else(|| panic!("{device:?} has a second float dtype"));
         let x = zeros([1, 4, 32, 8], &device);
         let k = x.clone().cast(other);
-        let error = sparse_attention(x.clone(), k, x, &layout()).unwrap_err();
-        let expected = format!("k's dtype must be F32, q's, got {other:?}");
-        assert_eq!(error.to_string(), expected);
+        refused! { sparse_attention(x.clone(), k, x, &layout()) => format!("k's dtype must be F32, q's, got {other:?}"); }
     }
 }
 
@@ -86,8 +83,7 @@ fn batches() {
     let layout = BlockLayout::stack_batch(&[layout(), layout()]).unwrap();
     for device in devices() {
         let x = zeros([3, 4, 32, 8], &device);
-        let options = AttentionOptions::default();
-        refused! { SparseAttentionCall::new(x.clone(), x.clone(), x, &layout).options(options).run() => "q's batch must be 2, the layout's, got 3"; }
+        refused! { SparseAttentionCall::new(x.clone(), x.clone(), x, &layout).run() => "q's batch must be 2, the layout's, got 3"; }
     }
 }
 
@@ -127,14 +123,12 @@ fn sinks_and_biases() {
 #[test]
 fn merged_parts() {
     for device in devices() {
-        let (out, lse) = (
-            zeros([1, 4, 32, 8], &device),
-            Tensor::<3>::zeros([1, 4, 32], &device),
-        );
-        let fewer = zeros([1, 4, 31, 8], &device);
-        refused! { merge_attention(out.clone(), lse.clone(), fewer, lse.clone()) => "out_b's shape must be [1, 4, 32, 8], out_a's, got [1, 4, 31, 8]"; }
-        let short = Tensor::<3>::zeros([1, 4, 31], &device);
-        refused! { merge_attention(out.clone(), lse, out, short) => "lse_b's shape must be [1, 4, 32], out_a's rows, got [1, 4, 31]"; }
+        let out = |rows| zeros([1, 4, rows, 8], &device);
+        let lse = |rows| Tensor::<3>::zeros([1, 4, rows], &device);
+        refused! {
+            merge_attention(out(32), lse(32), out(31), lse(32)) => "out_b's shape must be [1, 4, 32, 8], out_a's, got [1, 4, 31, 8]";
+            merge_attention(out(32), lse(32), out(32), lse(31)) => "lse_b's shape must be [1, 4, 32], out_a's rows, got [1, 4, 31]";
+        }
     }
     // Sums of f64 are not silently f32, and the other way round.
     let device = devices().remove(0);
@@ -150,10 +144,8 @@ fn merged_parts() {
     ] {
         let message =
             format!("{which}'s dtype must be {sums:?}, that of out_a's sums, got {got:?}");
-        if [of_out, of_lse_a, of_lse_b]
-            .iter()
-            .all(|dtype| supports(&device, *dtype))
-        {
+        let mut all = [of_out, of_lse_a, of_lse_b].into_iter();
+        if all.all(|dtype| supports(&device, dtype)) {
             refused! { dtypes(of_out, of_lse_a, of_lse_b) => message; }
         }
     }
@@ -183,25 +175,17 @@ fn merged_parts_of_other_devices() {
 #[test]
 fn attention_sums_of_keys_that_do_not_fit() {
     for device in devices() {
-        let lse = Tensor::<3>::zeros([1, 4, 32], &device);
-        for (k, message) in [
-            ([1, 4, 32, 0], "k's head_dim must be 8, q's, got 0"),
-            ([1, 4, 32, 4], "k's head_dim must be 8, q's, got 4"),
-            ([1, 4, 31, 8], "k's seq_kv must be 32, the layout's, got 31"),
-            (
-                [1, 3, 32, 8],
-                "k's kv_heads must be a divisor of the 4 heads of q, got 3",
-            ),
-        ] {
+        let call = |k| {
+            let lse = Tensor::<3>::zeros([1, 4, 32], &device);
+            let options = AccumulatedAttentionOptions::default();
             let (q, k) = (zeros([1, 4, 32, 8], &device), zeros(k, &device));
-            let attention_sums = accumulated_attention(
-                q,
-                k,
-                lse.clone(),
-                &layout(),
-                AccumulatedAttentionOptions::default(),
-            );
-            refused! { attention_sums => message; }
+            accumulated_attention(q, k, lse, &layout(), options)
+        };
+        refused! {
+            call([1, 4, 32, 0]) => "k's head_dim must be 8, q's, got 0";
+            call([1, 4, 32, 4]) => "k's head_dim must be 8, q's, got 4";
+            call([1, 4, 31, 8]) => "k's seq_kv must be 32, the layout's, got 31";
+            call([1, 3, 32, 8]) => "k's kv_heads must be a divisor of the 4 heads of q, got 3";
         }
     }
 }
@@ -210,19 +194,13 @@ fn attention_sums_of_keys_that_do_not_fit() {
 #[test]
 fn plans_print_the_tier() {
     for device in devices() {
-        let x = zeros([1, 4, 32, 8], &device);
-        let options = AttentionOptions::default();
-        let plan = SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), &layout())
-            .options(options.clone())
-            .explain()
-            .unwrap();
-        let text = plan.to_string();
+        let (x, layout) = (zeros([1, 4, 32, 8], &device), layout());
+        let call = call_of([&x, &x, &x], &layout, &AttentionOptions::default());
+        let plan = call.explain().unwrap();
         let kernels = is_cube(&device);
-        assert_eq!(plan.is_kernels(), kernels, "{text}");
-        assert!(
-            text.contains(if kernels { "simt" } else { "reference" }),
-            "{text}"
-        );
+        assert_eq!(plan.is_kernels(), kernels, "{plan}");
+        let tier = ["reference", "simt"][usize::from(kernels)];
+        assert!(plan.to_string().contains(tier), "{plan}");
     }
 }
 
@@ -230,11 +208,8 @@ fn plans_print_the_tier() {
 #[test]
 fn limits_of_a_device() {
     for device in devices() {
-        let options = AttentionOptions::default();
         let wide = zeros([1, 4, 32, 4096], &device);
-        let result = SparseAttentionCall::new(wide.clone(), wide.clone(), wide, &layout())
-            .options(options.clone())
-            .run();
+        let result = SparseAttentionCall::new(wide.clone(), wide.clone(), wide, &layout()).run();
         // The reference takes any width, and so may the kernels on a device with large shared memory.
         let wgpu = format!("{device:?}").contains("Wgpu");
         match result.map_err(|error| error.to_string()) {
@@ -243,27 +218,24 @@ fn limits_of_a_device() {
                 assert_eq!(output.out.dims(), [1, 4, 32, 4096]);
             }
             Err(message) => {
-                assert!(
-                    message.starts_with("head_dim and value_dim must fit tiles in"),
-                    "{message}"
-                );
+                let expected = "head_dim and value_dim must fit tiles in";
+                assert!(message.starts_with(expected), "{message}");
                 assert!(message.ends_with("got 4096 and 4096"), "{message}");
                 assert!(is_cube(&device), "{device:?}");
             }
         }
         if wgpu && device.supports_dtype(DType::F64) {
             let x = zeros([1, 4, 32, 8], &device).cast(DType::F64);
-            refused! { SparseAttentionCall::new(x.clone(), x.clone(), x, &layout()).options(options).run() => "dtype must be a float type of the device, got f64"; }
+            refused! { SparseAttentionCall::new(x.clone(), x.clone(), x, &layout()).run() => "dtype must be a float type of the device, got f64"; }
         }
     }
 }
 
 /// How many cases each property is tried on: `PROPTEST_CASES`, for devices that compile kernels for every shape.
 fn property_cases() -> u32 {
-    std::env::var("PROPTEST_CASES").map_or(500, |text| {
-        (text.parse().ok().filter(|&cases| cases > 0))
-            .unwrap_or_else(|| panic!("PROPTEST_CASES must be a positive number, got {text}"))
-    })
+    let cases = number("PROPTEST_CASES", 500);
+    assert!(cases > 0, "PROPTEST_CASES must be a positive number");
+    cases as u32
 }
 
 /// Numbers of a tensor, over and over.

@@ -93,8 +93,9 @@ fn a_backend_is_on_in_all_crates_or_in_none() {
             for below in below {
                 checked += 1;
                 let wanted = (below.clone(), backend.to_owned());
+                let is_right = on.contains(&wanted);
                 assert!(
-                    on.contains(&wanted),
+                    is_right,
                     "{name}'s feature {backend} leaves out {below}/{backend}"
                 );
             }

@@ -7,7 +7,7 @@ use burn_sparse_transformer::{
     TransformerError,
 };
 
-use burn_blocksparse_tests::fuzz::attention::pattern;
+use burn_blocksparse_tests::fuzz::attention::{number, pattern};
 use burn_blocksparse_tests::prelude::*;
 use burn_blocksparse_tests::training::case::{Case, Tensors};
 
@@ -27,28 +27,22 @@ impl Dense {
     }
 
     fn apply(&self, row: &[f64]) -> Vec<f64> {
-        let outputs = self.bias.len();
-        (0..outputs)
-            .map(|o| {
-                let products = row
-                    .iter()
-                    .enumerate()
-                    .map(|(i, x)| x * self.weight[i * outputs + o]);
-                self.bias[o] + products.sum::<f64>()
-            })
-            .collect()
+        let mut out = self.bias.clone();
+        let weights = self.weight.chunks(out.len());
+        for (x, weights) in row.iter().zip(weights) {
+            add(&mut out, *x, weights);
+        }
+        out
     }
 
     /// The gradient by a row, of the gradient by what it becomes.
     fn back(&self, grad: &[f64]) -> Vec<f64> {
         let weights = self.weight.chunks(grad.len());
-        weights
-            .map(|row| row.iter().zip(grad).map(|(w, g)| w * g).sum())
-            .collect()
+        weights.map(|row| dot(row, grad)).collect()
     }
 }
 
-/// Pairs of channels turn by `position · 10000^(−2 pair / width)`; `sign` −1 turns them back.
+/// Pairs of channels turn by `position · 10000^(−2 pair / width)`; `sign` −1 turns them back, and 0 turns nothing.
 fn rotate(head: &mut [f64], position: usize, sign: f64) {
     let width = head.len() as f64;
     for (pair, values) in head.chunks_mut(2).enumerate() {
@@ -96,18 +90,11 @@ impl Layer {
     /// The context and the gradient by `x`, `[batch, seq, d_model]`, of `sum(context · grad)`.
     fn expected(&self, x: &[f64], grad: &[f64], places: &[Vec<Place>]) -> [Vec<f64>; 2] {
         let (batch, seq, model) = (places.len(), places[0].len(), self.heads * self.width);
-        let [query, key, value, output] = [
-            &self.mha.query,
-            &self.mha.key,
-            &self.mha.value,
-            &self.mha.output,
-        ]
-        .map(Dense::new);
-        let sizes = Sizes::new(
-            [batch, self.heads, self.kv_heads],
-            [seq, seq],
-            [self.width, self.width],
-        );
+        let mha = &self.mha;
+        let [query, key, value, output] =
+            [&mha.query, &mha.key, &mha.value, &mha.output].map(Dense::new);
+        let heads = [batch, self.heads, self.kv_heads];
+        let sizes = Sizes::new(heads, [seq; 2], [self.width; 2]);
         let (pattern, of_rows) = (self.pattern.clone(), places.to_vec());
         let mut problem = Problem::random(sizes, 0, move |entry, head, i, j| {
             match (of_rows[entry][i], of_rows[entry][j]) {
@@ -138,17 +125,13 @@ impl Layer {
                 None => vec![0.0; model],
             };
             for (heads, values, into, turns) in [
-                (self.heads, query.apply(row), &mut problem.q, true),
-                (self.kv_heads, key.apply(row), &mut problem.k, true),
-                (self.kv_heads, value.apply(row), &mut problem.v, false),
-                (self.heads, by_out, &mut problem.grad_out, false),
+                (self.heads, query.apply(row), &mut problem.q, 1.0),
+                (self.kv_heads, key.apply(row), &mut problem.k, 1.0),
+                (self.kv_heads, value.apply(row), &mut problem.v, 0.0),
+                (self.heads, by_out, &mut problem.grad_out, 0.0),
             ] {
                 for (head, values) in values.chunks(self.width).enumerate() {
-                    let values = if turns {
-                        turned(values, place, 1.0)
-                    } else {
-                        values.to_vec()
-                    };
+                    let values = turned(values, place, turns);
                     into[of_head(heads, entry, head, i)].copy_from_slice(&values);
                 }
             }
@@ -157,30 +140,20 @@ impl Layer {
         let (mut context, mut by_x) = (vec![0.0; x.len()], vec![0.0; x.len()]);
         for (entry, i) in rows() {
             let place = places[entry][i];
-            let gather = |from: &[f64], heads: usize, turns: bool| -> Vec<f64> {
-                let of = |head| {
-                    let head = &from[of_head(heads, entry, head, i)];
-                    if turns {
-                        turned(head, place, -1.0)
-                    } else {
-                        head.to_vec()
-                    }
-                };
+            let gather = |from: &[f64], heads: usize, turns: f64| -> Vec<f64> {
+                let of = |head| turned(&from[of_head(heads, entry, head, i)], place, turns);
                 (0..heads).flat_map(of).collect()
             };
             if place.is_some() {
-                let row = output.apply(&gather(&answer.out, self.heads, false));
+                let row = output.apply(&gather(&answer.out, self.heads, 0.0));
                 context[at(entry, i)].copy_from_slice(&row);
             }
-            let parts = [
-                query.back(&gather(&answer.dq, self.heads, true)),
-                key.back(&gather(&answer.dk, self.kv_heads, true)),
-                value.back(&gather(&answer.dv, self.kv_heads, false)),
-            ];
-            for part in parts {
-                for (sum, x) in by_x[at(entry, i)].iter_mut().zip(part) {
-                    *sum += x;
-                }
+            for part in [
+                query.back(&gather(&answer.dq, self.heads, -1.0)),
+                key.back(&gather(&answer.dk, self.kv_heads, -1.0)),
+                value.back(&gather(&answer.dv, self.kv_heads, 0.0)),
+            ] {
+                add(&mut by_x[at(entry, i)], 1.0, &part);
             }
         }
         [context, by_x]
@@ -247,12 +220,8 @@ fn check_seed(seed: u64, device: &Device) {
 /// `BURN_SPARSE_FUZZ_LAYERS` seeds, 60 if it is not set.
 #[test]
 fn random_layers_equal_f64() {
-    let count = std::env::var("BURN_SPARSE_FUZZ_LAYERS").map_or(60, |text| {
-        text.parse()
-            .unwrap_or_else(|_| panic!("BURN_SPARSE_FUZZ_LAYERS must be a number, got {text}"))
-    });
     for device in devices() {
-        for seed in 0..count {
+        for seed in 0..number("BURN_SPARSE_FUZZ_LAYERS", 60) {
             check_seed(seed, &device);
         }
     }
@@ -271,12 +240,10 @@ fn a_precision_needs_its_dtype() {
             Ok(_) => assert!(supports(&device, DType::BF16), "{device:?}"),
             Err(error) => {
                 assert!(!supports(&device, DType::BF16), "{device:?}: {error}");
-                let is_typed = matches!(error, TransformerError::Precision { .. });
+                let is_right = matches!(error, TransformerError::Precision { .. });
+                assert!(is_right, "{error}");
                 let text = error.to_string();
-                assert!(
-                    is_typed && text.starts_with("precision must be f32 on "),
-                    "{text}"
-                );
+                assert!(text.starts_with("precision must be f32 on "), "{text}");
             }
         }
     }

@@ -50,34 +50,24 @@ fn shapes_of_none() {
             message(&q, &shared, &gates),
             "compressed keys must be 6, the blocks of so many keys that are compressed, got 0"
         );
-        assert_eq!(
-            message(&q, &whole, &zeros([1, 4, 30, 2])),
-            "gates' shape must be [1, 4, 30, 3], q's rows and 3, got [1, 4, 30, 2]"
-        );
-        assert_eq!(
-            message(&zeros([1, 3, 30, 8]), &whole, &gates),
-            "k's kv_heads must be a divisor of the 3 heads of q, got 2"
-        );
-        assert_eq!(
-            message(&zeros([1, 4, 31, 8]), &whole, &gates),
-            "seq_q must be between 1 and seq_kv, which is 30, got 31"
-        );
+        let expected = "gates' shape must be [1, 4, 30, 3], q's rows and 3, got [1, 4, 30, 2]";
+        assert_eq!(message(&q, &whole, &zeros([1, 4, 30, 2])), expected);
+        let expected = "k's kv_heads must be a divisor of the 3 heads of q, got 2";
+        assert_eq!(message(&zeros([1, 3, 30, 8]), &whole, &gates), expected);
+        let expected = "seq_q must be between 1 and seq_kv, which is 30, got 31";
+        assert_eq!(message(&zeros([1, 4, 31, 8]), &whole, &gates), expected);
         let other = NsaKeysValues {
             window: [zeros([1, 2, 29, 8]), zeros([1, 2, 29, 4])],
             ..whole.clone()
         };
-        assert_eq!(
-            message(&q, &other, &gates),
-            "window's keys must be 30, the selected ones, got 29"
-        );
+        let expected = "window's keys must be 30, the selected ones, got 29";
+        assert_eq!(message(&q, &other, &gates), expected);
         let other = NsaKeysValues {
             window: [k.clone(), k.clone()],
             ..whole.clone()
         };
-        assert_eq!(
-            message(&q, &other, &gates),
-            "value_dim of a branch must be 4, the selected one's, got 8"
-        );
+        let expected = "value_dim of a branch must be 4, the selected one's, got 8";
+        assert_eq!(message(&q, &other, &gates), expected);
         refused! { nsa.means(zeros([1, 2, 0, 8])) => "x must be of one number at least, got [1, 2, 0, 8]"; }
     }
 }

@@ -78,15 +78,11 @@ fn records_that_are_none() {
             .unwrap_err()
     };
     let error = read(Bytes::from_bytes_vec(vec![1; 40])).to_string();
-    assert!(
-        error.starts_with("record must be the record of AdamW, got "),
-        "{error}"
-    );
+    let is_right = error.starts_with("record must be the record of AdamW, got ");
+    assert!(is_right, "{error}");
     let error = read(amsgrad_record(device)).to_string();
-    assert!(
-        error.contains("without AMSGrad") && error.contains("max_moment_2"),
-        "{error}"
-    );
+    let is_right = error.contains("without AMSGrad") && error.contains("max_moment_2");
+    assert!(is_right, "{error}");
 }
 
 #[test]

@@ -150,21 +150,13 @@ fn quantised_pages_are_checked() {
         let mut other = pages.clone();
         other.keys = Tensor::zeros([6, 16, 2], (&device, DType::I64));
         refused! { append_quantized(other, row(2), row(2), slots()) => "keys' dtype must be I32, for quantised pages, got I64"; }
-        let kv = PagedKeysValues::of_store(
-            PagedStore::Quantized(pages),
-            2,
-            int([2, 1, 4], &device),
-            int([2, 1, 4], &device),
-        );
-        let error = paged_attention(float([2, 4, 1, 4], &device), &kv, &PagedOptions::default());
-        let message = "keys' width must be 4, q's, got 8";
-        refused! { error => message; }
-        let error = dequantize(
-            Quantization::Fp8E4m3,
-            int([3, 2], &device),
-            float([2], &device),
-        );
-        let message = "scales' shape must be [3], a row each, got [2]";
-        refused! { error => message; }
+        let [table, spans] = [(); 2].map(|()| int([2, 1, 4], &device));
+        let kv = PagedKeysValues::of_store(PagedStore::Quantized(pages), 2, table, spans);
+        let (q, options) = (float([2, 4, 1, 4], &device), PagedOptions::default());
+        let (words, scales) = (int([3, 2], &device), float([2], &device));
+        refused! {
+            paged_attention(q, &kv, &options) => "keys' width must be 4, q's, got 8";
+            dequantize(Quantization::Fp8E4m3, words, scales) => "scales' shape must be [3], a row each, got [2]";
+        }
     }
 }

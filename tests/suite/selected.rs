@@ -13,93 +13,59 @@ fn moba() -> Selection {
     "moba:16,3".parse().unwrap()
 }
 
+/// Texts, and how many first and last layers see everything.
 const TEXTS: &str = "
-    moba:512,3                    | 0
-    moba:4096,12,3                | 3
-    moba:8,1                      | 0
-    moba:128,2,share=mean         | 0
-    moba:64,4,1,share=max         | 1
-    moba:64,8,first=1,local=2     | 0
-    moba:64,8,2,first=4,share=max | 2
+    moba:512,3                    | 0 | 0
+    moba:4096,12,3                | 0 | 3
+    moba:8,1                      | 0 | 0
+    moba:128,2,share=mean         | 0 | 0
+    moba:64,4,1,share=max         | 0 | 1
+    moba:64,8,first=1,local=2     | 0 | 0
+    moba:64,8,2,first=4,share=max | 0 | 2
+    quest:16,2048                 | 0 | 0
+    quest:32,96,2                 | 2 | 0
+    quest:16,48,share=no          | 0 | 0
+    quest:16,64,1,first=1,local=2 | 1 | 0
 ";
 
 #[test]
 fn texts() {
-    for [text, layers] in rows(TEXTS) {
-        let layers: usize = one(layers);
+    for [text, first, last] in rows(TEXTS) {
         let selection: Selection = text.parse().unwrap();
         assert_eq!(selection.to_string(), text);
-        assert_eq!(selection.estimator().full_last_layers(), layers);
-        assert!(Selection::NOTATION.contains(&"moba:BLOCK,K[,FULL_LAST_LAYERS]"));
+        let estimator = selection.estimator();
+        let layers = [estimator.full_first_layers(), estimator.full_last_layers()];
+        assert_eq!(layers, [first, last].map(one::<usize>));
         let json = serde_json::to_string(&selection).unwrap();
         assert_eq!(serde_json::from_str::<Selection>(&json).unwrap(), selection);
     }
-}
-
-const TEXTS_OF_PAGES: &str = "
-    quest:16,2048                 | 0
-    quest:32,96,2                 | 2
-    quest:16,48,share=no          | 0
-    quest:16,64,1,first=1,local=2 | 1
-";
-
-#[test]
-fn texts_of_pages() {
-    for [text, layers] in rows(TEXTS_OF_PAGES) {
-        let layers: usize = one(layers);
-        let selection: Selection = text.parse().unwrap();
-        assert_eq!(selection.to_string(), text);
-        assert_eq!(selection.estimator().full_first_layers(), layers);
-        assert!(Selection::NOTATION.contains(&"quest:PAGE,BUDGET[,FULL_FIRST_LAYERS]"));
-    }
-}
-
-const TEXTS_OF_NO_PAGES: &str = "
-    quest:16     | cannot read 'quest:16' as a selection: expected quest:PAGE,BUDGET[,FULL_FIRST_LAYERS], got 1 number
-    quest:12,48  | page must be 8, 16, 32, 64 or 128, got 12
-    quest:16,32  | BUDGET must be a multiple of 16, PAGE, and at least 3 times it, got 32
-    quest:16,100 | BUDGET must be a multiple of 16, PAGE, and at least 3 times it, got 100
-";
-
-#[test]
-fn texts_of_no_pages() {
-    for [text, message] in rows(TEXTS_OF_NO_PAGES) {
-        refused! { text.parse::<Selection>() => message; }
+    for notation in [
+        "moba:BLOCK,K[,FULL_LAST_LAYERS]",
+        "quest:PAGE,BUDGET[,FULL_FIRST_LAYERS]",
+    ] {
+        assert!(Selection::NOTATION.contains(&notation));
     }
 }
 
 #[test]
 fn rules_of_no_pages() {
     let quest: Selection = "quest:16,64".parse().unwrap();
-    for (selection, message) in [
-        (
-            quest.clone().with_budget(Budget::TopK(2)),
-            "keep must be at least 3 pages for quest, got 2",
-        ),
-        (
-            quest.clone().with_budget(Budget::Ratio(0.5)),
-            "keep must be a number of pages for quest, got Ratio(0.5)",
-        ),
-        (
-            quest.clone().with_always(Always { first: 1, local: 0 }),
-            "forced.local must be at least 1, the query's own, for quest, got 0",
-        ),
-    ] {
-        refused! {
-            selection.check() => message;
-            selection.on_pages(16, 1) => message;
-        }
+    let keep = |keep| quest.clone().with_budget(keep);
+    let forced = quest.clone().with_always(Always { first: 1, local: 0 });
+    refused! {
+        keep(Budget::TopK(2)).check() => "keep must be at least 3 pages for quest, got 2";
+        keep(Budget::TopK(2)).on_pages(16, 1) => "keep must be at least 3 pages for quest, got 2";
+        keep(Budget::Ratio(0.5)).check() => "keep must be a number of pages for quest, got Ratio(0.5)";
+        keep(Budget::Ratio(0.5)).on_pages(16, 1) => "keep must be a number of pages for quest, got Ratio(0.5)";
+        forced.check() => "forced.local must be at least 1, the query's own, for quest, got 0";
+        forced.on_pages(16, 1) => "forced.local must be at least 1, the query's own, for quest, got 0";
+        "topk:16,3".parse::<Selection>().unwrap().on_pages(16, 1) => "selection must be one that a pool of pages can choose by (moba, quest), got topk:16,3";
     }
-    refused! { "topk:16,3".parse::<Selection>().unwrap().on_pages(16, 1) => "selection must be one that a pool of pages can choose by (moba, quest), got topk:16,3"; }
     let choice = quest.on_pages(16, 4).unwrap();
     assert_eq!((choice.selected_pages(), choice.mean), (4, true));
-    // The query's own page is as long as it is.
-    assert_eq!(
-        [0, 1, 64, 65, 100].map(|keys| choice.attended(keys)),
-        [0, 1, 64, 49, 52]
-    );
-    // Forced pages count among those that are kept, unless they are more.
+    // The query's own page is as long as it is. Forced pages count among those that are kept, unless they are more.
     for (first, local, listed, attended) in [
+        (0, 1, 4, [0, 1, 64, 49, 52]),
         (1, 2, 4, [0, 1, 64, 49, 52]),
         (3, 2, 5, [0, 1, 64, 65, 68]),
         (usize::MAX, 1, usize::MAX, [0, 1, 64, 65, 100]),
@@ -122,6 +88,10 @@ const TEXTS_OF_NONE: &str = "
     moba:64,3,first=-1 | cannot read 'moba:64,3,first=-1' as a selection: expected first to be a whole number, got '-1'
     moba:64,3,local=0  | forced.local must be at least 1, the query's own, for moba, got 0
     moba:64,ratio=0.5  | keep must be a number of blocks for moba, got Ratio(0.5)
+    quest:16           | cannot read 'quest:16' as a selection: expected quest:PAGE,BUDGET[,FULL_FIRST_LAYERS], got 1 number
+    quest:12,48        | page must be 8, 16, 32, 64 or 128, got 12
+    quest:16,32        | BUDGET must be a multiple of 16, PAGE, and at least 3 times it, got 32
+    quest:16,100       | BUDGET must be a multiple of 16, PAGE, and at least 3 times it, got 100
 ";
 
 #[test]

@@ -15,10 +15,8 @@ use burn_blocksparse_tests::prelude::{dot, read_ints, tensor, to_f64};
 /// A recall is printed of four digits, a density of three.
 fn assert_printed(what: &str, got: f64, printed: f64) {
     let tolerance = if what.contains("density") { 1e-3 } else { 5e-4 };
-    assert!(
-        (got - printed).abs() < tolerance,
-        "{what}: {got}, {printed}"
-    );
+    let is_near = (got - printed).abs() < tolerance;
+    assert!(is_near, "{what}: {got}, {printed}");
 }
 
 /// The table's columns, of both heads: recalls, or densities.
@@ -88,11 +86,8 @@ fn planted_structure_is_found() {
         let call = dense.entry(0);
         let means = MeanPool { block: BLOCK }.reference(&call);
         let sums = ANTIDIAGONALS.map(|(stride, ..)| {
-            let estimator = XAttention {
-                block: BLOCK,
-                stride,
-            };
-            estimator.reference(&call)
+            let block = BLOCK;
+            XAttention { block, stride }.reference(&call)
         });
         let lines = VerticalSlash::new(BLOCK, 32, 32).sinks(4).window(8);
         let flex = FlexPrefill {
@@ -103,7 +98,6 @@ fn planted_structure_is_found() {
         };
         for head in 0..HEADS {
             let attention = dense.attention(head, ROWS / 2);
-
             let of = Head {
                 what: format!("{name}, head {head}"),
                 column,

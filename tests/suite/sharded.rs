@@ -56,8 +56,7 @@ fn layouts() -> Vec<(BlockLayout, usize)> {
 fn problem(layout: &BlockLayout, kv_heads: usize, seed: u64) -> Problem {
     let heads = layout.heads();
     let sizes = Sizes::new([2, heads, kv_heads], [SEQ, SEQ], [8, 12]);
-    let dense: Vec<_> = (0..heads).map(|head| layout.to_dense(head)).collect();
-    Problem::random(sizes, seed, move |_, head, i, j| dense[head][i][j])
+    Problem::random(sizes, seed, pairs_of(layout))
 }
 
 /// Output and gradients of each device's rows.
@@ -67,25 +66,31 @@ fn parts(
     devices: &[Device],
     dtype: DType,
 ) -> Vec<Results> {
+    let own = shards.into_iter().zip(devices).map(|(shard, device)| {
+        let device = device.clone().autodiff();
+        let rows = inputs(problem, &device, dtype).map(|x| shard.rows(x, 2));
+        (shard, rows)
+    });
+    in_threads(own, |(shard, [q, k, v, grad_out])| {
+        let [q, k, v] = [q, k, v].map(|x| x.detach().require_grad());
+        let leaves = [q.clone(), k.clone(), v.clone()];
+        let options = AttentionOptions::default().softcap(5.0);
+        let out = shard.attention(q, k, v, options).unwrap().out;
+        with_gradients(out, grad_out, leaves)
+    })
+}
+
+/// What a thread for each item makes of it.
+fn in_threads<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    run: impl Fn(T) -> R + Sync,
+) -> Vec<R> {
     thread::scope(|scope| {
-        let running: Vec<_> = (shards.into_iter().zip(devices))
-            .map(|(shard, device)| {
-                let device = device.clone().autodiff();
-                let own = inputs(problem, &device, dtype).map(|x| shard.rows(x, 2));
-                scope.spawn(move || {
-                    let [q, k, v, grad_out] = own;
-                    let [q, k, v] = [q, k, v].map(|x| x.detach().require_grad());
-                    let leaves = [q.clone(), k.clone(), v.clone()];
-                    let options = AttentionOptions::default().softcap(5.0);
-                    let out = shard.attention(q, k, v, options).unwrap().out;
-                    with_gradients(out, grad_out, leaves)
-                })
-            })
-            .collect();
-        running
-            .into_iter()
-            .map(|part| part.join().unwrap())
-            .collect()
+        let run = &run;
+        let running = items.into_iter().map(|item| scope.spawn(move || run(item)));
+        let running: Vec<_> = running.collect();
+        let joined = running.into_iter().map(|part| part.join().unwrap());
+        joined.collect()
     })
 }
 
@@ -168,20 +173,12 @@ fn devices_of_two_kinds_share_a_sequence() {
 
 /// What each device gathers of `[2, kv_heads, SEQ, 8]` keys, as bytes.
 fn gathered(shards: Vec<SequenceShard>, devices: &[Device], keys: &TensorData) -> Vec<Vec<u8>> {
-    thread::scope(|scope| {
-        let running: Vec<_> = (shards.into_iter().zip(devices))
-            .map(|(shard, device)| {
-                scope.spawn(move || {
-                    let whole = Tensor::<4>::from_data(keys.clone(), (device, keys.dtype()));
-                    let own = shard.rows(whole, 2);
-                    let [k, v] = shard.gather(own.clone(), own).unwrap();
-                    let bytes = [k, v].map(|x| x.into_data().as_bytes().to_vec());
-                    bytes.concat()
-                })
-            })
-            .collect();
-        let joined = running.into_iter().map(|part| part.join().unwrap());
-        joined.collect()
+    in_threads(shards.into_iter().zip(devices), |(shard, device)| {
+        let whole = Tensor::<4>::from_data(keys.clone(), (device, keys.dtype()));
+        let own = shard.rows(whole, 2);
+        let [k, v] = shard.gather(own.clone(), own).unwrap();
+        let bytes = [k, v].map(|x| x.into_data().as_bytes().to_vec());
+        bytes.concat()
     })
 }
 
@@ -206,10 +203,8 @@ fn keys_cross_by_nccl_as_by_the_host() {
             let shape = [2, kv_heads, SEQ, 8];
             let keys = TensorData::from_bytes_vec(bytes[..size].to_vec(), shape, dtype);
             let expected = gathered(SequenceShard::group(&plan), &devices, &keys);
-            assert!(
-                gathered(shards(), &devices, &keys) == expected,
-                "{name}, {dtype:?}: other bits"
-            );
+            let is_same = gathered(shards(), &devices, &keys) == expected;
+            assert!(is_same, "{name}, {dtype:?}: other bits");
         }
         let problem = problem(&layout, kv_heads, index as u64).options(None, Some(5.0));
         let answer = problem.solve();
@@ -230,11 +225,7 @@ fn keys_cross_between_processes_as_by_the_host() {
     let port = free.local_addr().unwrap().port();
     drop(free);
     let join = |rank| Arc::new(Processes::join(rank, 3, "127.0.0.1", port).unwrap());
-    let processes: Vec<_> = thread::scope(|scope| {
-        let joining: Vec<_> = (0..3).map(|rank| scope.spawn(move || join(rank))).collect();
-        let joined = joining.into_iter().map(|one| one.join().unwrap());
-        joined.collect()
-    });
+    let processes = in_threads(0..3, join);
     for ranks in [0..3, 1..3] {
         let count = ranks.len();
         let devices = vec![devices().remove(0); count];
@@ -252,9 +243,7 @@ fn keys_cross_between_processes_as_by_the_host() {
             assert_eq!(found, expected, "{}", layout.name());
         }
     }
-    let error = Exchange::processes(&processes[0], 1..3).unwrap_err();
-    let expected = "ranks must be some of 0..3 with 0, this process, got 1..3";
-    assert_eq!(error.to_string(), expected);
+    refused! { Exchange::processes(&processes[0], 1..3) => "ranks must be some of 0..3 with 0, this process, got 1..3"; }
     let [sent, received] = processes[0].traffic();
     assert!(sent > 0 && received > sent / 2, "{sent}, {received}");
 }
@@ -268,9 +257,7 @@ fn an_exchange_of_devices_that_have_none_is_refused() {
     let found = Exchange::best(&[device.clone(), device.clone()]);
     assert_eq!(found, Exchange::default());
     assert_eq!(found.to_string(), "the host");
-    let error = Exchange::nccl(&[device.clone(), device]).unwrap_err();
-    let expected = "device must be a CUDA device";
-    assert!(error.to_string().starts_with(expected), "{error}");
+    refused! { Exchange::nccl(&[device.clone(), device]) => "device must be a CUDA device…"; }
 }
 
 #[test]
@@ -303,23 +290,17 @@ fn devices_that_make_other_calls_are_found() {
     let device = devices().remove(0).autodiff();
     let x = || Tensor::<4>::ones([1, 1, SEQ / 2, 8], &device).require_grad();
     let [first, second] = SequenceShard::group(&plan).try_into().unwrap();
+    let expected = "must make the same calls in the same order";
     thread::scope(|scope| {
         scope.spawn(|| {
             second.gather(x(), x()).unwrap();
-            let error = second.gather(x(), x()).unwrap_err().to_string();
-            assert!(
-                error.contains("must make the same calls in the same order"),
-                "{error}"
-            );
+            refused! { second.gather(x(), x()) => format!("…{expected}…"); }
         });
         let [k, _] = first.gather(x(), x()).unwrap();
         let backward = catch_unwind(AssertUnwindSafe(|| k.sum().backward()));
         let panic = backward.err().unwrap();
         let text: &String = panic.downcast_ref().unwrap();
-        assert!(
-            text.contains("must make the same calls in the same order"),
-            "{text}"
-        );
+        assert!(text.contains(expected), "{text}");
     });
 }
 
@@ -382,11 +363,10 @@ fn measured(
     model: &SparseTransformer,
     (loss, grads): (Tensor<1>, GradientsParams),
 ) -> Vec<Vec<f64>> {
-    let numbers = |data: TensorData| data.convert::<f64>().try_to_vec::<f64>().unwrap();
-    let by = |id| numbers(grads.get::<2>(id).unwrap().into_data());
+    let by = |id| to_f64(grads.get::<2>(id).unwrap().into_data());
     let first = &model.blocks[0];
     vec![
-        numbers(loss.into_data()),
+        to_f64(loss.into_data()),
         by(model.token_embedding.weight.id),
         by(first.mha.query.weight.id),
         by(first.mha.key.weight.id),
@@ -436,48 +416,28 @@ fn a_model_over_shards_has_the_loss_and_gradients_of_one_device() {
             // A device compiles the kernels of each thread.
             for (devices, recompute) in some_of(ways, 2) {
                 let shards = TransformerShard::group(&model, SEQ, devices).unwrap();
-                let parts: Vec<_> = thread::scope(|scope| {
-                    let running: Vec<_> = (shards.into_iter())
-                        .map(|shard| {
-                            let model = own();
-                            let [tokens, targets] =
-                                [&tokens, &targets].map(|x| shard.tokens(x.clone()));
-                            scope.spawn(move || {
-                                let step = match recompute {
-                                    None => {
-                                        let loss = model.try_loss_of_shard(tokens, targets, &shard);
-                                        let loss = loss.unwrap();
-                                        let grads = loss.backward();
-                                        (loss, GradientsParams::from_grads(grads, &model))
-                                    }
-                                    Some(text) => {
-                                        let recompute: Recompute = text.parse().unwrap();
-                                        let step = model.losses_and_gradients_of_shard(
-                                            tokens, targets, &shard, recompute,
-                                        );
-                                        let (losses, grads) = step.unwrap();
-                                        (losses.loss, grads)
-                                    }
-                                };
-                                measured(&model, step)
-                            })
-                        })
-                        .collect();
-                    running
-                        .into_iter()
-                        .map(|part| part.join().unwrap())
-                        .collect()
+                let items = shards.into_iter().map(|shard| {
+                    let of_shard = [&tokens, &targets].map(|x| shard.tokens(x.clone()));
+                    (shard, own(), of_shard)
+                });
+                let parts = in_threads(items, |(shard, model, [tokens, targets])| {
+                    let Some(text) = recompute else {
+                        let loss = model.try_loss_of_shard(tokens, targets, &shard).unwrap();
+                        let grads = GradientsParams::from_grads(loss.backward(), &model);
+                        return measured(&model, (loss, grads));
+                    };
+                    let how: Recompute = text.parse().unwrap();
+                    let step = model.losses_and_gradients_of_shard(tokens, targets, &shard, how);
+                    let (losses, grads) = step.unwrap();
+                    measured(&model, (losses.loss, grads))
                 });
                 for (at, expected) in expected.iter().enumerate() {
-                    let largest = expected.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
-                    for (place, expected) in expected.iter().enumerate() {
-                        let sum: f64 = parts.iter().map(|part| part[at][place]).sum();
-                        let got = sum / devices as f64;
-                        assert!(
-                            (got - expected).abs() <= 2e-5 * largest,
-                            "{devices} devices, {recompute:?}, number {place} of {at}: {got}, {expected}"
-                        );
-                    }
+                    let mut mean = vec![0.0; expected.len()];
+                    parts
+                        .iter()
+                        .for_each(|part| add(&mut mean, 1.0 / devices as f64, &part[at]));
+                    let what = format!("{devices} devices, {recompute:?}, {at}");
+                    assert_near(&what, &mean, expected, 2e-5 * largest(expected));
                 }
             }
         }

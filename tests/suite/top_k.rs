@@ -80,11 +80,9 @@ fn check(options: &TopKOptions, seq: [usize; 2]) {
                     for (i, line) in allowed.iter().enumerate().take(end).skip(first) {
                         for (j, &on) in line.iter().enumerate().skip(kv_block * b).take(b) {
                             let seen = !options.causal || j as i64 <= i as i64 + offset;
-                            assert_eq!(
-                                on,
-                                rank < kept && seen,
-                                "{device:?}, {options:?}, entry {entry}, head {head}, ({i}, {j})"
-                            );
+                            let what =
+                                format!("{device:?}, {options:?}, {entry}, {head}, ({i}, {j})");
+                            assert_eq!(on, rank < kept && seen, "{what}");
                         }
                     }
                 }
@@ -126,12 +124,9 @@ fn straight_through_terms_teach_what_was_not_chosen() {
     });
     let coarse_shape = LayoutShape::new(2, [N, N / B], 8);
     let ended = BlockLayout::new(&ended, coarse_shape).unwrap();
-    let seen: Vec<usize> = ended
-        .to_dense(0)
-        .iter()
-        .map(|row| row.iter().filter(|&&on| on).count())
-        .collect();
-    assert!((0..N).all(|i| seen[i] == (i + 1) / B), "{seen:?}");
+    let dense = ended.to_dense(0);
+    let seen = dense.iter().map(|row| row.iter().filter(|&&on| on).count());
+    assert!(seen.eq((0..N).map(|i| (i + 1) / B)));
     let means = |x: Tensor<4>| {
         let blocks = x.reshape([2, N / B, B, 8]).mean_dim(2);
         blocks.reshape([1, 2, N / B, 8])
@@ -146,11 +141,7 @@ fn straight_through_terms_teach_what_was_not_chosen() {
             let layout = top_k_blocks_on_device(q.clone(), k.clone(), choice).unwrap();
             let mut out = attend([&q, &k, &v], &layout, &options);
             if straight_through {
-                let coarse = SparseAttentionCall::new(q, means(k.clone()), means(v), &ended)
-                    .options(options.clone())
-                    .run()
-                    .unwrap()
-                    .out;
+                let coarse = attend([&q, &means(k.clone()), &means(v)], &ended, &options);
                 let term = coarse.clone() - coarse.clone().detach();
                 out = if exact { out + term } else { coarse };
             }

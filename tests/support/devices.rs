@@ -80,8 +80,9 @@ pub fn supports(device: &Device, dtype: DType) -> bool {
     let supported = device.supports_dtype(dtype) && !(wgpu && dtype == DType::F64);
     let may_lack =
         (WITHOUT.iter()).any(|(part, dtypes)| name.contains(part) && dtypes.contains(&dtype));
+    let is_right = supported || may_lack;
     assert!(
-        supported || may_lack,
+        is_right,
         "{device:?} must support {dtype:?}, or be listed as a device without"
     );
     supported
@@ -93,6 +94,11 @@ pub fn half_dtypes(device: &Device) -> Vec<DType> {
         .into_iter()
         .filter(|dtype| supports(device, *dtype))
         .collect()
+}
+
+/// The last half-precision dtype of a device, or else f32.
+pub fn half_or_f32(device: &Device) -> DType {
+    half_dtypes(device).pop().unwrap_or(DType::F32)
 }
 
 /// Each device with each of its exact dtypes, and the relative error that results may have.

@@ -93,10 +93,8 @@ fn block_sparse_products() {
 fn dropped_tensors_and_ids() {
     for device in &devices() {
         for probability in [1.0, -0.5, f64::NAN] {
-            let result = dropout(
-                zeros([2, 3], device),
-                &ElementDropout::new(probability, 0, 0),
-            );
+            let mask = ElementDropout::new(probability, 0, 0);
+            let result = dropout(zeros([2, 3], device), &mask);
             refused! { result => format!("dropout's probability must be at least 0 and less than 1, got {probability}"); }
         }
         let (ids, grad) = (Tensor::zeros([3], device), zeros([4, 2], device));
@@ -153,10 +151,8 @@ fn products() {
         let call = |inputs: &[usize]| {
             let x = zeros([3, 4], device);
             let weights: Vec<_> = inputs.iter().map(|&of| zeros([of, 2], device)).collect();
-            both(
-                options.explain(&x, &weights),
-                fused_linear(x, weights, &options),
-            )
+            let plan = options.explain(&x, &weights);
+            both(plan, fused_linear(x, weights, &options))
         };
         refused! {
             call(&[5]) => "weight's in must be 4, x's last dimension, got 5";
@@ -189,12 +185,8 @@ fn losses() {
             let mut options = CrossEntropyOptions::default();
             options.ignore_index = ignored;
             let targets = Tensor::<1, Int>::from_data(targets, device);
-            linear_cross_entropy(
-                zeros([3, 4], device),
-                zeros([4, 9], device),
-                targets,
-                &options,
-            )
+            let (x, weight) = (zeros([3, 4], device), zeros([4, 9], device));
+            linear_cross_entropy(x, weight, targets, &options)
         };
         let range = "targets must be at least 0 and less than 9, weight's vocab, got";
         refused! {
@@ -236,10 +228,8 @@ fn norms() {
         };
         let mut dropping = plain();
         dropping.dropout = Some(ElementDropout::new(1.0, 0, 0));
-        let (both, epsilon) = (
-            [[3, 8]; 2],
-            "options.epsilon must be finite and at least 0, got",
-        );
+        let both = [[3, 8]; 2];
+        let epsilon = "options.epsilon must be finite and at least 0, got";
         refused! {
             call([[3, 8], [3, 7]], [8; 3], plain()) => "branch's shape must be [3, 8], the stream's, got [3, 7]";
             call(both, [1, 8, 8], plain()) => "bias's shape must be [8], the stream's width, got [1]";
@@ -303,14 +293,8 @@ fn rotations() {
         }
         let pair = |key| {
             let (query, table) = (zeros([2, 3, 5, 4], device), zeros([9, 4, 2], device));
-            rope_pair(
-                query,
-                key,
-                table,
-                RopePositions::From(0),
-                FloatDType::F32,
-                false,
-            )
+            let first = RopePositions::From(0);
+            rope_pair(query, key, table, first, FloatDType::F32, false)
         };
         refused! { pair(zeros([2, 1, 4, 4], device)) => "key's shape must be [2, 1, 5, 4], as the queries', got [2, 1, 4, 4]"; }
         if supports(device, DType::F64) {

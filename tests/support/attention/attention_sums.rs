@@ -53,17 +53,12 @@ impl Call<'_> {
 
     fn run(&self, answer: &Answer, device: &Device, dtype: DType) -> [TensorData; 2] {
         let [q, k, ..] = inputs(self.problem, device, dtype);
-        let sums = if dtype == DType::F64 {
-            dtype
-        } else {
-            DType::F32
-        };
+        let sums = [DType::F32, dtype][usize::from(dtype == DType::F64)];
         let [batch, heads, seq_q, _] = q.dims();
         let lse = tensor(&answer.lse, [batch, heads, seq_q], device, sums);
-        let attention_sums =
-            accumulated_attention(q, k, lse, &self.layout, self.options(device, dtype));
-        let attention_sums = attention_sums.unwrap();
-        [attention_sums.columns, attention_sums.diagonals].map(Tensor::into_data)
+        let made = accumulated_attention(q, k, lse, &self.layout, self.options(device, dtype));
+        let made = made.unwrap();
+        [made.columns, made.diagonals].map(Tensor::into_data)
     }
 
     pub fn check(&self, device: &Device, dtype: DType, tolerance: f64) {
@@ -134,18 +129,12 @@ pub fn attention_sums_of_long_lines(devices: &[Device]) {
         let [q, k, v, _] = inputs(&problem, &device, DType::F32);
         let q = q.require_grad();
         let tensors = tensors(&problem, &device, DType::F32);
-        let options = AttentionOptions::default();
-        let (_, lse) = SparseAttentionCall::new(q.clone(), k.clone(), v, &layout)
-            .tensors(tensors.clone())
-            .options(options.clone())
-            .run_with_lse()
-            .unwrap();
+        let call = SparseAttentionCall::new(q.clone(), k.clone(), v, &layout);
+        let (_, lse) = call.tensors(tensors.clone()).run_with_lse().unwrap();
         let options = AccumulatedAttentionOptions::default().tensors(tensors);
         let attention_sums = accumulated_attention(q, k, lse, &layout, options).unwrap();
-        assert!(
-            !attention_sums.columns.is_require_grad(),
-            "the sums leave the graph"
-        );
+        let is_right = !attention_sums.columns.is_require_grad();
+        assert!(is_right, "the sums leave the graph");
         for (got, expected) in [attention_sums.columns, attention_sums.diagonals]
             .into_iter()
             .zip(&expected)

@@ -51,89 +51,62 @@ fn cases() -> Vec<(Case, [bool; 3])> {
     rows(ROWS).into_iter().map(case).collect()
 }
 
-/// Checks a call in both dtypes, and that it gives the same bits twice.
-fn check(
-    device: &Device,
-    what: &str,
-    layout: &BlockLayout,
-    problem: impl Fn() -> Problem,
-) -> usize {
-    let mut ran = 0;
-    for dtype in half_dtypes(device) {
-        let mut problem = problem();
-        problem.round_to(dtype);
-        let call = Call::new(what, &problem, layout.clone());
-        call.check_dtype(device, dtype, half_tolerance(dtype));
-        if dtype == DType::BF16 {
-            let run = || call.run(device, dtype);
-            assert_same_bits(&format!("{what}, twice"), run(), run());
+/// Checks calls in both dtypes, and that they give the same bits twice.
+fn check(devices: &[Device], calls: impl IntoIterator<Item = (String, BlockLayout, Problem)>) {
+    for (what, layout, mut problem) in calls {
+        for (device, dtype) in halves(devices) {
+            problem.round_to(dtype);
+            let call = Call::new(&what, &problem, layout.clone());
+            call.check_dtype(device, dtype, half_tolerance(dtype));
+            if dtype == DType::BF16 {
+                let run = || call.run(device, dtype);
+                assert_same_bits(&format!("{what}, twice"), run(), run());
+            }
         }
-        ran += 1;
     }
-    ran
 }
 
 /// Every gradient, that of the bias among them, equals f64 arithmetic and has the same bits twice.
 pub fn bias_gradients_in_half_precision(devices: &[Device]) {
-    for device in devices {
-        let mut ran = 0;
-        for (case, shared) in some_of(cases(), 3) {
-            let problem = || case.problem(71).with_bias(72, shared);
-            let what = format!("{}, shared {shared:?}", case.name);
-            ran += check(device, &what, &case.layout(), problem);
-        }
-        assert_or_lacks(device, ran);
-    }
+    let calls = some_of(cases(), 3).map(|(case, shared)| {
+        let what = format!("{}, shared {shared:?}", case.name);
+        (what, case.layout(), case.problem(71).with_bias(72, shared))
+    });
+    check(devices, calls);
 }
 
 /// The same with softcap, ALiBi, dropout and biases of distances.
 pub fn bias_gradients_with_options(devices: &[Device]) {
-    for device in devices {
-        let mut ran = 0;
-        for (case, shared) in cases().into_iter().step_by(3) {
-            let case = Case {
-                softcap: Some(2.0),
-                ..case
-            };
-            let problem = || {
-                let slopes = (1..=case.heads).map(|head| 0.05 * head as f64);
-                (case.problem(73).with_bias(74, shared))
-                    .with_slopes(slopes.collect())
-                    .with_dropout(Dropout::new(0.3, 11))
-                    .with_relative(8, 40, true)
-            };
-            let what = format!("{}, all options", case.name);
-            ran += check(device, &what, &case.layout(), problem);
-        }
-        assert_or_lacks(device, ran);
-    }
+    let calls = cases().into_iter().step_by(3).map(|(mut case, shared)| {
+        case.softcap = Some(2.0);
+        let slopes = (1..=case.heads).map(|head| 0.05 * head as f64);
+        let problem = (case.problem(73).with_bias(74, shared))
+            .with_slopes(slopes.collect())
+            .with_dropout(Dropout::new(0.3, 11))
+            .with_relative(8, 40, true);
+        (
+            format!("{}, all options", case.name),
+            case.layout(),
+            problem,
+        )
+    });
+    check(devices, calls);
 }
 
 /// Batch entries with layouts of their own that share a bias.
 pub fn bias_gradients_per_batch(devices: &[Device]) {
     let sizes = Sizes::new([2, 4, 2], [300, 300], [64, 64]);
     let patterns = [Pattern::local(90), Pattern::causal()];
-    for device in devices {
-        let mut ran = 0;
-        let sharing = [
-            [true, true, false],
-            [true, false, false],
-            [false; 3],
-            [false, true, true],
-        ];
-        for shared in sharing {
-            let made = || per_batch(&patterns, sizes, 32, 75);
-            let problem = || made().1.with_bias(76, shared);
-            let what = format!("layouts of batch entries, shared {shared:?}");
-            ran += check(device, &what, &made().0, problem);
-        }
-        assert_or_lacks(device, ran);
-    }
-}
-
-/// Panics if nothing was compared on a device that has a dtype of half precision.
-fn assert_or_lacks(device: &Device, ran: usize) {
-    if !half_dtypes(device).is_empty() {
-        assert_ran("gradients of biases", ran);
-    }
+    let sharing = [
+        [true, true, false],
+        [true, false, false],
+        [false; 3],
+        [false, true, true],
+    ];
+    let calls = sharing.map(|shared| {
+        let (layout, problem) = per_batch(&patterns, sizes, 32, 75);
+        let what = format!("layouts of batch entries, shared {shared:?}");
+        (what, layout, problem.with_bias(76, shared))
+    });
+    check(devices, calls);
 }

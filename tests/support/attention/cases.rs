@@ -55,11 +55,9 @@ impl Case {
     }
 
     pub fn sizes(&self) -> Sizes {
-        Sizes::new(
-            [self.batch, self.heads, self.kv_heads],
-            [self.seq_q, self.seq_kv],
-            [self.head_dim, self.value_dim],
-        )
+        let heads = [self.batch, self.heads, self.kv_heads];
+        let dims = [self.head_dim, self.value_dim];
+        Sizes::new(heads, [self.seq_q, self.seq_kv], dims)
     }
 
     /// Random inputs and what f64 arithmetic over `Pattern::attends` makes of them.
@@ -80,10 +78,8 @@ pub fn per_batch(
     block_size: usize,
     seed: u64,
 ) -> (BlockLayout, Problem) {
-    let layouts: Vec<BlockLayout> = (patterns.iter())
-        .map(|pattern| pattern.layout(sizes.heads, sizes.seq_q, block_size))
-        .collect::<Result<_, _>>()
-        .unwrap();
+    let layout = |of: &Pattern| of.layout(sizes.heads, sizes.seq_q, block_size).unwrap();
+    let layouts: Vec<BlockLayout> = patterns.iter().map(layout).collect();
     let layout = BlockLayout::stack_batch(&layouts).unwrap();
     let patterns = patterns.to_vec();
     let problem = Problem::random(sizes, seed, move |batch, head, i, j| {
@@ -138,9 +134,8 @@ pub fn cases() -> Vec<Case> {
     };
     let rows = rows::<5>(TABLE);
     let case = |[name, text, seq, block, rest]: [&'static str; 5]| {
-        let numbers: Vec<i64> = (text.split_whitespace())
-            .filter_map(|word| word.parse().ok())
-            .collect();
+        let numbers = text.split_whitespace().filter_map(|word| word.parse().ok());
+        let numbers: Vec<i64> = numbers.collect();
         let pattern = match text {
             "checkerboard" => checkerboard(),
             "gaps" => gaps(),

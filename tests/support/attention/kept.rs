@@ -52,9 +52,7 @@ fn run<'a>(
     let through = |x: &Tensor<4>| x.clone() * 2.0 / 2.0;
     let [tq, tk, tv] = [&q, &k, &v].map(through);
     tensors.bias = tensors.bias.as_ref().map(through);
-    let call = SparseAttentionCall::new(tq, tk, tv, layout)
-        .tensors(tensors)
-        .options(problem.asked());
+    let call = call_of([&tq, &tk, &tv], layout, &problem.asked()).tensors(tensors);
     let ((out, lse), kept) = match by {
         By::Itself => (call.run_with_lse().unwrap(), None),
         By::Keeping => {
@@ -65,8 +63,7 @@ fn run<'a>(
         By::Given(kept) => (call.run_from_residuals(*kept).unwrap(), None),
     };
     if !tracks {
-        let outputs = vec![("out", out.into_data()), ("lse", lse.into_data())];
-        return (outputs, kept);
+        return (outputs((out, lse)), kept);
     }
     let grads = loss_of(problem, (&out, Some(grad_out)), &lse).backward();
     (by_name((out, lse), [q, k, v], &leaves, &grads), kept)
@@ -146,8 +143,7 @@ pub fn given_attention_of_other_kinds(devices: &[Device]) {
         check("per batch", &problem, &layout, device, dtype, true);
         for index in [0, 4] {
             let case = &device_cases()[index];
-            let mask = case.mask(&mut seeded(9200));
-            let problem = case.problem(9200, mask.clone()).with_grad_lse(9200);
+            let (mask, problem) = case.drawn(9200);
             let problem = problem.options(Some(0.3), None);
             let layout = layout_of(case, &mask, device);
             check(case.name, &problem, &layout, device, dtype, false);
@@ -166,20 +162,14 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
         };
         let (_, _, kept) = call(&q, &k, &v).run_with_residuals().unwrap();
         // Half of the weights, of an output that they do not make.
-        let altered = AttentionResiduals::new(
-            kept.out.clone() * -3.0 + 1.0,
-            kept.lse.clone() + std::f64::consts::LN_2,
-        );
+        let other_lse = kept.lse.clone() + std::f64::consts::LN_2;
+        let altered = AttentionResiduals::new(kept.out.clone() * -3.0 + 1.0, other_lse);
         let given = |tracked: [bool; 3], kept: AttentionResiduals| {
             let leaf = |x: &Tensor<4>, tracked: bool| match tracked {
                 true => x.clone().autodiff().require_grad(),
                 false => x.clone(),
             };
-            let inputs = [
-                leaf(&q, tracked[0]),
-                leaf(&k, tracked[1]),
-                leaf(&v, tracked[2]),
-            ];
+            let inputs = [0, 1, 2].map(|at| leaf([&q, &k, &v][at], tracked[at]));
             let [q, k, v] = &inputs;
             let (out, lse) = call(q, k, v).run_from_residuals(kept).unwrap();
             (inputs, out, lse)
@@ -205,11 +195,8 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
         // Constants get no gradient, and change no other.
         for bits in 1..7 {
             let tracked = [0, 1, 2].map(|bit| bits >> bit & 1 == 1);
-            for ((some, all), tracked) in gradients(tracked, &kept)
-                .into_iter()
-                .zip(&true_grads)
-                .zip(tracked)
-            {
+            let pairs = gradients(tracked, &kept).into_iter().zip(&true_grads);
+            for ((some, all), tracked) in pairs.zip(tracked) {
                 let expected = all.clone().filter(|_| tracked).map(bytes);
                 assert_eq!(some.map(bytes), expected, "{plain:?}, {bits:b}");
             }
@@ -231,12 +218,7 @@ pub fn given_attention_is_not_computed(devices: &[Device]) {
         let total = (altered.lse.clone().exp() + sinks.reshape([1, 2, 1]).exp()).log();
         let share = (altered.lse.clone() - total.clone()).exp();
         let scaled = altered.out.clone() * share.unsqueeze_dim(3);
-        for (name, got, expected) in [
-            ("out", out.into_data(), scaled.into_data()),
-            ("lse", lse.into_data(), total.into_data()),
-        ] {
-            let what = format!("{plain:?}: {name} with sinks");
-            assert_close(&what, got, &to_f64(expected), 1e-5);
-        }
+        let (got, expected) = (outputs((out, lse)), outputs((scaled, total)));
+        assert_alike(&format!("{plain:?}, with sinks"), got, expected, 1e-5);
     }
 }

@@ -40,13 +40,8 @@ fn check<'a>(
     let answer = problem.solve();
     let [q, k, v, _] = inputs(problem, device, dtype);
     let tensors = tensors(problem, device, dtype);
-    let output = SparseAttentionCall::new(q, k, v, layout)
-        .tensors(tensors)
-        .options(options(problem))
-        .lse()
-        .max_scores()
-        .run()
-        .unwrap();
+    let call = call_of([&q, &k, &v], layout, &options(problem)).tensors(tensors);
+    let output = call.lse().max_scores().run().unwrap();
     let (out, lse, max_scores) = (output.out, output.lse.unwrap(), output.max_scores.unwrap());
     assert_eq!(max_scores.dtype(), lse.dtype(), "{what}");
     assert_eq!(max_scores.dims(), lse.dims(), "{what}");
@@ -54,17 +49,10 @@ fn check<'a>(
     let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
     let what = format!("{what}, {device:?}, {dtype:?}");
     let max_scores = [("max_scores", max_scores.into_data())];
-    answer.assert(
-        &what,
-        max_scores,
-        &[Near::Tensor(tolerance), Near::Rows(dtype)],
-    );
-    let outputs = [("out", out.into_data()), ("lse", lse.into_data())];
-    answer.assert(
-        &format!("{what}, beside max_scores"),
-        outputs,
-        &[Near::Rows(dtype)],
-    );
+    let bounds = [Near::Tensor(tolerance), Near::Rows(dtype)];
+    answer.assert(&what, max_scores, &bounds);
+    let what = format!("{what}, beside max_scores");
+    answer.assert(&what, outputs((out, lse)), &bounds[1..]);
 }
 
 pub fn max_scores_equal_f64(devices: &[Device]) {
@@ -119,10 +107,8 @@ fn run(problem: &Problem, case: &Case, device: &Device, asked: bool) -> Results 
     let [q, k, v] = [q, k, v].map(Tensor::require_grad);
     let tensors = require_grad(tensors(problem, device, DType::F32));
     let layout = case.layout();
-    let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
-        .tensors(tensors.clone())
-        .options(options(problem))
-        .lse();
+    let call = call_of([&q, &k, &v], &layout, &options(problem)).tensors(tensors.clone());
+    let call = call.lse();
     let output = if asked { call.max_scores() } else { call }.run().unwrap();
     let (out, lse) = (output.out, output.lse.unwrap());
     let mut loss = loss_of(problem, (&out, Some(grad_out)), &lse);
@@ -140,10 +126,8 @@ fn run(problem: &Problem, case: &Case, device: &Device, asked: bool) -> Results 
 pub fn max_scores_of_other_layouts(devices: &[Device]) {
     for index in [0, 1, 4, 5, 8] {
         let case = &device_cases()[index];
-        let seed = 8300 + index as u64;
-        let mask = case.mask(&mut seeded(seed));
+        let (mask, problem) = case.drawn(8300 + index as u64);
         let scale = if index == 1 { -0.6 } else { 0.3 };
-        let problem = case.problem(seed, mask.clone());
         let problem = problem.options(Some(scale), (index == 4).then_some(2.0));
         for device in devices {
             let layout = layout_of(case, &mask, device);

@@ -1,7 +1,5 @@
 //! Random narrow blocks so dense that a tile sees nearly everything: coarse steps, where a device has them.
 
-use std::mem::discriminant;
-
 use burn_blocksparse::layout::BlockMask;
 
 use crate::prelude::*;
@@ -64,19 +62,12 @@ fn check(
     change: impl Fn(Problem) -> Problem,
 ) -> usize {
     let mut ran = 0;
-    let layout = blocks.layout(LayoutShape::new(
-        sizes.heads,
-        [sizes.seq_q, sizes.seq_kv],
-        blocks.size,
-    ));
+    let seq = [sizes.seq_q, sizes.seq_kv];
+    let layout = blocks.layout(LayoutShape::new(sizes.heads, seq, blocks.size));
     let problem = Problem::random(sizes, 77, move |_, head, i, j| blocks.allows(head, i, j));
     let mut problem = change(problem.with_grad_lse(78));
     problem.round_to(dtype);
-    for device in devices {
-        let has = |other: &DType| discriminant(other) == discriminant(&dtype);
-        if !half_dtypes(device).iter().any(has) {
-            continue;
-        }
+    for device in with(devices, dtype) {
         let [q, k, v, _] = inputs(&problem, device, dtype);
         let lines = plan_of([&q, &k, &v], &layout, &problem.asked());
         println!("{what}\n{lines}");
@@ -125,17 +116,12 @@ pub fn narrow_blocks_with_options(devices: &[Device]) {
         causal: false,
     };
     let sizes = Sizes::new([2, 8, 8], [2107, 2235], [64, 64]);
-    let ran = check(
-        "narrow blocks with options",
-        blocks,
-        sizes,
-        DType::F16,
-        devices,
-        |problem| {
-            (problem.options(None, Some(5.0)))
-                .with_slopes((1..=8).map(|head| 0.01 * f64::from(head)).collect())
-                .with_dropout(Dropout::new(0.25, 3))
-        },
-    );
-    assert_ran("narrow blocks with options", ran);
+    let options = |problem: Problem| {
+        (problem.options(None, Some(5.0)))
+            .with_slopes((1..=8).map(|head| 0.01 * f64::from(head)).collect())
+            .with_dropout(Dropout::new(0.25, 3))
+    };
+    let what = "narrow blocks with options";
+    let ran = check(what, blocks, sizes, DType::F16, devices, options);
+    assert_ran(what, ran);
 }

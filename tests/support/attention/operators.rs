@@ -2,7 +2,7 @@
 
 use burn_blocksparse::BlockSparseTensor;
 
-use crate::attention::cases::{Case, table};
+use crate::attention::cases::{Case, cases, table};
 use crate::judge::operators::{Dense, Form};
 use crate::prelude::*;
 
@@ -74,18 +74,14 @@ impl Setup {
     }
 
     fn key_rows(&self, values: &[f64], device: &Device, dtype: DType) -> Tensor<4> {
-        self.rows(
-            values,
-            [self.dense.kv_heads, self.dense.seq_kv],
-            device,
-            dtype,
-        )
+        let rows = [self.dense.kv_heads, self.dense.seq_kv];
+        self.rows(values, rows, device, dtype)
     }
 
     /// Values whose masked pairs hold something that must not matter.
     fn values(&self, dense: &[f64], device: &Device, dtype: DType) -> Tensor<4> {
-        self.form
-            .tensor(self.form.stored(dense, 7.0), device, dtype)
+        let values = self.form.stored(dense, 7.0);
+        tensor(&values, self.form.shape, device, dtype)
     }
 
     /// Whether the layout keeps a block.
@@ -95,11 +91,8 @@ impl Setup {
 
     pub fn check(&self, device: &Device) {
         for (dtype, tolerance) in exact_dtypes(device) {
-            self.check_dtype(
-                &device.clone().autodiff(),
-                dtype,
-                products_within(device, tolerance),
-            );
+            let within = products_within(device, tolerance);
+            self.check_dtype(&device.clone().autodiff(), dtype, within);
         }
     }
 
@@ -111,12 +104,9 @@ impl Setup {
             assert_close(&what, got.into_data(), expected, tolerance);
         };
         let stored = |dense: &[f64]| self.form.stored(dense, 0.0);
-        let [a, w] = [
-            self.query_rows(&self.a, device, dtype),
-            self.values(&self.w, device, dtype),
-        ]
-        .map(Tensor::require_grad);
+        let a = self.query_rows(&self.a, device, dtype).require_grad();
         let b = self.key_rows(&self.b, device, dtype).require_grad();
+        let w = self.values(&self.w, device, dtype).require_grad();
         let dw = self.values(&self.dw, device, dtype);
         let sparse = || BlockSparseTensor::from_values(w.clone(), layout).unwrap();
 
@@ -140,9 +130,8 @@ impl Setup {
         close("nn, db", db, &dense.tn(&self.w, &self.a, kv_heads));
 
         let heads = dense.heads;
-        let y: Vec<f64> = (0..dense.batch * heads * dense.seq_kv * dense.dim)
-            .map(|n| ((n * 37 % 101) as f64) / 50.0 - 1.0)
-            .collect();
+        let y = (0..dense.batch * heads * dense.seq_kv * dense.dim).map(|n| n * 37 % 101);
+        let y: Vec<f64> = y.map(|n| n as f64 / 50.0 - 1.0).collect();
         let grad = self.rows(&y, [heads, dense.seq_kv], device, dtype);
         let out = sparse().tn(a.clone()).unwrap();
         let grads = (out.clone() * grad).sum().backward();
@@ -187,10 +176,8 @@ pub fn operators_equal_dense_f64(devices: &[Device]) {
 /// Layouts per batch entry, some of whose entries keep fewer blocks or none.
 pub fn operators_on_per_batch_layouts(devices: &[Device]) {
     let nothing = Pattern::from_fn("nothing", |_, _, _| false);
-    let patterns = [Pattern::local(9), nothing.clone(), Pattern::dense()];
-    let layouts: Vec<BlockLayout> = (patterns.iter())
-        .map(|pattern| pattern.layout(4, 44, 8).unwrap())
-        .collect();
+    let patterns = [Pattern::local(9), nothing, Pattern::dense()];
+    let layouts = patterns.map(|pattern| pattern.layout(4, 44, 8).unwrap());
     let stacked = BlockLayout::stack_batch(&layouts).unwrap();
     let setup = Setup::new("per batch", &stacked, [3, 2, 5], 1);
     let empty = Setup::new("no block at all", &layouts[1], [2, 2, 5], 2);
@@ -210,52 +197,41 @@ pub fn operators_on_per_batch_layouts(devices: &[Device]) {
     }
 }
 
-/// `softmax(q · kᵀ) · v` of operators is attention, and so are its gradients.
+/// `softmax(scale q · kᵀ) · v` of operators.
+fn composed([q, k, v]: [&Tensor<4>; 3], layout: &BlockLayout, scale: f64) -> Tensor<4> {
+    let scores = BlockSparseTensor::nt(q.clone(), k.clone(), layout).unwrap();
+    scores.softmax(scale).unwrap().nn(v.clone()).unwrap()
+}
+
+/// That is attention, and so are its gradients.
 pub fn operators_compose_to_attention(devices: &[Device]) {
     let third = |(index, case): &(usize, Case)| index % 3 == 2 && case.softcap.is_none();
-    let cases = table();
-    let cases: Vec<_> = cases.iter().filter(|row| third(row)).collect();
-    assert_ran("operators_compose_to_attention", cases.len());
-    for (index, case) in cases {
-        let (problem, layout) = (case.problem(*index as u64), case.layout());
+    let mut ran = 0;
+    for (index, case) in table().into_iter().filter(third) {
+        let (problem, layout) = (case.problem(index as u64), case.layout());
         let scale = case.scale.unwrap_or(1.0 / (case.head_dim as f64).sqrt());
         for device in devices {
-            let tracked = device.clone().autodiff();
-            for dtype in exact_dtypes(device)
-                .into_iter()
-                .map(|(dtype, _)| dtype)
-                .chain(half_dtypes(device))
-            {
-                let run = |by_operators: bool| {
-                    let [q, k, v, grad] = inputs(&problem, &tracked, dtype);
-                    let [q, k, v] = [q, k, v].map(Tensor::require_grad);
-                    let out = match by_operators {
-                        true => BlockSparseTensor::nt(q.clone(), k.clone(), &layout)
-                            .and_then(|scores| scores.softmax(scale))
-                            .and_then(|p| p.nn(v.clone())),
-                        false => {
-                            let (q, k, v) = (q.clone(), k.clone(), v.clone());
-                            SparseAttentionCall::new(q, k, v, &layout)
-                                .options(case.options())
-                                .run()
-                                .map(|output| output.out)
-                        }
-                    };
-                    let out = out.unwrap();
+            let exact = exact_dtypes(device).into_iter();
+            let exact = exact.map(|(dtype, within)| (dtype, products_within(device, within)));
+            let halves = half_dtypes(device).into_iter();
+            let halves = halves.map(|dtype| (dtype, 8.0 * unit(dtype)));
+            for (dtype, tolerance) in exact.chain(halves) {
+                let tracked = device.clone().autodiff();
+                let [q, k, v, grad] = inputs(&problem, &tracked, dtype);
+                let leaves = [q, k, v].map(Tensor::require_grad);
+                let of = |out: Tensor<4>| {
                     assert_eq!(out.dtype(), dtype);
-                    with_gradients(out, grad, [q, k, v])
+                    with_gradients(out, grad.clone(), leaves.clone())
                 };
-                let tolerance = match dtype {
-                    DType::F64 => 1e-12,
-                    DType::F32 => products_within(device, 1e-5),
-                    DType::F16 => 4e-3,
-                    _ => 3e-2,
-                };
+                let got = of(composed(leaves.each_ref(), &layout, scale));
+                let expected = of(attend(leaves.each_ref(), &layout, &case.options()));
                 let what = format!("{}, {device:?}, {dtype:?}, of operators", case.name);
-                assert_alike(&what, run(true), run(false), tolerance);
+                assert_alike(&what, got, expected, tolerance);
+                ran += 1;
             }
         }
     }
+    assert_ran("operators_compose_to_attention", ran);
 }
 
 /// Large blocks and rows, so that the products are computed in several chunks.
@@ -264,82 +240,15 @@ pub fn operators_in_several_chunks(devices: &[Device]) {
     let setup = Setup::new("several chunks", &layout, [2, 2, 256], 6);
     for device in devices {
         let tracked = device.clone().autodiff();
-        let run = |by_operators: bool| {
-            let q = setup.query_rows(&setup.a, &tracked, DType::F32);
-            let k = setup.key_rows(&setup.b, &tracked, DType::F32);
-            let [q, k] = [q, k].map(Tensor::require_grad);
-            let out = match by_operators {
-                true => BlockSparseTensor::nt(q.clone(), k.clone(), &layout)
-                    .and_then(|scores| scores.softmax(0.1))
-                    .and_then(|p| p.nn(k.clone())),
-                false => {
-                    let options = AttentionOptions::default().scale(0.1);
-                    SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &layout)
-                        .options(options)
-                        .run()
-                        .map(|output| output.out)
-                }
-            };
-            let out = out.unwrap();
-            let grads = (out.clone() * q.clone().detach()).sum().backward();
-            let [dq, dk] = [q, k].map(|x| x.grad(&grads).unwrap());
-            let names = ["out", "dq", "dk"].into_iter();
-            names.zip([out, dq, dk].map(Tensor::into_data))
-        };
+        let q = setup.query_rows(&setup.a, &tracked, DType::F32);
+        let k = setup.key_rows(&setup.b, &tracked, DType::F32);
+        let [q, k, v] = [q, k.clone(), k].map(|x| x.detach().require_grad());
+        let of = |out| with_gradients(out, q.clone().detach(), [&q, &k, &v].map(Clone::clone));
+        let got = of(composed([&q, &k, &v], &layout, 0.1));
+        let options = AttentionOptions::default().scale(0.1);
+        let expected = of(attend([&q, &k, &v], &layout, &options));
         let what = format!("several chunks, {device:?}");
-        assert_alike(&what, run(true), run(false), products_within(device, 1e-5));
-    }
-}
-
-/// On random shapes and layouts the three products are adjoint to each other: `⟨a · bᵀ, w⟩ = ⟨a, w · b⟩ = ⟨wᵀ · a, b⟩`.
-pub fn products_are_adjoint(devices: &[Device]) {
-    let mut rng = seeded(11);
-    for round in 0..24u64 {
-        let block_size = [8, 16, 32][rng.random_range(0..3)];
-        let kv_heads = rng.random_range(1..4);
-        let shape = LayoutShape::new(
-            kv_heads * rng.random_range(1..4),
-            [rng.random_range(1..90), rng.random_range(1..90)],
-            block_size,
-        );
-        let keep = rng.random_range(1..10);
-        let pattern = Pattern::from_fn("random pairs", move |head, i, j| {
-            let hash = (i * 7919 + j * 104_729 + head as i64 * 31 + i / 8 * (j / 8)) % 11;
-            hash.rem_euclid(11) < keep
-        });
-        let layout = BlockLayout::new(&pattern, shape).unwrap();
-        let [batch, dim] = [rng.random_range(1..4), rng.random_range(1..20)];
-        let what = format!("round {round}: {shape:?}");
-        let setup = Setup::new(&what, &layout, [batch, kv_heads, dim], 100 + round);
-        for (device, dtype, tolerance) in exact(devices) {
-            let a = setup.query_rows(&setup.a, device, dtype);
-            let b = setup.key_rows(&setup.b, device, dtype);
-            let values = setup.values(&setup.w, device, dtype);
-            let w = BlockSparseTensor::from_values(values, &layout).unwrap();
-            let group = shape.heads / kv_heads;
-            let b_of_heads = b.clone().reshape([batch, kv_heads, 1, shape.seq_kv, dim]);
-            let b_of_heads =
-                b_of_heads
-                    .repeat_dim(2, group)
-                    .reshape([batch, shape.heads, shape.seq_kv, dim]);
-            let product = BlockSparseTensor::nt(a.clone(), b.clone(), &layout).unwrap();
-            let sums = [
-                product.values() * w.values(),
-                w.clone().nn(b).unwrap() * a.clone(),
-                w.tn(a).unwrap() * b_of_heads,
-            ]
-            .map(|x| to_f64(x.into_data()));
-            let size: f64 = sums[0].iter().map(|x| x.abs()).sum::<f64>().max(1.0);
-            let [first, nn, tn] = sums.map(|x| x.iter().sum::<f64>() / size);
-            for (name, got) in [("nn", nn), ("tn", tn)] {
-                let (error, _) = relative_error(&[got], &[first]);
-                let within = products_within(device, tolerance);
-                assert!(
-                    error <= within,
-                    "{what}, {device:?}, {dtype:?}, {name}: {error}"
-                );
-            }
-        }
+        assert_alike(&what, got, expected, products_within(device, 1e-5));
     }
 }
 
@@ -359,11 +268,8 @@ pub fn softmax_of_large_values(devices: &[Device]) {
                 let sums = to_f64(p.nn(ones).unwrap().into_data());
                 for (row, sum) in sums.into_iter().enumerate() {
                     let expected = f64::from(!(11..29).contains(&(row % 44)));
-                    let what = format!("{device:?}, {size} times {scale}, row {row}: {sum}");
-                    assert!(
-                        (sum - expected).abs() < products_within(device, 1e-5),
-                        "{what}"
-                    );
+                    let what = format!("{device:?}, {size} times {scale}, row {row}");
+                    assert_near(&what, &[sum], &[expected], products_within(device, 1e-5));
                 }
             }
         }
@@ -392,20 +298,18 @@ pub fn functions_leave_masked_pairs_alone(devices: &[Device]) {
 
 /// The same input gives the same bits, forward and backward, with and without gradient checkpointing.
 pub fn operators_are_deterministic(devices: &[Device]) {
-    let case = (crate::attention::cases::cases().into_iter())
-        .find(|case| case.name == "grouped heads of several patterns")
-        .unwrap();
+    let mut cases = cases().into_iter();
+    let case = cases.find(|case| case.name == "grouped heads of several patterns");
+    let case = case.unwrap();
     let setup = Setup::of_case(&case, 5);
     let layout = &setup.form.layout;
     for device in devices {
         let run = |device: Device| {
-            let a = setup
-                .query_rows(&setup.a, &device, DType::F32)
-                .require_grad();
-            let b = setup.key_rows(&setup.b, &device, DType::F32).require_grad();
-            let p = BlockSparseTensor::nt(a.clone(), b.clone(), layout)
-                .and_then(|w| w.softmax(0.3))
-                .unwrap();
+            let a = setup.query_rows(&setup.a, &device, DType::F32);
+            let b = setup.key_rows(&setup.b, &device, DType::F32);
+            let [a, b] = [a, b].map(Tensor::require_grad);
+            let w = BlockSparseTensor::nt(a.clone(), b.clone(), layout).unwrap();
+            let p = w.softmax(0.3).unwrap();
             let out = p.clone().nn(b.clone()).unwrap();
             let back = p.tn(out.clone() * a.clone()).unwrap();
             let grads = back.clone().powi_scalar(2).sum().backward();

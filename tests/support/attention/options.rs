@@ -81,17 +81,10 @@ pub fn lse_alone_equals_f64(devices: &[Device]) {
         let seed = 5000 + *index as u64;
         let mut problem = case.problem(seed).with_grad_lse(seed);
         problem.grad_out.fill(0.0);
-        for device in devices {
-            let call = Call {
-                use_out: false,
-                ..Call::new(
-                    format!("{}, loss of lse alone", case.name),
-                    &problem,
-                    case.layout(),
-                )
-            };
-            call.check(device);
-        }
+        let what = format!("{}, loss of lse alone", case.name);
+        let mut call = Call::new(what, &problem, case.layout());
+        call.use_out = false;
+        devices.iter().for_each(|device| call.check(device));
     }
 }
 
@@ -109,19 +102,13 @@ pub fn with_weights(
     dtype: DType,
 ) -> Results {
     let [q, k, v, _] = inputs(problem, device, dtype);
-    let output = SparseAttentionCall::new(q, k, v, layout)
-        .tensors(tensors(problem, device, dtype))
-        .options(problem.asked())
-        .lse()
-        .weights()
-        .run()
-        .unwrap();
+    let call = call_of([&q, &k, &v], layout, &problem.asked());
+    let call = call.tensors(tensors(problem, device, dtype));
+    let output = call.lse().weights().run().unwrap();
     let weights = output.weights.unwrap().to_dense();
-    vec![
-        ("out", output.out.into_data()),
-        ("lse", output.lse.unwrap().into_data()),
-        ("weights", weights.into_data()),
-    ]
+    let mut results = outputs((output.out, output.lse.unwrap()));
+    results.push(("weights", weights.into_data()));
+    results
 }
 
 /// The weights of calls with all options: after biases, before dropout, and with sinks less than 1 in all.
@@ -144,13 +131,9 @@ pub fn weights_with_sinks_per_batch(devices: &[Device]) {
     let problem = problem.with_sinks(32);
     let answer = problem.solve();
     for (device, dtype, tolerance) in exact(devices) {
-        let [q, k, v, _] = inputs(&problem, device, dtype);
-        let tensors = tensors(&problem, device, dtype);
-        let call = SparseAttentionCall::new(q, k, v, &layout).tensors(tensors);
-        let weights = call.weights().run().unwrap().weights.unwrap();
-        let weights = ("weights", weights.to_dense().into_data());
+        let got = with_weights(&problem, &layout, device, dtype);
         let what = format!("layouts per batch entry, {device:?}, {dtype:?}");
-        answer.assert(&what, [weights], &[Near::Tensor(tolerance)]);
+        answer.assert(&what, got, &[Near::Tensor(tolerance)]);
     }
 }
 
@@ -195,18 +178,11 @@ pub fn bias_equals_f64(devices: &[Device]) {
         let shared = SHARED[index % SHARED.len()];
         let problem = case.problem(seed).with_grad_lse(seed).with_bias(6, shared);
         for device in devices {
-            let dtypes = exact_dtypes(device);
-            let runs = MODES.into_iter().flat_map(|mode| {
-                let of_mode = dtypes
-                    .iter()
-                    .map(move |&(dtype, tolerance)| (mode, dtype, tolerance));
-                of_mode.collect::<Vec<_>>()
-            });
-            let runs: Vec<_> = runs.collect();
-            let compiles = is_cuda(device);
+            let of_mode = |mode| exact_dtypes(device).into_iter().map(move |of| (mode, of));
+            let runs: Vec<_> = MODES.into_iter().flat_map(of_mode).collect();
             let kept = index / SHARED.len() % runs.len();
-            for (run, (mode, dtype, tolerance)) in runs.into_iter().enumerate() {
-                if compiles && run != kept {
+            for (run, (mode, (dtype, tolerance))) in runs.into_iter().enumerate() {
+                if is_cuda(device) && run != kept {
                     continue;
                 }
                 let what = format!("{}, bias, {mode:?}", case.name);
@@ -237,16 +213,13 @@ pub fn with_distances(index: usize, problem: Problem) -> Problem {
 pub fn everything(index: usize, problem: Problem) -> Problem {
     let slopes = (1..=problem.sizes.heads).map(|head| 0.1 * head as f64);
     let slopes = slopes.collect();
+    let reach = REACHES[index / 3 % REACHES.len()];
     problem
         .with_sinks(8)
         .with_slopes(slopes)
         .with_dropout(Dropout::new(0.5, 3))
         .with_bias(8, SHARED[index / 3 % SHARED.len()])
-        .with_relative(
-            8,
-            REACHES[index / 3 % REACHES.len()],
-            index.is_multiple_of(2),
-        )
+        .with_relative(8, reach, index.is_multiple_of(2))
 }
 
 /// Each option sees what the others leave.
@@ -283,22 +256,14 @@ fn is_wide(case: &Case) -> bool {
 }
 
 pub fn options_in_half_precision(devices: &[Device]) {
-    check_half(
-        devices,
-        "all options",
-        |index, case| Cases::Third.has(index) || is_wide(case),
-        everything,
-    );
+    let has = |index, case: &Case| Cases::Third.has(index) || is_wide(case);
+    check_half(devices, "all options", has, everything);
 }
 
 /// Alone: other kernels than with all options.
 pub fn relative_bias_in_half_precision(devices: &[Device]) {
-    check_half(
-        devices,
-        "biases of distances",
-        |index, case| index % 3 == 2 || is_wide(case),
-        with_distances,
-    );
+    let has = |index, case: &Case| index % 3 == 2 || is_wide(case);
+    check_half(devices, "biases of distances", has, with_distances);
 }
 
 /// The same bits twice, also where batch entries, heads or queries share a bias. Sinks are left out: they are Burn's own sums.
@@ -324,19 +289,15 @@ pub fn dropout_follows_its_seed(devices: &[Device]) {
     for device in devices {
         let x = Tensor::<4>::random([2, 2, 64, 16], Distribution::Default, device);
         let call = |options: AttentionOptions| {
-            let out = attend([&x, &x, &x], &layout, &options);
-            out.into_data()
+            let out = attend([&x, &x, &x], &layout, &options).into_data();
+            out.as_bytes().to_vec()
         };
-        let dropped = |probability: f64, seed: u64| {
-            call(AttentionOptions::default().dropout(Dropout::new(probability, seed)))
-        };
-        assert_eq!(dropped(0.2, 1).as_bytes(), dropped(0.2, 1).as_bytes());
-        assert_ne!(dropped(0.2, 1).as_bytes(), dropped(0.2, 2).as_bytes());
-        assert_ne!(
-            dropped(0.2, 1).as_bytes(),
-            dropped(0.2, 1 + (1 << 32)).as_bytes()
-        );
-        let plain = call(AttentionOptions::default());
-        assert_eq!(dropped(0.0, 1).as_bytes(), plain.as_bytes());
+        let plain = AttentionOptions::default();
+        let dropped =
+            |probability, seed: u64| call(plain.clone().dropout(Dropout::new(probability, seed)));
+        assert_eq!(dropped(0.2, 1), dropped(0.2, 1));
+        assert_ne!(dropped(0.2, 1), dropped(0.2, 2));
+        assert_ne!(dropped(0.2, 1), dropped(0.2, 1 + (1 << 32)));
+        assert_eq!(dropped(0.0, 1), call(plain.clone()));
     }
 }

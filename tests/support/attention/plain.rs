@@ -85,8 +85,9 @@ pub fn assert_as_good_as_dense(
         let allowed = dense.as_ref().map(|dense| error(dense[at].1.clone()));
         let (error, allowed) = (error(ours), allowed.unwrap_or(0.0));
         let rounding = if dtype == DType::F16 { 1e-3 } else { 8e-3 };
+        let is_right = error <= (2.0 * allowed).max(rounding);
         assert!(
-            error <= (2.0 * allowed).max(rounding),
+            is_right,
             "{what}: {name} errs by {error:.2e}, dense math by {allowed:.2e}"
         );
     }
@@ -135,27 +136,6 @@ pub fn run_dense(
     let (k_all, v_all) = (repeated(&k), repeated(&v));
     let out = attention_fallback(q.clone(), k_all, v_all, Some(mask), None, options);
     with_gradients(out, grad_out, [q, k, v])
-}
-
-/// A third opinion: Burn's own dense attention under the layout's mask.
-pub fn equals_burns_own_attention(devices: &[Device]) {
-    let mut ran = 0;
-    let alike = |(_, case): &(usize, Case)| case.heads == case.kv_heads;
-    for (index, case) in table().into_iter().filter(alike) {
-        ran += 1;
-        for device in devices {
-            let problem = case.problem(3000 + index as u64);
-            let (layout, dtype) = (case.layout(), DType::F32);
-            let what = format!("{}, {device:?}", case.name);
-            // Burn multiplies f32 matrices in tf32 where a GPU has it.
-            let tolerance = if is_cuda(device) { 5e-3 } else { 2e-5 };
-            let device = device.clone().autodiff();
-            let ours = run(&problem, &layout, &device, dtype);
-            let burns = run_dense(&case, &problem, &layout, &device, dtype);
-            assert_alike(&what, ours, burns, tolerance);
-        }
-    }
-    assert_ran("equals_burns_own_attention", ran);
 }
 
 /// Permuted, sliced and expanded tensors are read as what they mean.
@@ -235,11 +215,7 @@ pub fn per_batch_layouts(devices: &[Device]) {
     };
     for (device, dtype) in halves(devices) {
         let (layout, mut wide) = problem(150, 16, 64);
-        wide.round_to(dtype);
-        let device = device.clone().autodiff();
-        let got = run(&wide, &layout, &device, dtype);
-        let what = format!("per batch, {dtype:?}");
-        wide.solve().assert(&what, got, &[Near::Rows(dtype)]);
+        check_rows("per batch", &mut wide, &layout, device, dtype);
     }
     let (layout, problem) = problem(44, 8, 8);
     let answer = problem.solve();
@@ -281,11 +257,8 @@ pub fn tf32_only_where_asked_for(devices: &[Device]) {
             let device = device.clone().autodiff();
             let got = run_with(&problem, &layout, options, &device, DType::F32);
             let within = if tf32 { tolerance } else { 1e-5 };
-            answer.assert(
-                &format!("{precision:?}, {plan}"),
-                got,
-                &[Near::Tensor(within)],
-            );
+            let what = format!("{precision:?}, {plan}");
+            answer.assert(&what, got, &[Near::Tensor(within)]);
         }
     }
 }
@@ -313,8 +286,8 @@ pub fn fp8_only_where_asked_for(devices: &[Device]) {
                 let of = |precision| {
                     let options = AttentionOptions::default().precision(precision);
                     let plan = plan_of([&q, &k, &v], &layout, &options);
-                    let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout);
-                    let result = call.options(options).lse().run().unwrap();
+                    let call = call_of([&q, &k, &v], &layout, &options);
+                    let result = call.lse().run().unwrap();
                     let lse = result.lse.unwrap().into_data();
                     (plan, [("out", result.out.into_data()), ("lse", lse)])
                 };
@@ -381,11 +354,7 @@ pub fn lse_merges_disjoint_parts(devices: &[Device]) {
                 let got = differentiated(&problem, &device.clone().autodiff(), dtype, |q, k, v| {
                     let part = |pattern: &Pattern| {
                         let layout = pattern.layout(case.heads, case.seq_q, case.block_size);
-                        attend_with_lse(
-                            [&q, &k, &v],
-                            &layout.unwrap(),
-                            &AttentionOptions::default(),
-                        )
+                        attend_with_lse([&q, &k, &v], &layout.unwrap(), &case.options())
                     };
                     let ((out_a, lse_a), (out_b, lse_b)) = (part(&near), part(&far));
                     let (out, lse) = merge_attention(out_a, lse_a, out_b, lse_b).unwrap();
@@ -417,19 +386,12 @@ pub fn more_than_2_31_elements(devices: &[Device]) {
         for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 2e-2)] {
             let one = |seed: u64| {
                 device.seed(seed);
-                Tensor::<4>::random(
-                    [1, 1, seq, dim],
-                    burn::tensor::Distribution::Normal(0.0, 1.0),
-                    (&device, dtype),
-                )
+                let normal = Distribution::Normal(0.0, 1.0);
+                Tensor::<4>::random([1, 1, seq, dim], normal, (&device, dtype))
             };
             let [q, k, v] = [1, 2, 3].map(one);
             let wide = |x: Tensor<4>| x.expand([1, heads, seq, dim]);
-            let out = SparseAttentionCall::new(wide(q), wide(k.clone()), wide(v), &long_layout)
-                .options(options.clone())
-                .run()
-                .unwrap()
-                .out;
+            let out = attend([&wide(q), &wide(k), &wide(v)], &long_layout, &options);
             let x = Tensor::<4>::from_inner(out.inner()).require_grad();
             println!("{dtype:?}: {} elements of output", x.shape().num_elements());
             let y = attend([&x, &x, &x], &long_layout, &options);

@@ -34,34 +34,45 @@ pub fn require_grad(mut tensors: AttentionTensors) -> AttentionTensors {
     tensors
 }
 
-pub fn attend<'a>(
+pub fn call_of<'a>(
     [q, k, v]: [&Tensor<4>; 3],
     layout: impl Into<Layout<'a>>,
     options: &AttentionOptions,
-) -> Tensor<4> {
+) -> SparseAttentionCall<'a> {
     let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), layout);
-    call.options(options.clone()).run().unwrap().out
+    call.options(options.clone())
+}
+
+pub fn attend<'a>(
+    qkv: [&Tensor<4>; 3],
+    layout: impl Into<Layout<'a>>,
+    options: &AttentionOptions,
+) -> Tensor<4> {
+    call_of(qkv, layout, options).run().unwrap().out
 }
 
 /// Out and lse.
 pub fn attend_with_lse<'a>(
-    [q, k, v]: [&Tensor<4>; 3],
+    qkv: [&Tensor<4>; 3],
     layout: impl Into<Layout<'a>>,
     options: &AttentionOptions,
 ) -> (Tensor<4>, Tensor<3>) {
-    let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), layout);
-    call.options(options.clone()).run_with_lse().unwrap()
+    call_of(qkv, layout, options).run_with_lse().unwrap()
+}
+
+/// Out and lse by name.
+pub fn outputs((out, lse): (Tensor<4>, Tensor<3>)) -> Results {
+    vec![("out", out.into_data()), ("lse", lse.into_data())]
 }
 
 /// What the plan of a call says.
 pub fn plan_of<'a>(
-    [q, k, v]: [&Tensor<4>; 3],
+    qkv: [&Tensor<4>; 3],
     layout: impl Into<Layout<'a>>,
     options: &AttentionOptions,
 ) -> String {
-    let call = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), layout);
-    let plan = call.options(options.clone()).explain().unwrap();
-    plan.to_string()
+    let plan = call_of(qkv, layout, options).explain();
+    plan.unwrap().to_string()
 }
 
 /// Out, and the gradients of `sum(out · grad_out)` by q, k and v.
@@ -87,7 +98,7 @@ pub fn loss_of(
 
 /// Outputs, and the gradients by q, k, v and what there is besides.
 pub fn by_name(
-    (out, lse): (Tensor<4>, Tensor<3>),
+    made: (Tensor<4>, Tensor<3>),
     qkv: [Tensor<4>; 3],
     tensors: &AttentionTensors,
     grads: &Gradients,
@@ -95,7 +106,7 @@ pub fn by_name(
     let [dq, dk, dv] = qkv.map(|x| x.grad(grads).unwrap().into_data());
     let (sinks, bias) = (tensors.sinks.iter(), tensors.bias.iter());
     let table = tensors.relative_bias.iter();
-    let mut results = vec![("out", out.into_data()), ("lse", lse.into_data())];
+    let mut results = outputs(made);
     results.extend([("dq", dq), ("dk", dk), ("dv", dv)]);
     results.extend(sinks.map(|x| ("dsinks", x.grad(grads).unwrap().into_data())));
     results.extend(bias.map(|x| ("dbias", x.grad(grads).unwrap().into_data())));
@@ -139,6 +150,20 @@ pub fn run_with<'a>(
     let [q, k, v] = [q, k, v].map(Tensor::require_grad);
     let out = attend([&q, &k, &v], layout, &options);
     with_gradients(out, grad_out, [q, k, v])
+}
+
+/// Panics if a row of out or of the gradients of a problem, with inputs that a dtype has, errs by more than roundings make of it.
+pub fn check_rows<'a>(
+    what: &str,
+    problem: &mut Problem,
+    layout: impl Into<Layout<'a>>,
+    device: &Device,
+    dtype: DType,
+) {
+    problem.round_to(dtype);
+    let what = format!("{what}, {device:?}, {dtype:?}");
+    let got = run(problem, layout, &device.clone().autodiff(), dtype);
+    problem.solve().assert(&what, got, &[Near::Rows(dtype)]);
 }
 
 /// A call whose loss is `sum(out · grad_out) + sum(lse · grad_lse)`.
@@ -209,11 +234,9 @@ where
         let [q, k, v, grad_out] = inputs(problem, device, dtype);
         let [q, k, v] = [q, k, v].map(Tensor::require_grad);
         let tensors = require_grad(tensors(problem, device, dtype));
-        let (out, lse) = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &self.layout)
-            .tensors(tensors.clone())
-            .options(problem.asked().weights(self.mode))
-            .run_with_lse()
-            .unwrap();
+        let options = problem.asked().weights(self.mode);
+        let call = call_of([&q, &k, &v], &self.layout, &options).tensors(tensors.clone());
+        let (out, lse) = call.run_with_lse().unwrap();
         let grad_out = self.use_out.then_some(grad_out);
         let grads = loss_of(problem, (&out, grad_out), &lse).backward();
         by_name((out, lse), [q, k, v], &tensors, &grads)
@@ -225,18 +248,28 @@ pub fn half_tolerance(dtype: DType) -> f64 {
     if dtype == DType::F16 { 1e-2 } else { 8e-2 }
 }
 
+/// The half-precision dtypes of a device, each with [`half_tolerance`].
+pub fn half_bounds(device: &Device) -> Vec<(DType, f64)> {
+    let dtypes = half_dtypes(device).into_iter();
+    dtypes.map(|dtype| (dtype, half_tolerance(dtype))).collect()
+}
+
+/// Whether a layout on the host has a pair, by batch entry, head, query and key.
+pub fn pairs_of(layout: &BlockLayout) -> impl Fn(usize, usize, usize, usize) -> bool + use<> {
+    let (entries, heads) = (layout.batch().unwrap_or(1), layout.heads());
+    let all = (0..entries).flat_map(|entry| (0..heads).map(move |head| (entry, head)));
+    let dense: Vec<_> = all.map(|(e, h)| layout.to_dense_batch(e, h)).collect();
+    move |batch, head, i, j| dense[batch.min(entries - 1) * heads + head][i][j]
+}
+
 /// Panics if results are further apart than that, relative to the largest one.
 pub fn assert_alike<A>(what: &str, got: A, expected: A, tolerance: f64)
 where
     A: IntoIterator<Item = (&'static str, TensorData)>,
 {
     for ((name, got), (_, expected)) in got.into_iter().zip(expected) {
-        assert_close(
-            &format!("{what}: {name}"),
-            got,
-            &to_f64(expected),
-            tolerance,
-        );
+        let what = format!("{what}: {name}");
+        assert_close(&what, got, &to_f64(expected), tolerance);
     }
 }
 
@@ -246,9 +279,7 @@ pub fn assert_same_bits<A: AsRef<[(&'static str, TensorData)]>>(what: &str, a: A
     assert_eq!(a.len(), b.len(), "{what}");
     for ((name, a), (_, b)) in a.iter().zip(b) {
         let alike = (a.dtype(), a.shape()) == (b.dtype(), b.shape());
-        assert!(
-            alike && a.as_bytes() == b.as_bytes(),
-            "{what}: other bits of {name}"
-        );
+        let is_right = alike && a.as_bytes() == b.as_bytes();
+        assert!(is_right, "{what}: other bits of {name}");
     }
 }

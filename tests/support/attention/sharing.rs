@@ -3,9 +3,9 @@
 use std::sync::Barrier;
 use std::thread;
 
-use burn_blocksparse::layout::DeviceLayoutOptions;
-
 use crate::attention::cases::{Case, cases};
+use crate::device_layout::case::read;
+use crate::device_layout::chosen::layout_of;
 use crate::prelude::*;
 
 const THREADS: usize = 2;
@@ -74,54 +74,46 @@ fn assert_equal(what: &str, results: &[Results]) {
 }
 
 /// Threads that use a new layout on one device at once get the same bits as each other and as one that comes later, and the right ones.
+fn check_shared<L: Sync>(
+    what: &str,
+    (problem, rounds): (&Problem, usize),
+    devices: &[Device],
+    layout: impl Fn(&Device) -> L,
+) where
+    for<'l> &'l L: Into<Layout<'l>>,
+{
+    let (answer, data, options) = (problem.solve(), data_of(problem), problem.asked());
+    for device in devices {
+        // Each layout is new; who is first changes.
+        for round in 0..rounds {
+            let layout = layout(device);
+            let run = || call(options.clone(), &data, &layout, (device, DType::F32));
+            let mut results = at_once(run);
+            results.push(run());
+            let what = format!("{what}, {device:?}, round {round}");
+            assert_equal(&what, &results);
+            answer.assert(&what, results.remove(0), &[Near::Rows(DType::F32)]);
+        }
+    }
+}
+
 pub fn threads_share_a_new_layout(devices: &[Device]) {
     for (case, problem) in chosen() {
-        let (answer, data) = (problem.solve(), data_of(&problem));
-        for device in devices {
-            // Each layout is new; who is first changes.
-            for round in 0..4 {
-                let layout = case.layout();
-                let mut results =
-                    at_once(|| call(case.options(), &data, &layout, (device, DType::F32)));
-                results.push(call(case.options(), &data, &layout, (device, DType::F32)));
-                let what = format!("{}, {device:?}, round {round}", case.name);
-                assert_equal(&what, &results);
-                answer.assert(&what, results.remove(0), &[Near::Rows(DType::F32)]);
-            }
-        }
+        check_shared(case.name, (&problem, 4), devices, |_| case.layout());
     }
 }
 
 /// Likewise of a layout that is made on the device, by a thread that then only waits.
 pub fn threads_share_a_new_device_layout(devices: &[Device]) {
-    let case = cases()
-        .into_iter()
-        .find(|case| case.name == "several tiles")
-        .unwrap();
-    let host = case.layout();
-    let shape = *host.shape();
-    let dims = [1, 1, host.q_blocks(), host.kv_blocks()];
-    let mask: Vec<bool> = (0..dims[2] * dims[3])
-        .map(|place| (place / dims[3] + place % dims[3]) % 3 != 1)
-        .collect();
-    let (blocks, columns, block) = (mask.clone(), dims[3], case.block_size);
-    let problem = Problem::random(case.sizes(), 18, move |_, _, i, j| {
-        j <= i && blocks[i / block * columns + j / block]
+    let case = read(["made on the device", "500 500 32", "dim 64, patterns 1 1"]);
+    let [.., rows, columns] = case.dims();
+    let mask = (0..rows * columns).map(|place| (place / columns + place % columns) % 3 != 1);
+    let mask: Vec<bool> = mask.collect();
+    let mut problem = case.problem(18, mask.clone());
+    problem.grad_lse.fill(0.0);
+    check_shared(case.name, (&problem, 2), devices, |device| {
+        layout_of(&case, &mask, device)
     });
-    let (answer, data) = (problem.solve(), data_of(&problem));
-    for device in devices {
-        for round in 0..2 {
-            let mask = bools(&mask, dims, device);
-            let options = DeviceLayoutOptions::new(shape).causal(true);
-            let layout = DeviceLayout::from_block_mask(mask, options).unwrap();
-            let mut results =
-                at_once(|| call(case.options(), &data, &layout, (device, DType::F32)));
-            results.push(call(case.options(), &data, &layout, (device, DType::F32)));
-            let what = format!("{device:?}, made on the device, round {round}");
-            assert_equal(&what, &results);
-            answer.assert(&what, results.remove(0), &[Near::Rows(DType::F32)]);
-        }
-    }
 }
 
 /// A layout serves a device again whose last tensor is gone, as is the thread that used both first.
@@ -146,12 +138,7 @@ pub fn a_layout_outlives_tensors_and_threads(devices: &[Device]) {
             let again = call(case.options(), &data, &layout, (device, DType::F32));
             drop(others);
             device.sync().unwrap();
-            let last = call(
-                case.options(),
-                &data,
-                &layout,
-                (&device.clone(), DType::F32),
-            );
+            let last = call(case.options(), &data, &layout, (device, DType::F32));
             assert_equal(&format!("{}, {device:?}", case.name), &[first, again, last]);
         }
     }

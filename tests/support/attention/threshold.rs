@@ -74,22 +74,15 @@ fn check_skipped<L>(
         let [one, two] =
             [&got, &again].map(|it| it.iter().filter(|x| own(x)).cloned().collect::<Results>());
         assert_same_bits(&what, one, two);
-        let tolerance = if dtype == DType::BF16 {
-            half_tolerance(dtype)
-        } else {
-            1e-5
-        };
+        let tolerance = [1e-5, half_tolerance(dtype)][usize::from(dtype == DType::BF16)];
         answer.assert(&what, got, &[Near::Terms(tolerance)]);
     }
 }
 
 /// Devices whose kernels skip.
 fn kernels(devices: &[Device]) -> Vec<Device> {
-    devices
-        .iter()
-        .filter(|device| runs_kernels(device))
-        .cloned()
-        .collect()
+    let skipping = devices.iter().filter(|device| runs_kernels(device));
+    skipping.cloned().collect()
 }
 
 pub fn far_tiles_are_skipped(devices: &[Device]) {
@@ -106,13 +99,8 @@ pub fn far_tiles_are_skipped_with_options(devices: &[Device]) {
         .with_sinks(2)
         .with_slopes(vec![0.01, -0.02])
         .with_dropout(Dropout::new(0.3, 2));
-    check_skipped(
-        "far tiles with options",
-        problem,
-        0,
-        |_| dense(2),
-        &kernels(devices),
-    );
+    let what = "far tiles with options";
+    check_skipped(what, problem, 0, |_| dense(2), &kernels(devices));
 }
 
 /// Layouts that are made on the device have loops of their own on tensor cores. Their full blocks come last ones first.
@@ -124,13 +112,8 @@ pub fn far_tiles_are_skipped_on_device(devices: &[Device]) {
         let shape = LayoutShape::new(2, [3 * TILE; 2], 64);
         DeviceLayout::from_block_mask(mask, DeviceLayoutOptions::new(shape)).unwrap()
     };
-    check_skipped(
-        "far tiles on the device",
-        problem,
-        2,
-        layout,
-        &kernels(devices),
-    );
+    let what = "far tiles on the device";
+    check_skipped(what, problem, 2, layout, &kernels(devices));
 }
 
 /// The forward pass of heads that are wider than 128, whose sums fill the registers.
@@ -143,13 +126,9 @@ pub fn far_tiles_are_skipped_in_wide_heads(devices: &[Device]) {
         let answer = problem.solve();
         set_far_values(&mut problem, 0, HUGE);
         let [q, k, v, _] = inputs(&problem, device, dtype);
-        let (out, lse) = attend_with_lse([&q, &k, &v], &dense(1), &problem.asked());
-        let got = [("out", out.into_data()), ("lse", lse.into_data())];
-        answer.assert(
-            "far tiles of wide heads",
-            got,
-            &[Near::Tensor(half_tolerance(dtype))],
-        );
+        let got = outputs(attend_with_lse([&q, &k, &v], &dense(1), &problem.asked()));
+        let bounds = [Near::Tensor(half_tolerance(dtype))];
+        answer.assert("far tiles of wide heads", got, &bounds);
     }
 }
 
@@ -185,8 +164,7 @@ pub fn skipped_weights_are_bounded(devices: &[Device]) {
     let threshold = 9.0;
     let exact = problem.solve();
     problem.threshold = Some(threshold);
-    let largest = problem.v.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
-    let bound = (3 * TILE) as f64 * (-threshold).exp() * 2.0 * largest;
+    let bound = (3 * TILE) as f64 * (-threshold).exp() * 2.0 * largest(&problem.v);
     for device in kernels(devices) {
         let [q, k, v, _] = inputs(&problem, &device, DType::F32);
         let out = attend([&q, &k, &v], &dense(2), &problem.asked());

@@ -17,23 +17,13 @@ fn case(head_dim: usize, value_dim: usize) -> Case {
         2 => ("fixed", Pattern::fixed(32, 8), 8),
         _ => ("local, a ragged end", Pattern::local(40), 16),
     };
+    let seq = if name.contains("ragged") { 75 } else { 96 };
     Case {
-        name,
-        pattern,
         batch: 1,
-        heads: 2,
-        kv_heads: if head_dim.is_multiple_of(3 * STEP) {
-            1
-        } else {
-            2
-        },
-        seq_q: if name.contains("ragged") { 75 } else { 96 },
-        seq_kv: if name.contains("ragged") { 75 } else { 96 },
-        block_size,
+        kv_heads: 2 - usize::from(head_dim.is_multiple_of(3 * STEP)),
         head_dim,
         value_dim,
-        scale: None,
-        softcap: None,
+        ..Case::new(name, pattern, [seq; 2], block_size)
     }
 }
 
@@ -54,16 +44,9 @@ pub fn every_width_equals_f64(devices: &[Device]) {
                     [] => DType::F32,
                     some => some[(index + 1) % some.len()],
                 };
+                let what = format!("{}, widths {width} and {other}", case.name);
                 let mut problem = case.problem(9000 + width as u64);
-                problem.round_to(dtype);
-                let answer = problem.solve();
-                let what = format!(
-                    "{}, widths {width} and {other}, {device:?}, {dtype:?}",
-                    case.name
-                );
-                let device = device.clone().autodiff();
-                let got = run(&problem, &case.layout(), &device, dtype);
-                answer.assert(&what, got, &[Near::Rows(dtype)]);
+                check_rows(&what, &mut problem, &case.layout(), device, dtype);
                 ran += 1;
             }
         }
@@ -134,18 +117,14 @@ pub fn far_strides(devices: &[Device]) {
             .flat_map(|dtype| [(dtype, 64), (dtype, 16)])
         {
             let far = random([2, 1, (1 << 30) / width + 512, width], dtype);
-            compare(
-                [0, 128, 256, 384].map(|first| far.clone().narrow(2, first, 128)),
-                dtype,
-            );
+            let rows = [0, 128, 256, 384].map(|first| far.clone().narrow(2, first, 128));
+            compare(rows, dtype);
         }
         // [1, 16, 2, 16]: two rows with 4 GB between them.
         let far = random([2, (1 << 30) / 256 + 64, 16, 16], DType::F32);
         let rows = |first| {
-            far.clone()
-                .narrow(1, first, 1)
-                .swap_dims(0, 1)
-                .swap_dims(1, 2)
+            let rows = far.clone().narrow(1, first, 1);
+            rows.swap_dims(0, 1).swap_dims(1, 2)
         };
         compare([0, 8, 16, 24].map(rows), DType::F32);
     }
@@ -177,13 +156,7 @@ pub fn strided_layouts_of_other_kinds(devices: &[Device]) {
     for (name, layout, mut problem) in cases {
         assert!(layout.parts().is_some(), "{name}");
         for device in devices {
-            let dtype = half_dtypes(device).pop().unwrap_or(DType::F32);
-            problem.round_to(dtype);
-            let answer = problem.solve();
-            let what = format!("{name}, {device:?}, {dtype:?}");
-            let device = device.clone().autodiff();
-            let got = run(&problem, &layout, &device, dtype);
-            answer.assert(&what, got, &[Near::Rows(dtype)]);
+            check_rows(name, &mut problem, &layout, device, half_or_f32(device));
         }
     }
 }

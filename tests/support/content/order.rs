@@ -132,10 +132,8 @@ pub fn products_of_rows_are_not_rounded(devices: &[Device]) {
             let row = 1.0 + (at / columns) as f64;
             let expected = width as f64 * row * f64::from(number(at % columns));
             let error = (got - expected).abs() / expected;
-            assert!(
-                error < 1e-6,
-                "{device:?}, {dtype:?}, {at}: {got}, {expected}"
-            );
+            let is_right = error < 1e-6;
+            assert!(is_right, "{device:?}, {dtype:?}, {at}: {got}, {expected}");
         }
     }
 }

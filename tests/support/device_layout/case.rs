@@ -36,36 +36,6 @@ impl Case {
         }
     }
 
-    pub fn heads(mut self, heads: usize, kv_heads: usize) -> Self {
-        (self.heads, self.kv_heads) = (heads, kv_heads);
-        self.patterns = [2, heads];
-        self
-    }
-
-    pub fn shared(mut self, batch: bool, heads: bool) -> Self {
-        self.patterns = [
-            if batch { 1 } else { 2 },
-            if heads { 1 } else { self.heads },
-        ];
-        self
-    }
-
-    /// Each half of the heads has blocks of its own.
-    pub fn halves(mut self) -> Self {
-        self.patterns[1] = 2;
-        self
-    }
-
-    pub fn dim(mut self, head_dim: usize) -> Self {
-        self.head_dim = head_dim;
-        self
-    }
-
-    pub fn every_key(mut self) -> Self {
-        self.causal = false;
-        self
-    }
-
     pub fn shape(&self) -> LayoutShape {
         LayoutShape::new(self.heads, [self.seq_q, self.seq_kv], self.block_size)
     }
@@ -85,11 +55,8 @@ impl Case {
     }
 
     pub fn sizes(&self) -> Sizes {
-        Sizes::new(
-            [self.batch, self.heads, self.kv_heads],
-            [self.seq_q, self.seq_kv],
-            [self.head_dim, self.head_dim],
-        )
+        let heads = [self.batch, self.heads, self.kv_heads];
+        Sizes::new(heads, [self.seq_q, self.seq_kv], [self.head_dim; 2])
     }
 
     /// The problem in which the blocks of `mask`, `dims`, are chosen.
@@ -104,6 +71,12 @@ impl Case {
                 && (!case.causal || j as i64 <= i as i64 + offset)
         })
         .with_grad_lse(seed)
+    }
+
+    /// Random blocks, and their problem.
+    pub fn drawn(&self, seed: u64) -> (Vec<bool>, Problem) {
+        let mask = self.mask(&mut seeded(seed));
+        (mask.clone(), self.problem(seed, mask))
     }
 
     /// Random blocks: rows of all densities, none and all among them, and a column that no row has.
@@ -121,24 +94,40 @@ impl Case {
     }
 }
 
+/// Cases of a table: names, queries, keys and the block, and what else they have other than [`Case::new`].
+pub fn read([name, sizes, rest]: [&'static str; 3]) -> Case {
+    let [seq_q, seq_kv, block_size] = all(sizes);
+    let mut case = Case::new(name, seq_q, seq_kv, block_size);
+    for (word, numbers) in settings(rest) {
+        match word {
+            "heads" => {
+                [case.heads, case.kv_heads] = all(numbers);
+                case.patterns = [2, case.heads];
+            }
+            "dim" => case.head_dim = one(numbers),
+            "every_key" => case.causal = false,
+            // As many batch entries and heads as have blocks of their own.
+            "patterns" => case.patterns = all(numbers),
+            _ => panic!("{name}: {word} is nothing to set"),
+        }
+    }
+    case
+}
+
+const TABLE: &str = "
+    blocks of 16, grouped heads           | 70 70 16    | heads 4 2
+    one mask for all                      | 100 100 32  | patterns 1 1, every_key
+    masks per batch entry, fewer queries  | 50 133 16   | patterns 2 1
+    masks per head, more queries          | 150 41 8    | heads 3 1, patterns 1 3
+    blocks of 64                          | 300 300 64  | dim 64
+    blocks of 128, fewer queries          | 290 400 128 | dim 64
+    blocks of 128, every key              | 130 257 128 | every_key, heads 2 1
+    many blocks                           | 600 555 8   | patterns 1 1
+    a query of grouped heads              | 1 77 16     | heads 6 2
+    few queries                           | 9 40 32     | dim 5
+    one block                             | 16 16 16    |
+";
+
 pub fn cases() -> Vec<Case> {
-    vec![
-        Case::new("blocks of 16, grouped heads", 70, 70, 16).heads(4, 2),
-        Case::new("one mask for all", 100, 100, 32)
-            .shared(true, true)
-            .every_key(),
-        Case::new("masks per batch entry, fewer queries", 50, 133, 16).shared(false, true),
-        Case::new("masks per head, more queries", 150, 41, 8)
-            .heads(3, 1)
-            .shared(true, false),
-        Case::new("blocks of 64", 300, 300, 64).dim(64),
-        Case::new("blocks of 128, fewer queries", 290, 400, 128).dim(64),
-        Case::new("blocks of 128, every key", 130, 257, 128)
-            .every_key()
-            .heads(2, 1),
-        Case::new("many blocks", 600, 555, 8).shared(true, true),
-        Case::new("a query of grouped heads", 1, 77, 16).heads(6, 2),
-        Case::new("few queries", 9, 40, 32).dim(5),
-        Case::new("one block", 16, 16, 16),
-    ]
+    rows(TABLE).into_iter().map(read).collect()
 }

@@ -3,8 +3,8 @@
 use burn_blocksparse::layout::{DeviceLayoutOptions, TopKOptions};
 use burn_sparse_select::{top_k_blocks, top_k_blocks_on_device};
 
-use crate::attention::options::REACHES;
-use crate::device_layout::case::{Case, cases};
+use crate::attention::options::with_distances;
+use crate::device_layout::case::{Case, cases, read};
 use crate::prelude::*;
 
 /// Masks may come from a device with autodiff, too.
@@ -25,9 +25,7 @@ fn check(case: &Case, name: &str, problem: &Problem, layout: DeviceLayout, devic
 
 pub fn device_masks_equal_f64(devices: &[Device]) {
     for (index, case) in cases().iter().enumerate() {
-        let seed = 9000 + index as u64;
-        let mask = case.mask(&mut seeded(seed));
-        let problem = case.problem(seed, mask.clone());
+        let (mask, problem) = case.drawn(9000 + index as u64);
         for device in devices {
             let layout = layout_of(case, &mask, &placed(device, index));
             let [q, k, v, _] = inputs(&problem, device, DType::F32);
@@ -50,29 +48,19 @@ fn check_indices(case: &Case, index: usize, seed: u64, devices: &[Device]) {
     let [batch, heads, q_blocks, kv_blocks] = case.dims();
     let most = 1 + rng.random_range(0..2 * kv_blocks);
     let rows = batch * heads * q_blocks;
-    let junk = [
-        -1,
-        i32::MIN,
-        i32::MAX,
-        kv_blocks as i32,
-        kv_blocks as i32 + 31,
-    ];
-    let indices: Vec<i32> = (0..rows * most)
-        .map(|_| match rng.random_range(0..4) {
-            0 => junk[rng.random_range(0..junk.len())],
-            _ => rng.random_range(0..kv_blocks as i32),
-        })
-        .collect();
-    let counts: Vec<i32> = (0..rows)
-        .map(|_| rng.random_range(-1..most as i32 + 3))
-        .collect();
+    let end = kv_blocks as i32;
+    let junk = [-1, i32::MIN, i32::MAX, end, end + 31];
+    let mut place = |_| match rng.random_range(0..4) {
+        0 => junk[rng.random_range(0..junk.len())],
+        _ => rng.random_range(0..end),
+    };
+    let indices: Vec<i32> = (0..rows * most).map(&mut place).collect();
+    let counts = drawn(&mut rng, rows, -1..most as i32 + 3);
     let mut mask = vec![false; rows * kv_blocks];
     for (row, count) in counts.iter().enumerate() {
-        for &block in indices[row * most..][..most]
-            .iter()
-            .take((*count).max(0) as usize)
-        {
-            if (0..kv_blocks as i32).contains(&block) {
+        let list = indices[row * most..][..most].iter();
+        for &block in list.take((*count).max(0) as usize) {
+            if (0..end).contains(&block) {
                 mask[row * kv_blocks + block as usize] = true;
             }
         }
@@ -80,10 +68,8 @@ fn check_indices(case: &Case, index: usize, seed: u64, devices: &[Device]) {
     let problem = case.problem(seed, mask);
     for device in devices {
         let at = placed(device, index);
-        let indices = TensorData::new(indices.clone(), [batch, heads, q_blocks, most]);
-        let counts = TensorData::new(counts.clone(), [batch, heads, q_blocks]);
-        let indices = Tensor::<4, Int>::from_data(indices, &at);
-        let counts = Tensor::<3, Int>::from_data(counts, &at);
+        let indices = ints_of(&indices, [batch, heads, q_blocks, most], &at);
+        let counts = ints_of(&counts, [batch, heads, q_blocks], &at);
         let layout = DeviceLayout::from_block_indices(indices, counts, case.options());
         check(case, "indices", &problem, layout.unwrap(), device);
     }
@@ -108,7 +94,10 @@ fn chosen(layout: &DeviceLayout, case: &Case) -> Vec<bool> {
 pub fn device_top_k_equals_host_top_k(devices: &[Device]) {
     let top = |case: &Case, k: usize| TopKOptions::new(case.block_size, k).causal(case.causal);
     for (index, case) in cases().iter().enumerate() {
-        let case = &case.shared(false, false);
+        let case = &Case {
+            patterns: [2, case.heads],
+            ..*case
+        };
         let options = match index % 4 {
             0 => top(case, 4),
             1 => top(case, 3).first(2).local(1),
@@ -121,11 +110,8 @@ pub fn device_top_k_equals_host_top_k(devices: &[Device]) {
             let [q, k, ..] = inputs(&everything, &placed(device, index), DType::F32);
             let layout = top_k_blocks_on_device(q.clone(), k.clone(), options.clone()).unwrap();
             let host = top_k_blocks(q, k, options.clone()).unwrap();
-            assert!(
-                layout.to_host().unwrap() == host,
-                "{}, {device:?}",
-                case.name
-            );
+            let is_same = layout.to_host().unwrap() == host;
+            assert!(is_same, "{}, {device:?}", case.name);
             let problem = case.problem(seed, chosen(&layout, case));
             check(case, "the highest scores", &problem, layout, device);
         }
@@ -142,31 +128,18 @@ pub fn device_scores_of_all_kinds(devices: &[Device]) {
 }
 
 fn check_scores(case: &Case, index: usize, seed: u64, devices: &[Device]) {
-    let kinds = [
-        0.0,
-        -0.0,
-        1.0,
-        1.0,
-        -2.5,
-        1e-40,
-        f32::INFINITY,
-        f32::NEG_INFINITY,
-        f32::NAN,
-    ];
     let mut rng = seeded(seed);
     let dims = case.dims();
-    let scores: Vec<f32> = (0..dims.iter().product())
-        .map(|_| kinds[rng.random_range(0..kinds.len())])
-        .collect();
+    let scores = (0..dims.iter().product()).map(|_| ODD[rng.random_range(0..ODD.len())]);
+    let scores: Vec<f32> = scores.collect();
     let options = TopKOptions::new(case.block_size, 1 + dims[3] / 2)
         .causal(case.causal)
         .local(index % 3)
         .first(0);
     for device in devices {
-        let scores = TensorData::new(scores.clone(), dims);
-        let scores = Tensor::<4>::from_data(scores, (&placed(device, index), DType::F32));
-        let layout =
-            DeviceLayout::from_block_scores(scores, case.shape(), options.clone()).unwrap();
+        let scores = floats(&scores, dims, &placed(device, index));
+        let layout = DeviceLayout::from_block_scores(scores, case.shape(), options.clone());
+        let layout = layout.unwrap();
         let problem = case.problem(seed, chosen(&layout, case));
         check(case, "scores of all kinds", &problem, layout, device);
     }
@@ -177,21 +150,14 @@ pub fn check_random(rng: &mut ChaCha8Rng, device: &Device) {
     let kv_heads = rng.random_range(1..3);
     let heads = kv_heads * rng.random_range(1..3);
     let (seq_q, seq_kv) = (rng.random_range(1..150), rng.random_range(1..150));
-    let case = Case {
+    let mut case = Case {
         head_dim: [8, 16, 64][rng.random_range(0..3)],
         batch: rng.random_range(1..3),
         causal: rng.random(),
         ..Case::new("random", seq_q, seq_kv, [8, 16, 32][rng.random_range(0..3)])
     };
-    let case = Case {
-        heads,
-        kv_heads,
-        patterns: [
-            [1, case.batch][rng.random_range(0..2)],
-            [1, heads][rng.random_range(0..2)],
-        ],
-        ..case
-    };
+    let patterns = [case.batch, heads].map(|own| [1, own][rng.random_range(0..2)]);
+    (case.heads, case.kv_heads, case.patterns) = (heads, kv_heads, patterns);
     let (index, seed) = (rng.random_range(0..6), rng.random());
     match rng.random() {
         true => check_indices(&case, index, seed, std::slice::from_ref(device)),
@@ -203,10 +169,9 @@ pub fn check_random(rng: &mut ChaCha8Rng, device: &Device) {
 pub fn device_layouts_with_all_options(devices: &[Device]) {
     for index in [0, 4, 5] {
         let case = &cases()[index];
-        let seed = 9400 + index as u64;
-        let mask = case.mask(&mut seeded(seed));
+        let (mask, problem) = case.drawn(9400 + index as u64);
         let slopes = (1..=case.heads).map(|head| 0.1 * head as f64);
-        let problem = (case.problem(seed, mask.clone()).with_sinks(8))
+        let problem = (problem.with_sinks(8))
             .options(Some(0.3), Some(2.0))
             .with_slopes(slopes.collect())
             .with_dropout(Dropout::new(0.4, 3))
@@ -221,8 +186,7 @@ pub fn device_layouts_with_all_options(devices: &[Device]) {
 /// A layout serves several calls: the same bits twice, also of a clone, and calls of other widths and heads of keys.
 pub fn device_layouts_are_used_again(devices: &[Device]) {
     let case = &cases()[0];
-    let mask = case.mask(&mut seeded(5));
-    let problem = case.problem(5, mask.clone());
+    let (mask, problem) = case.drawn(5);
     for device in devices {
         let layout = layout_of(case, &mask, device);
         let run = |layout: &DeviceLayout| {
@@ -234,11 +198,8 @@ pub fn device_layouts_are_used_again(devices: &[Device]) {
         let fresh = run(&layout_of(case, &mask, device));
         assert_same_bits(&format!("{what}, a new layout"), &first, &fresh);
         for (kv_heads, head_dim) in [(1, 40), (4, 64)] {
-            let other = Case {
-                kv_heads,
-                head_dim,
-                ..*case
-            };
+            let mut other = *case;
+            (other.kv_heads, other.head_dim) = (kv_heads, head_dim);
             let problem = other.problem(6, mask.clone());
             check(&other, "the same layout", &problem, layout.clone(), device);
         }
@@ -246,30 +207,26 @@ pub fn device_layouts_are_used_again(devices: &[Device]) {
 }
 
 /// Widths and blocks of the tensor-core tiers.
-fn half_cases() -> [Case; 6] {
-    [
-        Case::new("blocks of 16", 300, 300, 16).dim(64),
-        Case::new("blocks of 32", 260, 400, 32).dim(128),
-        Case::new("blocks of 64, grouped heads", 700, 700, 64)
-            .heads(4, 2)
-            .dim(64),
-        Case::new("blocks of 64", 400, 333, 64).dim(128).every_key(),
-        Case::new("blocks of 128", 1000, 1000, 128)
-            .dim(64)
-            .shared(true, false),
-        Case::new("blocks of 128, width 96", 500, 600, 128).dim(96),
-    ]
+const HALVES: &str = "
+    blocks of 16                | 300 300 16    | dim 64
+    blocks of 32                | 260 400 32    | dim 128
+    blocks of 64, grouped heads | 700 700 64    | heads 4 2, dim 64
+    blocks of 64                | 400 333 64    | dim 128, every_key
+    blocks of 128               | 1000 1000 128 | dim 64, patterns 1 2
+    blocks of 128, width 96     | 500 600 128   | dim 96
+";
+
+fn half_cases() -> impl Iterator<Item = Case> {
+    rows(HALVES).into_iter().map(read)
 }
 
 /// Widths and blocks that tensor cores take, where there are any.
 pub fn device_layouts_in_half_precision(devices: &[Device]) {
-    for (index, case) in some_of(half_cases().iter().enumerate(), 2) {
-        let seed = 9500 + index as u64;
-        let mask = case.mask(&mut seeded(seed));
+    for (index, case) in some_of(half_cases().enumerate(), 2) {
+        let (mask, mut problem) = case.drawn(9500 + index as u64);
         for (device, dtype) in halves(devices) {
-            let mut problem = case.problem(seed, mask.clone());
             problem.round_to(dtype);
-            let layout = layout_of(case, &mask, device);
+            let layout = layout_of(&case, &mask, device);
             let call = Call::new(format!("{}, a mask", case.name), &problem, layout);
             call.check_dtype(device, dtype, half_tolerance(dtype));
         }
@@ -281,33 +238,20 @@ pub fn device_layouts_with_relative_bias(devices: &[Device]) {
     let exact = [0, 3, 4, 5, 8].map(|index| (cases()[index], false));
     let half = half_cases().map(|case| (case, true));
     for (index, (case, half)) in exact.into_iter().chain(half).enumerate() {
-        let seed = 9600 + index as u64;
-        let mask = case.mask(&mut seeded(seed));
+        let (mask, problem) = case.drawn(9600 + index as u64);
+        let mut problem = with_distances(index, problem);
         for device in devices {
-            let dtypes = match half {
-                true => (half_dtypes(device).into_iter())
-                    .map(|dtype| (dtype, half_tolerance(dtype)))
-                    .collect(),
-                false => exact_dtypes(device),
-            };
-            for (dtype, tolerance) in dtypes {
-                let mut problem = (case.problem(seed, mask.clone())).with_relative(
-                    seed,
-                    REACHES[index % REACHES.len()],
-                    index.is_multiple_of(2),
-                );
+            let bounds = if half { half_bounds } else { exact_dtypes };
+            for (dtype, tolerance) in bounds(device) {
                 problem.round_to(dtype);
                 let [q, k, v, _] = inputs(&problem, device, dtype);
                 let layout = layout_of(&case, &mask, device);
-                let (out, lse) = SparseAttentionCall::new(q, k, v, &layout)
-                    .tensors(tensors(&problem, device, dtype))
-                    .run_with_lse()
-                    .unwrap();
-                let results = [("out", out.into_data()), ("lse", lse.into_data())];
+                let call = SparseAttentionCall::new(q, k, v, &layout);
+                let call = call.tensors(tensors(&problem, device, dtype));
+                let results = outputs(call.run_with_lse().unwrap());
                 let what = format!("{}, {device:?}, {dtype:?}", case.name);
-                problem
-                    .solve()
-                    .assert(&what, results, &[Near::Tensor(tolerance)]);
+                let bounds = [Near::Tensor(tolerance)];
+                problem.solve().assert(&what, results, &bounds);
             }
         }
     }
@@ -315,7 +259,7 @@ pub fn device_layouts_with_relative_bias(devices: &[Device]) {
 
 /// Bad input is an error that names the argument.
 pub fn device_layout_errors(devices: &[Device]) {
-    let case = Case::new("errors", 64, 64, 16).heads(4, 2);
+    let case = read(["errors", "64 64 16", "heads 4 2"]);
     for device in devices {
         let mask = |dims: [usize; 4]| Tensor::<4>::zeros(dims, device).greater_elem(0.5);
         let of_mask = |dims: [usize; 4], options: DeviceLayoutOptions| {
@@ -349,32 +293,24 @@ pub fn device_layout_errors(devices: &[Device]) {
         let one = BlockLayout::stack_batch(&[one]).unwrap();
         refused! { layout.masked_by(&one) => "patterns' batch must be 1, the layout's, got 3"; }
         let x = Tensor::<4>::zeros([2, 4, 64, 8], device);
-        let call = |layout: &DeviceLayout, options: AttentionOptions| {
-            let call =
-                SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), layout).options(options);
-            let error = call.explain().unwrap_err();
-            assert_eq!(call.run().unwrap_err(), error);
-            error.to_string()
-        };
-        let message = call(&layout, AttentionOptions::default());
-        assert_eq!(message, "q's batch must be 3, the layout's, got 2");
-        let layout = of_mask([1, 1, 4, 4], case.options()).unwrap();
+        let plain = AttentionOptions::default();
+        let own = of_mask([1, 1, 4, 4], case.options()).unwrap();
+        let call = |layout, options| call_of([&x, &x, &x], layout, options);
         let table = Tensor::<2>::zeros([1, 9], &device.clone().autodiff());
         let tensors = AttentionTensors::default().relative_bias(table);
-        let options = AttentionOptions::default();
-        let [q, k, v] = [(); 3].map(|_| x.clone());
-        let called = SparseAttentionCall::new(q, k, v, &layout)
-            .tensors(tensors)
-            .options(options)
-            .run_with_lse();
-        let expected = "relative_bias must be without autodiff for a layout that is made on the device, got with";
-        refused! { called => expected; }
-        let message = call(
-            &layout,
-            AttentionOptions::default().weights(WeightsMode::Store),
-        );
-        let expected =
+        let stored = plain.clone().weights(WeightsMode::Store);
+        let biased = || call(&own, &plain).tensors(tensors.clone());
+        let batch = "q's batch must be 3, the layout's, got 2";
+        let tracked = "relative_bias must be without autodiff for a layout that is made on the device, got with";
+        let store =
             "options.weights must be Recompute for a layout that is made on the device, got Store";
-        assert_eq!(message, expected);
+        refused! {
+            call(&layout, &plain).explain() => batch;
+            call(&layout, &plain).run() => batch;
+            biased().explain() => tracked;
+            biased().run() => tracked;
+            call(&own, &stored).explain() => store;
+            call(&own, &stored).run() => store;
+        }
     }
 }

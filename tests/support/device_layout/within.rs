@@ -3,89 +3,67 @@
 use burn_blocksparse::layout::PaddingMask;
 use burn_sparse_select::{Always, Budget, EstimateKind, Rule};
 
-use crate::device_layout::case::Case;
+use crate::device_layout::case::{Case, read};
 use crate::device_layout::chosen::layout_of;
 use crate::prelude::*;
 
-/// Layouts that cut: windows, stripes, documents, heads that differ, padding, and rows and blocks without anything.
-fn cuts() -> Vec<(Case, BlockLayout)> {
-    let of = |case: Case, pattern: Pattern| {
-        let layout = BlockLayout::new(&pattern, case.shape()).unwrap();
-        (case, layout)
+fn of(case: Case, pattern: Pattern) -> (Case, BlockLayout) {
+    (case, BlockLayout::new(&pattern, case.shape()).unwrap())
+}
+
+/// Of as many real queries and keys of each batch entry.
+fn padded(case: Case, pattern: Pattern, real: [usize; 2]) -> (Case, BlockLayout) {
+    let (case, layout) = of(case, pattern);
+    let entry = |real: usize| {
+        let queries = (0..case.seq_q).map(move |i| i < real);
+        let keys = (0..case.seq_kv).map(move |j| j < real);
+        PaddingMask::default().queries(queries).keys(keys)
     };
-    let halves = Pattern::per_head([Pattern::local(30), Pattern::fixed(32, 4)]);
-    let packed = Pattern::packed([0, 21, 50, 51], Pattern::causal());
-    let padded = |case: Case, pattern: Pattern, real: [usize; 2]| {
-        let (case, layout) = of(case, pattern);
-        let entry = |real: usize| {
-            let queries = (0..case.seq_q).map(move |i| i < real);
-            let keys = (0..case.seq_kv).map(move |j| j < real);
-            PaddingMask::default().queries(queries).keys(keys)
-        };
-        (case, layout.mask_padding(&real.map(entry)).unwrap())
+    (case, layout.mask_padding(&real.map(entry)).unwrap())
+}
+
+/// Layouts that cut: windows, stripes, documents, heads that differ, padding, and rows and blocks without anything. Sizes, what else a case has, the
+/// pattern, and how many queries and keys of each batch entry are real.
+const CUTS: &str = "
+    a window, grouped heads           | 70 70 16    | heads 4 2    | local:40                     |
+    stripes, one choice for all       | 100 100 32  | patterns 1 1 | fixed:64,8                   |
+    heads that differ, one choice     | 90 90 8     | patterns 1 1 | local:30 / fixed:32,4        |
+    heads that differ                 | 65 131 16   | heads 2 1    | local:30 / fixed:32,4        |
+    documents                         | 80 80 8     |              | packed:0,21,50,51(causal)    |
+    keys on both sides, fewer queries | 30 61 8     |              | window:13                    |
+    padding                           | 70 70 16    |              | causal                       | 70 37
+    padding, one choice for all       | 64 64 8     | patterns 1 1 | dense                        | 9 0
+    blocks of 64                      | 200 200 64  | dim 64       | local:100                    |
+    blocks of 128, stripes            | 300 300 128 | dim 64       | strided:60                   |
+";
+
+/// The cases and layouts of such a table.
+pub fn layouts(table: &'static str) -> Vec<(Case, BlockLayout)> {
+    let layout = |[name, sizes, rest, pattern, real]: [&'static str; 5]| {
+        let (case, pattern) = (read([name, sizes, rest]), pattern.parse().unwrap());
+        match real {
+            "" => of(case, pattern),
+            real => padded(case, pattern, all(real)),
+        }
     };
-    vec![
-        of(
-            Case::new("a window, grouped heads", 70, 70, 16).heads(4, 2),
-            Pattern::local(40),
-        ),
-        of(
-            Case::new("stripes, one choice for all", 100, 100, 32).shared(true, true),
-            Pattern::fixed(64, 8),
-        ),
-        of(
-            Case::new("heads that differ, one choice", 90, 90, 8).shared(true, true),
-            halves.clone(),
-        ),
-        of(
-            Case::new("heads that differ", 65, 131, 16).heads(2, 1),
-            halves,
-        ),
-        of(Case::new("documents", 80, 80, 8), packed),
-        of(
-            Case::new("keys on both sides, fewer queries", 30, 61, 8),
-            Pattern::window(13),
-        ),
-        padded(
-            Case::new("padding", 70, 70, 16),
-            Pattern::causal(),
-            [70, 37],
-        ),
-        padded(
-            Case::new("padding, one choice for all", 64, 64, 8).shared(true, true),
-            Pattern::dense(),
-            [9, 0],
-        ),
-        of(
-            Case::new("blocks of 64", 200, 200, 64).dim(64),
-            Pattern::local(100),
-        ),
-        of(
-            Case::new("blocks of 128, stripes", 300, 300, 128).dim(64),
-            Pattern::strided(60),
-        ),
-    ]
+    rows(table).into_iter().map(layout).collect()
 }
 
 /// The problem in which the chosen blocks of a layout have its pairs.
 fn problem(case: &Case, layout: &BlockLayout, seed: u64, mask: Vec<bool>) -> Problem {
-    let case = *case;
-    let entries = layout.batch().unwrap_or(1);
-    let all = (0..entries).flat_map(|entry| (0..case.heads).map(move |head| (entry, head)));
-    let dense: Vec<_> = all.map(|(e, h)| layout.to_dense_batch(e, h)).collect();
+    let (case, allows) = (*case, pairs_of(layout));
     Problem::random(case.sizes(), seed, move |batch, head, i, j| {
         let [batches, patterns, q_blocks, kv_blocks] = case.dims();
         let pattern = batch.min(batches - 1) * patterns + head / (case.heads / patterns);
         let row = pattern * q_blocks + i / case.block_size;
-        mask[row * kv_blocks + j / case.block_size]
-            && dense[batch.min(entries - 1) * case.heads + head][i][j]
+        mask[row * kv_blocks + j / case.block_size] && allows(batch, head, i, j)
     })
     .with_grad_lse(seed)
 }
 
 /// Masks and indices.
 pub fn blocks_within_a_layout_equal_f64(devices: &[Device]) {
-    for (index, (case, layout)) in cuts().iter().enumerate() {
+    for (index, (case, layout)) in layouts(CUTS).iter().enumerate() {
         let seed = 9700 + index as u64;
         let mask = case.mask(&mut seeded(seed));
         let problem = problem(case, layout, seed, mask.clone());
@@ -107,8 +85,7 @@ fn of_indices(case: &Case, mask: &[bool], device: &Device) -> DeviceLayout {
     for (at, _) in mask.iter().enumerate().filter(|(_, kept)| **kept) {
         indices[at] = (at % kv_blocks) as i32;
     }
-    let indices = TensorData::new(indices, case.dims());
-    let indices = Tensor::<4, Int>::from_data(indices, device);
+    let indices = ints_of(&indices, case.dims(), device);
     let counts = Tensor::<3, Int>::full([batch, heads, q_blocks], kv_blocks as i32, device);
     DeviceLayout::from_block_indices(indices, counts, case.options()).unwrap()
 }
@@ -134,23 +111,19 @@ pub fn check_counts(case: &Case, chosen: &DeviceLayout) {
 
 /// Rules see a layout's blocks alone. The host has the choice from the same scores; attention shows that of the device.
 pub fn rules_within_a_layout(devices: &[Device]) {
+    let (p, min, max) = (0.6137, 1, 5);
+    let share = Budget::TopP { p, min, max };
     let keeps = [
         Budget::TopK(2),
         Budget::Ratio(0.4),
-        Budget::TopP {
-            p: 0.6137,
-            min: 1,
-            max: 5,
-        },
+        share,
         Budget::MinP(0.5137),
     ];
     let forced = [(0, 0), (1, 1), (2, 3), (0, 2)];
-    for (index, (case, layout)) in cuts().iter().enumerate() {
+    for (index, (case, layout)) in layouts(CUTS).iter().enumerate() {
         let mut rng = seeded(9800 + index as u64);
-        for (turn, kind) in [EstimateKind::Probability, EstimateKind::Logit]
-            .into_iter()
-            .enumerate()
-        {
+        let kinds = [EstimateKind::Probability, EstimateKind::Logit];
+        for (turn, kind) in kinds.into_iter().enumerate() {
             let (first, local) = forced[(index + turn) % 4];
             let rule = Rule {
                 kind,
@@ -158,12 +131,12 @@ pub fn rules_within_a_layout(devices: &[Device]) {
                 forced: Always { first, local },
             };
             // Few numbers, of which no sum is near a share that a rule asks for; some are no numbers.
-            let scores: Vec<f32> = (0..case.dims().iter().product())
-                .map(|_| match rng.random_range(0..12) {
-                    0 => f32::NAN,
-                    _ => rng.random_range(0..19) as f32 / 7.3,
-                })
-                .collect();
+            let mut score = |_| match rng.random_range(0..12) {
+                0 => f32::NAN,
+                _ => rng.random_range(0..19) as f32 / 7.3,
+            };
+            let scores = (0..case.dims().iter().product()).map(&mut score);
+            let scores: Vec<f32> = scores.collect();
             let problem = problem(case, layout, 9900 + index as u64, vec![true; scores.len()]);
             for device in devices {
                 let scores = floats(&scores, case.dims(), device);
@@ -173,12 +146,10 @@ pub fn rules_within_a_layout(devices: &[Device]) {
                 let host = chosen.to_host().unwrap();
                 let [q, k, v, _] = inputs(&problem, device, DType::F32);
                 let options = AttentionOptions::default();
-                let (out, lse) = attend_with_lse([&q, &k, &v], &chosen, &options);
-                let (expected, of_host) = attend_with_lse([&q, &k, &v], &host, &options);
+                let got = outputs(attend_with_lse([&q, &k, &v], &chosen, &options));
+                let expected = outputs(attend_with_lse([&q, &k, &v], &host, &options));
                 let what = format!("{}, {rule:?}, {device:?}", case.name);
-                assert_close(&what, out.into_data(), &to_f64(expected.into_data()), 1e-5);
-                let finite = |lse: Tensor<3>| lse.clamp_min(-1e4).into_data();
-                assert_close(&what, finite(lse), &to_f64(finite(of_host)), 1e-5);
+                assert_alike(&what, got, expected, 1e-5);
             }
         }
     }
@@ -186,7 +157,7 @@ pub fn rules_within_a_layout(devices: &[Device]) {
 
 /// The same bits, twenty times, of a choice within a layout.
 pub fn layouts_within_give_the_same_bits(devices: &[Device]) {
-    let (case, layout) = &cuts()[0];
+    let (case, layout) = &layouts(CUTS)[0];
     let mut rng = seeded(9999);
     let mask = case.mask(&mut rng);
     let problem = problem(case, layout, 9999, mask.clone());

@@ -42,11 +42,7 @@ fn run_seeds(devices: &[Device], first: u64, count: u64) {
         failed.extend(failing_seeds(device, CASES, first, count, |seed, case| {
             let fuzz = Fuzz::new(seed, device);
             let attention = catch_unwind(AssertUnwindSafe(|| fuzz.check(device)));
-            let part = if attention.is_err() {
-                "attention"
-            } else {
-                "the other check"
-            };
+            let part = ["the other check", "attention"][usize::from(attention.is_err())];
             *case = format!("{part}: {fuzz:?}");
             more(&fuzz, device);
             attention.unwrap_or_else(|error| resume_unwind(error));
@@ -82,9 +78,9 @@ pub fn assert_none(failed: &[u64]) {
 /// A number that an environment variable says.
 pub fn number(name: &str, default: u64) -> u64 {
     match std::env::var(name) {
-        Ok(text) => text
-            .parse()
-            .unwrap_or_else(|_| panic!("{name} must be a number, got {text}")),
+        Ok(text) => {
+            (text.parse()).unwrap_or_else(|_| panic!("{name} must be a number, got {text}"))
+        }
         Err(_) => default,
     }
 }
@@ -368,11 +364,8 @@ impl Fuzz {
             }
             None => call.run(device, self.dtype),
         };
-        answer.assert(
-            "",
-            results,
-            &[Near::Terms(tolerance), Near::Rows(self.dtype)],
-        );
+        let bounds = [Near::Terms(tolerance), Near::Rows(self.dtype)];
+        answer.assert("", results, &bounds);
     }
 
     /// As [`crate::attention::plain::half_precision_is_as_good_as_dense`].
@@ -428,10 +421,8 @@ pub fn half_precision_sees_a_small_bias(device: &Device) {
         }
         let got = wrong.solve_rounded(fuzz.dtype);
         let parts = of_bounds(&got);
-        assert!(
-            parts.iter().any(|&part| part > 1.0),
-            "{seed}: {parts:?} of the bounds, {fuzz:?}"
-        );
+        let is_right = parts.iter().any(|&part| part > 1.0);
+        assert!(is_right, "{seed}: {parts:?} of the bounds, {fuzz:?}");
         cases += 1;
         by_tensors += usize::from(RESULTS.iter().any(|name| {
             let Expected { values, terms, .. } = exact.result(name);
@@ -513,16 +504,14 @@ fn any_pattern(rng: &mut impl Rng, heads: usize, seq: usize, depth: usize) -> Pa
         7 => Pattern::prefix_lm(rng.random_range(0..=seq)),
         8 => Pattern::streaming(up_to(rng, 60), rng.random_range(0..20)),
         9 => Pattern::dilated_window(rng.random_range(0..30), up_to(rng, 8)),
-        10 => Pattern::chunked_window(
-            up_to(rng, 50),
-            rng.random_range(0..3),
-            rng.random_range(0..3),
-        ),
-        11 => Pattern::longformer(
-            rng.random_range(0..20),
-            up_to(rng, 3),
-            positions(rng, seq, 5),
-        ),
+        10 => {
+            let size = up_to(rng, 50);
+            Pattern::chunked_window(size, rng.random_range(0..3), rng.random_range(0..3))
+        }
+        11 => {
+            let window = rng.random_range(0..20);
+            Pattern::longformer(window, up_to(rng, 3), positions(rng, seq, 5))
+        }
         12 => {
             let block = up_to(rng, 32);
             let random = rng.random_range(0..4);

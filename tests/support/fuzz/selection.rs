@@ -1,6 +1,8 @@
 //! Random choices by content: methods, rules, forced blocks, shapes, patterns that cut, padding and inputs of many kinds, against f64. A seed is a case.
 
-use burn_sparse_select::{Candidates, EstimateInputs, Selection, attention_selected_with_lse};
+use burn_sparse_select::{
+    Budget, Candidates, EstimateInputs, Selection, attention_selected_with_lse,
+};
 
 use crate::fuzz::attention::{SEED, assert_none, failing_seeds, number, pick};
 use crate::judge::estimate::entry_of;
@@ -142,15 +144,9 @@ impl Fuzz {
             false => 1 + rng.random_range(0..90),
         };
         let kv_heads = rng.random_range(1..3);
-        let sizes = Sizes::new(
-            [
-                rng.random_range(1..4),
-                kv_heads * rng.random_range(1..4),
-                kv_heads,
-            ],
-            [seq_q, seq_kv],
-            [pick(rng, &[4, 8, 16]), 8],
-        );
+        let [batch, group] = [(); 2].map(|()| rng.random_range(1..4));
+        let dims = [pick(rng, &[4, 8, 16]), 8];
+        let sizes = Sizes::new([batch, kv_heads * group, kv_heads], [seq_q, seq_kv], dims);
         let causal = selection.estimator().traits().causal_only || rng.random_range(0..3) > 0;
         let pattern = (!by_query && rng.random_range(0..3) == 0).then(|| {
             let any = [
@@ -188,11 +184,8 @@ impl Fuzz {
     }
 
     fn layout(&self) -> Option<BlockLayout> {
-        let shape = LayoutShape::new(
-            self.sizes.heads,
-            [self.sizes.seq_q, self.sizes.seq_kv],
-            self.selection.estimator().grid().block,
-        );
+        let (s, block) = (self.sizes, self.selection.estimator().grid().block);
+        let shape = LayoutShape::new(s.heads, [s.seq_q, s.seq_kv], block);
         let pattern = self.pattern.as_ref()?;
         Some(BlockLayout::new(pattern, shape).unwrap())
     }
@@ -279,16 +272,12 @@ impl Fuzz {
                 continue;
             }
             if others.is_empty() {
-                others = (1..9)
-                    .map(|shake| self.judged(&q, &k, layout.as_ref(), shake))
-                    .collect();
+                let shaken = (1..9).map(|shake| self.judged(&q, &k, layout.as_ref(), shake));
+                others = shaken.collect();
             }
             let is_unclear = others.iter().any(|other| of(other) != of(&judged));
-            assert!(
-                is_unclear,
-                "entry {entry}, head {head}, row {row}: {got:?}, expected {:?}",
-                of(&judged)
-            );
+            let (what, expected) = (format!("{entry}, {head}, {row}"), of(&judged));
+            assert!(is_unclear, "{what}: {got:?}, expected {expected:?}");
             seen.unclear += 1;
         }
         if self.seed.is_multiple_of(4) {
@@ -302,36 +291,24 @@ impl Fuzz {
     }
 
     fn rows(&self, host: &BlockLayout) -> Vec<(usize, usize, usize)> {
-        let mut rows = Vec::new();
-        for entry in 0..self.sizes.batch {
-            for head in 0..self.sizes.heads {
-                rows.extend((0..host.q_blocks()).map(|row| (entry, head, row)));
-            }
-        }
-        rows
+        let (heads, rows) = (self.sizes.heads, host.q_blocks());
+        let place = |at| (at / rows / heads, at / rows % heads, at % rows);
+        (0..self.sizes.batch * heads * rows).map(place).collect()
     }
 
     /// Of what is no number any choice is one that is allowed, and the same again.
     fn check_legal(&self, call: &EstimateInputs, within: Candidates, host: &BlockLayout) {
         let again = self.selection.choose_among(call, within).unwrap();
         assert!(again.layout.to_host().unwrap() == *host);
-        let everything = self
-            .selection
-            .clone()
-            .with_budget(burn_sparse_select::Budget::Ratio(1.0));
+        let everything = self.selection.clone().with_budget(Budget::Ratio(1.0));
         let Ok(all) = everything.choose_among(call, within) else {
             return;
         };
         let all = all.layout.to_host().unwrap();
         for (entry, head, row) in self.rows(host) {
-            let (got, all) = (
-                blocks(host, entry, head, row),
-                blocks(&all, entry, head, row),
-            );
-            assert!(
-                got.iter().all(|block| all.contains(block)),
-                "{got:?} of {all:?}"
-            );
+            let [got, all] = [host, &all].map(|of| blocks(of, entry, head, row));
+            let is_part = got.iter().all(|block| all.contains(block));
+            assert!(is_part, "{got:?} of {all:?}");
         }
     }
 
@@ -345,13 +322,7 @@ impl Fuzz {
         attend: impl Fn(Tensor<4>, Tensor<4>, Tensor<4>) -> (Tensor<4>, Tensor<3>),
     ) {
         let s = self.sizes;
-        let dense: Vec<_> = (self.rows(host).into_iter())
-            .filter(|(.., row)| *row == 0)
-            .map(|(entry, head, _)| host.to_dense_batch(entry, head))
-            .collect();
-        let mut problem = Problem::random(s, self.seed, move |batch, head, i, j| {
-            dense[batch * s.heads + head][i][j]
-        });
+        let mut problem = Problem::random(s, self.seed, pairs_of(host));
         (problem.q, problem.k) = (q, k);
         let mut problem = problem.with_grad_lse(self.seed);
         problem.round_to(DType::F32);
@@ -372,23 +343,20 @@ impl Fuzz {
         let judged = self.judged(&q, &k, None, 0);
         let unclear = (1..9).any(|shake| self.judged(&q, &k, None, shake) != judged);
         let rows = self.sizes.batch * self.sizes.heads * self.sizes.seq_q;
+        let seen = |unclear, attended| Seen {
+            rows,
+            unclear,
+            attended,
+        };
         if unclear {
-            return Seen {
-                rows,
-                unclear: 1,
-                attended: 0,
-            };
+            return seen(1, 0);
         }
         let layout = BlockLayout::stack_batch(&judged).unwrap();
         self.check_attention(device, q, k, &layout, |q, k, v| {
             let options = AttentionOptions::default();
             attention_selected_with_lse(q, k, v, &self.selection, options).unwrap()
         });
-        Seen {
-            rows,
-            unclear: 0,
-            attended: 1,
-        }
+        seen(0, 1)
     }
 }
 

@@ -19,14 +19,14 @@ fn model(pattern: Pattern, device: &Device) -> SparseTransformer {
 
 /// With selections, by which there are no sinks.
 fn model_with(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTransformer {
-    config(pattern, selections, device)
-        .try_init(device)
-        .unwrap()
+    let config = config(pattern, selections, device);
+    config.try_init(device).unwrap()
 }
 
 fn config(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTransformerConfig {
     device.seed(7);
     let chosen = selections.iter().map(|text| text.parse().unwrap());
+    let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
     SparseTransformerConfig::new(32, 4, Factorization::from(pattern))
         .with_vocab_size(VOCAB)
         .with_context(CONTEXT)
@@ -34,11 +34,7 @@ fn config(pattern: Pattern, selections: &[&str], device: &Device) -> SparseTrans
         .with_block_size(8)
         .with_n_kv_heads(Some(2))
         .with_init_scale(1.0)
-        .with_attention(Some(
-            BlockAttentionConfig::new()
-                .with_rope_theta(Some(1000.0))
-                .with_sinks(selections.is_empty()),
-        ))
+        .with_attention(Some(attention.with_sinks(selections.is_empty())))
         .with_selections((!selections.is_empty()).then(|| chosen.collect()))
 }
 
@@ -112,9 +108,8 @@ fn replayed_equals_plain(
     tolerance: f32,
     device: &Device,
 ) {
-    let config = KvPoolConfig::new(3, CONTEXT)
-        .with_page_size(16)
-        .with_dtype(dtype);
+    let config = KvPoolConfig::new(3, CONTEXT).with_page_size(16);
+    let config = config.with_dtype(dtype);
     let mut pair = Pair::new(model, &config, tolerance, device);
     let [a, b] = [(); 2].map(|()| pair.join());
     pair.step(&[(a, 5)], 0);
@@ -174,15 +169,12 @@ impl<'a> Pair<'a> {
 
     /// Gives sequences so many tokens each, and compares the logits behind all of them.
     fn step(&mut self, counts: &[(SequenceId, usize)], seed: usize) {
-        let steps: Vec<KvStep> = counts
-            .iter()
-            .map(|&(id, count)| KvStep::new(id, count))
-            .collect();
+        let steps = counts.iter().map(|&(id, count)| KvStep::new(id, count));
+        let steps: Vec<KvStep> = steps.collect();
         let seq = counts.iter().map(|(_, count)| *count).max().unwrap();
         let shape = [steps.len(), seq];
-        let tokens: Vec<u32> = (0..steps.len() * seq)
-            .map(|i| ((i * 5 + seed * 3) % VOCAB) as u32)
-            .collect();
+        let tokens = (0..steps.len() * seq).map(|i| ((i * 5 + seed * 3) % VOCAB) as u32);
+        let tokens: Vec<u32> = tokens.collect();
         let data: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
         let data = Tensor::<2, Int>::from_data(TensorData::new(data, shape), self.device);
         let model = self.decoder.model();
@@ -319,25 +311,23 @@ pub fn replayed_decoding_says_what_runs_one_by_one(devices: &[Device]) {
         let config = KvPoolConfig::new(1, CONTEXT)
             .with_page_size(16)
             .with_chunk(9);
-        let rows = [
+        let evicting = config.clone().with_eviction(EvictionConfig::h2o(8, 4));
+        let evicting = evicting.with_dtype(KvDtype::Int8);
+        let (strided, causal) = (
+            model(Pattern::strided(4), device),
+            model(Pattern::causal(), device),
+        );
+        let chooses = model_with(Pattern::causal(), &["quest:16,48,1"], device);
+        for (model, config, reason) in [
+            (strided, &config, "the keys of a query are gathered"),
+            (chooses, &config, "several tokens of a sequence choose keys"),
             (
-                model(Pattern::strided(4), device),
-                config.clone(),
-                "the keys of a query are gathered",
-            ),
-            (
-                model_with(Pattern::causal(), &["quest:16,48,1"], device),
-                config.clone(),
-                "several tokens of a sequence choose keys",
-            ),
-            (
-                model(Pattern::causal(), device),
-                (config.with_eviction(EvictionConfig::h2o(8, 4))).with_dtype(KvDtype::Int8),
+                causal,
+                &evicting,
                 "attention to keys in eight bits is summed up",
             ),
-        ];
-        for (model, config, reason) in rows {
-            let mut pair = Pair::new(model, &config, 1e-2, device);
+        ] {
+            let mut pair = Pair::new(model, config, 1e-2, device);
             let id = pair.join();
             for (seed, count) in [9, 2, 2].into_iter().enumerate() {
                 pair.step(&[(id, count)], seed);

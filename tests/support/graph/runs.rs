@@ -17,11 +17,8 @@ pub fn fixed_tensors_are_overwritten(devices: &[Device]) {
             for first in [7, -100, 0] {
                 ids.write(data(first)).unwrap();
                 let read = clone.tensor().into_data().convert::<i32>();
-                assert_eq!(
-                    read.try_into_vec::<i32>().unwrap(),
-                    numbers(first),
-                    "{device:?}"
-                );
+                let expected = numbers(first);
+                assert_eq!(read.try_into_vec::<i32>().unwrap(), expected, "{device:?}");
             }
             let floats = |x: f32| TensorData::new(vec![x, 2.0 * x, -x], [3]);
             let x = StaticInput::<1>::new(floats(0.5), &device).unwrap();

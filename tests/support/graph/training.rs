@@ -33,10 +33,8 @@ fn dropped_with(
     let layout = Pattern::fixed(8, 2).layout(2, 24, 8).expect("fits");
     let options = AttentionOptions::default().dropout(Dropout::new(0.3, seed));
     let attended = |x: &Tensor<4>| {
-        SparseAttentionCall::new(x.clone(), x.clone(), x.clone(), &layout)
-            .options(options.clone())
-            .run()
-            .map(|output| output.out)
+        let call = call_of([x; 3], &layout, &options);
+        call.run().map(|output| output.out)
     };
     let stream = ElementDropout::new(0.4, seed.derive(1), 2);
     let normed = |x: &Tensor<4>| {
@@ -118,6 +116,10 @@ fn refused<T: std::fmt::Debug>(
     replayed.run().expect_err("a refusal")
 }
 
+fn assert_is_recordings(error: &OpError) {
+    assert!(matches!(error, OpError::Recording { .. }), "{error}");
+}
+
 /// Host data and numbers that replays would not take again are errors of the recorded run, and the device goes on.
 pub fn recordings_refuse_what_would_be_frozen(devices: &[Device]) {
     for device in devices {
@@ -125,11 +127,9 @@ pub fn recordings_refuse_what_would_be_frozen(devices: &[Device]) {
         let records = is_cube(device);
         let q = Tensor::<4>::random([1, 2, 32, 16], Distribution::Default, device);
         let layout = |window| Pattern::local(window).layout(2, 32, 8).expect("fits");
-        let call = |layout: &_, options| {
-            SparseAttentionCall::new(q.clone(), q.clone(), q.clone(), layout)
-                .options(options)
-                .run()
-                .map(|output| output.out)
+        let call = |layout: &BlockLayout, options| {
+            let call = call_of([&q; 3], layout, &options);
+            call.run().map(|output| output.out)
         };
         let plain = AttentionOptions::default();
         let warm = layout(9);
@@ -139,7 +139,7 @@ pub fn recordings_refuse_what_would_be_frozen(devices: &[Device]) {
             4 => call(&layout(13), plain.clone()),
             _ => call(&warm, plain.clone()),
         });
-        assert!(matches!(error, OpError::Recording { .. }), "{error}");
+        assert_is_recordings(&error);
         if records {
             let error = refused(device, |run| {
                 let alibi = plain.clone().alibi(match run {
@@ -148,7 +148,7 @@ pub fn recordings_refuse_what_would_be_frozen(devices: &[Device]) {
                 });
                 call(&warm, alibi)
             });
-            assert!(matches!(error, OpError::Recording { .. }), "{error}");
+            assert_is_recordings(&error);
         }
         let frozen = "dropout's seed would be the same in every replay of a recording: take it from a DeviceSeed";
         let error = refused(device, |run| {
@@ -165,11 +165,10 @@ pub fn recordings_refuse_what_would_be_frozen(devices: &[Device]) {
             let seed = seed.seed().derive(run as u64 / 4);
             dropout(ones.clone(), &ElementDropout::new(0.1, seed, 0))
         });
-        assert!(matches!(error, OpError::Recording { .. }), "{error}");
+        assert_is_recordings(&error);
 
         let fixed = StaticInput::<1>::new(TensorData::from([1f32]), device).unwrap();
-        let error = refused(device, |_| fixed.write(TensorData::from([2f32])));
-        assert!(matches!(error, OpError::Recording { .. }), "{error}");
+        assert_is_recordings(&refused(device, |_| fixed.write(TensorData::from([2f32]))));
 
         let model = Linear::new(device);
         let error = optimizer_refused(device, model.clone(), false, false);
@@ -334,10 +333,8 @@ impl Setup {
         let (rows, context) = (self.batch, self.config.context);
         [0, 1].map(|offset| {
             let number = |i: usize| ((i + offset) * (step + 3) / 2 % self.config.vocab_size) as i32;
-            TensorData::new(
-                (0..rows * context).map(number).collect::<Vec<i32>>(),
-                [rows, context],
-            )
+            let numbers: Vec<i32> = (0..rows * context).map(number).collect();
+            TensorData::new(numbers, [rows, context])
         })
     }
 
@@ -351,11 +348,8 @@ impl Setup {
 
     fn evaluate(&self, model: &SparseTransformer, device: &Device) -> f32 {
         let [tokens, targets] = self.data(1_000).map(|data| Tensor::from_data(data, device));
-        model
-            .valid()
-            .try_loss(tokens, targets)
-            .unwrap()
-            .into_scalar()
+        let loss = model.valid().try_loss(tokens, targets);
+        loss.unwrap().into_scalar()
     }
 
     fn trained(
@@ -408,9 +402,8 @@ impl Setup {
         let mut optimizer = Self::optimizer();
         let control = Rc::new(optimizer.control(&model).unwrap());
         let state = Rc::new(RefCell::new(Some((model, optimizer))));
-        let [tokens, targets] = self
-            .data(0)
-            .map(|data| StaticInput::<2, Int>::new(data, device).unwrap());
+        let input = |data| StaticInput::<2, Int>::new(data, device).unwrap();
+        let [tokens, targets] = self.data(0).map(input);
         let seed = Rc::new(DeviceSeed::new(0, device).unwrap());
         let calls = Rc::new(Cell::new(0));
         let mut replayed = CapturedGraph::new(device, {
@@ -420,31 +413,23 @@ impl Setup {
             move || {
                 calls.set(calls.get() + 1);
                 let (model, mut optimizer) = state.take().expect("no step failed");
-                let (loss, gradients) = model.loss_and_gradients(
-                    tokens.tensor(),
-                    targets.tensor(),
-                    seed.seed(),
-                    recompute,
-                )?;
+                let [x, y] = [tokens.tensor(), targets.tensor()];
+                let (loss, gradients) = model.loss_and_gradients(x, y, seed.seed(), recompute)?;
                 let (model, norm) = optimizer.step_prepared(&control, model, gradients)?;
                 state.replace(Some((model, optimizer)));
                 Ok::<_, TransformerError>(Tensor::cat(vec![loss, norm], 0))
             }
         })
         .unwrap();
-        let trained = self.trained(
-            device,
-            |step| {
-                let [of_tokens, of_targets] = self.data(step);
-                tokens.write(of_tokens).unwrap();
-                targets.write(of_targets).unwrap();
-                seed.write(Self::seed(step)).unwrap();
-                control.prepare(Self::rate(step)).unwrap();
-                let measured = replayed.run();
-                measured.expect("a step").clone()
-            },
-            &state,
-        );
+        let take = |step| {
+            let [of_tokens, of_targets] = self.data(step);
+            tokens.write(of_tokens).unwrap();
+            targets.write(of_targets).unwrap();
+            seed.write(Self::seed(step)).unwrap();
+            control.prepare(Self::rate(step)).unwrap();
+            replayed.run().expect("a step").clone()
+        };
+        let trained = self.trained(device, take, &state);
         let recorded = replayed.is_recorded();
         assert_eq!(calls.get(), if recorded { 4 } else { self.steps });
         assert_eq!(control.steps(), self.steps);
@@ -475,33 +460,40 @@ impl Setup {
     }
 }
 
-/// Losses, norms, evaluations in between, parameters and moments are the same bits with steps that are replayed: with dropout of everything, a schedule and
-/// clipping, and with recomputation.
-pub fn replayed_training_equals_plain_training(devices: &[Device]) {
-    let setup = |d_model, context, precision, steps| Setup {
-        config: SparseTransformerConfig::new(
-            d_model,
-            2,
-            Factorization::from(Pattern::fixed(context / 4, context / 16)),
-        )
+/// Of a width and a context, with dropout of everything.
+fn setup(
+    [d_model, context]: [usize; 2],
+    pattern: Pattern,
+    precision: Precision,
+    steps: usize,
+) -> Setup {
+    let config = SparseTransformerConfig::new(d_model, 2, Factorization::from(pattern))
         .with_vocab_size(13)
         .with_context(context)
         .with_n_layers(2)
         .with_block_size(if context < 128 { 8 } else { 32 })
         .with_dropout(0.2)
         .with_attention(Some(BlockAttentionConfig::new().with_dropout(0.1)))
-        .with_precision(precision),
+        .with_precision(precision);
+    Setup {
+        config,
         recompute: Recompute::None,
         batch: 2,
         steps,
-    };
+    }
+}
+
+/// Losses, norms, evaluations in between, parameters and moments are the same bits with steps that are replayed: with dropout of everything, a schedule and
+/// clipping, and with recomputation.
+pub fn replayed_training_equals_plain_training(devices: &[Device]) {
+    let fixed = |context: usize| Pattern::fixed(context / 4, context / 16);
     let mut ran = 0;
     for device in devices {
-        let mut setups = vec![setup(16, 32, Precision::F32, 24)];
+        let mut setups = vec![setup([16, 32], fixed(32), Precision::F32, 24)];
         let kernels = is_cube(device);
         if kernels && device.supports_dtype(DType::BF16) {
             // The kernels on tensor cores, where there are any.
-            let mixed = setup(128, 256, Precision::Bf16, 24);
+            let mixed = setup([128, 256], fixed(256), Precision::Bf16, 24);
             let segments = Recompute::Segments(1.try_into().expect("one"));
             let keeping = Recompute::SegmentsSavingAttention(1.try_into().expect("one"));
             for recompute in [Recompute::None, Recompute::Mlp, segments, keeping] {
@@ -531,20 +523,11 @@ pub fn replayed_training_chooses_as_plain_training(devices: &[Device]) {
             if text.starts_with("msa") && !is_cube(device) {
                 continue;
             }
-            let config =
-                SparseTransformerConfig::new(32, 2, Factorization::from(Pattern::causal()))
-                    .with_vocab_size(13)
-                    .with_context(64)
-                    .with_n_layers(1)
-                    .with_block_size(8)
-                    .with_dropout(0.2);
-            let config = config.with_content(Some(text.parse().unwrap()));
-            let setup = Setup {
-                config,
-                recompute: Recompute::None,
-                batch: 1,
-                steps: 12,
-            };
+            let mut setup = setup([32, 64], Pattern::causal(), Precision::F32, 12);
+            setup.config =
+                (setup.config.with_n_layers(1)).with_content(Some(text.parse().unwrap()));
+            setup.config.attention = None;
+            setup.batch = 1;
             setup.check(device, text);
             ran += 1;
         }

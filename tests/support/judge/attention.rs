@@ -102,12 +102,8 @@ pub struct Bias {
 impl Bias {
     fn place(&self, batch: usize, head: usize, i: usize, j: usize) -> usize {
         let [batches, heads, queries, keys] = self.shape;
-        let (batch, head, i) = (
-            batch.min(batches - 1),
-            head.min(heads - 1),
-            i.min(queries - 1),
-        );
-        ((batch * heads + head) * queries + i) * keys + j
+        let row = batch.min(batches - 1) * heads + head.min(heads - 1);
+        (row * queries + i.min(queries - 1)) * keys + j
     }
 }
 
@@ -240,11 +236,10 @@ impl Problem {
         allowed: impl Fn(usize, usize, usize, usize) -> bool + 'static,
     ) -> Self {
         let mut rng = seeded(seed);
+        // Sum of uniforms: near enough to normal, with a few scores above 1.
+        let mut number = |_| (0..4).map(|_| rng.random::<f64>() - 0.5).sum::<f64>() * 1.7;
         let mut normal = |shape: [usize; 4]| -> Vec<f64> {
-            // Sum of uniforms: near enough to normal, with a few scores above 1.
-            (0..shape.iter().product::<usize>())
-                .map(|_| (0..4).map(|_| rng.random::<f64>() - 0.5).sum::<f64>() * 1.7)
-                .collect()
+            (0..shape.iter().product()).map(&mut number).collect()
         };
         Self {
             q: normal(sizes.q()),
@@ -350,17 +345,11 @@ impl Problem {
 
     /// Rounds every input, so that the answer is that of inputs a dtype can hold.
     pub fn round_to(&mut self, dtype: DType) {
-        let options = [
-            self.sinks.as_mut(),
-            self.bias.as_mut().map(|bias| &mut bias.values),
-            self.relative.as_mut().map(|table| &mut table.values),
-        ];
-        for values in [&mut self.q, &mut self.k, &mut self.v, &mut self.grad_out]
-            .into_iter()
-            .chain(options.into_iter().flatten())
-        {
-            round_to(values, dtype);
-        }
+        let inputs = [&mut self.q, &mut self.k, &mut self.v, &mut self.grad_out].into_iter();
+        let bias = self.bias.as_mut().map(|bias| &mut bias.values);
+        let table = self.relative.as_mut().map(|table| &mut table.values);
+        let all = inputs.chain(&mut self.sinks).chain(bias).chain(table);
+        all.for_each(|values| round_to(values, dtype));
     }
 
     pub fn solve(&self) -> Answer {
@@ -385,6 +374,8 @@ impl Problem {
         let rows = |shape: [usize; 4]| vec![Spread::default(); shape[..3].iter().product()];
         let numbers = |count: usize| vec![Spread::default(); count];
         let zeros = |shape: [usize; 4]| vec![0.0; shape.iter().product()];
+        let of_bias = self.bias.as_ref().map_or(0, |bias| bias.values.len());
+        let of_table = self.relative.as_ref().map_or(0, |table| table.values.len());
         let mut answer = Answer {
             out: zeros(s.out()),
             lse: vec![f64::NEG_INFINITY; s.batch * s.heads * s.seq_q],
@@ -394,8 +385,8 @@ impl Problem {
             dk: zeros(s.k()),
             dv: zeros(s.v()),
             dsinks: vec![0.0; s.heads],
-            dbias: vec![0.0; self.bias.as_ref().map_or(0, |bias| bias.values.len())],
-            drelative: vec![0.0; self.relative.as_ref().map_or(0, |table| table.values.len())],
+            dbias: vec![0.0; of_bias],
+            drelative: vec![0.0; of_table],
             score_terms: 0.0,
             relative_terms: 0.0,
             bias_terms: 0.0,
@@ -405,18 +396,14 @@ impl Problem {
                 dq: rows(s.q()),
                 dk: rows(s.k()),
                 dv: rows(s.v()),
-                dbias: numbers(self.bias.as_ref().map_or(0, |bias| bias.values.len())),
-                drelative: numbers(self.relative.as_ref().map_or(0, |table| table.values.len())),
+                dbias: numbers(of_bias),
+                drelative: numbers(of_table),
                 dsinks: numbers(s.heads),
             },
         };
         let mut terms = answer.drelative.clone();
-        for batch in 0..s.batch {
-            for head in 0..s.heads {
-                for i in 0..s.seq_q {
-                    self.solve_row(batch, head, i, rounding, &mut answer, &mut terms);
-                }
-            }
+        for row in 0..s.batch * s.heads * s.seq_q {
+            self.solve_row(row, rounding, &mut answer, &mut terms);
         }
         answer.relative_terms = terms.into_iter().fold(0.0, f64::max);
         answer
@@ -425,26 +412,23 @@ impl Problem {
     /// `relative_terms`: what each distance's gradient is made of, without signs.
     fn solve_row(
         &self,
-        batch: usize,
-        head: usize,
-        i: usize,
+        row: usize,
         rounding: Option<DType>,
         answer: &mut Answer,
         relative_terms: &mut [f64],
     ) {
         let s = self.sizes;
-        let row = (batch * s.heads + head) * s.seq_q + i;
+        let (head, i) = (row / s.seq_q, row % s.seq_q);
+        let (batch, head) = (head / s.heads, head % s.heads);
         let kv_head = head / (s.heads / s.kv_heads);
         let kv_row = |j: usize| (batch * s.kv_heads + kv_head) * s.seq_kv + j;
         let q_range = row * s.head_dim..(row + 1) * s.head_dim;
         let out_range = row * s.value_dim..(row + 1) * s.value_dim;
         let k_range = |j: usize| kv_row(j) * s.head_dim..(kv_row(j) + 1) * s.head_dim;
         let v_range = |j: usize| kv_row(j) * s.value_dim..(kv_row(j) + 1) * s.value_dim;
-        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(x, y)| x * y).sum::<f64>();
 
-        let keys: Vec<usize> = (0..s.seq_kv)
-            .filter(|&j| (self.allowed)(batch, head, i, j))
-            .collect();
+        let keys = (0..s.seq_kv).filter(|&j| (self.allowed)(batch, head, i, j));
+        let keys: Vec<usize> = keys.collect();
         let sink = self.sinks.as_ref().map(|sinks| sinks[head]);
         if keys.is_empty() {
             if let Some(sink) = sink {
@@ -501,22 +485,10 @@ impl Problem {
             }
             values
         };
-        let dropped = round(
-            p.iter()
-                .zip(&factors)
-                .map(|(p, factor)| p * factor)
-                .collect(),
-        );
-        for (&p, &j) in dropped.iter().zip(&keys) {
-            for (out, v) in answer.out[out_range.clone()]
-                .iter_mut()
-                .zip(&self.v[v_range(j)])
-            {
-                *out += p * v;
-            }
-            for (dv, d_out) in answer.dv[v_range(j)].iter_mut().zip(&d_out) {
-                *dv += p * d_out;
-            }
+        let dropped = p.iter().zip(&factors).map(|(p, factor)| p * factor);
+        for (&p, &j) in round(dropped.collect()).iter().zip(&keys) {
+            add(&mut answer.out[out_range.clone()], p, &self.v[v_range(j)]);
+            add(&mut answer.dv[v_range(j)], p, &d_out);
         }
         let out = answer.out[out_range.clone()].to_vec();
         // The same as the sum over dO · out, but of fewer terms.
@@ -527,20 +499,13 @@ impl Problem {
         let by_score: Vec<f64> = (p.iter().zip(&dp))
             .map(|(p, dp)| p * (dp - delta + self.grad_lse[row]))
             .collect();
-        let ds = by_score
-            .iter()
-            .zip(&raw)
-            .map(|(ds, &x)| ds * slope(x))
-            .collect();
-        let ds = round(ds);
+        let ds = by_score.iter().zip(&raw).map(|(ds, &x)| ds * slope(x));
+        let ds = round(ds.collect());
         // What an error of 1 relative to each number of out, and to each weight that it is the sum of, makes of delta.
         let of_numbers = d_out.iter().zip(&out);
         let of_weights = p.iter().zip(&dp);
-        let of_delta = of_numbers
-            .chain(of_weights)
-            .map(|(x, y)| (x * y).powi(2))
-            .sum::<f64>()
-            .sqrt();
+        let of_delta = of_numbers.chain(of_weights).map(|(x, y)| (x * y).powi(2));
+        let of_delta = of_delta.sum::<f64>().sqrt();
         // Sinks are added to attention without them, whose delta is that much larger, and cancels.
         let share: f64 = if sink.is_some() { p.iter().sum() } else { 1.0 };
         let of_delta_alone = of_delta / share.max(1e-30);
@@ -550,9 +515,7 @@ impl Problem {
         if let Some(sink) = sink {
             let weight = (sink - lse).exp();
             answer.dsinks[head] += weight * (self.grad_lse[row] - delta);
-            let largest = dp
-                .iter()
-                .fold(self.grad_lse[row].abs(), |a, b| a.max(b.abs()));
+            let largest = largest(&dp).max(self.grad_lse[row].abs());
             answer.sink_terms += weight * largest;
             let spread = &mut answer.spreads.dsinks[head];
             spread.terms += (weight * largest).powi(2);
@@ -586,20 +549,13 @@ impl Problem {
             }
             let through = slope(raw[k]) * self.scale;
             // dO · v, delta and the gradient of lse are terms of ds, the first two sums themselves.
-            let products = d_out
-                .iter()
-                .zip(value)
-                .map(|(x, y)| (x * y * factors[k]).powi(2));
-            let products: f64 = products.sum();
+            let products = d_out.iter().zip(value);
+            let products: f64 = products.map(|(x, y)| (x * y * factors[k]).powi(2)).sum();
             let parts = dp[k].abs() + delta.abs() / share.max(1e-30) + self.grad_lse[row].abs();
             let sizes = parts + products.sqrt() + of_delta_alone;
             let of_ds = p[k] * sizes;
             // A softcap's derivative is itself a difference, 1 − tanh².
-            let before = if self.softcap.is_some() {
-                self.scale
-            } else {
-                through
-            };
+            let before = self.softcap.map_or(through, |_| self.scale);
             // With sinks dO is scaled by the row's share and rounded again.
             let of_d_out = if sink.is_some() { products } else { 0.0 };
             let of_half = p[k] * (of_delta_alone.powi(2) + of_d_out).sqrt();
@@ -618,23 +574,14 @@ impl Problem {
             query_spread.factors += (before * sizes.max(1.0)).powi(2) * square(key);
             key_spread.factors += (before * sizes.max(1.0)).powi(2) * square(q);
             key_spread.delta += (p[k] * through * of_delta_alone).powi(2) * square(q);
-            for (sum, x) in by_delta.iter_mut().zip(key) {
-                *sum += p[k] * through * of_delta_alone * x;
-            }
+            add(&mut by_delta, p[k] * through * of_delta_alone, key);
             let ds = ds[k] * self.scale;
             let term = term * slope(raw[k]) * self.scale.abs();
             for x in self.k[k_range(j)].iter().chain(q) {
                 answer.score_terms = answer.score_terms.max(term * x.abs());
             }
-            for (dq, key) in answer.dq[q_range.clone()]
-                .iter_mut()
-                .zip(&self.k[k_range(j)])
-            {
-                *dq += ds * key;
-            }
-            for (dk, q) in answer.dk[k_range(j)].iter_mut().zip(q) {
-                *dk += ds * q;
-            }
+            add(&mut answer.dq[q_range.clone()], ds, key);
+            add(&mut answer.dk[k_range(j)], ds, q);
         }
         answer.spreads.dq[row].delta += square(&by_delta);
         add_squares(&mut answer.spreads.dbias, of_bias);

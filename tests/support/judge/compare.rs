@@ -76,6 +76,11 @@ fn coordinates(shape: &[usize], index: usize) -> Vec<usize> {
     at
 }
 
+fn distance(a: &[f64], b: &[f64]) -> f64 {
+    let squares = a.iter().zip(b).map(|(a, b)| (a - b).powi(2));
+    squares.sum::<f64>().sqrt()
+}
+
 /// The largest error of a row in the 2-norm over what it may be in `dtype`, and the row. Rows are as many as `rows`.
 pub fn worst_row(got: &[f64], expected: &[f64], rows: &[Spread], dtype: DType) -> (f64, usize) {
     assert_eq!(got.len(), expected.len(), "number of elements");
@@ -83,16 +88,8 @@ pub fn worst_row(got: &[f64], expected: &[f64], rows: &[Spread], dtype: DType) -
     let width = expected.len() / rows.len().max(1);
     let mut worst = (0.0, 0);
     for (row, spread) in rows.iter().enumerate() {
-        let (got, expected) = (
-            &got[row * width..][..width],
-            &expected[row * width..][..width],
-        );
-        let error = got
-            .iter()
-            .zip(expected)
-            .map(|(g, e)| (g - e).powi(2))
-            .sum::<f64>()
-            .sqrt();
+        let [got, expected] = [got, expected].map(|x| &x[row * width..][..width]);
+        let error = distance(got, expected);
         let part = match error {
             0.0 => 0.0,
             error if error.is_finite() => error / rounding.bound(expected, *spread),
@@ -118,11 +115,9 @@ pub fn assert_rows(what: &str, got: TensorData, expected: &Expected, dtype: DTyp
         let tolerance = if dtype == DType::F64 { 1e-12 } else { 1e-5 };
         assert_eq!(got.len(), values.len(), "number of elements");
         for (index, (g, e)) in got.iter().zip(values).enumerate() {
-            assert!(
-                g == e || (g - e).abs() <= tolerance * e.abs().max(1.0),
-                "{what}: got {g}, expected {e} at {:?}",
-                coordinates(&shape, index)
-            );
+            let is_near = g == e || (g - e).abs() <= tolerance * e.abs().max(1.0);
+            let at = coordinates(&shape, index);
+            assert!(is_near, "{what}: got {g}, expected {e} at {at:?}");
         }
         return;
     }
@@ -131,19 +126,14 @@ pub fn assert_rows(what: &str, got: TensorData, expected: &Expected, dtype: DTyp
         return;
     }
     let width = values.len() / expected.rows.len();
-    let norm = |x: &[f64]| x.iter().map(|x| x * x).sum::<f64>().sqrt();
-    let row = row * width..(row + 1) * width;
-    let error: Vec<f64> = got[row.clone()]
-        .iter()
-        .zip(&values[row.clone()])
-        .map(|(g, e)| g - e)
-        .collect();
+    let [got, values] = [&got, values].map(|x| &x[row * width..][..width]);
+    let norm = |x: &[f64]| dot(x, x).sqrt();
     panic!(
         "{what}: the row at {:?} errs by {:.3e} in the 2-norm, {part:.2} of what it may; its norm must be {:.3e}, got {:.3e}",
-        coordinates(&shape, row.start),
-        norm(&error),
-        norm(&values[row.clone()]),
-        norm(&got[row])
+        coordinates(&shape, row * width),
+        distance(got, values),
+        norm(values),
+        norm(got)
     );
 }
 

@@ -58,12 +58,9 @@ impl Problem {
             numbers.into_iter().map(f64::from).collect()
         };
         let (heads, width) = (self.index_heads, self.index_dim);
+        let counts = [heads * seq_q * width, seq_kv * width, heads * seq_q];
         Self {
-            index: [
-                random(heads * seq_q * width),
-                random(seq_kv * width),
-                random(heads * seq_q),
-            ],
+            index: counts.map(&mut random),
             q: random(self.heads * seq_q * self.head_dim),
             k: random(self.kv_heads * seq_kv * self.head_dim),
             ..self
@@ -92,15 +89,10 @@ impl Problem {
     pub fn golden() -> Self {
         let weights = (0..2).flat_map(|head| (0..16).map(move |i| val(5, head, i, 0)));
         Self {
-            index_heads: 2,
-            index_dim: 4,
-            heads: 2,
-            kv_heads: 1,
-            head_dim: 4,
-            seq: [16, 16],
             index: [vals(3, 2, 16), vals(4, 1, 16), weights.collect()],
             q: vals(0, 2, 16),
             k: vals(1, 1, 16),
+            ..Self::of([2, 1, 4], [2, 4], [16, 16])
         }
     }
 
@@ -108,9 +100,8 @@ impl Problem {
     pub fn last_query(&self) -> Self {
         let last = |x: &[f64], width: usize| -> Vec<f64> {
             let heads = x.chunks(self.seq[0] * width);
-            heads
-                .flat_map(|rows| rows[rows.len() - width..].to_vec())
-                .collect()
+            let rows = heads.flat_map(|rows| &rows[rows.len() - width..]);
+            rows.copied().collect()
         };
         let [q, k, weights] = &self.index;
         Self {
@@ -148,9 +139,7 @@ impl Problem {
             let rows = keys.chunks(self.index_dim);
             let mut mean = vec![0.0; self.index_dim];
             let count = rows.len() as f64;
-            for row in rows {
-                mean.iter_mut().zip(row).for_each(|(sum, x)| *sum += x);
-            }
+            rows.for_each(|row| add(&mut mean, 1.0, row));
             mean.iter_mut().for_each(|sum| *sum /= count);
             round_to(&mut mean, dtype);
             self.score(query, &mean)
@@ -186,19 +175,13 @@ impl Problem {
         };
         let keys = (0..=position).filter(|key| taken.contains(&(key / block)));
         let scores = self.scores(query);
-        let (chosen, of_keys) = self.choice_among(keys, &scores, query, keep, near);
+        let (chosen, of_keys) = self.choice_among(keys, &scores, query, [keep, near]);
         (chosen, of_blocks.min(of_keys))
     }
 
     /// The keys that a query chooses by scores, and by how much the last of them is above the next.
-    pub fn choice_by(
-        &self,
-        scores: &[f64],
-        query: usize,
-        keep: usize,
-        near: usize,
-    ) -> (Vec<usize>, f64) {
-        self.choice_among(0..=self.position(query), scores, query, keep, near)
+    pub fn choice_by(&self, scores: &[f64], query: usize, keeps: [usize; 2]) -> (Vec<usize>, f64) {
+        self.choice_among(0..=self.position(query), scores, query, keeps)
     }
 
     fn choice_among(
@@ -206,8 +189,7 @@ impl Problem {
         keys: impl Iterator<Item = usize>,
         scores: &[f64],
         query: usize,
-        keep: usize,
-        near: usize,
+        [keep, near]: [usize; 2],
     ) -> (Vec<usize>, f64) {
         let position = self.position(query);
         let is_near = |key: usize| key + near > position;
@@ -227,7 +209,7 @@ impl Problem {
     }
 
     pub fn choice(&self, query: usize, keep: usize, near: usize) -> (Vec<usize>, f64) {
-        self.choice_by(&self.scores(query), query, keep, near)
+        self.choice_by(&self.scores(query), query, [keep, near])
     }
 
     /// What dense attention gives to the keys of a query, scaled to what they have of it.
@@ -240,9 +222,7 @@ impl Problem {
             let k = |key: usize| &self.k[(kv_head * self.seq[1] + key) * width..][..width];
             let score = |key: usize| dot(q, k(key)) * scale;
             let weights = softmax(&(0..dense.len()).map(score).collect::<Vec<_>>());
-            for (sum, weight) in dense.iter_mut().zip(weights) {
-                *sum += weight / self.heads as f64;
-            }
+            add(&mut dense, 1.0 / self.heads as f64, &weights);
         }
         // Attention gives nothing to later keys, which lists may have.
         let dense = |key: usize| dense.get(key).copied().unwrap_or(0.0);
@@ -268,14 +248,13 @@ impl Problem {
                 let by_score = by_score * factor;
                 for head in 0..self.index_heads {
                     let row = head * self.seq[0] + query;
-                    let at = |c: usize| (row * width + c, key * width + c);
-                    let product: f64 = (0..width).map(|c| q[at(c).0] * k[at(c).1]).sum();
+                    let (of_q, of_k) = (row * width, key * width);
+                    let (q, k) = (&q[of_q..][..width], &k[of_k..][..width]);
+                    let product = dot(q, k);
                     if product > 0.0 {
                         grads[2][row] += by_score * product;
-                        for c in 0..width {
-                            grads[0][at(c).0] += by_score * weights[row] * k[at(c).1];
-                            grads[1][at(c).1] += by_score * weights[row] * q[at(c).0];
-                        }
+                        add(&mut grads[0][of_q..][..width], by_score * weights[row], k);
+                        add(&mut grads[1][of_k..][..width], by_score * weights[row], q);
                     }
                 }
             }
@@ -291,13 +270,8 @@ impl Problem {
 
     /// The indices of problems of one size as one batch.
     pub fn index_of(problems: &[Self], device: &Device, dtype: DType) -> DsaIndex {
-        let Self {
-            index_heads: heads,
-            index_dim: width,
-            seq: [seq_q, seq_kv],
-            ..
-        } = problems[0];
-        let batch = problems.len();
+        let (batch, first) = (problems.len(), &problems[0]);
+        let (heads, width, [seq_q, seq_kv]) = (first.index_heads, first.index_dim, first.seq);
         let [q, k, weights] = [0, 1, 2].map(|part| Self::parts(problems, part));
         let q = tensor(&q, [batch, heads, seq_q, width], device, dtype);
         let k = tensor(&k, [batch, 1, seq_kv, width], device, dtype);

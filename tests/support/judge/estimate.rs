@@ -72,13 +72,8 @@ impl Estimate {
     }
 
     pub fn entry(&self, entry: usize) -> ReferenceInputs<'_> {
-        entry_of(
-            self.sizes,
-            entry,
-            [&self.q, &self.k],
-            self.scale,
-            self.causal,
-        )
+        let rows = [&self.q[..], &self.k];
+        entry_of(self.sizes, entry, rows, self.scale, self.causal)
     }
 
     /// One head of a batch entry.

@@ -8,55 +8,40 @@ use crate::prelude::*;
 pub const OWN: Always = Always { first: 0, local: 1 };
 
 /// The blocks that each query chooses between its forced ones, by falling score: `[batch · heads · seq_q]`; and the least difference of two scores that decides.
-pub fn choices(
-    problem: &Problem,
-    block: usize,
-    keep: usize,
-    forced: Always,
-) -> (Vec<Vec<usize>>, f64) {
-    let s = problem.sizes;
+pub fn choices(problem: &Problem, of: &Case) -> (Vec<Vec<usize>>, f64) {
+    let (s, (block, keep, forced)) = (problem.sizes, (of.block, of.keep, of.forced));
     let count = keep.saturating_sub(forced.first.saturating_add(forced.local));
     let (mut chosen, mut least) = (Vec::new(), f64::INFINITY);
-    for (batch, head) in (0..s.batch).flat_map(|batch| (0..s.heads).map(move |head| (batch, head)))
-    {
+    for (batch, head) in (0..s.batch * s.heads).map(|at| (at / s.heads, at % s.heads)) {
         let kv_head = batch * s.kv_heads + head / (s.heads / s.kv_heads);
-        let mean = |block_of: usize, c: usize| {
-            let keys = block_of * block..(block_of + 1) * block;
-            let sum: f64 = keys
-                .map(|j| problem.k[(kv_head * s.seq_kv + j) * s.head_dim + c])
-                .sum();
-            sum / block as f64
-        };
-        let past_of_all = s.seq_kv / block;
-        let means: Vec<Vec<f64>> = (0..past_of_all)
-            .map(|block| (0..s.head_dim).map(|c| mean(block, c)).collect())
-            .collect();
+        let keys = &problem.k[kv_head * s.seq_kv * s.head_dim..][..s.seq_kv * s.head_dim];
+        let means = keys.chunks_exact(block * s.head_dim).map(|keys| {
+            let mut mean = vec![0.0; s.head_dim];
+            let keys = keys.chunks(s.head_dim);
+            keys.for_each(|key| add(&mut mean, 1.0 / block as f64, key));
+            mean
+        });
+        let means: Vec<Vec<f64>> = means.collect();
         for i in 0..s.seq_q {
             let row = (batch * s.heads + head) * s.seq_q + i;
             let q = &problem.q[row * s.head_dim..][..s.head_dim];
             let past = (i + s.seq_kv).saturating_sub(s.seq_q) / block;
             let nearest = (past + 1).saturating_sub(forced.local);
-            let mut scores: Vec<(f64, usize)> = (forced.first.min(nearest)..nearest)
-                .map(|block| (dot(q, &means[block]), block))
-                .collect();
-            scores.sort_by(|x, y| y.0.total_cmp(&x.0).then(x.1.cmp(&y.1)));
-            for pair in scores.windows(2).take(count) {
-                least = least.min(pair[0].0 - pair[1].0);
+            let score = |block: usize| dot(q, &means[block]);
+            let mut blocks = by_falling_score(forced.first.min(nearest)..nearest, score);
+            for pair in blocks.windows(2).take(count) {
+                least = least.min(score(pair[0]) - score(pair[1]));
             }
-            scores.truncate(count);
-            chosen.push(scores.into_iter().map(|(_, block)| block).collect());
+            blocks.truncate(count);
+            chosen.push(blocks);
         }
     }
     (chosen, least)
 }
 
 /// The problem of attention over given choices and forced blocks.
-fn over_choices(
-    sizes: Sizes,
-    seed: u64,
-    (block, forced): (usize, Always),
-    chosen: Vec<Vec<usize>>,
-) -> Problem {
+fn over_choices(case: &Case, seed: u64, chosen: Vec<Vec<usize>>) -> Problem {
+    let (sizes, block, forced) = (case.sizes(), case.block, case.forced);
     Problem::random(sizes, seed, move |batch, head, i, j| {
         let row = (batch * sizes.heads + head) * sizes.seq_q + i;
         let position = (i + sizes.seq_kv) as i64 - sizes.seq_q as i64;
@@ -122,41 +107,41 @@ const TABLE: &str = "
 
 pub fn cases() -> Vec<Case> {
     let case = |[name, seq, block, keep, rest]: [&'static str; 5]| {
-        let mut case = Case {
-            name,
-            seq: all(seq),
-            block: one(block),
-            keep: one(keep),
-            ..CASE
-        };
-        for (word, numbers) in settings(rest) {
-            match word {
-                "heads" => case.heads = all(numbers),
-                "forced" => [case.forced.first, case.forced.local] = all(numbers),
-                "alone" => (case.batch, case.heads, case.dims) = (1, [1, 1], [4, 8]),
-                _ => panic!("{name}: {word} is nothing to set"),
-            }
-        }
-        case
+        let mut case = Case { name, ..CASE };
+        (case.seq, case.block, case.keep) = (all(seq), one(block), one(keep));
+        case.with(rest)
     };
     rows(TABLE).into_iter().map(case).collect()
 }
 
 impl Case {
+    /// The case with what is said.
+    pub fn with(mut self, rest: &'static str) -> Self {
+        for (word, numbers) in settings(rest) {
+            match word {
+                "batch" => self.batch = one(numbers),
+                "heads" => self.heads = all(numbers),
+                "seq" => self.seq = all(numbers),
+                "dims" => self.dims = all(numbers),
+                "block" => self.block = one(numbers),
+                "keep" => self.keep = one(numbers),
+                "forced" => [self.forced.first, self.forced.local] = all(numbers),
+                "alone" => (self.batch, self.heads, self.dims) = (1, [1, 1], [4, 8]),
+                _ => panic!("{}: {word} is nothing to set", self.name),
+            }
+        }
+        self
+    }
+
     pub fn sizes(&self) -> Sizes {
-        Sizes::new(
-            [self.batch, self.heads[0], self.heads[1]],
-            [self.seq[0], self.seq[1]],
-            [self.dims[0], self.dims[1]],
-        )
+        let [heads, kv_heads] = self.heads;
+        Sizes::new([self.batch, heads, kv_heads], self.seq, self.dims)
     }
 
     pub fn selection(&self) -> Selection {
         let mut text = format!("moba:{},{}", self.block, self.keep);
-        let named = [
-            ("first", self.forced.first, OWN.first),
-            ("local", self.forced.local, OWN.local),
-        ];
+        let Always { first, local } = self.forced;
+        let named = [("first", first, OWN.first), ("local", local, OWN.local)];
         for (name, number, _) in named.iter().filter(|(_, number, own)| number != own) {
             text += &format!(",{name}={number}");
         }
@@ -170,10 +155,9 @@ impl Case {
         for seed in seed.. {
             let mut drawn = Problem::random(self.sizes(), seed, |_, _, _, _| false);
             drawn.round_to(dtype);
-            let (chosen, least) = choices(&drawn, self.block, self.keep, self.forced);
+            let (chosen, least) = choices(&drawn, self);
             if least > 4e-6 {
-                let blocks = (self.block, self.forced);
-                let problem = over_choices(self.sizes(), seed, blocks, chosen.clone());
+                let problem = over_choices(self, seed, chosen.clone());
                 let mut problem = problem.with_grad_lse(seed);
                 problem.round_to(dtype);
                 return (problem, chosen);

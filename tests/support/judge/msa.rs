@@ -76,11 +76,8 @@ impl Case {
     }
 
     fn sizes(&self) -> Sizes {
-        Sizes::new(
-            [self.batch, self.heads[0], self.heads[1]],
-            self.seq,
-            self.dims,
-        )
+        let [heads, kv_heads] = self.heads;
+        Sizes::new([self.batch, heads, kv_heads], self.seq, self.dims)
     }
 }
 
@@ -95,13 +92,8 @@ pub struct Index {
 impl Index {
     /// The first from a seed on whose choices do not hang on a rounding, as a dtype has its numbers.
     pub fn clear(case: Case, seed: u64, dtype: DType, gap: f64) -> Self {
-        let Case {
-            batch,
-            heads: [_, groups],
-            seq: [seq_q, seq_kv],
-            index_dim,
-            ..
-        } = case;
+        let ([_, groups], [seq_q, seq_kv]) = (case.heads, case.seq);
+        let (batch, index_dim) = (case.batch, case.index_dim);
         let index = |seed: u64| {
             let mut q = numbers(seed, batch * groups * seq_q * index_dim);
             let mut k = numbers(seed + 1000, batch * seq_kv * index_dim);
@@ -116,23 +108,14 @@ impl Index {
 
     /// Lists: a batch entry, a head of keys and a query.
     pub fn rows(&self) -> impl Iterator<Item = [usize; 3]> {
-        let Case {
-            batch,
-            heads: [_, groups],
-            seq: [seq_q, _],
-            ..
-        } = self.case;
-        (0..batch * groups * seq_q)
-            .map(move |at| [at / seq_q / groups, at / seq_q % groups, at % seq_q])
+        let (batch, [_, groups], [seq_q, _]) = (self.case.batch, self.case.heads, self.case.seq);
+        let row = move |at| [at / seq_q / groups, at / seq_q % groups, at % seq_q];
+        (0..batch * groups * seq_q).map(row)
     }
 
     fn places(&self, [batch, group, query]: [usize; 3], key: usize) -> [usize; 2] {
-        let Case {
-            heads: [_, groups],
-            seq: [seq_q, seq_kv],
-            index_dim,
-            ..
-        } = self.case;
+        let ([_, groups], [seq_q, seq_kv]) = (self.case.heads, self.case.seq);
+        let index_dim = self.case.index_dim;
         let row = (batch * groups + group) * seq_q + query;
         [row * index_dim, (batch * seq_kv + key) * index_dim]
     }
@@ -147,8 +130,9 @@ impl Index {
     /// The highest score of a block's keys.
     pub fn block_score(&self, row: [usize; 3], block: usize) -> f64 {
         let keys = block * self.case.block..((block + 1) * self.case.block).min(self.case.seq[1]);
-        keys.map(|key| self.score(row, key))
-            .fold(f64::NEG_INFINITY, f64::max)
+        keys.fold(f64::NEG_INFINITY, |most, key| {
+            most.max(self.score(row, key))
+        })
     }
 
     /// The blocks that a query keeps, its own among them, ascending; and by how much the last that is chosen is above the next.
@@ -171,18 +155,13 @@ impl Index {
     pub fn keys(&self, row: [usize; 3]) -> Vec<usize> {
         let (blocks, _) = self.choice(row);
         let seen = 0..=self.case.position(row[2]);
-        seen.filter(|key| blocks.contains(&(key / self.case.block)))
-            .collect()
+        let seen = seen.filter(|key| blocks.contains(&(key / self.case.block)));
+        seen.collect()
     }
 
     pub fn tensors(&self, device: &Device, dtype: DType) -> MsaIndex {
-        let Case {
-            batch,
-            heads: [_, groups],
-            seq: [seq_q, seq_kv],
-            index_dim,
-            ..
-        } = self.case;
+        let ([_, groups], [seq_q, seq_kv]) = (self.case.heads, self.case.seq);
+        let (batch, index_dim) = (self.case.batch, self.case.index_dim);
         let q = tensor(&self.q, [batch, groups, seq_q, index_dim], device, dtype);
         let k = tensor(&self.k, [batch, 1, seq_kv, index_dim], device, dtype);
         MsaIndex::new(q, k).unwrap()
@@ -223,9 +202,7 @@ impl Index {
                     dot(q, &problem.k[k..][..width]) * scale
                 };
                 let weights = softmax(&keys.iter().map(score).collect::<Vec<_>>());
-                for (sum, weight) in wanted.iter_mut().zip(weights) {
-                    *sum += weight / (heads / groups) as f64;
-                }
+                add(&mut wanted, 1.0 / (heads / groups) as f64, &weights);
             }
             let scores: Vec<f64> = keys.iter().map(|&key| self.score(row, key)).collect();
             let (divergence, by_scores) = divergence(&wanted, &scores);
@@ -233,10 +210,9 @@ impl Index {
             for (&key, by_score) in keys.iter().zip(by_scores) {
                 let by_score = by_score / count / (case.index_dim as f64).sqrt();
                 let [q, k] = self.places(row, key);
-                for c in 0..case.index_dim {
-                    grads[0][q + c] += by_score * self.k[k + c];
-                    grads[1][k + c] += by_score * self.q[q + c];
-                }
+                let width = case.index_dim;
+                add(&mut grads[0][q..][..width], by_score, &self.k[k..][..width]);
+                add(&mut grads[1][k..][..width], by_score, &self.q[q..][..width]);
             }
         }
         (loss, grads)

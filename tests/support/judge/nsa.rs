@@ -57,28 +57,30 @@ pub const TABLE: &str = "
 
 /// The cases of a table.
 pub fn cases(plain: Case, table: &'static str) -> Vec<Case> {
-    let case = |[name, rest]: [&'static str; 2]| {
-        let mut case = Case { name, ..plain };
-        for (word, numbers) in settings(rest) {
-            match word {
-                "batch" => case.batch = one(numbers),
-                "heads" => case.heads = all(numbers),
-                "seq" => case.seq = all(numbers),
-                "dims" => case.dims = all(numbers),
-                "compressed" => case.compressed = all(numbers),
-                "selected" => case.selected = one(numbers),
-                "keep" => case.keep = one(numbers),
-                "forced" => case.forced = all(numbers),
-                "window" => case.window = one(numbers),
-                _ => panic!("{name}: {word} is nothing to set"),
-            }
-        }
-        case
-    };
+    let case = |[name, rest]: [&'static str; 2]| Case { name, ..plain }.with(rest);
     rows(table).into_iter().map(case).collect()
 }
 
 impl Case {
+    /// The case with what is said.
+    pub fn with(mut self, rest: &'static str) -> Self {
+        for (word, numbers) in settings(rest) {
+            match word {
+                "batch" => self.batch = one(numbers),
+                "heads" => self.heads = all(numbers),
+                "seq" => self.seq = all(numbers),
+                "dims" => self.dims = all(numbers),
+                "compressed" => self.compressed = all(numbers),
+                "selected" => self.selected = one(numbers),
+                "keep" => self.keep = one(numbers),
+                "forced" => self.forced = all(numbers),
+                "window" => self.window = one(numbers),
+                _ => panic!("{}: {word} is nothing to set", self.name),
+            }
+        }
+        self
+    }
+
     pub fn options(&self) -> NsaOptions {
         let [first, local] = self.forced;
         NsaOptions::default()
@@ -123,11 +125,8 @@ impl Case {
     }
 
     fn sizes(&self, seq_kv: usize) -> Sizes {
-        Sizes::new(
-            [self.batch, self.heads[0], self.heads[1]],
-            [self.seq[0], seq_kv],
-            [self.dims[0], self.dims[1]],
-        )
+        let heads = [self.batch, self.heads[0], self.heads[1]];
+        Sizes::new(heads, [self.seq[0], seq_kv], self.dims)
     }
 
     /// Whether a query keeps a block whatever its attention sum.
@@ -259,27 +258,25 @@ impl Inputs {
     pub fn chosen(&self, attention_sums: &[Vec<f64>]) -> (Vec<Vec<usize>>, Vec<f64>) {
         let case = &self.case;
         let rows = case.seq[0];
-        let lists = attention_sums
-            .iter()
-            .enumerate()
-            .map(|(at, attention_sums)| {
-                let row = at % rows;
-                let visible = case.position(row) / case.selected + 1;
-                let (forced, rest): (Vec<usize>, Vec<usize>) =
-                    (0..visible).partition(|&block| case.is_forced(row, block));
-                let mut rest = by_falling_score(rest, |block| attention_sums[block]);
-                let count = case.keep.saturating_sub(forced.len()).min(rest.len());
-                let falls = rest.windows(2).take(count).map(|pair| {
-                    // Zeros are exact.
-                    match attention_sums[pair[0]] == 0.0 {
-                        true => f64::INFINITY,
-                        false => attention_sums[pair[0]] - attention_sums[pair[1]],
-                    }
-                });
-                let gap = falls.fold(f64::INFINITY, f64::min);
-                rest.truncate(count);
-                (rest, gap)
+        let lists = attention_sums.iter().enumerate();
+        let lists = lists.map(|(at, attention_sums)| {
+            let row = at % rows;
+            let visible = case.position(row) / case.selected + 1;
+            let (forced, rest): (Vec<usize>, Vec<usize>) =
+                (0..visible).partition(|&block| case.is_forced(row, block));
+            let mut rest = by_falling_score(rest, |block| attention_sums[block]);
+            let count = case.keep.saturating_sub(forced.len()).min(rest.len());
+            let falls = rest.windows(2).take(count).map(|pair| {
+                // Zeros are exact.
+                match attention_sums[pair[0]] == 0.0 {
+                    true => f64::INFINITY,
+                    false => attention_sums[pair[0]] - attention_sums[pair[1]],
+                }
             });
+            let gap = falls.fold(f64::INFINITY, f64::min);
+            rest.truncate(count);
+            (rest, gap)
+        });
         lists.unzip()
     }
 

@@ -30,6 +30,12 @@ where
         .collect()
 }
 
+/// Scores that rules and orders may go wrong over: equal ones, zeros of both signs, tiny and infinite ones, and none.
+#[rustfmt::skip]
+pub const ODD: [f32; 12] = [
+    0.0, -0.0, 1.0, 1.0, -2.5, 1e-30, 1e-40, f32::MAX, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN,
+];
+
 /// Rounds to a dtype and back.
 pub fn round_to(values: &mut Vec<f64>, dtype: DType) {
     let count = values.len();
@@ -93,6 +99,13 @@ pub fn stored_swapped<const D: usize>(x: &Tensor<D>, a: usize, b: usize) -> Tens
 
 pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(x, y)| x * y).sum()
+}
+
+/// Adds `factor` times some numbers.
+pub fn add(sums: &mut [f64], factor: f64, values: &[f64]) {
+    for (sum, x) in sums.iter_mut().zip(values) {
+        *sum += factor * x;
+    }
 }
 
 /// The largest size of a number.

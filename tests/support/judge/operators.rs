@@ -72,10 +72,6 @@ impl Form {
             .map(|place| place.map_or(masked, |p| dense[p]))
             .collect()
     }
-
-    pub fn tensor(&self, values: Vec<f64>, device: &Device, dtype: DType) -> Tensor<4> {
-        tensor(&values, self.shape, device, dtype)
-    }
 }
 
 /// Dense products in f64: `x` and `y` are `[batch, heads or kv_heads, rows, columns]` of these sizes.
@@ -107,16 +103,10 @@ impl Dense {
 
     /// Calls with batch, head, i, j and the place of the pair, for all pairs.
     pub fn pairs(&self, mut each: impl FnMut(usize, usize, usize, usize, usize)) {
-        let mut place = 0;
-        for (batch, head) in
-            (0..self.batch).flat_map(|batch| (0..self.heads).map(move |head| (batch, head)))
-        {
-            for i in 0..self.seq_q {
-                for j in 0..self.seq_kv {
-                    each(batch, head, i, j, place);
-                    place += 1;
-                }
-            }
+        for place in 0..self.batch * self.heads * self.seq_q * self.seq_kv {
+            let (row, j) = (place / self.seq_kv, place % self.seq_kv);
+            let (head, i) = (row / self.seq_q, row % self.seq_q);
+            each(head / self.heads, head % self.heads, i, j, place);
         }
     }
 
@@ -125,10 +115,8 @@ impl Dense {
         let mut w = vec![0.0; allowed.len()];
         self.pairs(|batch, head, i, j, place| {
             if allowed[place] {
-                w[place] = dot(
-                    &a[self.q(batch, head, i)],
-                    &b[self.kv(kv_heads, batch, head, j)],
-                );
+                let key = &b[self.kv(kv_heads, batch, head, j)];
+                w[place] = dot(&a[self.q(batch, head, i)], key);
             }
         });
         w
@@ -139,9 +127,7 @@ impl Dense {
         self.pairs(|batch, head, i, j, place| {
             if w[place] != 0.0 {
                 let b = &b[self.kv(kv_heads, batch, head, j)];
-                for (out, b) in out[self.q(batch, head, i)].iter_mut().zip(b) {
-                    *out += w[place] * b;
-                }
+                add(&mut out[self.q(batch, head, i)], w[place], b);
             }
         });
         out
@@ -152,10 +138,7 @@ impl Dense {
         self.pairs(|batch, head, i, j, place| {
             if w[place] != 0.0 {
                 let a = &a[self.q(batch, head, i)];
-                let range = self.kv(kv_heads, batch, head, j);
-                for (out, a) in out[range].iter_mut().zip(a) {
-                    *out += w[place] * a;
-                }
+                add(&mut out[self.kv(kv_heads, batch, head, j)], w[place], a);
             }
         });
         out
@@ -168,10 +151,10 @@ impl Dense {
             let row: Vec<usize> = (first..first + self.seq_kv)
                 .filter(|&place| allowed[place])
                 .collect();
-            let max = (row.iter()).fold(f64::NEG_INFINITY, |m, &at| m.max(scale * w[at]));
-            let sum: f64 = row.iter().map(|&at| (scale * w[at] - max).exp()).sum();
-            row.iter()
-                .for_each(|&at| p[at] = (scale * w[at] - max).exp() / sum);
+            let scores: Vec<f64> = row.iter().map(|&at| scale * w[at]).collect();
+            for (&at, weight) in row.iter().zip(softmax(&scores)) {
+                p[at] = weight;
+            }
             let delta: f64 = row.iter().map(|&at| p[at] * dp[at]).sum();
             row.iter()
                 .for_each(|&at| ds[at] = scale * p[at] * (dp[at] - delta));

@@ -13,14 +13,14 @@ use crate::prelude::*;
 #[derive(Clone, Copy)]
 pub struct Case {
     pub batch: usize,
-    heads: usize,
-    kv_heads: usize,
+    /// Of queries, and of keys.
+    heads: [usize; 2],
     /// Whether each head of keys has a row of the table.
     own_tables: bool,
     rows: usize,
     page: usize,
-    width: usize,
-    value_width: usize,
+    /// Of keys, and of values.
+    widths: [usize; 2],
     timed: bool,
     visibility: bool,
     selected: bool,
@@ -35,13 +35,11 @@ pub struct Case {
 
 pub const PLAIN: Case = Case {
     batch: 6,
-    heads: 4,
-    kv_heads: 2,
+    heads: [4, 2],
     own_tables: false,
     rows: 1,
     page: 16,
-    width: 16,
-    value_width: 16,
+    widths: [16, 16],
     timed: false,
     visibility: false,
     selected: false,
@@ -84,11 +82,11 @@ pub fn cases() -> Vec<Case> {
         for (word, numbers) in settings(row) {
             match word {
                 "batch" => case.batch = one(numbers),
-                "heads" => [case.heads, case.kv_heads] = all(numbers),
+                "heads" => case.heads = all(numbers),
                 "own" => case.own_tables = true,
                 "rows" => case.rows = one(numbers),
                 "page" => case.page = one(numbers),
-                "widths" => [case.width, case.value_width] = all(numbers),
+                "widths" => case.widths = all(numbers),
                 "timed" => case.timed = true,
                 "visibility" => case.visibility = true,
                 "selected" => case.selected = true,
@@ -137,8 +135,8 @@ pub struct Problem {
 impl Problem {
     pub fn new(seed: u64, case: Case) -> Self {
         let mut rng = seeded(seed);
-        let page = case.page;
-        let tables = if case.own_tables { case.kv_heads } else { 1 };
+        let ([heads, kv_heads], page, [width, value_width]) = (case.heads, case.page, case.widths);
+        let tables = if case.own_tables { kv_heads } else { 1 };
         let rows = case.batch * tables;
         let lengths = match case.long {
             true => [1000, 0, 700, page - 1, 2500, page + 1],
@@ -168,8 +166,8 @@ impl Problem {
                 *entry = -1;
             }
         }
-        let pages = ids * case.kv_heads / tables;
-        let q_len = case.batch * case.heads * case.rows * case.width;
+        let pages = ids * kv_heads / tables;
+        let q_len = case.batch * heads * case.rows * width;
         let most_selected = 4;
         let mut problem = Self {
             quantization: None,
@@ -177,9 +175,9 @@ impl Problem {
             ids,
             max_pages,
             q: numbers(seed + 1, q_len).iter().map(|x| 3.0 * x).collect(),
-            keys: numbers(seed + 2, pages * page * case.width),
-            values: numbers(seed + 3, pages * page * case.value_width),
-            sinks: numbers(seed + 4, case.heads),
+            keys: numbers(seed + 2, pages * page * width),
+            values: numbers(seed + 3, pages * page * value_width),
+            sinks: numbers(seed + 4, heads),
             table,
             spans,
             positions: vec![i32::MAX; ids * page],
@@ -189,7 +187,7 @@ impl Problem {
             most_selected,
             case,
         };
-        for _ in 0..case.batch * case.kv_heads {
+        for _ in 0..case.batch * kv_heads {
             let mut entries: Vec<i32> = (0..max_pages as i32).collect();
             entries.shuffle(&mut rng);
             entries.resize(most_selected, -1);
@@ -223,15 +221,10 @@ impl Problem {
 
     /// NaN in slots that no page list names.
     fn poison(&mut self) {
-        let Case {
-            page,
-            width,
-            value_width,
-            ..
-        } = self.case;
+        let (page, [width, value_width]) = (self.case.page, self.case.widths);
         let mut used = vec![false; self.keys.len() / width];
         for entry in 0..self.case.batch {
-            for head in 0..self.case.kv_heads {
+            for head in 0..self.case.heads[1] {
                 for slot in self.page_list(entry, head % self.tables) {
                     used[self.page_of(slot, head) * page + slot.slot] = true;
                 }
@@ -246,7 +239,7 @@ impl Problem {
     fn page_of(&self, slot: Slot, head: usize) -> usize {
         match self.case.own_tables {
             true => slot.id,
-            false => slot.id * self.case.kv_heads + head,
+            false => slot.id * self.case.heads[1] + head,
         }
     }
 
@@ -273,16 +266,13 @@ impl Problem {
 
     /// The problem with keys and values that were stored in eight bits, if their widths allow it.
     pub fn quantised(seed: u64, case: Case, quantization: Quantization) -> Option<Self> {
-        if case.width % 4 + case.value_width % 4 > 0 {
+        if case.widths.iter().any(|width| width % 4 > 0) {
             return None;
         }
         let mut problem = Self::new(seed, case);
         problem.quantization = Some(quantization);
-        let widths = [case.width, case.value_width];
-        for (numbers, width) in [&mut problem.keys, &mut problem.values]
-            .into_iter()
-            .zip(widths)
-        {
+        let stored = [&mut problem.keys, &mut problem.values].into_iter();
+        for (numbers, width) in stored.zip(case.widths) {
             for (row, numbers) in numbers.chunks_mut(width).enumerate() {
                 // Rows of several sizes.
                 let factor = [1.0, 0.25, 1.75][row % 3];
@@ -299,12 +289,7 @@ impl Problem {
     }
 
     fn store(&self, count: usize, device: &Device, dtype: DType) -> PagedStore {
-        let Case {
-            page,
-            width,
-            value_width,
-            ..
-        } = self.case;
+        let (page, [width, value_width]) = (self.case.page, self.case.widths);
         let Some(quantization) = self.quantization else {
             return PagedStore::Plain {
                 keys: tensor(&self.keys, [count, page, width], device, dtype),
@@ -313,9 +298,7 @@ impl Problem {
         };
         let (keys, key_scales) = packed(quantization, &self.keys, width);
         let (values, value_scales) = packed(quantization, &self.values, value_width);
-        let scales = |scales: Vec<f32>| {
-            Tensor::from_data(TensorData::new(scales, [count, page]), (device, DType::F32))
-        };
+        let scales = |scales: Vec<f32>| floats(&scales, [count, page], device);
         PagedStore::Quantized(QuantizedPages {
             quantization,
             keys: ints(&keys, [count, page, width / 4], device),
@@ -338,15 +321,9 @@ impl Problem {
     /// out and lse.
     pub fn expected(&self) -> [Vec<f64>; 2] {
         let Case {
-            batch,
-            heads,
-            kv_heads,
-            rows,
-            page,
-            width,
-            value_width,
-            ..
+            batch, rows, page, ..
         } = self.case;
+        let ([heads, kv_heads], [width, value_width]) = (self.case.heads, self.case.widths);
         let (mut outs, mut logs) = (Vec::new(), Vec::new());
         for entry in 0..batch {
             for head in 0..heads {
@@ -383,9 +360,7 @@ impl Problem {
                     let mut out = vec![0.0; value_width];
                     for (score, at) in scores.iter().zip(&places) {
                         let p = score.exp() / total;
-                        for (channel, out) in out.iter_mut().enumerate() {
-                            *out += p * self.values[at * value_width + channel];
-                        }
+                        add(&mut out, p, &self.values[at * value_width..][..value_width]);
                     }
                     outs.extend(out);
                     logs.push(total.ln());
@@ -396,12 +371,7 @@ impl Problem {
     }
 
     pub fn pages(&self, device: &Device, dtype: DType) -> PagedKeysValues {
-        let Case {
-            batch,
-            kv_heads,
-            page,
-            ..
-        } = self.case;
+        let (batch, [_, kv_heads], page) = (self.case.batch, self.case.heads, self.case.page);
         let count = self.ids * kv_heads / self.tables;
         let spans: Vec<i32> = self.spans.iter().flatten().map(|x| *x as i32).collect();
         let mut pages = PagedKeysValues::of_store(
@@ -425,14 +395,13 @@ impl Problem {
     }
 
     pub fn q(&self, device: &Device, dtype: DType) -> Tensor<4> {
-        let Case {
-            batch,
-            heads,
-            rows,
-            width,
-            ..
-        } = self.case;
-        tensor(&self.q, [batch, heads, rows, width], device, dtype)
+        let (case, [heads, _], [width, _]) = (self.case, self.case.heads, self.case.widths);
+        tensor(
+            &self.q,
+            [case.batch, heads, case.rows, width],
+            device,
+            dtype,
+        )
     }
 
     pub fn options(&self, device: &Device) -> PagedOptions {
@@ -440,7 +409,8 @@ impl Problem {
         options.softcap = self.case.softcap;
         options.fixed_split = self.case.fixed_split;
         if self.case.sinks {
-            options = options.sinks(tensor(&self.sinks, [self.case.heads], device, DType::F32));
+            let heads = [self.case.heads[0]];
+            options = options.sinks(tensor(&self.sinks, heads, device, DType::F32));
         }
         options
     }
@@ -454,9 +424,8 @@ impl Problem {
     /// Tensor cores round weights to the values' dtype: each by as much as the result, of the largest value.
     pub fn check(&self, what: &str, device: &Device, dtype: DType, tolerance: [f64; 2]) {
         let expected = self.expected();
-        let finite: Vec<f64> = (self.values.iter().copied())
-            .filter(|x| x.is_finite())
-            .collect();
+        let finite = self.values.iter().copied().filter(|x| x.is_finite());
+        let finite: Vec<f64> = finite.collect();
         let terms = match dtype {
             DType::BF16 | DType::F16 => [largest(&finite), 0.0],
             _ => [0.0; 2],
@@ -471,7 +440,7 @@ impl Problem {
         compare("", self.run(device, dtype));
         if terms[0] > 0.0 {
             let case = self.case;
-            let counters = vec![0; case.batch * case.heads * case.rows];
+            let counters = vec![0; case.batch * case.heads[0] * case.rows];
             let counters = ints(&counters, [counters.len()], device);
             let pages = self.pages(device, dtype).counters(counters.clone());
             for how in [", with counters", ", with counters again"] {

@@ -13,8 +13,8 @@ use crate::prelude::*;
 #[derive(Clone)]
 struct Case {
     text: &'static str,
-    heads: usize,
-    kv_heads: usize,
+    /// Of queries, and of keys.
+    heads: [usize; 2],
     own_tables: bool,
     page: usize,
     width: usize,
@@ -35,15 +35,16 @@ const TABLE: &str = "
 
 fn cases() -> Vec<Case> {
     let case = |[text, heads, tables, page, width, lengths]: [&'static str; 6]| {
-        let [heads, kv_heads] = all(heads);
+        let lengths = lengths.split_whitespace().map(one).collect();
+        let (heads, own_tables) = (all(heads), tables == "own");
+        let [page, width] = [page, width].map(one);
         Case {
             text,
             heads,
-            kv_heads,
-            own_tables: tables == "own",
-            page: one(page),
-            width: one(width),
-            lengths: lengths.split_whitespace().map(one).collect(),
+            own_tables,
+            page,
+            width,
+            lengths,
         }
     };
     rows(TABLE).into_iter().map(case).collect()
@@ -68,11 +69,10 @@ impl Problem {
     fn new(seed: u64, case: &Case, dtype: DType) -> Self {
         let mut rng = seeded(seed);
         let selection: Selection = case.text.parse().unwrap();
-        let choice = selection
-            .on_pages(case.page, case.heads / case.kv_heads)
-            .unwrap();
-        let tables = if case.own_tables { case.kv_heads } else { 1 };
-        let shared = case.kv_heads / tables;
+        let [heads, kv_heads] = case.heads;
+        let choice = selection.on_pages(case.page, heads / kv_heads).unwrap();
+        let tables = if case.own_tables { kv_heads } else { 1 };
+        let shared = kv_heads / tables;
         let pages_of = |length: &usize| length.div_ceil(case.page);
         let entries = case.lengths.iter().map(pages_of).max().unwrap() + 1;
         let ids = tables * case.lengths.iter().map(pages_of).sum::<usize>() + 2;
@@ -95,7 +95,7 @@ impl Problem {
             }
         }
         let pages = ids * shared;
-        let mut q = numbers(seed + 1, case.lengths.len() * case.heads * case.width);
+        let mut q = numbers(seed + 1, case.lengths.len() * heads * case.width);
         let mut keys = numbers(seed + 2, pages * case.page * case.width);
         round_to(&mut q, dtype);
         round_to(&mut keys, dtype);
@@ -113,7 +113,7 @@ impl Problem {
         // What no sequence has is not looked at.
         let mut is_used = vec![false; pages * case.page];
         for batch in 0..case.lengths.len() {
-            for head in 0..case.kv_heads {
+            for head in 0..kv_heads {
                 for key in 0..case.lengths[batch] {
                     is_used[problem.slot(batch, head, key)] = true;
                 }
@@ -135,7 +135,7 @@ impl Problem {
 
     fn page(&self, batch: usize, head: usize, entry: usize) -> usize {
         let tables = self.tables();
-        let shared = self.case.kv_heads / tables;
+        let shared = self.case.heads[1] / tables;
         let row = batch * tables + head % tables;
         self.table[row * self.entries + entry] as usize * shared + head % shared
     }
@@ -185,15 +185,9 @@ impl Problem {
 
     /// Keys in eight bits a number, which the problem's are from here on.
     fn quantized(&mut self, device: &Device, quantization: Quantization) -> PagedStore {
-        let Case {
-            kv_heads,
-            page,
-            width,
-            lengths,
-            ..
-        } = self.case.clone();
-        let (batch, tables, longest) = (lengths.len(), self.tables(), self.longest());
-        let pages = [self.pages, page];
+        let (case, [_, kv_heads], width) = (&self.case, self.case.heads, self.case.width);
+        let (batch, tables, longest) = (case.lengths.len(), self.tables(), self.longest());
+        let pages = [self.pages, case.page];
         let mut store = QuantizedPages::zeros(quantization, pages, [width, width], device).unwrap();
         // What no sequence has is not looked at.
         store.key_scales = store.key_scales + f32::NAN;
@@ -201,7 +195,7 @@ impl Problem {
         for (at, row) in k.chunks_mut(width).enumerate() {
             let (entry, head) = (at / longest / kv_heads, at / longest % kv_heads);
             let key = at % longest;
-            if key < lengths[entry] {
+            if key < case.lengths[entry] {
                 row.copy_from_slice(self.key(entry, head, key));
             }
         }
@@ -215,13 +209,12 @@ impl Problem {
 
     fn check(&self, what: &str, store: &PagedStore, device: &Device, dtype: DType, tolerance: f64) {
         let Case {
-            heads,
-            kv_heads,
             page,
             width,
-            lengths,
+            ref lengths,
             ..
-        } = self.case.clone();
+        } = self.case;
+        let [heads, kv_heads] = self.case.heads;
         let (batch, tables, longest) = (lengths.len(), self.tables(), self.longest());
         let q = tensor(&self.q, [batch, heads, width], device, dtype);
         let table = ints(&self.table, [batch, tables, self.entries], device);
@@ -245,14 +238,8 @@ impl Problem {
         }
         let made = to_f64(summaries.values.clone().into_data());
         let numbers = made.len() / self.pages;
-        let scores = page_scores(
-            q.clone(),
-            &summaries,
-            kv_heads,
-            &table,
-            &spans,
-            &self.choice,
-        );
+        let choice = &self.choice;
+        let scores = page_scores(q.clone(), &summaries, kv_heads, &table, &spans, choice);
         let scores = scores.unwrap();
         assert_eq!(scores.dtype(), DType::F32);
         let got = to_f64(scores.clone().into_data());
@@ -289,10 +276,8 @@ impl Problem {
                     }
                     let got = got[(entry * kv_heads + head) * self.entries + at];
                     let size = group as f64 * (width as f64).sqrt();
-                    assert!(
-                        (got - expected).abs() <= 1e-5 * size,
-                        "{what}: score of page {at}: {got}, expected {expected}"
-                    );
+                    let score = format!("{what}: score of page {at}");
+                    assert_near(&score, &[got], &[expected], 1e-5 * size);
                     // No product is above a bound, nor is a sum of them.
                     if summary == PageSummary::Bounds {
                         for key in self.keys_of_page(entry, at) {
@@ -301,10 +286,8 @@ impl Problem {
                             if self.choice.mean {
                                 sum /= group as f64;
                             }
-                            assert!(
-                                sum <= got + 1e-5 * size,
-                                "{what}: {sum} in page {at}, bound {got}"
-                            );
+                            let is_bound = sum <= got + 1e-5 * size;
+                            assert!(is_bound, "{what}: {sum} in page {at}, bound {got}");
                         }
                     }
                 }
@@ -312,14 +295,12 @@ impl Problem {
         }
         for page in (0..self.pages).filter(|page| !is_made[*page]) {
             let own = &made[page * numbers..][..numbers];
-            assert!(
-                own.iter().all(|x| x.is_nan()),
-                "{what}: page {page} is no one's"
-            );
+            let untouched = own.iter().all(|x| x.is_nan());
+            assert!(untouched, "{what}: page {page} is no one's");
         }
         let scores_are: Vec<f32> = got.iter().map(|x| *x as f32).collect();
         let picks = topk_pages(scores, &spans, &self.choice).unwrap();
-        assert_picks(what, &picks, &scores_are, &lengths, &self.choice);
+        assert_picks(what, &picks, &scores_are, lengths, &self.choice);
         let selected = select_pages(q, &summaries, kv_heads, &table, &spans, &self.choice);
         let selected = read(selected.unwrap());
         assert_eq!(selected, picks.into_data(), "{what}: the same twice");
@@ -359,11 +340,8 @@ fn assert_picks(
         let kept = kept.filter(|page| *page < pages);
         let mut expected: Vec<i64> = kept.map(|page| page as i64).collect();
         expected.resize(listed, -1);
-        assert_eq!(
-            picks[row * listed..][..listed],
-            expected,
-            "{what}: row {row}"
-        );
+        let got = &picks[row * listed..][..listed];
+        assert_eq!(got, expected, "{what}: row {row}");
     }
 }
 
@@ -424,20 +402,11 @@ pub fn picks_of_any_scores(devices: &[Device]) {
             .unwrap();
         let kv_heads = 2;
         let count = lengths.len() * kv_heads * entries;
-        let special = [
-            f32::NAN,
-            f32::INFINITY,
-            f32::NEG_INFINITY,
-            0.0,
-            -0.0,
-            -1.0,
-            -f32::NAN,
-        ];
         for kind in 0..3 {
             let score = |rng: &mut ChaCha8Rng| match kind {
                 0 => rng.random::<f32>() * 2.0 - 1.0,
                 1 => rng.random_range(0..7) as f32,
-                _ => special[rng.random_range(0..special.len())],
+                _ => ODD[rng.random_range(0..ODD.len())],
             };
             // Sums of infinite numbers of both signs are none, in whatever order.
             let scores: Vec<f32> = (0..count).map(|_| score(&mut rng)).collect();

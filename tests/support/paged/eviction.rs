@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use burn::module::Param;
-use burn::nn::Linear;
+use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::Tolerance;
 use burn_paged_attention::pool::{
     EvictionBudget, EvictionConfig, EvictionScore, KvPool, KvPoolConfig, KvStep, ScoreSmoothing,
@@ -29,11 +29,21 @@ const ROLLBACK: usize = 5;
 /// Calls, and what happens between them.
 const ROUNDS: usize = 60;
 
-fn attention(pattern: Pattern, device: &Device) -> SparseMultiHeadAttention {
-    device.seed(3);
-    let config = SparseMultiHeadAttentionConfig::new(WIDTH, HEADS, pattern)
+fn config(pattern: Pattern) -> SparseMultiHeadAttentionConfig {
+    SparseMultiHeadAttentionConfig::new(WIDTH, HEADS, pattern)
         .with_block_size(8)
-        .with_n_kv_heads(Some(KV_HEADS));
+        .with_n_kv_heads(Some(KV_HEADS))
+}
+
+fn attention(pattern: Pattern, device: &Device) -> SparseMultiHeadAttention {
+    initialised(config(pattern), device)
+}
+
+fn initialised(
+    config: SparseMultiHeadAttentionConfig,
+    device: &Device,
+) -> SparseMultiHeadAttention {
+    device.seed(3);
     let mut mha = config.try_init(device).unwrap();
     let random = |linear: &mut Linear| {
         let weight = linear.weight.val();
@@ -67,12 +77,11 @@ fn assert_close<const D: usize>(a: Tensor<D>, b: Tensor<D>, tolerance: f32) {
         .assert_approx_eq::<f32>(&b.into_data(), tolerance);
 }
 
-fn pool(mha: &SparseMultiHeadAttention, config: EvictionConfig) -> KvPool {
-    let pool = KvPoolConfig::new(1, SEQ)
+fn pool_config(config: EvictionConfig) -> KvPoolConfig {
+    KvPoolConfig::new(1, SEQ)
         .with_page_size(16)
         .with_chunk(20)
-        .with_eviction(config);
-    KvPool::for_attention(mha, &pool).unwrap()
+        .with_eviction(config)
 }
 
 /// After a prompt, single tokens and several at once rows are those of one call whose queries see the keys that were kept.
@@ -93,7 +102,7 @@ pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
                 Distribution::Default,
                 device,
             ));
-            let mut pool = pool(&mha, config);
+            let mut pool = KvPool::for_attention(&mha, &pool_config(config)).unwrap();
             let id = pool.join().unwrap();
             let calls = [vec![18], vec![1; 14], vec![6], vec![1; 3]].concat();
             let mut seen: [Vec<Vec<usize>>; KV_HEADS] = Default::default();
@@ -137,31 +146,42 @@ pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
     }
 }
 
-/// What keys got of the attention is the same from a prompt at once and from its tokens one by one.
+/// What keys got of the attention is the same from a prompt at once and from its tokens one by one, some of which could be taken back; also with options.
 pub fn sums_of_attention_are_the_same_by_both_roads(devices: &[Device]) {
+    let options = config(Pattern::causal())
+        .with_rope(Some(RotaryEncodingConfig::new(SEQ, WIDTH / HEADS)))
+        .with_sinks(true)
+        .with_softcap(Some(3.0));
     for device in devices {
-        let mha = attention(Pattern::causal(), device);
-        let x = on_grid(Tensor::<3>::random(
-            [1, 20, WIDTH],
-            Distribution::Default,
-            device,
-        ));
-        let sums = |calls: &[usize]| {
-            let mut pool = pool(&mha, EvictionConfig::h2o(20, 20));
-            let id = pool.join().unwrap();
-            for &count in calls {
-                let input = x.clone().narrow(1, pool.len(id).unwrap(), count);
-                pool.try_forward_attention(&mha, input, &[KvStep::new(id, count)])
-                    .unwrap();
+        for (config, total) in [
+            (config(Pattern::causal()), HEADS * 20),
+            (options.clone(), 0),
+        ] {
+            let mha = initialised(config, device);
+            let x = Tensor::<3>::random([1, 20, WIDTH], Distribution::Default, device);
+            let x = on_grid(x);
+            let sums = |calls: &[usize], rollback: usize| {
+                let config = pool_config(EvictionConfig::h2o(20, 20)).with_rollback(rollback);
+                let mut pool = KvPool::for_attention(&mha, &config).unwrap();
+                let id = pool.join().unwrap();
+                for &count in calls {
+                    let input = x.clone().narrow(1, pool.len(id).unwrap(), count);
+                    let steps = [KvStep::new(id, count)];
+                    pool.try_forward_attention(&mha, input, &steps).unwrap();
+                }
+                pool.attention_sums(id, 0).unwrap().narrow(1, 0, 20)
+            };
+            let whole = sums(&[20], 0);
+            if total > 0 {
+                let sum: f32 = whole.clone().sum().into_scalar();
+                assert!((sum - total as f32).abs() < 1e-3, "{sum}");
             }
-            pool.attention_sums(id, 0).unwrap().narrow(1, 0, 20)
-        };
-        let whole = sums(&[20]);
-        let total: f32 = whole.clone().sum().into_scalar();
-        assert!((total - (HEADS * 20) as f32).abs() < 1e-3, "{total}");
-        println!("sums on {device:?}");
-        assert_close(sums(&[1; 20]), whole.clone(), tolerance(device, 1e-5));
-        assert_close(sums(&[7, 1, 9, 3]), whole, tolerance(device, 1e-5));
+            println!("sums on {device:?}");
+            for (calls, rollback) in [(&[1; 20][..], 0), (&[7, 1, 9, 3], 0), (&[1; 20], 3)] {
+                let got = sums(calls, rollback);
+                assert_close(got, whole.clone(), tolerance(device, 1e-5));
+            }
+        }
     }
 }
 

@@ -54,8 +54,8 @@ const SELECTIONS: [(&str, bool); 23] = [
 fn row(layout: &BlockLayout, entry: usize, head: usize, row: usize) -> Vec<bool> {
     let mut kept = vec![false; layout.kv_blocks()];
     let row = layout.row(layout.pattern_of(entry, head), row);
-    row.into_iter()
-        .for_each(|block| kept[block.block as usize] = true);
+    let blocks = row.into_iter().map(|block| block.block as usize);
+    blocks.for_each(|block| kept[block] = true);
     kept
 }
 
@@ -88,26 +88,16 @@ fn scores_of(
     let estimator = selection.estimator();
     let grid = call.grid(estimator.grid());
     let scores = estimator.scores(call, 0..grid.rows()).unwrap();
-    let dims = [
-        problem.sizes.batch,
-        problem.sizes.heads,
-        grid.rows(),
-        grid.blocks(),
-    ];
-    assert_eq!(
-        (scores.dims(), scores.dtype()),
-        (dims, DType::F32),
-        "{what}"
-    );
+    let Sizes { batch, heads, .. } = problem.sizes;
+    let dims = [batch, heads, grid.rows(), grid.blocks()];
+    let got = (scores.dims(), scores.dtype());
+    assert_eq!(got, (dims, DType::F32), "{what}");
     if grid.rows() > 1 {
         let some = estimator.scores(call, 1..grid.rows()).unwrap();
         let same = scores.clone().slice_dim(2, 1..grid.rows());
-        assert_close(
-            &format!("{what}: rows"),
-            finite(some),
-            &to_f64(finite(same)),
-            1e-5,
-        );
+        // What is infinite as a number.
+        let finite = |x: Tensor<4>| [("rows", x.clamp(-1e6, 1e6).into_data())];
+        assert_alike(what, finite(some), finite(same), 1e-5);
     }
     to_f64(scores.into_data())
 }
@@ -122,87 +112,60 @@ fn assert_scores(what: &str, grid: &ScoreGrid, got: &[f64], expected: &[f64], to
     }
 }
 
-/// A selection, heads and heads of keys, queries and keys, and a width.
-type Call = (&'static str, [usize; 2], [usize; 2], usize);
+/// Selections, heads and heads of keys, queries and keys, and a width.
+const ANTIDIAGONALS: &str = "
+    xattention:64,8,0.9   | 3 1 | 300 300   | 16
+    xattention:128,8,0.9  | 2 2 | 130 333   | 16
+    xattention:128,4,0.9  | 2 1 | 333 100   | 16
+    xattention:128,2,0.9  | 2 1 | 301 290   | 16
+    xattention:64,8,0.9   | 4 1 | 1000 1000 | 64
+    xattention:128,4,0.9  | 2 1 | 901 400   | 32
+    xattention:128,1,0.9  | 2 1 | 500 500   | 16
+    xattention:128,16,0.9 | 6 2 | 1500 1500 | 128
+";
+
+/// The same of no more queries than a warpgroup has, of a tile's, and of more; of heads that means decide for, of others, of both, and with a least; of
+/// several widths.
+const LINES: &str = "
+    flexprefill:64,0.73,0                   | 4 2 | 900 900   | 16
+    flexprefill:64,0.73,2                   | 2 1 | 300 300   | 16
+    flexprefill:64,0.6,0.03                 | 6 2 | 200 520   | 16
+    flexprefill:128,0.31,0.1,200            | 3 1 | 515 515   | 16
+    flexprefill:32,0.47,0                   | 2 2 | 130 333   | 16
+    flexprefill:128,0.5,0                   | 2 1 | 333 100   | 16
+    minference:64,9,12,sinks=3,window=5     | 4 2 | 900 900   | 16
+    minference:32,9,12,100,sinks=3,window=5 | 2 1 | 301 290   | 16
+    minference:16,9,12,150,sinks=3,window=5 | 2 1 | 200 300   | 16
+    flexprefill:128,0.5,0                   | 4 1 | 1000 1000 | 128
+    flexprefill:64,0.5,0                    | 8 2 | 500 4099  | 64
+    flexprefill:64,0.47,0                   | 6 2 | 65 2048   | 192
+    minference:16,9,12,16,sinks=3,window=5  | 2 1 | 333 333   | 128
+    minference:8,9,12,1,sinks=3,window=5    | 1 1 | 40 257    | 256
+    minference:16,9,12,150,sinks=3,window=5 | 2 1 | 600 600   | 32
+";
 
 /// Sums over antidiagonals of numbers in half precision, of blocks of 8 to 128 groups, which tensor cores may sum up before they write. Devices without
 /// kernels round products to half precision.
 pub fn antidiagonals_in_half_precision_equal_those_of_loops(devices: &[Device]) {
-    let calls = [
-        ("xattention:64,8,0.9", [3, 1], [300, 300], 16),
-        ("xattention:128,8,0.9", [2, 2], [130, 333], 16),
-        ("xattention:128,4,0.9", [2, 1], [333, 100], 16),
-        ("xattention:128,2,0.9", [2, 1], [301, 290], 16),
-        ("xattention:64,8,0.9", [4, 1], [1000, 1000], 64),
-        ("xattention:128,4,0.9", [2, 1], [901, 400], 32),
-        ("xattention:128,1,0.9", [2, 1], [500, 500], 16),
-        ("xattention:128,16,0.9", [6, 2], [1500, 1500], 128),
-    ];
-    let ran = in_half_precision(devices, &calls, &[true, false]);
+    let ran = in_half_precision(devices, ANTIDIAGONALS, &[true, false]);
     assert_ran("antidiagonals_in_half_precision_equal_those_of_loops", ran);
 }
 
-/// Blocks that kept keys and distances touch, of last queries in half precision, whose attention tensor cores may sum up before it is written: of no more
-/// queries than a warpgroup has, of a tile's, and of more; of heads that means decide for, of others, of both, and with a least; of several widths.
+/// Blocks that kept keys and distances touch, of last queries in half precision, whose attention tensor cores may sum up before it is written.
 pub fn lines_in_half_precision_equal_those_of_loops(devices: &[Device]) {
-    let calls = [
-        ("flexprefill:64,0.73,0", [4, 2], [900, 900], 16),
-        ("flexprefill:64,0.73,2", [2, 1], [300, 300], 16),
-        ("flexprefill:64,0.6,0.03", [6, 2], [200, 520], 16),
-        ("flexprefill:128,0.31,0.1,200", [3, 1], [515, 515], 16),
-        ("flexprefill:32,0.47,0", [2, 2], [130, 333], 16),
-        ("flexprefill:128,0.5,0", [2, 1], [333, 100], 16),
-        (
-            "minference:64,9,12,sinks=3,window=5",
-            [4, 2],
-            [900, 900],
-            16,
-        ),
-        (
-            "minference:32,9,12,100,sinks=3,window=5",
-            [2, 1],
-            [301, 290],
-            16,
-        ),
-        (
-            "minference:16,9,12,150,sinks=3,window=5",
-            [2, 1],
-            [200, 300],
-            16,
-        ),
-        ("flexprefill:128,0.5,0", [4, 1], [1000, 1000], 128),
-        ("flexprefill:64,0.5,0", [8, 2], [500, 4099], 64),
-        ("flexprefill:64,0.47,0", [6, 2], [65, 2048], 192),
-        (
-            "minference:16,9,12,16,sinks=3,window=5",
-            [2, 1],
-            [333, 333],
-            128,
-        ),
-        (
-            "minference:8,9,12,1,sinks=3,window=5",
-            [1, 1],
-            [40, 257],
-            256,
-        ),
-        (
-            "minference:16,9,12,150,sinks=3,window=5",
-            [2, 1],
-            [600, 600],
-            32,
-        ),
-    ];
-    let ran = in_half_precision(devices, &calls, &[true]);
+    let ran = in_half_precision(devices, LINES, &[true]);
     assert_ran("lines_in_half_precision_equal_those_of_loops", ran);
 }
 
 /// Scores of numbers in half precision equal those of loops, of a part of the calls with `BURN_SPARSE_SHARD`. How many were compared.
-fn in_half_precision(devices: &[Device], calls: &[Call], causals: &[bool]) -> usize {
+fn in_half_precision(devices: &[Device], table: &'static str, causals: &[bool]) -> usize {
     let mut ran = 0;
-    let numbered = calls.iter().enumerate();
-    for (index, &(text, [heads, kv_heads], seq, width)) in some_of(numbered, calls.len()) {
+    let calls = rows(table);
+    let count = calls.len();
+    for (index, [text, heads, seq, width]) in some_of(calls.into_iter().enumerate(), count) {
         let selection: Selection = text.parse().unwrap();
-        let sizes = Sizes::new([2, heads, kv_heads], seq, [width; 2]);
+        let [heads, kv_heads] = all(heads);
+        let sizes = Sizes::new([2, heads, kv_heads], all(seq), [one(width); 2]);
         for &causal in causals {
             let problem = Estimate::drawn(sizes, causal, 9870 + index as u64);
             for (device, dtype) in halves(devices) {
@@ -225,10 +188,8 @@ fn in_half_precision(devices: &[Device], calls: &[Call], causals: &[bool]) -> us
 /// Scores on a device equal those of loops, and so does what is chosen, but for scores that are as good as equal to one of the other side. True if all
 /// is the same.
 fn check(selection: &Selection, problem: &Estimate, device: &Device) -> bool {
-    let what = format!(
-        "{selection}, {:?}, causal {}, {device:?}",
-        problem.sizes, problem.causal
-    );
+    let (sizes, causal) = (problem.sizes, problem.causal);
+    let what = format!("{selection}, {sizes:?}, causal {causal}, {device:?}");
     let call = problem.inputs(device, DType::F32);
     let estimator = selection.estimator();
     let grid = call.grid(estimator.grid());
@@ -265,11 +226,6 @@ fn check(selection: &Selection, problem: &Estimate, device: &Device) -> bool {
     is_same
 }
 
-/// What is infinite as a number.
-fn finite(x: Tensor<4>) -> burn::tensor::TensorData {
-    x.clamp(-1e6, 1e6).into_data()
-}
-
 /// Attention over what was chosen on a device equals that over the layout that loops choose.
 fn check_attention(selection: &Selection, problem: &Estimate, device: &Device) {
     let call = problem.inputs(device, DType::F32);
@@ -282,12 +238,10 @@ fn check_attention(selection: &Selection, problem: &Estimate, device: &Device) {
     let (q, k) = (&call.q, &call.k);
     let v = k.clone() * 0.5 + 0.25;
     let options = AttentionOptions::default();
-    let got = attend_with_lse([q, k, &v], &chosen, &options);
-    let expected = attend_with_lse([q, k, &v], &reference, &options);
+    let got = outputs(attend_with_lse([q, k, &v], &chosen, &options));
+    let expected = outputs(attend_with_lse([q, k, &v], &reference, &options));
     let what = format!("{selection}, {:?}, {device:?}", problem.sizes);
-    let named =
-        |(out, lse): (Tensor<4>, Tensor<3>)| [("out", out.into_data()), ("lse", lse.into_data())];
-    assert_alike(&what, named(got), named(expected), 1e-5);
+    assert_alike(&what, got, expected, 1e-5);
 }
 
 /// Grouped heads, sizes of all kinds, every rule and every way to share.
@@ -317,10 +271,7 @@ pub fn choices_equal_those_of_loops(devices: &[Device]) {
     }
     assert_ran("choices_equal_those_of_loops", ran);
     // Near sums are few.
-    assert!(
-        same * 20 >= ran * 19,
-        "{same} of {ran} choices are the same"
-    );
+    assert!(same * 20 >= ran * 19, "{same} of {ran} are the same");
 }
 
 /// A call of every key is none of the methods that count distances back from a query.
@@ -337,7 +288,7 @@ pub fn methods_of_earlier_keys_say_so(devices: &[Device]) {
                 continue;
             }
             let expected = format!("call.causal must be true for {selection}, got false");
-            assert_eq!(selection.choose(&call).unwrap_err().to_string(), expected);
+            refused! { selection.choose(&call) => expected; }
             assert_eq!(traits.kind, EstimateKind::Probability);
         }
     }

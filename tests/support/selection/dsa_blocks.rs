@@ -131,11 +131,8 @@ pub fn dsa_blocks_of_all_keys(devices: &[Device]) {
         }
         let mut equal = problem.clone();
         equal.index[2].fill(0.0);
-        let found = rows(
-            &(dsa.with_blocks(4, 5).unwrap())
-                .choose(&equal.index(device, dtype))
-                .unwrap(),
-        );
+        let in_blocks = dsa.with_blocks(4, 5).unwrap();
+        let found = rows(&in_blocks.choose(&equal.index(device, dtype)).unwrap());
         assert_eq!(found[59], [0, 1, 2, 3, 4, 5, 88, 89], "{device:?}");
     }
 }

@@ -108,36 +108,15 @@ const LARGE: &str = "
 
 /// The cases of a table, with their numbers.
 fn cases(plain: Case, table: &'static str) -> Vec<(u64, Case)> {
-    let case = |[name, rest]: [&'static str; 2]| {
-        let mut case = Case { name, ..plain };
-        for (word, numbers) in settings(rest) {
-            match (word, &mut case.of) {
-                ("batch", _) => case.batch = one(numbers),
-                ("heads", _) => case.heads = all(numbers),
-                ("seq", _) => case.seq = all(numbers),
-                ("dims", _) => case.dims = all(numbers),
-                ("most", _) => case.most = one(numbers),
-                ("filled", _) => case.filled = one(numbers),
-                ("packed", _) => case.by_query = false,
-                ("block", Of::Blocks { block, .. }) => *block = one(numbers),
-                ("alone", Of::Blocks { near, .. }) => *near = false,
-                ("lists", Of::Keys { heads, .. }) => *heads = one(numbers),
-                ("later", Of::Keys { causal, .. }) => *causal = false,
-                _ => panic!("{name}: {word} is nothing to set"),
-            }
-        }
-        case
-    };
+    let case = |[name, rest]: [&'static str; 2]| Case { name, ..plain }.with(rest);
     (0..).zip(rows(table).into_iter().map(case)).collect()
 }
 
 /// Lists of blocks on a device. Without kernels for them the large ones are only slow.
 fn of_blocks(device: &Device) -> Vec<(u64, Case)> {
     let size = |case: &Case| case.batch * case.heads[0] * case.seq[0] * case.dims[0];
-    let cases = cases(OF_BLOCKS, BLOCKS).into_iter();
-    cases
-        .filter(|(_, case)| is_cuda(device) || size(case) <= 2 * 32 * 100 * 64)
-        .collect()
+    let fits = |(_, case): &(u64, Case)| is_cuda(device) || size(case) <= 2 * 32 * 100 * 64;
+    cases(OF_BLOCKS, BLOCKS).into_iter().filter(fits).collect()
 }
 
 /// For checks that say nothing new of many: a third with `BURN_SPARSE_SHARD`, and a sixth on devices without kernels, where Burn's operations alone are
@@ -167,6 +146,27 @@ struct Drawn {
 }
 
 impl Case {
+    /// The case with what is said.
+    fn with(mut self, rest: &'static str) -> Self {
+        for (word, numbers) in settings(rest) {
+            match (word, &mut self.of) {
+                ("batch", _) => self.batch = one(numbers),
+                ("heads", _) => self.heads = all(numbers),
+                ("seq", _) => self.seq = all(numbers),
+                ("dims", _) => self.dims = all(numbers),
+                ("most", _) => self.most = one(numbers),
+                ("filled", _) => self.filled = one(numbers),
+                ("packed", _) => self.by_query = false,
+                ("block", Of::Blocks { block, .. }) => *block = one(numbers),
+                ("alone", Of::Blocks { near, .. }) => *near = false,
+                ("lists", Of::Keys { heads, .. }) => *heads = one(numbers),
+                ("later", Of::Keys { causal, .. }) => *causal = false,
+                _ => panic!("{}: {word} is nothing to set", self.name),
+            }
+        }
+        self
+    }
+
     fn heads_of_lists(&self) -> usize {
         match self.of {
             Of::Blocks { .. } => self.heads[1],
@@ -265,10 +265,8 @@ impl Case {
 
 impl Drawn {
     fn tensor(&self, device: &Device) -> Tensor<4, Int> {
-        let Case {
-            batch, seq, most, ..
-        } = self.case;
-        let shape = [batch, self.case.heads_of_lists(), seq[0], most];
+        let case = &self.case;
+        let shape = [case.batch, case.heads_of_lists(), case.seq[0], case.most];
         ints(&self.lists, shape, &device.clone().without_autodiff())
     }
 
@@ -306,12 +304,27 @@ impl Drawn {
 
     fn run(&self, device: &Device, dtype: DType, mode: DispatchMode) -> Results {
         let options = AttentionOptions::default().dispatch_mode(mode);
-        differentiated(
-            &self.problem,
-            &device.clone().autodiff(),
-            dtype,
-            |q, k, v| self.attend([q, k, v], &options),
-        )
+        let device = device.clone().autodiff();
+        differentiated(&self.problem, &device, dtype, |q, k, v| {
+            self.attend([q, k, v], &options)
+        })
+    }
+
+    /// What the plan of a call says, and whether kernels take the lists.
+    fn plan(&self, device: &Device, dtype: DType, mode: DispatchMode) -> (String, bool) {
+        let [q, k, v, _] = inputs(&self.problem, device, dtype);
+        let options = AttentionOptions::default().dispatch_mode(mode);
+        if let Of::Blocks { .. } = self.case.of {
+            let lists = self.blocks(device);
+            let plan = lists.explain(&q, &k, &v, &self.near, &options).unwrap();
+            let text = plan.to_string();
+            let is_listed = text.starts_with("listed");
+            return (text, is_listed);
+        }
+        let plan = self.keys(device).explain(&q, &k, &v, &options).unwrap();
+        let text = plan.to_string();
+        assert_eq!(text.contains("listed"), plan.is_kernels(), "{text}");
+        (text, plan.is_kernels())
     }
 
     fn what(&self, device: &Device, dtype: DType) -> String {
@@ -402,51 +415,29 @@ fn same_bits(device: &Device, cases: Vec<(u64, Case)>, seed: u64, dtypes: Vec<DT
 /// Plans say whether kernels take lists, and why not.
 pub fn attention_with_lists_plans(devices: &[Device]) {
     for device in devices {
-        for (_, case) in of_blocks(device) {
-            for dtype in half_dtypes(device).into_iter().chain([DType::F32]) {
-                let drawn = case.draw(9600, dtype);
-                let [q, k, v, _] = inputs(&drawn.problem, device, dtype);
-                let lists = drawn.blocks(device);
-                let plan = |mode| {
-                    let options = AttentionOptions::default().dispatch_mode(mode);
-                    let plan = lists.explain(&q, &k, &v, &drawn.near, &options);
-                    plan.unwrap().to_string()
-                };
-                let text = plan(DispatchMode::Auto);
-                let what = format!("{}: {text}", drawn.what(device, dtype));
-                let by_query = is_cuda(device) && case.by_query && dtype != DType::F32;
-                assert_eq!(text.starts_with("listed"), by_query, "{what}");
-                let packed = plan(DispatchMode::GroupByBlock);
-                assert!(!packed.starts_with("listed"), "{what}");
-            }
-        }
+        check_plans(device, &of_blocks(device));
     }
 }
 
 /// The same of keys.
 pub fn attention_with_keys_plans(devices: &[Device]) {
     let others = [WIDE, LARGE].map(|table| cases(OF_KEYS, table)).concat();
-    let all: Vec<_> = of_keys().into_iter().chain(others).collect();
-    for device in devices {
-        for (_, case) in &all {
-            for dtype in half_dtypes(device).into_iter().chain([DType::F32]) {
-                let drawn = case.draw(10_600, dtype);
-                let [q, k, v, _] = inputs(&drawn.problem, device, dtype);
-                let lists = drawn.keys(device);
-                let plan = |mode| {
-                    let options = AttentionOptions::default().dispatch_mode(mode);
-                    lists.explain(&q, &k, &v, &options).unwrap()
-                };
-                let auto = plan(DispatchMode::Auto);
-                // Tiles take other numbers of heads and widths.
-                let in_tiles = auto.to_string().contains("tiles of all pairs");
-                let by_query =
-                    is_cuda(device) && (case.by_query || in_tiles) && dtype != DType::F32;
-                let what = format!("{}: {auto}", drawn.what(device, dtype));
-                assert_eq!(auto.is_kernels(), by_query, "{what}");
-                assert_eq!(auto.to_string().contains("listed"), by_query, "{what}");
-                assert!(!plan(DispatchMode::GroupByBlock).is_kernels(), "{what}");
-            }
+    let all = [of_keys(), others].concat();
+    devices.iter().for_each(|device| check_plans(device, &all));
+}
+
+fn check_plans(device: &Device, cases: &[(u64, Case)]) {
+    for (_, case) in cases {
+        for dtype in half_dtypes(device).into_iter().chain([DType::F32]) {
+            let drawn = case.draw(9600, dtype);
+            let (text, is_listed) = drawn.plan(device, dtype, DispatchMode::Auto);
+            // Tiles take other numbers of heads and widths.
+            let in_tiles = text.contains("tiles of all pairs");
+            let by_query = is_cuda(device) && (case.by_query || in_tiles) && dtype != DType::F32;
+            let what = format!("{}: {text}", drawn.what(device, dtype));
+            assert_eq!(is_listed, by_query, "{what}");
+            let is_right = !drawn.plan(device, dtype, DispatchMode::GroupByBlock).1;
+            assert!(is_right, "{what}");
         }
     }
 }
@@ -461,19 +452,20 @@ pub fn attention_with_lists_errors(devices: &[Device]) {
             selected_blocks_attention(x.0, x.1, x.2, &drawn.near, lists, options)
         };
         let inner = device.clone().without_autodiff();
-        for (dims, argument) in [
-            ([1, 2, 100, 3], "lists' batch"),
-            ([2, 3, 100, 3], "lists' heads"),
-            ([2, 2, 99, 3], "lists' queries"),
-        ] {
+        let wrong = |dims: [usize; 4]| {
             let blocks = Tensor::<4, Int>::zeros(dims, (&inner, DType::I32));
             let lists = SelectedBlocks::of_blocks(blocks, 100, 16).unwrap();
-            refused! { call(lists, AttentionOptions::default()) => format!("…{argument}…"); }
-        }
+            call(lists, AttentionOptions::default())
+        };
         let lists = drawn.blocks(device);
-        refused! { lists.clone().with_group_reuse(1.5) => "…overlap must be from 0 to 1…"; }
         let alibi = AttentionOptions::default().alibi(vec![0.5; 32]);
-        refused! { call(lists, alibi) => "…options.alibi…"; }
+        refused! {
+            wrong([1, 2, 100, 3]) => "…lists' batch…";
+            wrong([2, 3, 100, 3]) => "…lists' heads…";
+            wrong([2, 2, 99, 3]) => "…lists' queries…";
+            lists.clone().with_group_reuse(1.5) => "…overlap must be from 0 to 1…";
+            call(lists, alibi) => "…options.alibi…";
+        }
     }
 }
 
@@ -488,25 +480,23 @@ pub fn attention_with_keys_errors(devices: &[Device]) {
         };
         let inner = device.clone().without_autodiff();
         let keys = |dims: [usize; 4]| Tensor::<4, Int>::zeros(dims, (&inner, DType::I32));
-        for (dims, seq_kv, argument) in [
-            ([1, 2, 100, 3], 100, "lists' batch"),
-            ([2, 3, 100, 3], 100, "lists' heads"),
-            ([2, 2, 99, 3], 100, "lists' queries"),
-            ([2, 2, 100, 3], 90, "lists' seq_kv"),
-        ] {
-            let lists = SelectedBlocks::of_keys(keys(dims), seq_kv).unwrap();
-            refused! { call(lists, AttentionOptions::default()) => format!("…{argument}…"); }
-        }
-        refused! { SelectedBlocks::of_keys(keys([2, 2, 100, 3]), 0) => "…seq_kv must be at least 1…"; }
-        for wrong in [-0.1, 1.1, f64::NAN] {
-            refused! { drawn.keys(device).with_group_reuse(wrong) => "…overlap must be from 0 to 1…"; }
-        }
         let options = AttentionOptions::default;
-        for (name, options) in [
-            ("options.alibi", options().alibi(vec![0.5; 32])),
-            ("options.softcap", options().softcap(3.0)),
-        ] {
-            refused! { call(drawn.keys(device), options) => format!("…{name}…"); }
+        let wrong = |dims: [usize; 4], seq_kv| {
+            let lists = SelectedBlocks::of_keys(keys(dims), seq_kv).unwrap();
+            call(lists, options())
+        };
+        let own = || drawn.keys(device);
+        refused! {
+            wrong([1, 2, 100, 3], 100) => "…lists' batch…";
+            wrong([2, 3, 100, 3], 100) => "…lists' heads…";
+            wrong([2, 2, 99, 3], 100) => "…lists' queries…";
+            wrong([2, 2, 100, 3], 90) => "…lists' seq_kv…";
+            SelectedBlocks::of_keys(keys([2, 2, 100, 3]), 0) => "…seq_kv must be at least 1…";
+            own().with_group_reuse(-0.1) => "…overlap must be from 0 to 1…";
+            own().with_group_reuse(1.1) => "…overlap must be from 0 to 1…";
+            own().with_group_reuse(f64::NAN) => "…overlap must be from 0 to 1…";
+            call(own(), options().alibi(vec![0.5; 32])) => "…options.alibi…";
+            call(own(), options().softcap(3.0)) => "…options.softcap…";
         }
     }
 }
@@ -515,29 +505,13 @@ pub fn attention_with_keys_errors(devices: &[Device]) {
 pub fn key_lists_are_unique(devices: &[Device]) {
     for device in devices {
         // The last has keys in several parts of a cube's bits.
-        let long = Case {
-            name: "70,000 keys",
-            batch: 1,
-            heads: [1, 1],
-            of: Of::Keys {
-                heads: 1,
-                causal: true,
-            },
-            seq: [40, 70_000],
-            dims: [1, 1],
-            most: 700,
-            ..OF_KEYS
-        };
+        let long = OF_KEYS.with("batch 1, heads 1 1, lists 1, seq 40 70000, dims 1 1, most 700");
         // Of these a unit sorts each.
-        let short = Case {
-            name: "32 of 70,000 keys",
-            most: 32,
-            ..long
-        };
+        let short = long.with("most 32");
         for (index, case) in of_keys().into_iter().chain([(10, long), (11, short)]) {
             let drawn = case.draw(9800 + index, DType::F32);
             let got = read_ints(drawn.keys(device).keys().clone());
-            assert!(got == drawn.unique, "{}, {device:?}", case.name);
+            assert!(got == drawn.unique, "{:?}, {device:?}", case.seq);
         }
     }
 }
@@ -628,19 +602,8 @@ fn places_of(pattern: &Pattern, heads: usize, seq: [usize; 2]) -> BlockLayout {
 
 /// Layouts of single keys: the pairs of a layout on the host that are listed.
 pub fn layouts_of_keys_equal_f64(devices: &[Device]) {
-    let small = Case {
-        heads: [4, 2],
-        seq: [70, 133],
-        ..OF_KEYS
-    };
-    let shared = Case {
-        of: Of::Keys {
-            heads: 1,
-            causal: false,
-        },
-        seq: [90, 41],
-        ..small
-    };
+    let small = OF_KEYS.with("heads 4 2, seq 70 133");
+    let shared = small.with("lists 1, later, seq 90 41");
     for (index, case, pattern) in [(0, small, Pattern::causal()), (1, shared, Pattern::dense())] {
         let halves = halves(devices).map(|(device, dtype)| (device, dtype, half_tolerance(dtype)));
         for (device, dtype, tolerance) in exact(devices).chain(halves) {
@@ -659,21 +622,17 @@ pub fn layouts_of_keys_equal_f64(devices: &[Device]) {
                 attend_with_lse([&q, &k, &v], &layout, &AttentionOptions::default())
             });
             let what = format!("{}, {device:?}, {dtype:?}", host.name());
-            drawn
-                .problem
-                .solve()
-                .assert(&what, got, &[Near::Terms(tolerance)]);
+            let answer = drawn.problem.solve();
+            answer.assert(&what, got, &[Near::Terms(tolerance)]);
         }
     }
     for device in devices {
         let lists = small.draw(10_810, DType::F32).keys(device);
         let places = |heads, seq| places_of(&Pattern::causal(), heads, seq);
-        for (argument, places) in [
-            ("lists' heads", places(3, [70, 133])),
-            ("lists' queries", places(4, [71, 133])),
-            ("lists' seq_kv", places(4, [70, 134])),
-        ] {
-            refused! { lists.layout(&places) => format!("…{argument}…"); }
+        refused! {
+            lists.layout(&places(3, [70, 133])) => "…lists' heads…";
+            lists.layout(&places(4, [71, 133])) => "…lists' queries…";
+            lists.layout(&places(4, [70, 134])) => "…lists' seq_kv…";
         }
     }
 }

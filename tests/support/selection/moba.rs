@@ -31,11 +31,8 @@ pub fn selected_attention_equals_f64(devices: &[Device]) {
 
 pub fn selected_attention_in_half_precision(devices: &[Device]) {
     for (index, keep) in [(1, 4), (12, 3), (13, 2), (16, 5)] {
-        let case = Case {
-            keep,
-            dims: [64, 64],
-            ..cases()[index]
-        };
+        let mut case = cases()[index].with("dims 64 64");
+        case.keep = keep;
         for (device, dtype) in halves(devices) {
             let (problem, _) = case.problem(7900 + index as u64, dtype);
             let answer = problem.solve();
@@ -49,21 +46,12 @@ pub fn selected_attention_in_half_precision(devices: &[Device]) {
 
 /// Out, lse and all gradients over the choice of the host, with every option that queries take along; heads that share a choice too.
 pub fn selected_attention_equals_its_layout(devices: &[Device]) {
-    let own = Case {
-        heads: [4, 2],
-        seq: [83, 107],
-        ..CASE
-    };
-    let forced = Case {
-        keep: 5,
-        forced: Always { first: 1, local: 2 },
-        ..own
-    };
+    let own = CASE.with("heads 4 2, seq 83 107");
+    let forced = own.with("keep 5, forced 1 2");
     let options = AttentionOptions::default().scale(0.3).softcap(2.0);
-    for (case, sharing) in [own, forced].into_iter().flat_map(|case| {
-        [GqaReduction::PerHead, GqaReduction::Mean, GqaReduction::Max]
-            .map(|sharing| (case, sharing))
-    }) {
+    let shared = [GqaReduction::PerHead, GqaReduction::Mean, GqaReduction::Max];
+    let all = [own, forced].map(|case| shared.map(|sharing| (case, sharing)));
+    for (case, sharing) in all.into_iter().flatten() {
         let selection = case.selection().with_gqa_reduction(sharing);
         // Products of f32 numbers are tf32 on tensor cores, which decides between scores that are nearer than that.
         let problems = (8100..8200).map(|seed| case.problem(seed, DType::F32).0);
@@ -144,35 +132,20 @@ pub fn selected_attention_of_query_blocks(devices: &[Device]) {
             let call = EstimateInputs::new(q.clone(), k.clone()).causal(causal);
             let layout = selection.choose(&call).unwrap().layout;
             let options = AttentionOptions::default();
-            let (q, k, v) = (q.clone(), k.clone(), v.clone());
-            let expected = SparseAttentionCall::new(q.clone(), k.clone(), v.clone(), &layout)
-                .options(options.clone())
-                .run_with_lse();
-            let expected = expected.unwrap();
+            let expected = attend_with_lse([&q, &k, &v], &layout, &options);
             let options = SelectedOptions::from(options).causal(causal);
+            let (q, k, v) = (q.clone(), k.clone(), v.clone());
             let got = attention_selected_with_lse(q, k, v, &selection, options).unwrap();
             let what = format!("{device:?}, {causal}");
-            let bits = |(out, lse): (Tensor<4>, Tensor<3>)| {
-                [("out", out.into_data()), ("lse", lse.into_data())]
-            };
-            assert_same_bits(&what, bits(got), bits(expected));
+            assert_same_bits(&what, outputs(got), outputs(expected));
         }
     }
 }
 
 /// Later tokens change nothing of what comes before them. Packed queries may lie at other places, and so be summed in another order.
 pub fn selected_attention_is_prefix_stable(devices: &[Device]) {
-    let case = Case {
-        heads: [4, 2],
-        seq: [90, 90],
-        ..CASE
-    };
-    let forced = Case {
-        keep: 4,
-        forced: Always { first: 1, local: 2 },
-        ..case
-    };
-    for case in [case, forced] {
+    let case = CASE.with("heads 4 2, seq 90 90");
+    for case in [case, case.with("keep 4, forced 1 2")] {
         let selection = case.selection();
         assert!(selection.estimator().traits().prefix_stable);
         let (problem, _) = case.problem(8400, DType::F32);
@@ -201,11 +174,7 @@ pub fn selected_attention_is_prefix_stable(devices: &[Device]) {
 
 /// Batch entries in another order give their outputs in that order, and the same call the same bits.
 pub fn selected_attention_of_a_permuted_batch(devices: &[Device]) {
-    let case = Case {
-        batch: 3,
-        heads: [4, 2],
-        ..CASE
-    };
+    let case = CASE.with("batch 3, heads 4 2");
     let (problem, _) = case.problem(8500, DType::F32);
     for device in devices {
         let [q, k, v, _] = inputs(&problem, device, DType::F32);

@@ -9,7 +9,7 @@ use burn_sparse_select::{
 
 use crate::judge::estimate::Estimate;
 use crate::judge::golden::vals;
-use crate::judge::moba::{Case, OWN, choices};
+use crate::judge::moba::{CASE, Case, choices};
 use crate::prelude::*;
 
 /// The lists of queries on a device are those of the choices.
@@ -53,11 +53,8 @@ pub fn check_lists(
         expected.resize(length, -1);
         expected_tiles.resize(tiles, -1);
         assert_eq!(queries[head * length..][..length], expected, "{what}");
-        assert_eq!(
-            tile_blocks[head * tiles..][..tiles],
-            expected_tiles,
-            "{what}"
-        );
+        let got = &tile_blocks[head * tiles..][..tiles];
+        assert_eq!(got, expected_tiles, "{what}");
         // Choices and places are each other's reverse.
         let places = &places[head * rows * most..][..rows * most];
         let choices = &choices[head * length..][..length];
@@ -99,9 +96,8 @@ impl BlockEstimator for Given {
         let [batch, heads, seq_q, _] = call.q.dims();
         let blocks = self.scores.len() / seq_q;
         let scores = floats(&self.scores, [1, 1, seq_q, blocks], &device);
-        Ok(scores
-            .slice_dim(2, rows.clone())
-            .expand([batch, heads, rows.len(), blocks]))
+        let scores = scores.slice_dim(2, rows.clone());
+        Ok(scores.expand([batch, heads, rows.len(), blocks]))
     }
 
     fn reference(&self, call: &ReferenceInputs) -> Vec<f64> {
@@ -113,16 +109,6 @@ impl BlockEstimator for Given {
 
 /// Equal scores, zeros of both signs, infinities and NaN: the blocks that the rule keeps on the host.
 pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
-    let kinds = [
-        0.0,
-        -0.0,
-        1.0,
-        1.0,
-        -2.5,
-        f32::INFINITY,
-        f32::NEG_INFINITY,
-        f32::NAN,
-    ];
     let (seq, block) = (75usize, 8usize);
     let mut rng = seeded(8600);
     let inner = Moba {
@@ -133,7 +119,7 @@ pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
     let forced = [forced(0, 1), forced(2, 1), forced(1, 3), forced(40, 50)];
     for (keep, forced) in [2, 4, 20].into_iter().flat_map(|k| forced.map(|f| (k, f))) {
         let blocks = seq.div_ceil(block);
-        let scores = (0..seq * blocks).map(|_| kinds[rng.random_range(0..kinds.len())]);
+        let scores = (0..seq * blocks).map(|_| ODD[rng.random_range(0..ODD.len())]);
         let scores: Vec<f32> = scores.collect();
         let given = Given { inner, scores };
         let selection = Selection::new(given.clone(), Budget::TopK(keep)).with_always(forced);
@@ -176,16 +162,7 @@ pub fn chosen_blocks_of_any_scores(devices: &[Device]) {
 
 /// Scores that are made in several slabs.
 pub fn chosen_blocks_in_several_slabs(devices: &[Device]) {
-    let case = Case {
-        batch: 1,
-        heads: [32, 1],
-        seq: [2100, 2100],
-        dims: [4, 4],
-        block: 8,
-        keep: 2,
-        forced: OWN,
-        name: "several slabs",
-    };
+    let case = CASE.with("batch 1, heads 32 1, seq 2100 2100, dims 4 4, block 8, keep 2");
     // Blocks whose first channel falls with their number, so that queries take the first or the last.
     let mut drawn = Problem::random(case.sizes(), 8700, |_, _, _, _| false);
     for (at, k) in drawn.k.iter_mut().enumerate() {
@@ -195,7 +172,7 @@ pub fn chosen_blocks_in_several_slabs(devices: &[Device]) {
         };
     }
     drawn.q.iter_mut().step_by(4).for_each(|q| *q = q.signum());
-    let (chosen, least) = choices(&drawn, case.block, case.keep, case.forced);
+    let (chosen, least) = choices(&drawn, &case);
     assert!(least >= 1.0);
     for device in devices {
         check_lists(&case, &drawn, &chosen, &case.selection(), device);
@@ -241,7 +218,7 @@ pub fn moba_golden(_: &[Device]) {
         problem
     };
     let all = problem(Box::new(|_, _, i, j| j <= i));
-    let (chosen, _) = choices(&all, 4, 2, OWN);
+    let (chosen, _) = choices(&all, &CASE.with("block 4, keep 2"));
     for (head, past) in past.iter().enumerate() {
         for (i, past) in (4..).zip(past) {
             assert_eq!(chosen[head * 16 + i], [*past], "head {head}, {i}");

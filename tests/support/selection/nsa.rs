@@ -1,9 +1,7 @@
 //! Native sparse attention, against the same in plain f64 loops.
 
-use burn_sparse_select::nsa::NsaKeysValues;
-
 use crate::judge::golden::vals;
-use crate::judge::nsa::{CASE, Case, Inputs, Results, TABLE, Tensors, cases};
+use crate::judge::nsa::{CASE, Inputs, Results, TABLE, Tensors, cases};
 use crate::prelude::*;
 use crate::selection::prefix::Prefix;
 
@@ -29,7 +27,7 @@ pub fn check_choices(
     picks: Option<&Tensor<4, Int>>,
     tolerance: f64,
 ) -> (Vec<Vec<usize>>, usize) {
-    let flat: Vec<f64> = expected.iter().flatten().copied().collect();
+    let flat = expected.concat();
     let sums = format!("{what}: attention sums");
     assert_close(&sums, found.clone(), &flat, tolerance);
     let found = to_f64(found);
@@ -53,7 +51,7 @@ pub fn check_choices(
     };
     assert_eq!(picks, own, "{what}");
     let (exact, gaps) = inputs.chosen(expected);
-    let scale = flat.iter().fold(0.1, |a: f64, &b| a.max(b));
+    let scale = largest(&flat).max(0.1);
     let mut clear = 0;
     for (at, gap) in gaps.iter().enumerate() {
         if *gap > 2.0 * scale * tolerance {
@@ -71,12 +69,8 @@ fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
     let x = inputs.tensors(device, dtype);
     let keys_values = x.keys_values(&nsa);
     let found = nsa.block_importance(x.q.clone(), &keys_values).unwrap();
-    let expected = [case.batch, case.heads[1], case.seq[0], case.blocks()];
-    assert_eq!(
-        (found.dims(), found.dtype()),
-        (expected, DType::F32),
-        "{what}"
-    );
+    let dims = [case.batch, case.heads[1], case.seq[0], case.blocks()];
+    assert_eq!((found.dims(), found.dtype()), (dims, DType::F32), "{what}");
     let lists = nsa.query_lists(x.q, &keys_values).unwrap();
     let picks = lists.as_ref().map(|lists| &lists.blocks);
     let sums = inputs.attention_sums(&inputs.means(&inputs.keys[0], case.dims[0]));
@@ -88,10 +82,7 @@ fn chosen(inputs: &Inputs, device: &Device, dtype: DType) -> Vec<Vec<usize>> {
 fn clear_choices(inputs: &Inputs, tolerance: f64) -> Vec<bool> {
     let ([heads, kv_heads], [rows, _]) = (inputs.case.heads, inputs.case.seq);
     let attention_sums = inputs.attention_sums(&inputs.means(&inputs.keys[0], inputs.case.dims[0]));
-    let largest = attention_sums
-        .iter()
-        .flatten()
-        .fold(0.1, |a: f64, &b| a.max(b));
+    let largest = largest(&attention_sums.concat()).max(0.1);
     let (_, gaps) = inputs.chosen(&attention_sums);
     let group = heads / kv_heads;
     let places = (0..inputs.case.batch * heads * rows).map(|at| {
@@ -100,11 +91,7 @@ fn clear_choices(inputs: &Inputs, tolerance: f64) -> Vec<bool> {
     });
     let clear: Vec<bool> = places.collect();
     let count = clear.iter().filter(|clear| **clear).count();
-    assert!(
-        count * 4 > clear.len(),
-        "{count} of {} are clear",
-        clear.len()
-    );
+    assert!(count * 4 > clear.len(), "{count} of {}", clear.len());
     clear
 }
 
@@ -147,18 +134,8 @@ fn check(
 }
 
 pub fn nsa_in_half_precision(devices: &[Device]) {
-    let wide = Case {
-        dims: [64, 64],
-        ..CASE
-    };
-    let wider = Case {
-        compressed: [32, 16],
-        selected: 64,
-        heads: [8, 2],
-        seq: [450, 450],
-        batch: 1,
-        ..wide
-    };
+    let wide = CASE.with("dims 64 64");
+    let wider = wide.with("batch 1, heads 8 2, seq 450 450, compressed 32 16, selected 64");
     for (index, case) in [wide, wider].into_iter().enumerate() {
         for (device, dtype) in halves(devices) {
             let inputs = Inputs::random(case, 9100 + index as u64, dtype);
@@ -167,72 +144,9 @@ pub fn nsa_in_half_precision(devices: &[Device]) {
     }
 }
 
-/// f64 gradients by gates, and by weights of what compresses, against differences of the function itself.
-pub fn nsa_gradients_equal_finite_differences(devices: &[Device]) {
-    let case = Case {
-        batch: 1,
-        seq: [40, 40],
-        dims: [4, 4],
-        keep: 4,
-        ..CASE
-    };
-    let nsa = case.nsa();
-    let inputs = Inputs::random(case, 9200, DType::F32);
-    let width = case.compressed[0] * 4;
-    let weights = numbers(9201, width * 4);
-    for device in with(devices, DType::F64) {
-        let loss = |gates: Tensor<4>, weights: Tensor<4>, device: &Device| -> Tensor<1> {
-            let x = inputs.tensors(device, DType::F64);
-            // A compressor that is not linear, of all tokens of a block.
-            let phi = |x: &Tensor<4>| {
-                let windows = nsa.windows(x.clone()).unwrap().unwrap();
-                let [batch, heads, ..] = windows.dims();
-                windows
-                    .matmul(weights.clone().expand([batch, heads, width, 4]))
-                    .tanh()
-            };
-            let keys_values = NsaKeysValues {
-                compressed: Some([phi(&x.keys[0]), phi(&x.values[0])]),
-                ..x.keys_values(&nsa)
-            };
-            let out = nsa.attention(x.q.clone(), keys_values, gates).unwrap();
-            (out * x.grad_out).sum()
-        };
-        let autodiff = device.clone().autodiff();
-        let [_, seq] = case.seq;
-        let of = |gates: &[f64], weights: &[f64], device: &Device| {
-            (
-                tensor(gates, [1, 4, seq, 3], device, DType::F64),
-                tensor(weights, [1, 1, width, 4], device, DType::F64),
-            )
-        };
-        let (gates, phi) = of(&inputs.gates, &weights, &autodiff);
-        let (gates, phi) = (gates.require_grad(), phi.require_grad());
-        let grads = loss(gates.clone(), phi.clone(), &autodiff).backward();
-        let grads = [gates, phi].map(|x| to_f64(x.grad(&grads).unwrap().into_data()));
-        for which in 0..2 {
-            for index in (0..grads[which].len()).step_by(29) {
-                let moved = |step: f64| {
-                    let mut numbers = [inputs.gates.clone(), weights.clone()];
-                    numbers[which][index] += step;
-                    let (gates, phi) = of(&numbers[0], &numbers[1], device);
-                    loss(gates, phi, device).into_scalar::<f64>()
-                };
-                let step = 1e-6;
-                let slope = (moved(step) - moved(-step)) / (2.0 * step);
-                let what = format!("{device:?}, {which}, {index}");
-                assert_near(&what, &[grads[which][index]], &[slope], 1e-7);
-            }
-        }
-    }
-}
-
 /// Later tokens change nothing of what comes before, and queries alone see what they see among all.
 pub fn nsa_is_prefix_stable(devices: &[Device]) {
-    let case = Case {
-        seq: [90, 90],
-        ..CASE
-    };
+    let case = CASE.with("seq 90 90");
     let nsa = case.nsa();
     let inputs = Inputs::random(case, 9300, DType::F32);
     for device in devices {
@@ -268,7 +182,7 @@ pub fn nsa_is_prefix_stable(devices: &[Device]) {
 
 /// The same call has the same bits, and batch entries do not know of each other.
 pub fn nsa_gives_the_same_bits(devices: &[Device]) {
-    let inputs = Inputs::random(Case { batch: 3, ..CASE }, 9400, DType::F32);
+    let inputs = Inputs::random(CASE.with("batch 3"), 9400, DType::F32);
     let nsa = CASE.nsa();
     for device in devices {
         let device = device.clone().autodiff();
@@ -295,22 +209,13 @@ pub fn nsa_gives_the_same_bits(devices: &[Device]) {
     }
 }
 
+const GOLDEN: &str = "batch 1, heads 2 1, seq 16 16, dims 4 4, compressed 4 2, selected 4, keep 3, forced 1 1, window 3";
+
 /// The definition's example in f64: two heads on one of keys.
 pub fn nsa_golden(_: &[Device]) {
     let [q, k, v] = [(0, 2), (1, 1), (2, 1)].map(|(of, heads)| vals(of, heads, 16));
     let inputs = Inputs {
-        case: Case {
-            name: "golden",
-            batch: 1,
-            heads: [2, 1],
-            seq: [16; 2],
-            dims: [4, 4],
-            compressed: [4, 2],
-            selected: 4,
-            keep: 3,
-            forced: [1, 1],
-            window: 3,
-        },
+        case: CASE.with(GOLDEN),
         gates: [0.5, 0.25, 0.75].repeat(2 * 16),
         grad_out: vec![1.0; q.len()],
         q,
@@ -322,11 +227,8 @@ pub fn nsa_golden(_: &[Device]) {
         ((4, 2, 4), 1, 1..4, vec![1.0, 2.0, 1.0]),
     ];
     for ((block, stride, selected), of, entries, expected) in cases {
-        let case = Case {
-            compressed: [block, stride],
-            selected,
-            ..CASE
-        };
+        let mut case = CASE;
+        (case.compressed, case.selected) = ([block, stride], selected);
         let got: Vec<f64> = entries.clone().map(|i| case.overlap(i, of)).collect();
         assert_eq!(got, expected);
         let others = (0..20).filter(|i| !entries.contains(i));
@@ -368,10 +270,8 @@ pub fn nsa_golden(_: &[Device]) {
         ],
     ];
     let solved = inputs.solve(chosen);
-    for (branch, name) in ["branch 0", "branch 1", "branch 2", "out"]
-        .iter()
-        .enumerate()
-    {
+    let names = ["branch 0", "branch 1", "branch 2", "out"];
+    for (branch, name) in names.iter().enumerate() {
         let (_, got) = solved.iter().find(|(of, _)| of == name).unwrap();
         for (head, printed) in printed.iter().enumerate() {
             let last = (head * 16 + 15) * 4;

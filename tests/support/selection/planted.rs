@@ -35,20 +35,15 @@ fn on_planted_structure(
             let q = tensor(&q, [1, HEADS, ROWS, DIM], device, DType::F32);
             let k = tensor(&k, [1, 1, ROWS, DIM], device, DType::F32);
             let options = AttentionOptions::default();
-            let all = SparseAttentionCall::new(q.clone(), k.clone(), k.clone(), &full)
-                .options(options.clone())
-                .run_with_lse();
-            let (_, all) = all.unwrap();
+            let (_, all) = attend_with_lse([&q, &k, &k], &full, &options);
             let chosen = attention_selected_with_lse(q, k.clone(), k, &selection, options);
             let (_, chosen) = chosen.unwrap();
             let shares = to_f64((chosen - all).exp().into_data());
             for (head, expected) in expected.into_iter().enumerate() {
                 let late = &shares[head * ROWS + ROWS / 2..(head + 1) * ROWS];
                 let recall = late.iter().sum::<f64>() / late.len() as f64;
-                assert!(
-                    (recall - expected).abs() < tolerance,
-                    "{name}, head {head}, {device:?}: {recall}, expected {expected}"
-                );
+                let what = format!("{name}, head {head}, {device:?}");
+                assert_near(&what, &[recall], &[expected], tolerance);
             }
         }
     }

@@ -35,10 +35,8 @@ impl Prefix<'_> {
                 let parts = x.iter().map(|x| x.clone().slice_dim(2, range.clone()));
                 parts.collect()
             };
-            let (queries, keys) = (
-                part(&self.queries, &range),
-                part(&self.keys, &(0..range.end)),
-            );
+            let queries = part(&self.queries, &range);
+            let keys = part(&self.keys, &(0..range.end));
             let some = (self.attend)(&queries, &keys);
             let clear = |x: Vec<f64>| -> Vec<f64> {
                 let of = |at: usize| {
@@ -66,11 +64,8 @@ impl Prefix<'_> {
             let after = (self.attend)(&queries, &keys);
             let kept = after.clone().slice_dim(2, 0..first).into_data();
             assert_close(&what, kept, &numbers(&whole, 0..first), self.within);
-            assert_ne!(
-                numbers(&after, first..rows),
-                numbers(&whole, first..rows),
-                "{what}"
-            );
+            let [after, whole] = [&after, &whole].map(|x| numbers(x, first..rows));
+            assert_ne!(after, whole, "{what}");
             let others = (self.choose)(&queries, &keys);
             let before = |x: &Tensor<4, Int>| read_ints(x.clone().slice_dim(2, 0..first));
             assert_eq!(before(&others), before(&lists), "{what}");

@@ -2,7 +2,7 @@
 
 use burn_sparse_select::{Always, Budget, EstimateKind, Rule, ScoreGrid};
 
-use crate::device_layout::case::{Case, cases};
+use crate::device_layout::case::{Case, cases, read};
 use crate::prelude::*;
 
 /// Scores of a row.
@@ -22,24 +22,12 @@ const SCORES: [Scores; 4] = [Scores::Any, Scores::Few, Scores::Odd, Scores::Equa
 
 impl Scores {
     fn row(self, kind: EstimateKind, blocks: usize, rng: &mut ChaCha8Rng) -> Vec<f32> {
-        let odd = [
-            0.0,
-            -0.0,
-            1.0,
-            -2.5,
-            1e-30,
-            f32::MAX,
-            f32::INFINITY,
-            f32::NEG_INFINITY,
-            f32::NAN,
-            -f32::NAN,
-        ];
         let one = rng.random_range(-1.0..1.0f32);
         let mut number = || match (self, kind) {
             (Scores::Any, EstimateKind::Probability) => rng.random::<f32>().powi(4),
             (Scores::Any, _) => rng.random_range(-4.0..4.0f32),
             (Scores::Few, _) => rng.random_range(0..4) as f32 / 4.0,
-            (Scores::Odd, _) => odd[rng.random_range(0..odd.len())],
+            (Scores::Odd, _) => ODD[rng.random_range(0..ODD.len())],
             (Scores::Equal, _) => one,
         };
         (0..blocks).map(|_| number()).collect()
@@ -85,17 +73,12 @@ fn clear(case: &Case, rule: Rule, scores: &[f32], rng: &mut ChaCha8Rng) -> Rule 
         0 => share,
         _ => rng.random_range(0.01..0.99),
     });
-    let found = shares.map(|share| {
-        (
-            share,
-            [1.0 - 1e-5, 1.0, 1.0 + 1e-5].map(|near| share * near),
-        )
-    });
-    let mut found = found.filter(|(_, near)| {
+    let mut found = shares.filter(|share| {
+        let near = [1.0 - 1e-5, 1.0, 1.0 + 1e-5].map(|near| share * near);
         let [low, here, high] = near.map(|share| kept(case, &with(share), scores));
         low == here && here == high
     });
-    with(found.next().expect("a share away from all sums").0)
+    with(found.next().expect("a share away from all sums"))
 }
 
 /// Attention by queries of zeros: a query's output is the mean of the values that it sees, its lse the logarithm of how many they are.
@@ -122,9 +105,8 @@ fn check(case: &Case, rule: Rule, scores: &[f32], device: &Device, rng: &mut Cha
         let mut count = 0.0;
         for j in seen {
             let values = &v[(first + j) * case.head_dim..][..case.head_dim];
-            mean.iter_mut()
-                .zip(values)
-                .for_each(|(sum, value)| *sum += value);
+            let sums = mean.iter_mut().zip(values);
+            sums.for_each(|(sum, value)| *sum += value);
             count += 1.0f64;
         }
         out.extend(mean.iter().map(|sum| sum / count.max(1.0)));
@@ -145,10 +127,7 @@ fn check(case: &Case, rule: Rule, scores: &[f32], device: &Device, rng: &mut Cha
 fn rules(case: &Case, rng: &mut ChaCha8Rng) -> Vec<Rule> {
     let [_, _, _, blocks] = case.dims();
     let share = rng.random_range(0.05..0.98);
-    let [few, more] = [
-        rng.random_range(0..blocks + 2),
-        rng.random_range(1..blocks + 2),
-    ];
+    let [few, more] = [0, 1].map(|least| rng.random_range(least..blocks + 2));
     let keeps = [
         Budget::TopK(more),
         Budget::Ratio(rng.random_range(0.01..1.0)),
@@ -178,22 +157,18 @@ fn rules(case: &Case, rng: &mut ChaCha8Rng) -> Vec<Rule> {
 }
 
 /// Rows of more blocks than a word, and of more words than a cube has units.
-fn long_cases() -> [Case; 3] {
-    [
-        Case::new("several units", 20, 1_300, 8).shared(true, true),
-        Case::new("blocks of half the heads", 40, 600, 8)
-            .heads(4, 1)
-            .halves(),
-        Case::new("more words than units", 3, 70_003, 8)
-            .shared(true, true)
-            .dim(8),
-    ]
-}
+const LONG: &str = "
+    several units            | 20 1300 8 | patterns 1 1
+    blocks of half the heads | 40 600 8  | heads 4 1, patterns 2 2
+    more words than units    | 3 70003 8 | patterns 1 1, dim 8
+";
 
 /// Rows of all kinds of scores, all rules, any forced blocks.
 pub fn rules_keep_the_same_on_devices(devices: &[Device]) {
     let mut ran = 0;
-    for (index, case) in cases().iter().chain(&long_cases()).enumerate() {
+    let long = rows(LONG).into_iter().map(read);
+    for (index, case) in cases().into_iter().chain(long).enumerate() {
+        let case = &case;
         let mut rng = seeded(9700 + index as u64);
         for rule in rules(case, &mut rng) {
             let [batch, heads, q_blocks, kv_blocks] = case.dims();

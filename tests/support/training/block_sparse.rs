@@ -140,21 +140,19 @@ pub fn dense_layouts_equal_linear(devices: &[Device]) {
     for device in devices {
         let device = &device.clone().autodiff();
         let tolerance = product_tolerance(device, DType::F32, 1e-6);
-        let dense = tensor(
-            &numbers(1, ins * outs * block * block),
-            [ins * block, outs * block],
-            device,
-            DType::F32,
-        );
+        let of = |seed, shape: [usize; 2]| {
+            tensor::<2>(
+                &numbers(seed, shape[0] * shape[1]),
+                shape,
+                device,
+                DType::F32,
+            )
+        };
+        let dense = of(1, [ins * block, outs * block]);
         // [in blocks, block, out blocks, block] as [out blocks, in blocks, block, block]
         let blocks = dense.clone().reshape([ins, block, outs, block]);
         let blocks = blocks.permute([2, 0, 1, 3]).reshape(layout.shape());
-        let x = tensor(
-            &numbers(2, 50 * ins * block),
-            [50, ins * block],
-            device,
-            DType::F32,
-        );
+        let x = of(2, [50, ins * block]);
         let options = BlockSparseLinearOptions::default();
         let got = block_sparse_linear(x.clone(), blocks, &layout, options).unwrap();
         let expected = linear(x, dense, &LinearOptions::default()).unwrap();

@@ -303,7 +303,12 @@ impl<'a> Case<'a> {
 
     /// With everything tracked.
     pub fn run_all(&self, device: &Device, dtypes: &[DType]) -> Found {
-        self.run(&device.clone().autodiff(), dtypes, &self.all(), Laid::Plain)
+        self.run_on(&device.clone().autodiff(), dtypes)
+    }
+
+    /// The same on a device with autodiff.
+    pub fn run_on(&self, device: &Device, dtypes: &[DType]) -> Found {
+        self.run(device, dtypes, &self.all(), Laid::Plain)
     }
 
     /// What is made of the numbers of inputs and of the gradients with respect to results.
@@ -326,10 +331,8 @@ impl<'a> Case<'a> {
         let got = self.run_all(device, dtypes);
         assert_eq!(got.len(), expected.len(), "{}", self.what);
         let results = self.results.iter().map(|x| (x.name.clone(), x.dtype));
-        let inputs = self
-            .inputs
-            .iter()
-            .map(|x| (format!("d{}", x.name), x.dtype));
+        let inputs = self.inputs.iter();
+        let inputs = inputs.map(|x| (format!("d{}", x.name), x.dtype));
         let names = results.chain(inputs).zip(got.into_iter().zip(expected));
         let named = names.map(|((name, dtype), (got, expected))| {
             let what = format!("{}, {device:?}, {dtypes:?}: {name}", self.what);
@@ -353,28 +356,31 @@ impl<'a> Case<'a> {
         self.check(device, &[dtype; 4], |_| tolerance);
     }
 
+    /// Compares the results of a call that nothing is differentiated by.
+    pub fn check_results(&self, device: &Device, dtype: DType, tolerance: f64) {
+        let (dtypes, none) = ([dtype; 4], vec![false; self.inputs.len()]);
+        let expected = self.numbers(&dtypes, &self.judge);
+        let got = self.run(device, &dtypes, &none, Laid::Plain);
+        for ((got, expected), given) in got.into_iter().zip(expected).zip(&self.results) {
+            let what = format!("{}, {device:?}, {dtype:?}: {}", self.what, given.name);
+            assert_close(&what, got.unwrap(), &expected, tolerance);
+        }
+    }
+
     /// The same bits twice, whatever the strides of tensors and of gradients, and with gradient checkpointing through steps that it computes again. Other
     /// strides may be within a tolerance.
     pub fn gives_the_same_bits(&self, devices: &[Device], strides: f64) {
         for plain in devices {
             let first = self.run_all(plain, &[DType::F32; 4]);
             let again = self.run_all(plain, &[DType::F32; 4]);
-            assert_found(
-                &format!("{}, {plain:?}, twice", self.what),
-                &again,
-                &first,
-                0.0,
-            );
+            let twice = format!("{}, {plain:?}, twice", self.what);
+            assert_found(&twice, &again, &first, 0.0);
             let turned = tracked(plain)
                 .map(|device| self.run(&device, &[DType::F32; 4], &self.all(), Laid::Turned));
             let what = format!("{}, {plain:?}, of other strides", self.what);
             assert_found(&what, &turned[0], &first, strides);
-            assert_found(
-                &format!("{what}, checkpointing"),
-                &turned[1],
-                &turned[0],
-                0.0,
-            );
+            let what = format!("{what}, checkpointing");
+            assert_found(&what, &turned[1], &turned[0], 0.0);
         }
     }
 
@@ -386,9 +392,8 @@ impl<'a> Case<'a> {
             let device = plain.clone().autodiff();
             let all = self.run_all(plain, f32s);
             for bits in 1..(1_usize << self.inputs.len()) - 1 {
-                let tracked: Vec<bool> = (0..self.inputs.len())
-                    .map(|bit| bits >> bit & 1 != 0)
-                    .collect();
+                let tracked = (0..self.inputs.len()).map(|bit| bits >> bit & 1 != 0);
+                let tracked: Vec<bool> = tracked.collect();
                 let mut expected = all.clone();
                 let by_inputs = expected[self.results.len()..].iter_mut();
                 for (by, tracked) in by_inputs.zip(&tracked) {
@@ -405,7 +410,7 @@ impl<'a> Case<'a> {
                 let results = |leaves| -> Found {
                     let made = self.call(leaves, f32s, Laid::Plain).into_iter();
                     let flat = made.map(|made| made.flat).inspect(|made| {
-                        assert!(!made.is_require_grad());
+                        assert!(!made.is_tracked());
                         assert_eq!(made.device().is_autodiff(), device.is_autodiff());
                     });
                     flat.map(|made| Some(read(made))).collect()
@@ -427,37 +432,21 @@ pub fn products_within(devices: &[Device]) -> f64 {
     devices.iter().map(within).fold(0.0, f64::max)
 }
 
-/// The dtype, the shape and the bits of a result, if there is one.
-pub type Bits = Option<(DType, Vec<usize>, Vec<u8>)>;
-
-pub fn bits<'a>(results: impl IntoIterator<Item = &'a Option<TensorData>>) -> Vec<Bits> {
-    let bits = |data: &TensorData| {
-        (
-            data.dtype(),
-            data.shape().to_vec(),
-            data.as_bytes().to_vec(),
-        )
-    };
-    let results = results.into_iter();
-    results.map(|data| data.as_ref().map(bits)).collect()
-}
-
 /// Panics if there are not the same results, with other bits or further apart than that.
 pub fn assert_found(what: &str, got: &Found, expected: &Found, tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
-    let (of_got, of_expected) = (bits(got), bits(expected));
     for (index, (got, expected)) in got.iter().zip(expected).enumerate() {
-        assert_eq!(got.is_some(), expected.is_some(), "{what}: result {index}");
-        match (got, expected) {
-            (Some(got), Some(expected)) if tolerance > 0.0 => {
-                assert_eq!(got.dtype(), expected.dtype(), "{what}: result {index}");
-                let what = format!("{what}: result {index}");
+        let what = format!("{what}: result {index}");
+        assert_eq!(got.is_some(), expected.is_some(), "{what}");
+        let (Some(got), Some(expected)) = (got, expected) else {
+            continue;
+        };
+        match tolerance > 0.0 {
+            true => {
+                assert_eq!(got.dtype(), expected.dtype(), "{what}");
                 assert_close(&what, got.clone(), &to_f64(expected.clone()), tolerance);
             }
-            _ => {
-                let same = of_got[index] == of_expected[index];
-                assert!(same, "{what}: other bits of result {index}");
-            }
+            false => assert_same_bits(&what, [("it", got.clone())], [("it", expected.clone())]),
         }
     }
 }
@@ -469,10 +458,6 @@ pub fn assert_plan(plan: &OpPlan, device: &Device) {
     assert_eq!(plan.is_kernels(), kernels, "{plan}");
     let text = plan.to_string();
     gate::note_plan(&text);
-    let expected = if kernels {
-        "units a cube"
-    } else {
-        "primitives"
-    };
+    let expected = ["primitives", "units a cube"][usize::from(kernels)];
     assert!(text.contains(expected), "{text}");
 }

@@ -1,11 +1,10 @@
 //! Products of few rows without a backward pass, against f64: one to three weights that lie in any way, to heads and from them.
 
 use burn::tensor::FloatDType;
-use burn_fused_ops::{
-    Activation, LinearOptions, fused_linear, gated_linear, linear, out_proj, qkv_proj,
-};
+use burn_fused_ops::{Activation, LinearOptions, gated_linear, out_proj, qkv_proj};
 
 use crate::prelude::*;
+use crate::training::linear::{WAYS, case, lying};
 
 /// Rows, depth, and the columns of each weight.
 type Lengths = (usize, usize, &'static [usize]);
@@ -24,26 +23,6 @@ const LENGTHS: [Lengths; 10] = [
     // Too many.
     (65, 64, &[64]),
 ];
-
-/// How weights lie in memory.
-const WAYS: [&str; 3] = ["contiguous", "with gaps", "transposed"];
-
-fn weight(
-    values: &[f64],
-    [rows, columns]: [usize; 2],
-    on: (&Device, DType),
-    way: &str,
-) -> Tensor<2> {
-    let weight = tensor(values, [rows, columns], on.0, on.1);
-    match way {
-        "contiguous" => weight,
-        "with gaps" => {
-            let beside = Tensor::zeros([rows, 24], (on.0, on.1));
-            Tensor::cat(vec![weight, beside], 1).narrow(1, 0, columns)
-        }
-        _ => stored_swapped(&weight, 0, 1),
-    }
-}
 
 /// `[rows, Σ columns]`.
 fn expected(
@@ -84,23 +63,13 @@ fn values(seed: u64, count: usize, dtype: DType) -> Vec<f64> {
 }
 
 pub fn few_rows_equal_f64(devices: &[Device]) {
-    let rows = (700..).step_by(10).zip(LENGTHS);
-    let rows = rows.flat_map(|row| WAYS.map(|way| (row, way)));
-    for ((seed, lengths), way) in some_of(rows, 4) {
-        let (rows, depth, outs) = lengths;
+    let rows = LENGTHS
+        .into_iter()
+        .flat_map(|row| WAYS.map(|way| (row, way)));
+    for ((rows, depth, outs), way) in some_of(rows, 4) {
         each(devices, |device, dtype, tolerance| {
-            let x = values(seed, rows * depth, dtype);
-            let all: Vec<Vec<f64>> = (outs.iter().enumerate())
-                .map(|(at, out)| values(seed + 1 + at as u64, depth * out, dtype))
-                .collect();
-            let weights = (all.iter().zip(outs))
-                .map(|(values, out)| weight(values, [depth, *out], (device, dtype), way))
-                .collect();
-            let rows = tensor(&x, [1, rows, depth], device, dtype);
-            let run = |weights| fused_linear(rows.clone(), weights, &LinearOptions::default());
-            let got = read(run(weights).unwrap());
-            let what = format!("{device:?}, {dtype:?}, {lengths:?}, {way}");
-            assert_close(&what, got, &expected(&x, &all, lengths), tolerance);
+            let case = case(([1, rows, depth], outs), way);
+            case.check_results(device, dtype, tolerance);
         });
     }
 }
@@ -155,7 +124,7 @@ pub fn few_rows_with_a_gate_equal_f64(devices: &[Device]) {
             let x = values(780, rows * depth, dtype);
             let all = [781, 782].map(|seed| values(seed, depth * width, dtype));
             let [gate, up] = (all.each_ref())
-                .map(|values| weight(values, [depth, width], (device, dtype), WAYS[1]));
+                .map(|values| lying(tensor(values, [depth, width], device, dtype), WAYS[1]));
             let x_rows = tensor::<2>(&x, [rows, depth], device, dtype);
             let options = LinearOptions::default();
             let got = read(gated_linear(x_rows, gate, up, Activation::Silu, &options).unwrap());
@@ -168,24 +137,5 @@ pub fn few_rows_with_a_gate_equal_f64(devices: &[Device]) {
             let what = format!("{device:?}, {dtype:?}, {rows} × {depth} × {width}");
             assert_close(&what, got, &active.collect::<Vec<_>>(), 8.0 * tolerance);
         });
-    }
-}
-
-/// What a backward pass reads is there, whatever runs without one.
-pub fn few_rows_are_differentiated(devices: &[Device]) {
-    for plain in devices {
-        let device = &plain.clone().autodiff();
-        let (x, values) = (numbers(770, 8), numbers(771, 64));
-        let row = tensor(&x, [1, 8], device, DType::F32).require_grad();
-        let weight = tensor(&values, [8, 8], device, DType::F32).require_grad();
-        let options = LinearOptions::default();
-        let y = linear(row.clone(), weight.clone(), &options).unwrap();
-        let grads = y.sum().backward();
-        let by_row: Vec<f64> = values.chunks(8).map(|row| row.iter().sum()).collect();
-        let by_weight: Vec<f64> = x.iter().flat_map(|x| [*x; 8]).collect();
-        let tolerance = product_tolerance(plain, DType::F32, 1e-5);
-        assert_close("by x", read(row.grad(&grads).unwrap()), &by_row, tolerance);
-        let got = read(weight.grad(&grads).unwrap());
-        assert_close("by the weight", got, &by_weight, tolerance);
     }
 }

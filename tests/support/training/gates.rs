@@ -40,13 +40,8 @@ fn case(shape: [usize; 4], there: [bool; BRANCHES]) -> Case<'static> {
         .input("gates", 1, &of_gates, 43)
         .result("out", 0, &shape, 44);
     (0..BRANCHES).fold(case, |case, at| {
-        case.input_if(
-            there[at],
-            &format!("branch {at}"),
-            0,
-            &shape,
-            40 + at as u64,
-        )
+        let (name, seed) = (format!("branch {at}"), 40 + at as u64);
+        case.input_if(there[at], &name, 0, &shape, seed)
     })
 }
 
@@ -93,10 +88,8 @@ pub fn gated_sums_equal_f64(devices: &[Device]) {
 pub fn gated_sums_in_half_precision(devices: &[Device]) {
     for (device, half) in halves(devices) {
         for dtypes in [[half; 2], [half, DType::F32], [DType::F32, half]] {
-            for (shape, there) in [
-                ([2, 2, 40, 128], ALL),
-                ([1, 3, 20, 36], [true, true, false]),
-            ] {
+            let some = [true, true, false];
+            for (shape, there) in [([2, 2, 40, 128], ALL), ([1, 3, 20, 36], some)] {
                 for (what, got, expected) in case(shape, there).compared(device, &dtypes) {
                     let unit = unit(got.dtype());
                     for (at, (got, expected)) in to_f64(got).iter().zip(expected).enumerate() {
@@ -116,10 +109,8 @@ pub fn gated_sums_bits_and_constants(devices: &[Device]) {
     case([2, 2, 9, 20], ALL).has_constants(devices, 0.0);
     case([2, 2, 9, 20], [true, true, false]).has_constants(devices, 0.0);
     let (x, gates) = (numbers(40, 216), numbers(43, 54));
-    for device in devices
-        .iter()
-        .flat_map(|plain| [plain.clone(), plain.clone().autodiff()])
-    {
+    let both = |plain: &Device| [plain.clone(), plain.clone().autodiff()];
+    for device in devices.iter().flat_map(both) {
         let x = tensor(&x, [1, 2, 9, 12], &device, DType::F32);
         let gates = tensor::<4>(&gates, [1, 2, 9, 3], &device, DType::F32);
         let (before, one) = (read(x.clone()), Some(x.clone()));
@@ -135,12 +126,8 @@ pub fn gated_sums_keep_their_gradients(devices: &[Device]) {
     for plain in devices {
         let device = plain.clone().autodiff();
         let of = |seed, shape: [usize; 4]| {
-            tensor(
-                &numbers(seed, shape.iter().product()),
-                shape,
-                &device,
-                DType::F32,
-            )
+            let values = numbers(seed, shape.iter().product());
+            tensor(&values, shape, &device, DType::F32)
         };
         let (leaf, grad) = (of(41, [1, 2, 9, 12]).require_grad(), of(44, [1, 2, 9, 12]));
         let before = read(grad.clone().inner());

@@ -9,8 +9,10 @@ use crate::training::case::*;
 /// Rows of batch entries, width, and the columns of each weight.
 type Lengths<'a> = ([usize; 3], &'a [usize]);
 
-const CALLS: [Lengths<'_>; 8] = [
+const CALLS: [Lengths<'_>; 9] = [
     ([1, 1, 1], &[1]),
+    // A row whose backward pass reads what runs without one for so few.
+    ([1, 1, 8], &[8]),
     ([3, 100, 130], &[33, 1, 20]),
     ([1, 300, 512], &[8]),
     ([1, 5000, 33], &[12]),
@@ -21,11 +23,29 @@ const CALLS: [Lengths<'_>; 8] = [
     ([1, 200, 64], &[128, 64, 8]),
 ];
 
+/// How weights lie in memory.
+pub const WAYS: [&str; 3] = ["contiguous", "with gaps", "transposed"];
+
+pub fn lying(weight: Tensor<2>, way: &str) -> Tensor<2> {
+    let [rows, columns] = weight.dims();
+    match way {
+        "contiguous" => weight,
+        "with gaps" => {
+            let beside = Tensor::zeros([rows, 24], (&weight.device(), weight.dtype()));
+            Tensor::cat(vec![weight, beside], 1).narrow(1, 0, columns)
+        }
+        _ => stored_swapped(&weight, 0, 1),
+    }
+}
+
 /// The dtypes of a case are those of x, the weights and the result, of which the last is asked for if it is another one than x's.
-fn case(([batch, rows, width], outs): Lengths<'_>) -> Case<'_> {
+pub fn case<'a>(([batch, rows, width], outs): Lengths<'a>, way: &'static str) -> Case<'a> {
     let all: usize = outs.iter().sum();
     let call = move |x: &mut Tensors| {
-        let (rows, weights) = (x.take::<3>(), outs.iter().map(|_| x.take()).collect());
+        let (rows, weights) = (
+            x.take::<3>(),
+            outs.iter().map(|_| lying(x.take(), way)).collect(),
+        );
         let mut options = LinearOptions::default();
         options.dtype = (x.dtypes[0] != x.dtypes[2]).then(|| FloatDType::from(x.dtypes[2]));
         vec![fused_linear(rows, weights, &options).unwrap().into()]
@@ -53,7 +73,7 @@ fn case(([batch, rows, width], outs): Lengths<'_>) -> Case<'_> {
         }
         [y, dx].into_iter().chain(by_weights).collect()
     };
-    let what = format!("{:?} to {outs:?}", [batch, rows, width]);
+    let what = format!("{:?} to {outs:?}, {way}", [batch, rows, width]);
     let case = Case::new(what, call, judge)
         .input("x", 0, &[batch, rows, width], 1)
         .result("y", 2, &[batch, rows, all], 9);
@@ -65,7 +85,7 @@ fn case(([batch, rows, width], outs): Lengths<'_>) -> Case<'_> {
 /// One to three weights, rows in groups and not, no rows.
 pub fn products_equal_f64(devices: &[Device]) {
     for lengths in some_of(CALLS, 2) {
-        let case = case(lengths);
+        let case = case(lengths, WAYS[0]);
         for (device, dtype, tolerance) in exact(devices) {
             case.check_in(device, dtype, product_tolerance(device, dtype, tolerance));
         }
@@ -85,7 +105,7 @@ pub fn products_in_half_precision(devices: &[Device]) {
     for lengths in some {
         for (device, half) in halves(devices) {
             let rounding = if half == DType::BF16 { 4e-3 } else { 5e-4 };
-            let case = case(lengths).rounded(half);
+            let case = case(lengths, WAYS[0]).rounded(half);
             for dtypes in [
                 [DType::F32, DType::F32, half],
                 [half, DType::F32, half],
@@ -102,8 +122,8 @@ pub fn products_in_half_precision(devices: &[Device]) {
 
 /// The same numbers whatever the strides, and frozen inputs.
 pub fn products_bits_and_constants(devices: &[Device]) {
-    case(([2, 20, 33], &[20])).gives_the_same_bits(devices, products_within(devices));
-    case(([1, 30, 6], &[4, 3, 5])).has_constants(devices, products_within(devices));
+    case(([2, 20, 33], &[20]), WAYS[0]).gives_the_same_bits(devices, products_within(devices));
+    case(([1, 30, 6], &[4, 3, 5]), WAYS[0]).has_constants(devices, products_within(devices));
 }
 
 /// How a factor lies: contiguous, transposed, heads of a projection, one matrix for the batch.

@@ -52,11 +52,8 @@ impl Problem {
     fn solve(&self, x: &[f64], weight: &[f64], by_loss: &[f64]) -> Vec<Vec<f64>> {
         let [positions, width, vocab] = self.sizes;
         let smoothing = self.options.label_smoothing;
-        let mut dz = product(
-            self.sizes,
-            |r, k| x[r * width + k],
-            |k, c| weight[k * vocab + c],
-        );
+        let (of_x, of_weight) = (|r, k| x[r * width + k], |k, c| weight[k * vocab + c]);
+        let mut dz = product(self.sizes, of_x, of_weight);
         let (factors, mut losses) = (self.factors(by_loss), vec![0.0; positions]);
         let rows = dz.chunks_mut(vocab).zip(&self.targets).enumerate();
         for (position, (row, &target)) in rows {
@@ -76,16 +73,10 @@ impl Problem {
                 *z = ((*z - lse).exp() - label(column)) * factors[position];
             }
         }
-        let dx = product(
-            [positions, vocab, width],
-            |r, k| dz[r * vocab + k],
-            |k, c| weight[c * vocab + k],
-        );
-        let dw = product(
-            [width, positions, vocab],
-            |i, r| x[r * width + i],
-            |r, c| dz[r * vocab + c],
-        );
+        let by_logit = |r: usize, c: usize| dz[r * vocab + c];
+        let back = |k: usize, c: usize| weight[c * vocab + k];
+        let dx = product([positions, vocab, width], by_logit, back);
+        let dw = product([width, positions, vocab], |i, r| x[r * width + i], by_logit);
         let loss = match self.options.reduction {
             Reduction::None => losses,
             _ => vec![dot(&losses, &self.factors(&[1.0]))],
@@ -109,10 +100,8 @@ impl Problem {
             Reduction::Mean => vec![4.0 * positions.max(1) as f64],
             Reduction::None => self.grads.clone(),
         };
-        let what = format!(
-            "{positions} positions of {width} to {vocab}, {:?}",
-            self.options
-        );
+        let options = &self.options;
+        let what = format!("{positions} positions of {width} to {vocab}, {options:?}");
         Case::new(what, call, judge)
             .input("x", 0, &[positions, width], self.x.clone())
             .input("W", 1, &[width, vocab], self.weight.clone())
@@ -215,9 +204,8 @@ pub fn cross_entropy_of_large_logits(devices: &[Device]) {
         let mut problem = Problem::new([6, 1, vocab], CrossEntropyOptions::default());
         problem.x = vec![1.0, -1.0, 1.0, 0.5, 0.0, 1.0];
         // Exact in tf32, too.
-        problem.weight = (0..vocab)
-            .map(|column| [10_000.0, -10_000.0, 9_992.0][column % 3])
-            .collect();
+        let logit = |column| [10_000.0, -10_000.0, 9_992.0][column % 3];
+        problem.weight = (0..vocab).map(logit).collect();
         for (device, dtype, tolerance) in exact(devices) {
             let tolerance = product_tolerance(device, dtype, tolerance);
             // Sums over the vocabulary of numbers as large as the logits.
@@ -257,11 +245,9 @@ pub fn cross_entropy_of_positions_by_any_gradients(devices: &[Device]) {
 /// Logits are f32 and gradients by them are rounded once. The weight is f32 or as x.
 pub fn cross_entropy_in_half_precision(devices: &[Device]) {
     let plain = CrossEntropyOptions::default;
+    let in_chunks = plain().ignore_index(3).chunk_elements(1 << 14);
     let some = [
-        Problem::new(
-            [300, 16, 256],
-            plain().ignore_index(3).chunk_elements(1 << 14),
-        ),
+        Problem::new([300, 16, 256], in_chunks),
         Problem::new([9, 8, 40_000], plain().label_smoothing(0.1)),
         of_positions(),
     ];
@@ -288,22 +274,17 @@ pub fn cross_entropy_differentiates_what_is_tracked(devices: &[Device]) {
         let targets = problem.targets(device).reshape([2, 20]);
         let loss = linear_cross_entropy(x, weight, targets, &problem.options).unwrap();
         let expected = case.numbers(&[DType::F32; 3], case.judge()).remove(0);
+        let (what, loss) = ("by batch and sequence", loss.into_data());
         let tolerance = product_tolerance(device, DType::F32, 1e-5);
-        assert_close(
-            "by batch and sequence",
-            loss.into_data(),
-            &expected,
-            tolerance,
-        );
+        assert_close(what, loss, &expected, tolerance);
     }
 }
 
 /// Without a check the loss is NaN, and so are the gradients of that row alone.
 pub fn cross_entropy_of_targets_out_of_range(devices: &[Device]) {
-    for (target, reduction) in [-1, 30, i64::from(i32::MAX)]
-        .into_iter()
-        .flat_map(|target| [(target, Reduction::Mean), (target, Reduction::None)])
-    {
+    let targets = [-1, 30, i64::from(i32::MAX)].into_iter();
+    let both = |target| [(target, Reduction::Mean), (target, Reduction::None)];
+    for (target, reduction) in targets.flat_map(both) {
         for chunk in [1 << 24, 100] {
             let options = CrossEntropyOptions::default()
                 .reduction(reduction)

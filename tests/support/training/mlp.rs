@@ -100,13 +100,10 @@ pub fn mlp_equals_its_parts(devices: &[Device]) {
             .flat_map(|dtypes| CALLS.map(|call| (call, dtypes)))
         {
             let parts = case(call, By::Parts).run_all(plain, &dtypes);
-            for (device, recompute) in tracked(plain)
-                .into_iter()
-                .flat_map(|device| [(device.clone(), false), (device, true)])
-            {
+            let both = |device: Device| [(device.clone(), false), (device, true)];
+            for (device, recompute) in tracked(plain).into_iter().flat_map(both) {
                 let op = case(call, By::Op { recompute });
-                let tracked = vec![true; 3 + usize::from(call.3)];
-                let got = op.run(&device, &dtypes, &tracked, Laid::Plain);
+                let got = op.run_on(&device, &dtypes);
                 let what = format!("{device:?}, {call:?}, {dtypes:?}, {recompute}");
                 // A kernel that makes two of the three may sum in another order.
                 assert_found(&what, &got, &parts, 2.0 * unit(dtypes[2]));
@@ -133,10 +130,7 @@ pub fn mlp_equals_f64(devices: &[Device]) {
         let case = case(call, By::Op { recompute: false });
         for (device, dtype, tolerance) in exact(devices) {
             let tolerance = product_tolerance(device, dtype, 10.0 * tolerance);
-            let expected = case.numbers(&[dtype; 3], case.judge()).remove(0);
-            let got = case.run_all(device, &[dtype; 3]).remove(0).unwrap();
-            let what = format!("{device:?}, {dtype:?}, {call:?}");
-            assert_close(&what, got, &expected, tolerance);
+            case.check_results(device, dtype, tolerance);
         }
     }
 }

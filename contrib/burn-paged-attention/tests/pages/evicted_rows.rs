@@ -6,7 +6,7 @@ use blocksparse::Pattern;
 use burn_paged_attention::pages::{CacheError, KvRetention, PagePool, PoolConfig, SequenceId};
 use proptest::prelude::*;
 
-use crate::tables::{pages_of, small, stored};
+use crate::tables::{joined, pages_of, small, stored};
 
 /// Sequences, and what the slots hold.
 struct Machine {
@@ -15,6 +15,7 @@ struct Machine {
     models: BTreeMap<SequenceId, (Vec<Vec<u64>>, usize)>,
     memory: Vec<u64>,
     next_key: u64,
+    rollback: usize,
 }
 
 impl Machine {
@@ -27,6 +28,7 @@ impl Machine {
             models: BTreeMap::new(),
             memory: vec![0; pages * 4],
             next_key: 1,
+            rollback,
         }
     }
 
@@ -71,7 +73,7 @@ impl Machine {
         let (rows, _) = &self.models[&id];
         let oldest = self.pool.oldest(id).unwrap();
         let len = self.pool.len(id).unwrap();
-        let tail = len - oldest.max(len.saturating_sub(self.pool_rollback()));
+        let tail = len - oldest.max(len.saturating_sub(self.rollback));
         let kept: Vec<Vec<u64>> = (rows.iter().enumerate())
             .map(|(row, keys)| {
                 let stays =
@@ -94,11 +96,6 @@ impl Machine {
             }
         }
         self.models.insert(id, (kept, len - tail));
-    }
-
-    fn pool_rollback(&self) -> usize {
-        let text = serde_json::to_value(self.pool.config()).unwrap();
-        text["rollback"].as_u64().unwrap() as usize
     }
 
     fn truncate(&mut self, id: SequenceId, len: usize) {
@@ -157,8 +154,7 @@ proptest! {
 
 #[test]
 fn kept_keys_come_to_the_front() {
-    let mut pool = PagePool::new(small(8, 4, Pattern::causal())).unwrap();
-    let id = pool.join(KvRetention::Evict).unwrap();
+    let (mut pool, id) = joined(small(8, 4, Pattern::causal()), KvRetention::Evict);
     pool.append(id, 10).unwrap();
     let fork = pool.fork(id).unwrap();
     // The fork keeps the pages: the five keys go to fresh ones.
@@ -171,21 +167,17 @@ fn kept_keys_come_to_the_front() {
     assert_eq!(pool.usage(id).unwrap().live, 5);
     // Its own pages are written in place.
     let retained = pool.retain(fork, &[3]).unwrap();
-    assert_eq!(
-        (retained.slots, retained.freed),
-        (vec![vec![0, 1, 2]], vec![1, 2])
-    );
+    let expected = (vec![vec![0, 1, 2]], vec![1, 2]);
+    assert_eq!((retained.slots, retained.freed), expected);
     assert_eq!(pages_of(&pool, fork), [vec![0], vec![]]);
     pool.append(fork, 2).unwrap();
     assert_eq!(stored(&pool, fork, 0), [vec![7, 8, 9, 10, 11], vec![]]);
     pool.truncate(fork, 10).unwrap();
     pool.verify().unwrap();
+    let [asked, oldest] = [9, 10];
     assert_eq!(
         pool.truncate(fork, 9),
-        Err(CacheError::Gone {
-            asked: 9,
-            oldest: 10
-        })
+        Err(CacheError::Gone { asked, oldest })
     );
     // All queries see what is kept.
     assert!(pool.single_sees_all(KvRetention::Evict));
@@ -198,8 +190,7 @@ fn kept_keys_come_to_the_front() {
 
 #[test]
 fn errors() {
-    let mut pool = PagePool::new(small(4, 4, Pattern::causal())).unwrap();
-    let all = pool.join(KvRetention::All).unwrap();
+    let (mut pool, all) = joined(small(4, 4, Pattern::causal()), KvRetention::All);
     let id = pool.join(KvRetention::Evict).unwrap();
     pool.append(id, 9).unwrap();
     let before = pool.clone();
@@ -209,10 +200,8 @@ fn errors() {
         pool.retain(id, &[10]) => "counts must be from 0 to the 9 keys of the row, got 10";
     }
     pool.leave(all).unwrap();
-    assert!(matches!(
-        pool.retain(all, &[0]),
-        Err(CacheError::Unknown { .. })
-    ));
+    let unknown = CacheError::Unknown { id: all };
+    assert_eq!(pool.retain(all, &[0]), Err(unknown));
     let fork = pool.fork(id).unwrap();
     assert_eq!(
         pool.retain(fork, &[8]),
@@ -223,16 +212,11 @@ fn errors() {
     for pattern in ["local:4", "strided:4", "dense", "fixed:4,1"] {
         let pattern: Pattern = pattern.parse().unwrap();
         let mut pool = PagePool::new(small(4, 4, pattern.clone())).unwrap();
-        let error = pool.join(KvRetention::Evict).unwrap_err();
-        let expected = format!(
-            "pattern must be the dense causal pattern in every head where a cache evicts keys by attention, got {pattern}"
-        );
-        assert_eq!(error.to_string(), expected);
+        refused! { pool.join(KvRetention::Evict) => format!("pattern must be the dense causal pattern in every head where a cache evicts keys by attention, got {pattern}"); }
     }
     // What can be taken back has to stay.
     let config = small(4, 4, Pattern::causal()).with_rollback(3);
-    let mut pool = PagePool::new(config).unwrap();
-    let id = pool.join(KvRetention::Evict).unwrap();
+    let (mut pool, id) = joined(config, KvRetention::Evict);
     pool.append(id, 9).unwrap();
     assert!(pool.retain(id, &[2]).is_err());
     pool.retain(id, &[4]).unwrap();

@@ -104,10 +104,8 @@ fn after_a_prompt() {
     assert_eq!(kept, [0, 1, 2, 8, 9]);
     let (attention_sum, error) = quality(&kept);
     printed(&[attention_sum, error], &[0.4185, 0.2903]);
-    let means = sums
-        .iter()
-        .enumerate()
-        .map(|(j, sum)| sum / (2 * (N - j)) as f64);
+    let means = sums.iter().enumerate();
+    let means = means.map(|(j, sum)| sum / (2 * (N - j)) as f64);
     let kept = choose(EvictionConfig::h2o_mean(3, 2), &means.collect::<Vec<_>>());
     assert_eq!(kept, [0, 1, 2, 8, 9]);
 
@@ -124,10 +122,8 @@ fn after_a_prompt() {
 
     let combined = |score| EvictionConfig::combined(score, 1, 2, 2);
     assert_eq!(choose(combined(EvictionScore::Sum), &sums), [0, 1, 2, 8, 9]);
-    assert_eq!(
-        choose(combined(EvictionScore::LastRow), &last),
-        [0, 4, 6, 8, 9]
-    );
+    let expected = [0, 4, 6, 8, 9];
+    assert_eq!(choose(combined(EvictionScore::LastRow), &last), expected);
 }
 
 /// What is evicted at each token, with its score; and what is kept.
@@ -194,10 +190,8 @@ fn best_ones() {
     assert_eq!(best(&[4.0, 3.0, 2.0, 1.0], 2), [0, 1]);
     // A window of 3 of 5 keys, and 2 recent ones beside the best, B.
     let kept = |config: EvictionConfig, scores: &[f32]| {
-        config
-            .choose(&[scores], config.capacity())
-            .unwrap()
-            .remove(0)
+        let kept = config.choose(&[scores], config.capacity());
+        kept.unwrap().remove(0)
     };
     let window = EvictionConfig::combined(EvictionScore::Custom, 0, 2, 1);
     assert_eq!(kept(window, &[0.0, 1.0, 2.0, 3.0, 4.0]), [2, 3, 4]);
@@ -226,17 +220,11 @@ fn pyramids() {
         for capacity in [33, 64, 100, 129] {
             for tokens in [capacity + 1, 150, 1000] {
                 let budgets = pyramid_budgets(layers, capacity, 32, 20.0, tokens).unwrap();
-                assert_eq!(
-                    budgets.iter().sum::<usize>(),
-                    layers * capacity,
-                    "{budgets:?}"
-                );
+                let expected = layers * capacity;
+                assert_eq!(budgets.iter().sum::<usize>(), expected, "{budgets:?}");
                 assert!(budgets.is_sorted_by(|a, b| a >= b), "{budgets:?}");
-                assert!(
-                    budgets
-                        .iter()
-                        .all(|&keys| keys >= 32 && keys <= tokens.max(capacity))
-                );
+                let possible = 32..=tokens.max(capacity);
+                assert!(budgets.iter().all(|keys| possible.contains(keys)));
             }
         }
     }
@@ -256,25 +244,17 @@ fn adaptive_heads() {
         [0.02, 0.90, 0.01, 0.01, 0.02, 0.01, 0.02, 0.01],
     ];
     let heads: Vec<&[f32]> = scores.iter().map(|scores| &scores[..]).collect();
-    let attention_sum = |kept: &[Vec<usize>]| -> f64 {
+    let assert_sum = |kept: &[Vec<usize>], expected: f64| {
         let pairs = kept.iter().zip(&scores);
-        let attention_sums =
-            pairs.flat_map(|(kept, scores)| kept.iter().map(|&at| f64::from(scores[at])));
-        attention_sums.sum()
+        let of_kept = pairs.flat_map(|(kept, scores)| kept.iter().map(|&at| f64::from(scores[at])));
+        let sum: f64 = of_kept.sum();
+        assert!((sum - expected).abs() < 5e-3, "{sum}");
     };
     let kept = adaptive(&heads, 4, 0.2).unwrap();
     assert_eq!(kept.iter().map(Vec::len).collect::<Vec<_>>(), [4, 7, 1]);
-    assert!(
-        (attention_sum(&kept) - 2.70).abs() < 5e-3,
-        "{}",
-        attention_sum(&kept)
-    );
+    assert_sum(&kept, 2.70);
     let uniform: Vec<Vec<usize>> = heads.iter().map(|scores| best(scores, 4)).collect();
-    assert!(
-        (attention_sum(&uniform) - 2.41).abs() < 5e-3,
-        "{}",
-        attention_sum(&uniform)
-    );
+    assert_sum(&uniform, 2.41);
     let kept = adaptive(&heads, 4, 0.5).unwrap();
     assert_eq!(kept, [vec![0, 3, 6], vec![0, 1, 2, 3, 5, 6, 7], vec![1, 6]]);
 
@@ -299,10 +279,8 @@ fn heads() {
     assert_eq!(each.choose(&scores, 3).unwrap(), [[0, 2, 3], [1, 2, 3]]);
     // Fewer keys than are kept without a contest.
     let few = EvictionConfig::combined(EvictionScore::Sum, 2, 3, 1);
-    assert_eq!(
-        few.choose(&scores, 6).unwrap(),
-        [[0, 1, 2, 3], [0, 1, 2, 3]]
-    );
+    let expected = [[0, 1, 2, 3], [0, 1, 2, 3]];
+    assert_eq!(few.choose(&scores, 6).unwrap(), expected);
     refused! { config.choose(&[&[0.1, 0.2], &[0.1]], 3) => "scores must be of 2 keys, as those of the first head, got 1"; }
 }
 
@@ -326,10 +304,8 @@ fn bad_configurations() {
 
 #[test]
 fn shares_of_a_prompt() {
-    assert_eq!(
-        EvictionConfig::h2o_shares(200, 0.1, 0.2).unwrap(),
-        EvictionConfig::h2o(20, 40)
-    );
+    let expected = EvictionConfig::h2o(20, 40);
+    assert_eq!(EvictionConfig::h2o_shares(200, 0.1, 0.2).unwrap(), expected);
     for (heavy, recent, message) in [
         (0.0, 0.1, "heavy must be above 0, at most 1, got 0"),
         (0.1, 1.5, "recent must be above 0, at most 1, got 1.5"),
@@ -351,8 +327,6 @@ fn configurations_as_json() {
     let text = serde_json::to_string(&config).unwrap();
     let expected = r#"{"score":{"votes":{"window":64,"pool":5,"kind":"average"}},"sinks":4,"recent":64,"heavy":1980,"slack":256,"budget":{"pyramid":{"beta":20.0}}}"#;
     assert_eq!(text, expected);
-    assert_eq!(
-        serde_json::from_str::<EvictionConfig>(&text).unwrap(),
-        config
-    );
+    let read: EvictionConfig = serde_json::from_str(&text).unwrap();
+    assert_eq!(read, config);
 }

@@ -5,8 +5,9 @@ use burn_paged_attention::pages::{
     CacheError, KvRetention, PagePool, PoolConfig, SequenceId, Step,
 };
 use rstest::rstest;
+use serde_json::json;
 
-use crate::tables::{pages_of, small, stored};
+use crate::tables::{joined, pages_of, small, stored};
 
 /// A pool that knows pages by their tokens.
 fn knowing(pages: usize, mask: u64) -> PagePool {
@@ -14,10 +15,16 @@ fn knowing(pages: usize, mask: u64) -> PagePool {
     PagePool::new(config.with_hash_mask(mask)).unwrap()
 }
 
+/// How many tokens of a text are known.
+fn prefix(pool: &PagePool, tokens: &[u32]) -> usize {
+    pool.known_prefix(KvRetention::Reachable, tokens).unwrap()
+}
+
 /// A sequence that has a prompt.
 fn read(pool: &mut PagePool, prompt: &[u32]) -> (SequenceId, usize) {
+    let reachable = KvRetention::Reachable;
     let (id, known) = pool
-        .join_with_prefix(KvRetention::Reachable, prompt, usize::MAX)
+        .join_with_prefix(reachable, prompt, usize::MAX)
         .unwrap();
     pool.append(id, prompt.len() - known).unwrap();
     pool.remember(id, prompt).unwrap();
@@ -38,9 +45,6 @@ fn known_prefixes(#[case] mask: u64) {
     assert_eq!((known, pages_of(&pool, b)), (8, [vec![0, 1, 3], vec![]]));
     pool.leave(b).unwrap();
     // The last token's row has to be computed.
-    let prefix = |pool: &PagePool, tokens: &[u32]| {
-        pool.known_prefix(KvRetention::Reachable, tokens).unwrap()
-    };
     assert_eq!(prefix(&pool, &prompt[..8]), 4);
     assert_eq!(prefix(&pool, &prompt[..9]), 8);
     assert_eq!(prefix(&pool, &prompt[..4]), 0);
@@ -69,10 +73,7 @@ fn known_prefixes(#[case] mask: u64) {
 fn known_pages_are_forgotten() {
     let mut pool = knowing(6, u64::MAX);
     let prompts: [Vec<u32>; 2] = [(0..9).collect(), (50..59).collect()];
-    let known = |pool: &PagePool| {
-        let known = |prompt: &Vec<u32>| pool.known_prefix(KvRetention::Reachable, prompt).unwrap();
-        [known(&prompts[0]), known(&prompts[1])]
-    };
+    let known = |pool: &PagePool| [0, 1].map(|at| prefix(pool, &prompts[at]));
     let ids = [0, 1].map(|at| read(&mut pool, &prompts[at]).0);
     pool.leave(ids[1]).unwrap();
     pool.leave(ids[0]).unwrap();
@@ -89,10 +90,8 @@ fn known_pages_are_forgotten() {
         assert_eq!(known(&pool), left);
         pool.verify().unwrap();
     }
-    assert_eq!(
-        pool.append(id, 1),
-        Err(CacheError::OutOfPages { asked: 1, free: 0 })
-    );
+    let expected = Err(CacheError::OutOfPages { asked: 1, free: 0 });
+    assert_eq!(pool.append(id, 1), expected);
 }
 
 /// A page whose tokens change is not known any more; one that others hold is, and is copied.
@@ -105,32 +104,19 @@ fn known_pages_that_are_written() {
     pool.truncate(b, 6).unwrap();
     assert_eq!(pool.append(b, 1).unwrap().copies.len(), 1);
     pool.verify().unwrap();
-    assert_eq!(
-        pool.known_prefix(KvRetention::Reachable, &prompt).unwrap(),
-        8
-    );
+    assert_eq!(prefix(&pool, &prompt), 8);
     pool.truncate(a, 6).unwrap();
-    assert_eq!(
-        pool.known_prefix(KvRetention::Reachable, &prompt).unwrap(),
-        8
-    );
+    assert_eq!(prefix(&pool, &prompt), 8);
     assert!(pool.append(a, 1).unwrap().copies.is_empty());
-    assert_eq!(
-        pool.known_prefix(KvRetention::Reachable, &prompt).unwrap(),
-        4
-    );
+    assert_eq!(prefix(&pool, &prompt), 4);
     pool.verify().unwrap();
     pool.append(a, 2).unwrap();
     let other = [0, 1, 2, 3, 4, 5, 60, 70, 80];
     pool.remember(a, &other).unwrap();
-    assert_eq!(
-        pool.known_prefix(KvRetention::Reachable, &other).unwrap(),
-        8
-    );
+    assert_eq!(prefix(&pool, &other), 8);
     pool.verify().unwrap();
     refused! { pool.remember(a, &[0; 10]) => "tokens must be at most the 9 tokens of sequence 0, got 10"; }
-    let mut plain = PagePool::new(small(2, 4, Pattern::causal())).unwrap();
-    let id = plain.join(KvRetention::All).unwrap();
+    let (mut plain, id) = joined(small(2, 4, Pattern::causal()), KvRetention::All);
     refused! { plain.remember(id, &[]) => "config must be one with prefix reuse, got one without it"; }
 }
 
@@ -159,13 +145,12 @@ fn known_pages_of_patterns() {
         }
         let len = pool.len(id).unwrap();
         pool.remember(id, &prompt[..len]).unwrap();
-        let known = pool.known_prefix(KvRetention::Reachable, &prompt).unwrap();
-        assert_eq!(known, expected, "{pattern}");
+        assert_eq!(prefix(&pool, &prompt), expected, "{pattern}");
         pool.verify().unwrap();
-        let (joined, known) = pool
+        let (again, known) = pool
             .join_with_prefix(KvRetention::Reachable, &prompt, usize::MAX)
             .unwrap();
-        assert_eq!(pool.len(joined).unwrap(), known);
+        assert_eq!(pool.len(again).unwrap(), known);
         pool.verify().unwrap();
     }
 }
@@ -174,8 +159,7 @@ fn known_pages_of_patterns() {
 #[test]
 fn saved_sequences() {
     let pattern = Pattern::fixed(4, 1);
-    let mut pool = PagePool::new(small(16, 4, pattern.clone())).unwrap();
-    let id = pool.join(KvRetention::Reachable).unwrap();
+    let (mut pool, id) = joined(small(16, 4, pattern.clone()), KvRetention::Reachable);
     for _ in 0..10 {
         pool.append(id, 1).unwrap();
     }
@@ -196,16 +180,11 @@ fn saved_sequences() {
         expected: expected.into(),
         got: got.into(),
     };
-    assert_eq!(
-        error(small(1, 4, pattern.clone())),
-        CacheError::OutOfPages { asked: 2, free: 1 }
-    );
+    let full = CacheError::OutOfPages { asked: 2, free: 1 };
+    assert_eq!(error(small(1, 4, pattern.clone())), full);
     let wrong = error(small(8, 4, Pattern::local(3)));
     assert_eq!(wrong, mismatch("pattern", "local(3)", "fixed(4, 1)"));
-    assert_eq!(
-        wrong.to_string(),
-        "pattern of the saved sequence must be local(3), got fixed(4, 1)"
-    );
+    refused! { Err::<(), _>(wrong) => "pattern of the saved sequence must be local(3), got fixed(4, 1)"; }
     let two = small(8, 4, pattern.clone()).with_pattern(pattern.clone(), 2, 2);
     assert_eq!(error(two.clone()), mismatch("heads", "2", "1"));
 
@@ -215,18 +194,15 @@ fn saved_sequences() {
         *altered.pointer_mut(path).unwrap() = value;
         let mut pool = pool.clone();
         let before = pool.free_pages();
-        let error = pool
-            .load(&serde_json::from_value(altered).unwrap())
-            .unwrap_err();
+        let altered = serde_json::from_value(altered).unwrap();
+        let error = pool.load(&altered).unwrap_err();
         assert_eq!(pool.free_pages(), before);
         pool.verify().unwrap();
         error
     };
     let large = usize::MAX;
-    assert_eq!(
-        load(&pool, "/version", 2.into()),
-        mismatch("version", "1", "2")
-    );
+    let version = load(&pool, "/version", 2.into());
+    assert_eq!(version, mismatch("version", "1", "2"));
     for (path, value) in [
         ("/next", 9.into()),
         ("/next", 11.into()),
@@ -242,21 +218,14 @@ fn saved_sequences() {
         ("/rows/0/timed/0/1", 1.into()),
         ("/rows/0/timed/0/1", 3.into()),
         ("/rows/0/timed/0/0", large.into()),
-        ("/rows/0/timed", serde_json::json!([])),
+        ("/rows/0/timed", json!([])),
         ("/residency", "all".into()),
-        (
-            "/residency",
-            serde_json::json!({"window": {"window": 0, "sinks": 1}}),
-        ),
+        ("/residency", json!({"window": {"window": 0, "sinks": 1}})),
     ] {
         let error = load(&pool, path, value.clone());
-        assert!(
-            matches!(error, CacheError::Corrupt { .. }),
-            "{path} = {value}: {error}"
-        );
+        let is_right = matches!(error, CacheError::Corrupt { .. });
+        assert!(is_right, "{path} = {value}: {error}");
     }
-    assert_eq!(
-        load(&pool, "/rows", serde_json::json!([])),
-        mismatch("table rows", "1", "0")
-    );
+    let rows = load(&pool, "/rows", json!([]));
+    assert_eq!(rows, mismatch("table rows", "1", "0"));
 }

@@ -318,10 +318,8 @@ impl Machine {
         let before = self.pool.free_pages();
         match self.pool.load(&read) {
             Ok((loaded, slots)) => {
-                assert_eq!(
-                    slots.iter().map(Vec::len).collect::<Vec<_>>(),
-                    self.pool.saved_keys(&saved).unwrap()
-                );
+                let expected = self.pool.saved_keys(&saved).unwrap();
+                assert_eq!(slots.iter().map(Vec::len).collect::<Vec<_>>(), expected);
                 for (slots, contents) in slots.into_iter().zip(contents) {
                     for (slot, content) in slots.into_iter().zip(contents) {
                         self.memory[slot as usize] = content;
@@ -391,10 +389,8 @@ impl Machine {
                 let used: BTreeSet<usize> = page_list.clone().map(|at| at / page_size).collect();
                 for (at, &page) in entries.iter().enumerate() {
                     assert_eq!(page >= 0, used.contains(&at));
-                    assert!(
-                        page < 0 || model.table[row][at] == page,
-                        "changes were not sent"
-                    );
+                    let is_right = page < 0 || model.table[row][at] == page;
+                    assert!(is_right, "changes were not sent");
                 }
                 let keys = self.pool.slot_keys(id, row).unwrap();
                 assert_eq!(keys.len(), permanent + timed);

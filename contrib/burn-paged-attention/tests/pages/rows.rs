@@ -5,6 +5,7 @@ use burn_paged_attention::pages::{KvRetention, PagePool, PoolConfig, SequenceId,
 use proptest::prelude::*;
 
 use crate::random_patterns::pattern;
+use crate::tables::joined;
 
 /// The positions that a plan's slots hold, by way of the table.
 fn positions(pool: &PagePool, id: SequenceId, head: usize, query: usize) -> Vec<usize> {
@@ -40,8 +41,7 @@ fn long_sequences() {
     let slots = |pattern: Pattern| {
         let config = PoolConfig::new(n / 64).with_page_size(64);
         let config = config.with_pattern(pattern, 8, 8).with_table_rows(1);
-        let mut pool = PagePool::new(config).unwrap();
-        let id = pool.join(KvRetention::All).unwrap();
+        let (mut pool, id) = joined(config, KvRetention::All);
         pool.step(Step::prefill(id, n)).unwrap();
         pool.row_slots(id, 3, n - 1).unwrap()
     };
@@ -76,8 +76,7 @@ proptest! {
         prop_assume!(pattern.validate(heads).is_ok());
         let config = PoolConfig::new(1 << 10).with_small_pages().with_page_size(page_size);
         let config = config.with_pattern(pattern.clone(), heads, kv_heads).with_rollback(2);
-        let mut pool = PagePool::new(config).unwrap();
-        let id = pool.join(residency).unwrap();
+        let (mut pool, id) = joined(config, residency);
         for chunk in chunks {
             let before = pool.len(id).unwrap();
             if pool.append(id, chunk).is_err() && pool.step(Step::decode(id, chunk).last()).is_err() {

@@ -3,6 +3,7 @@
 use blocksparse::{LastUse, Pattern};
 use burn_paged_attention::pages::{
     ALWAYS, CacheError, KvRetention, PageCopy, PagePool, PoolConfig, SequenceId, Slot, Step,
+    TableChange,
 };
 use rstest::rstest;
 
@@ -10,6 +11,13 @@ use rstest::rstest;
 pub(crate) fn small(pages: usize, page_size: usize, pattern: Pattern) -> PoolConfig {
     let config = PoolConfig::new(pages).with_small_pages();
     config.with_page_size(page_size).with_pattern(pattern, 1, 1)
+}
+
+/// A pool, and a sequence in it.
+pub(crate) fn joined(config: PoolConfig, retention: KvRetention) -> (PagePool, SequenceId) {
+    let mut pool = PagePool::new(config).unwrap();
+    let id = pool.join(retention).unwrap();
+    (pool, id)
 }
 
 /// The pages of a sequence's row and region, from its table: permanent, then timed.
@@ -38,47 +46,36 @@ pub(crate) fn stored(pool: &PagePool, id: SequenceId, row: usize) -> [Vec<usize>
     ]
 }
 
-/// One line of the table: tokens and pages of the sequences, references, free pages.
+/// One line of the table: tokens and pages of the sequences, and references of the eight pages, which follow.
 #[track_caller]
-fn line(
-    pool: &PagePool,
-    sequences: &[(SequenceId, usize, &[usize])],
-    refs: [usize; 8],
-    free: &[usize],
-) {
+fn line(pool: &PagePool, sequences: &[(SequenceId, usize, &[usize])]) {
     for &(id, len, pages) in sequences {
         assert_eq!(pool.len(id).unwrap(), len, "{id}");
         assert_eq!(pages_of(pool, id), [pages.to_vec(), vec![]], "{id}");
     }
     assert_eq!(pool.sequences().count(), sequences.len());
-    assert_eq!(
-        [0, 1, 2, 3, 4, 5, 6, 7].map(|page| pool.references(page)),
-        refs
-    );
-    let got: Vec<usize> = (0..8).filter(|&page| pool.references(page) == 0).collect();
-    assert_eq!(got, free);
-    assert_eq!(pool.free_pages(), free.len());
+    let mut free = 0;
+    for page in 0..8 {
+        let holders = sequences.iter().filter(|(_, _, of)| of.contains(&page));
+        let holders = holders.count();
+        assert_eq!(pool.references(page), holders, "page {page}");
+        free += usize::from(holders == 0);
+    }
+    assert_eq!(pool.free_pages(), free);
     pool.verify().unwrap();
 }
 
 #[test]
 fn sharing_and_copy_on_write() {
-    let mut pool = PagePool::new(small(8, 4, Pattern::causal())).unwrap();
-    let a = pool.join(KvRetention::All).unwrap();
+    let (mut pool, a) = joined(small(8, 4, Pattern::causal()), KvRetention::All);
     let writes = pool.append(a, 10).unwrap();
     assert_eq!(writes.slots, (0..10).collect::<Vec<i32>>());
     assert_eq!(writes.last, [ALWAYS; 10]);
     assert_eq!(writes.slot(0, 9), Some(Slot { page: 2, slot: 1 }));
-    line(
-        &pool,
-        &[(a, 10, &[0, 1, 2])],
-        [1, 1, 1, 0, 0, 0, 0, 0],
-        &[3, 4, 5, 6, 7],
-    );
+    line(&pool, &[(a, 10, &[0, 1, 2])]);
 
     let b = pool.fork(a).unwrap();
-    let both: [(_, _, &[usize]); 2] = [(a, 10, &[0, 1, 2]), (b, 10, &[0, 1, 2])];
-    line(&pool, &both, [2, 2, 2, 0, 0, 0, 0, 0], &[3, 4, 5, 6, 7]);
+    line(&pool, &[(a, 10, &[0, 1, 2]), (b, 10, &[0, 1, 2])]);
 
     let writes = pool.append(b, 1).unwrap();
     let copy = PageCopy {
@@ -88,36 +85,37 @@ fn sharing_and_copy_on_write() {
     };
     assert_eq!(writes.copies, [copy]);
     assert_eq!(writes.slots, [3 * 4 + 2]);
-    let changes: Vec<_> = writes
-        .changes
-        .iter()
-        .map(|change| (change.entry, change.page))
-        .collect();
-    assert_eq!(changes, [(2, 3)]);
-    let both: [(_, _, &[usize]); 2] = [(a, 10, &[0, 1, 2]), (b, 11, &[0, 1, 3])];
-    line(&pool, &both, [2, 2, 1, 1, 0, 0, 0, 0], &[4, 5, 6, 7]);
+    let mut changes = writes.changes.iter();
+    let is_right = |change: &TableChange| (change.entry, change.page) == (2, 3);
+    assert!(changes.len() == 1 && changes.all(is_right));
+    line(&pool, &[(a, 10, &[0, 1, 2]), (b, 11, &[0, 1, 3])]);
 
     let writes = pool.append(a, 1).unwrap();
     assert_eq!((writes.copies.len(), writes.changes.len()), (0, 0));
-    let both: [(_, _, &[usize]); 2] = [(a, 11, &[0, 1, 2]), (b, 11, &[0, 1, 3])];
-    line(&pool, &both, [2, 2, 1, 1, 0, 0, 0, 0], &[4, 5, 6, 7]);
+    line(&pool, &[(a, 11, &[0, 1, 2]), (b, 11, &[0, 1, 3])]);
 
     let c = pool.join(KvRetention::All).unwrap();
     pool.append(c, 5).unwrap();
-    let all: [(_, _, &[usize]); 3] = [(a, 11, &[0, 1, 2]), (b, 11, &[0, 1, 3]), (c, 5, &[4, 5])];
-    line(&pool, &all, [2, 2, 1, 1, 1, 1, 0, 0], &[6, 7]);
+    line(
+        &pool,
+        &[(a, 11, &[0, 1, 2]), (b, 11, &[0, 1, 3]), (c, 5, &[4, 5])],
+    );
 
     pool.leave(a).unwrap();
-    let two: [(_, _, &[usize]); 2] = [(b, 11, &[0, 1, 3]), (c, 5, &[4, 5])];
-    line(&pool, &two, [1, 1, 0, 1, 1, 1, 0, 0], &[2, 6, 7]);
+    line(&pool, &[(b, 11, &[0, 1, 3]), (c, 5, &[4, 5])]);
 
     pool.append(c, 4).unwrap();
-    let two: [(_, _, &[usize]); 2] = [(b, 11, &[0, 1, 3]), (c, 9, &[4, 5, 2])];
-    line(&pool, &two, [1, 1, 1, 1, 1, 1, 0, 0], &[6, 7]);
+    line(&pool, &[(b, 11, &[0, 1, 3]), (c, 9, &[4, 5, 2])]);
 
     pool.truncate(b, 6).unwrap();
-    let two: [(_, _, &[usize]); 2] = [(b, 6, &[0, 1]), (c, 9, &[4, 5, 2])];
-    line(&pool, &two, [1, 1, 1, 0, 1, 1, 0, 0], &[3, 6, 7]);
+    line(&pool, &[(b, 6, &[0, 1]), (c, 9, &[4, 5, 2])]);
+}
+
+/// All of those of the first row.
+fn all_stored(pool: &PagePool, id: SequenceId) -> Vec<usize> {
+    let mut keys = stored(pool, id, 0).concat();
+    keys.sort_unstable();
+    keys
 }
 
 /// Keys that are live before query t, through a pool: what is stored when the query's own key comes.
@@ -136,8 +134,7 @@ fn live_keys(#[case] pattern: &str, #[case] heads: usize, #[case] expected: [&[u
     for page_size in [1, 2, 4, 16] {
         let config = small(64, page_size, pattern.clone()).with_pattern(pattern.clone(), heads, 1);
         for step in [1, 2] {
-            let mut pool = PagePool::new(config.clone()).unwrap();
-            let id = pool.join(KvRetention::Reachable).unwrap();
+            let (mut pool, id) = joined(config.clone(), KvRetention::Reachable);
             for (t, expected) in [6, 8, 10, 12].into_iter().zip(expected) {
                 while pool.len(id).unwrap() < t {
                     pool.append(id, step).unwrap();
@@ -146,20 +143,15 @@ fn live_keys(#[case] pattern: &str, #[case] heads: usize, #[case] expected: [&[u
                 assert_eq!(pool.usage(id).unwrap().live, expected.len());
                 let mut other = pool.clone();
                 other.append(id, 1).unwrap();
-                let [mut keys, timed] = stored(&other, id, 0);
-                keys.extend(timed);
-                keys.sort_unstable();
+                let mut keys = all_stored(&other, id);
                 keys.retain(|&key| key != t);
                 assert_eq!(keys, expected, "{pattern} at {t}, pages of {page_size}");
                 // A prompt, of which only what is live at its end is written.
-                let mut prompt = PagePool::new(config.clone()).unwrap();
-                let id = prompt.join(KvRetention::Reachable).unwrap();
+                let (mut prompt, id) = joined(config.clone(), KvRetention::Reachable);
                 prompt.step(Step::prefill(id, t)).unwrap();
                 prompt.verify().unwrap();
-                let [mut keys, timed] = stored(&prompt, id, 0);
-                keys.extend(timed);
-                keys.sort_unstable();
-                assert_eq!(keys, expected, "{pattern}, prompt of {t}");
+                let what = format!("{pattern}, prompt of {t}");
+                assert_eq!(all_stored(&prompt, id), expected, "{what}");
             }
         }
     }
@@ -178,8 +170,7 @@ fn rows_of_heads_that_differ() {
     assert_eq!(stored(&pool, id, 1), [vec![2, 6], vec![8, 9]]);
     pool.verify().unwrap();
     // One row for all, where it is asked for.
-    let mut pool = PagePool::new(config.with_table_rows(1)).unwrap();
-    let id = pool.join(KvRetention::Reachable).unwrap();
+    let (mut pool, id) = joined(config.with_table_rows(1), KvRetention::Reachable);
     pool.step(Step::prefill(id, 10)).unwrap();
     assert_eq!(stored(&pool, id, 0), [vec![2, 3, 6, 7], vec![8, 9]]);
     // Two heads of a group of two share what either keeps.
@@ -195,8 +186,7 @@ fn rows_of_heads_that_differ() {
 #[test]
 fn rollback() {
     let config = small(16, 4, Pattern::streaming(3, 2)).with_rollback(2);
-    let mut pool = PagePool::new(config).unwrap();
-    let id = pool.join(KvRetention::Reachable).unwrap();
+    let (mut pool, id) = joined(config, KvRetention::Reachable);
     let mut at_ten = None;
     for t in 1..=11 {
         pool.append(id, 1).unwrap();
@@ -206,18 +196,7 @@ fn rollback() {
     }
     assert_eq!(stored(&pool, id, 0), [vec![0, 1], vec![6, 7, 8, 9, 10]]);
     assert_eq!(pool.oldest(id).unwrap(), 8);
-    let error = pool.truncate(id, 7).unwrap_err();
-    assert_eq!(
-        error,
-        CacheError::Gone {
-            asked: 7,
-            oldest: 8
-        }
-    );
-    assert_eq!(
-        error.to_string(),
-        "cannot go back to 7 tokens: keys are gone, the least is 8; a pool with a longer rollback keeps more"
-    );
+    refused! { pool.truncate(id, 7) => "cannot go back to 7 tokens: keys are gone, the least is 8; a pool with a longer rollback keeps more"; }
     let mut fewer = at_ten.unwrap();
     fewer.rollback(id, 2).unwrap();
     assert_eq!(stored(&fewer, id, 0), [vec![0, 1], vec![5, 6, 7]]);
@@ -227,12 +206,10 @@ fn rollback() {
     // What comes then is as if there had been no other tokens.
     pool.append(id, 2).unwrap();
     assert_eq!(stored(&pool, id, 0), [vec![0, 1], vec![6, 7, 8, 9]]);
+    let [asked, oldest] = [7, 8];
     assert_eq!(
         pool.rollback(id, 3),
-        Err(CacheError::Gone {
-            asked: 7,
-            oldest: 8
-        })
+        Err(CacheError::Gone { asked, oldest })
     );
     refused! { pool.rollback(id, 11) => "tokens must be at most the 10 tokens of sequence 0, got 11"; }
     pool.verify().unwrap();
@@ -247,12 +224,8 @@ fn rollback() {
 fn sinks_and_a_window() {
     let config = small(8, 2, Pattern::causal());
     let mut pool = PagePool::new(config).unwrap();
-    let id = pool
-        .join(KvRetention::Window {
-            window: 4,
-            sinks: 2,
-        })
-        .unwrap();
+    let [window, sinks] = [4, 2];
+    let id = pool.join(KvRetention::Window { window, sinks }).unwrap();
     let expected: [(usize, &[usize], i32); 4] = [
         (5, &[2, 3, 4], 0),
         (7, &[3, 4, 5, 6], 1),
@@ -264,16 +237,11 @@ fn sinks_and_a_window() {
             pool.append(id, 1).unwrap();
             pool.verify().unwrap();
         }
-        assert_eq!(
-            stored(&pool, id, 0),
-            [vec![0, 1], timed.to_vec()],
-            "after {t}"
-        );
+        let expected = [vec![0, 1], timed.to_vec()];
+        assert_eq!(stored(&pool, id, 0), expected, "after {t}");
         let spans = pool.spans(&[id]).unwrap();
-        assert_eq!(
-            (spans[0], spans[2], spans[3]),
-            (2, start, timed.len() as i32)
-        );
+        let expected = (2, start, timed.len() as i32);
+        assert_eq!((spans[0], spans[2], spans[3]), expected);
         assert!(pool.usage(id).unwrap().pages <= 4);
     }
 }
@@ -285,8 +253,7 @@ fn windows_in_chunks_of_any_length() {
         for chunk in 1..=window + 1 {
             for back in [0, 3] {
                 let config = small(64, page_size, Pattern::causal()).with_rollback(back);
-                let mut pool = PagePool::new(config).unwrap();
-                let id = pool.join(KvRetention::Window { window, sinks }).unwrap();
+                let (mut pool, id) = joined(config, KvRetention::Window { window, sinks });
                 for step in 0..30 {
                     let t = pool.len(id).unwrap();
                     pool.append(id, chunk).unwrap();
@@ -336,35 +303,24 @@ fn sizes(
     for (at, t) in [12_287, 1_048_575].into_iter().enumerate() {
         while pool.len(id).unwrap() < t {
             // Token by token to where somebody looks.
-            let tokens = if t - pool.len(id).unwrap() > 12_287 {
-                7
-            } else {
-                1
-            };
+            let is_far = t - pool.len(id).unwrap() > 12_287;
+            let tokens = if is_far { 7 } else { 1 };
             changes += pool.append(id, tokens).unwrap().changes.len();
         }
         let usage = pool.usage(id).unwrap();
         assert_eq!(usage.live, live[at], "{pattern} at {t}");
-        assert!(
-            usage.slots <= slots[at],
-            "{pattern} at {t}: {}",
-            usage.slots
-        );
+        assert!(usage.slots <= slots[at], "{pattern} at {t}: {usage:?}");
         assert!(usage.slots <= usage.live + 2 * 64 + 1);
         let got = usage.live_bytes(BYTES) as f64 / 1e9;
         let digits: f64 = if gigabytes[at] < 0.01 { 1e-4 } else { 1e-3 };
-        assert!(
-            (got - gigabytes[at]).abs() < digits.max(gigabytes[at] * 1e-3),
-            "{got}"
-        );
+        let is_near = (got - gigabytes[at]).abs() < digits.max(gigabytes[at] * 1e-3);
+        assert!(is_near, "{got}");
         assert_eq!(usage.bytes(BYTES), usage.slots * BYTES);
         let tables = pool.tables(&[id]).unwrap();
         assert!(tables.max_pages <= (4 * usage.pages).next_power_of_two());
         // A page is named by a constant number of changes.
-        assert!(
-            changes <= 4 * (t / 64 + 1) + 16,
-            "{pattern}: {changes} changes up to {t}"
-        );
+        let is_right = changes <= 4 * (t / 64 + 1) + 16;
+        assert!(is_right, "{pattern}: {changes} changes up to {t}");
     }
 }
 
@@ -387,8 +343,7 @@ fn slots_of_patterns() {
     ] {
         for (page_size, step, rollback) in [(16, 1, 0), (4, 3, 0), (8, 5, 4), (16, 2, 7)] {
             let config = small(64, page_size, pattern.clone()).with_rollback(rollback);
-            let mut pool = PagePool::new(config).unwrap();
-            let id = pool.join(KvRetention::Reachable).unwrap();
+            let (mut pool, id) = joined(config, KvRetention::Reachable);
             for _ in 0..200 / step {
                 let before = pool.len(id).unwrap();
                 let live_before = pool.usage(id).unwrap().live;
@@ -411,8 +366,7 @@ fn slots_of_patterns() {
 /// A large pool costs what is used of it, and its last page is as good as the first.
 #[test]
 fn large_pools() {
-    let mut pool = PagePool::new(PoolConfig::new(1 << 26)).unwrap();
-    let id = pool.join(KvRetention::All).unwrap();
+    let (mut pool, id) = joined(PoolConfig::new(1 << 26), KvRetention::All);
     pool.append(id, 1000).unwrap();
     assert_eq!(pool.free_pages(), (1 << 26) - 32);
     assert_eq!(pool.usage(id).unwrap().slots, 1024);

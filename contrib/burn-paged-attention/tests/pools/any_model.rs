@@ -1,25 +1,11 @@
 //! A model that is none of the layers' crate, a small Llama, on pools.
 
-use std::ops::ControlFlow;
-
-use burn::module::Module;
-use burn::nn::{
-    Embedding, EmbeddingConfig, Linear, LinearConfig, RmsNorm, RmsNormConfig, RotaryEncodingConfig,
-    SwiGlu, SwiGluConfig,
-};
-use burn::tensor::{Device, Int, Tensor};
-use burn_paged_attention::generate::{GenerateOptions, PromptLookup, Sampling, generate};
-use burn_paged_attention::pool::{
-    EvictionConfig, GraphDecoder, KvDtype, KvPool, KvPoolConfig, KvStep, PagedDecoder,
-};
+use burn::nn::{Embedding, EmbeddingConfig, RmsNorm, RmsNormConfig, SwiGlu, SwiGluConfig};
+use burn_paged_attention::pool::GraphDecoder;
 use burn_sparse_transformer::decoder::{Attend, Decoder, Positions};
 use burn_sparse_transformer::llama::LlamaConfig;
-use burn_sparse_transformer::{
-    Pattern, SparseMhaCache, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    TransformerError,
-};
 
-use crate::common::{assert_close, devices, randomise, seed, tokens};
+use crate::prelude::*;
 use crate::texts::{Texts, ids};
 
 const WIDTH: usize = 32;
@@ -122,8 +108,7 @@ fn rows_from_caches_and_pools_are_those_of_the_whole() {
             let whole = model.dense(tokens.clone());
             let texts = Texts { tokens, whole };
             let mut caches = vec![SparseMhaCache::new(); LAYERS];
-            let mut pool = (model.new_pool(&KvPoolConfig::new(1, SEQ).with_page_size(16))).unwrap();
-            let id = pool.join().unwrap();
+            let (mut pool, id) = joined(&model, &KvPoolConfig::new(1, SEQ).with_page_size(16));
             for (first, count) in [(0, 19), (19, 1), (20, 3), (23, 1), (24, 16)] {
                 let part = texts.tokens.clone().narrow(1, first, count);
                 let attend = &mut |layer: usize, attn: &SparseMultiHeadAttention, x| {
@@ -141,8 +126,7 @@ fn rows_from_caches_and_pools_are_those_of_the_whole() {
 /// The layers' own Llama, whose heads are wider than their share of the stream.
 #[test]
 fn the_llama_of_the_layers_decodes_from_pages() {
-    let device = Device::flex();
-    let _guard = seed(&device, 9);
+    let (device, _guard) = seeded(Device::flex(), 9);
     let config = LlamaConfig::new(WIDTH, 4)
         .with_n_kv_heads(Some(2))
         .with_head_dim(Some(12))
@@ -155,8 +139,7 @@ fn the_llama_of_the_layers_decodes_from_pages() {
     let tokens = tokens(1, SEQ, VOCAB, &device);
     let whole = model.forward(tokens.clone());
     let texts = Texts { tokens, whole };
-    let mut pool = (model.new_pool(&KvPoolConfig::new(1, SEQ).with_page_size(16))).unwrap();
-    let id = pool.join().unwrap();
+    let (mut pool, id) = joined(&model, &KvPoolConfig::new(1, SEQ).with_page_size(16));
     for count in [19, 1, 3, 17] {
         texts.feed(&model, &mut pool, &[id], &[count]);
     }
@@ -164,8 +147,7 @@ fn the_llama_of_the_layers_decodes_from_pages() {
 
 #[test]
 fn recorded_steps_are_those_of_the_pool() {
-    let device = Device::flex();
-    let _guard = seed(&device, 6);
+    let (device, _guard) = seeded(Device::flex(), 6);
     let model = Llama::new("causal", None, &device);
     let config = KvPoolConfig::new(1, SEQ).with_page_size(16);
     let [mut plain, pool] = [(); 2].map(|()| model.new_pool(&config).unwrap());
@@ -183,52 +165,45 @@ fn recorded_steps_are_those_of_the_pool() {
 
 #[test]
 fn texts_are_what_the_whole_would_write() {
-    let device = Device::flex();
-    let _guard = seed(&device, 7);
+    let (device, _guard) = seeded(Device::flex(), 7);
     let model = Llama::new("causal", None, &device);
     let prompts = [vec![3, 1, 4, 1, 5], vec![9, 2]];
     let greedy = GenerateOptions::default()
         .max_new(12)
         .sampling(Sampling::default().temperature(0.0));
-    let write = |options| {
+    let write = |options| -> Vec<Vec<u32>> {
         let go_on = &mut |_| ControlFlow::Continue(());
-        generate(&model, &prompts, &options, go_on).unwrap()
+        let texts = generate(&model, &prompts, &options, go_on).unwrap();
+        texts.into_iter().map(|text| text.tokens).collect()
     };
-    for (prompt, text) in prompts.iter().zip(write(greedy.clone())) {
+    let texts = write(greedy.clone());
+    for (prompt, text) in prompts.iter().zip(&texts) {
         let mut all = prompt.clone();
-        for &token in &text.tokens {
+        for &token in text {
             let last = model.dense(ids(&all, &device)).narrow(1, all.len() - 1, 1);
             let best = last.argmax(2).into_data().iter::<i64>().next();
             assert_eq!(best, Some(i64::from(token)));
             all.push(token);
         }
     }
-    let texts = write(greedy.clone());
-    let tokens = |options| -> Vec<Vec<u32>> {
-        (write(options).into_iter().map(|text| text.tokens)).collect()
-    };
-    let drafted = tokens(greedy.clone().drafts(PromptLookup::new(4)));
-    let expected: Vec<Vec<u32>> = texts.into_iter().map(|text| text.tokens).collect();
-    assert_eq!(drafted, expected);
+    assert_eq!(write(greedy.clone().drafts(PromptLookup::new(4))), texts);
     for options in [
         greedy.clone().kv_dtype(KvDtype::Int8),
         greedy.eviction(EvictionConfig::h2o(4, 4)),
     ] {
-        assert!(tokens(options).iter().all(|text| text.len() == 12));
+        assert!(write(options).iter().all(|text| text.len() == 12));
     }
 }
 
 /// What layers before have done is taken back.
 #[test]
 fn a_step_is_of_all_layers_or_of_none() {
-    let device = Device::flex();
-    let _guard = seed(&device, 8);
+    let (device, _guard) = seeded(Device::flex(), 8);
     let model = Llama::new("causal", None, &device);
     let tokens = tokens(1, 8, VOCAB, &device);
     let whole = model.dense(tokens.clone());
     let texts = Texts { tokens, whole };
-    let mut pool = (model.new_pool(&KvPoolConfig::new(1, SEQ).with_page_size(16))).unwrap();
-    let id = pool.join().unwrap();
+    let (mut pool, id) = joined(&model, &KvPoolConfig::new(1, SEQ).with_page_size(16));
     let part = |first| texts.tokens.clone().narrow(1, first, 4);
     let steps = [KvStep::new(id, 4)];
     let broken = Llama {
@@ -246,19 +221,15 @@ fn a_step_is_of_all_layers_or_of_none() {
 #[test]
 fn choices_that_later_tokens_take_part_in_are_refused() {
     let device = Device::flex();
-    let message = |config: SparseMultiHeadAttentionConfig| {
+    let pool = |config: SparseMultiHeadAttentionConfig| {
         let mha = config.with_block_size(8).init(&device);
-        let pool = KvPool::for_attention(&mha, &KvPoolConfig::new(1, 32));
-        pool.unwrap_err().to_string()
+        KvPool::for_attention(&mha, &KvPoolConfig::new(1, 32))
     };
     let config = |pattern| SparseMultiHeadAttentionConfig::new(32, 4, pattern);
     let selected = config(Pattern::causal()).with_selection(Some("topk:8,2".parse().unwrap()));
-    let error = message(selected);
-    assert!(
-        error.starts_with("selection must be prefix stable with a cache"),
-        "{error}"
-    );
     let routing = config(Pattern::local(5)).with_content(Some("routing:8,6".parse().unwrap()));
-    let error = message(routing.with_local_heads(Some(1)));
-    assert!(error.starts_with("content must be none with"), "{error}");
+    refused! {
+        pool(selected) => "selection must be prefix stable with a cache…";
+        pool(routing.with_local_heads(Some(1))) => "content must be none with…";
+    }
 }

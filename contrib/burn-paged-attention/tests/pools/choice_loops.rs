@@ -2,13 +2,7 @@
 
 use std::ops::Range;
 
-use burn::nn::Linear;
-use burn::tensor::Tensor;
-use burn_paged_attention::pool::{KvPool, KvPoolConfig, KvStep};
-use burn_sparse_transformer::{Pattern, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
-use rstest::rstest;
-
-use crate::common::{assert_close, attend, devices, random, randomise, seed};
+use crate::prelude::*;
 
 const HEADS: usize = 4;
 const WIDTH: usize = 32;

@@ -1,21 +1,9 @@
 //! Sequences of a pool whose keys are evicted: which ones stay, against a simulation on the host, and what queries see.
 
-use std::sync::Arc;
+use burn_paged_attention::pool::{EvictionBudget, EvictionScore, ScoreSmoothing};
 
-use burn::nn::{Linear, RotaryEncodingConfig};
-use burn::tensor::{Device, Int, Tensor};
-use burn_paged_attention::pool::{
-    EvictionBudget, EvictionConfig, EvictionScore, KvPool, KvPoolConfig, KvStep, PagedDecoder,
-    ScoreSmoothing, SequenceId,
-};
-use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, Pattern, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig,
-};
-use rstest::rstest;
-
-use crate::common::{assert_close, random, randomise, tokens};
 use crate::pool::call;
+use crate::prelude::*;
 
 pub const SEQ: usize = 37;
 pub const HEADS: usize = 4;
@@ -34,8 +22,6 @@ pub fn attention(pattern: Pattern, kv_heads: usize) -> SparseMultiHeadAttentionC
         .with_n_kv_heads(Some(kv_heads))
 }
 
-pub(crate) use crate::common::devices;
-
 /// Every policy, with a capacity of 9 and without slack but where it says so.
 pub fn policies() -> Vec<EvictionConfig> {
     let snapkv = |kind| EvictionConfig::snapkv_with(9, 3, 3, kind);
@@ -53,9 +39,7 @@ pub fn policies() -> Vec<EvictionConfig> {
         EvictionConfig::combined(EvictionScore::Sum, 2, 3, 4),
         EvictionConfig::combined(EvictionScore::KeyNorm, 2, 3, 4).with_slack(4),
         EvictionConfig::h2o(5, 4).with_budget(adaptive),
-        EvictionConfig::h2o_mean(5, 4)
-            .with_slack(2)
-            .with_budget(adaptive),
+        (EvictionConfig::h2o_mean(5, 4).with_slack(2)).with_budget(adaptive),
         snapkv(ScoreSmoothing::Average).with_budget(adaptive),
         EvictionConfig::h2o(5, 4).with_budget(pyramid),
         EvictionConfig::tova(9).with_slack(2).with_budget(pyramid),
@@ -121,8 +105,6 @@ struct Simulation<'a> {
     kept: Vec<Vec<usize>>,
     sums: Vec<Vec<f64>>,
     len: usize,
-    /// Of each KV head and query the keys that it sees.
-    seen: Vec<Vec<Vec<usize>>>,
 }
 
 impl<'a> Simulation<'a> {
@@ -134,7 +116,6 @@ impl<'a> Simulation<'a> {
             kept: vec![Vec::new(); heads],
             sums: vec![Vec::new(); heads],
             len: 0,
-            seen: vec![Vec::new(); heads],
         }
     }
 
@@ -152,7 +133,6 @@ impl<'a> Simulation<'a> {
                     let p = self.host.attention(h, query, &self.kept[head]);
                     (self.sums[head].iter_mut().zip(p)).for_each(|(sum, p)| *sum += p);
                 }
-                self.seen[head].push(self.kept[head].clone());
             }
         }
         self.len += tokens;
@@ -232,72 +212,20 @@ fn one_layer_keeps_what_the_simulation_keeps(#[values(1, 2, 4)] kv_heads: usize)
     let mha = attention(Pattern::causal(), kv_heads);
     let mha = randomise(mha.try_init(&device).unwrap());
     let host = Host::new(&mha, &x, kv_heads);
-    let record = burn::module::Module::into_record(mha.clone());
     for config in policies() {
         for calls in chunkings() {
             println!("{config:?} {calls:?}");
             let mut pool = KvPool::for_attention(&mha, &pool_config(1, config)).unwrap();
             let id = pool.join().unwrap();
             let mut simulation = Simulation::new(&host, config);
-            let mut rows = Vec::new();
             for &count in &calls {
-                let input = x.clone().narrow(1, simulation.len, count);
-                let steps = [KvStep::new(id, count)];
-                rows.push(pool.try_forward_attention(&mha, input, &steps).unwrap());
-                pool.verify().unwrap();
+                call(&mha, &x, &mut pool, &[id], &[count]);
                 simulation.call(count);
                 if simulation.is_due() {
                     let capacity = config.layer_capacities(1, simulation.len).unwrap();
                     simulation.evict(capacity[0]);
                 }
                 assert_eq!(pool.retained_positions(id, 0).unwrap(), simulation.kept);
-            }
-            // The rows are those of one call whose queries see what was kept.
-            let seen = Arc::new(std::mem::take(&mut simulation.seen));
-            let group = HEADS / kv_heads;
-            let pattern = Pattern::from_fn("kept", move |head: usize, query: i64, key: i64| {
-                let row = usize::try_from(query)
-                    .ok()
-                    .and_then(|query| seen[head / group].get(query));
-                row.is_some_and(|row| row.contains(&(key as usize)))
-            });
-            let masked = attention(pattern, kv_heads).try_init(&device).unwrap();
-            let masked = burn::module::Module::load_record(masked, record.clone());
-            let whole = masked
-                .try_forward(SparseMhaInput::self_attn(x.clone()))
-                .unwrap();
-            assert_close(Tensor::cat(rows, 1), whole.context, 1e-5);
-        }
-    }
-}
-
-/// What each key got of the attention, from queries and pages step by step, and from the sums over a prompt.
-#[test]
-fn sums_of_attention_are_the_same_by_both_roads() {
-    for device in devices() {
-        let x = random([2, SEQ, WIDTH], &device);
-        let mha = attention(Pattern::causal(), 2)
-            .with_rope(Some(RotaryEncodingConfig::new(SEQ, 4)))
-            .with_sinks(true)
-            .with_softcap(Some(3.0));
-        let mha = randomise(mha.try_init(&device).unwrap());
-        let sums = |calls: &[[usize; 2]], rollback: usize| {
-            let config = pool_config(2, EvictionConfig::h2o(30, 30)).with_chunk(30);
-            let config = config.with_rollback(rollback);
-            let mut pool = KvPool::for_attention(&mha, &config).unwrap();
-            let ids = calls_of_two(&mha, &x, &mut pool, calls);
-            [0, 1].map(|at| {
-                let len = [30, 23][at];
-                assert_eq!(pool.len(ids[at]).unwrap(), len);
-                pool.attention_sums(ids[at], 0).unwrap().narrow(1, 0, len)
-            })
-        };
-        let whole = sums(&[[30, 23]], 0);
-        let mut steps = vec![[8, 1]];
-        steps.extend([[1, 1]; 22]);
-        for rollback in [0, 3] {
-            for (a, b) in sums(&steps, rollback).into_iter().zip(&whole) {
-                assert_close(a, b.clone(), 1e-5);
             }
         }
     }
@@ -353,8 +281,7 @@ fn with_room_for_all_keys_nothing_changes() {
     for config in policies().into_iter().map(large) {
         for calls in chunkings() {
             let config = pool_config(1, config);
-            let mut pool = model.new_pool(&config).unwrap();
-            let id = pool.join().unwrap();
+            let (mut pool, id) = joined(&model, &config);
             let logits = go_on(&model, &tokens, &mut pool, id, &calls);
             assert_close(Tensor::cat(logits, 1), whole.clone(), 1e-4);
         }

@@ -1,20 +1,13 @@
 //! Sequences whose keys are evicted, as they fork, go back and are told what counts.
 
-use std::ops::ControlFlow;
+use std::slice::from_ref;
 
-use burn::tensor::{Device, Int, Tensor};
-use burn_paged_attention::PoolError;
-use burn_paged_attention::generate::{GenerateOptions, PromptLookup, Sampling, generate};
-use burn_paged_attention::pool::{
-    CacheError, EvictionConfig, EvictionScore, KvDtype, KvPool, KvPoolConfig, KvRetention, KvStep,
-    PagedDecoder,
-};
-use burn_sparse_transformer::{Pattern, SparseMultiHeadAttentionConfig};
+use burn_paged_attention::pool::EvictionScore;
 
-use crate::common::{assert_close, random, tokens};
 use crate::eviction::{
     SEQ, VOCAB, WIDTH, attention, calls_of_two, go_on, model, part, policies, pool_config,
 };
+use crate::prelude::*;
 
 /// A fork goes on as the sequence would have; both keep what they do alone.
 #[test]
@@ -24,28 +17,22 @@ fn forks() {
     let text = tokens(1, SEQ, VOCAB, &device);
     let other = tokens(1, 2 * SEQ, VOCAB, &device).narrow(1, SEQ, SEQ);
     let continuation = |tokens: &Tensor<2, Int>, from: usize| {
-        Tensor::cat(
-            vec![part(&text, 0, from), part(tokens, from, SEQ - from)],
-            1,
-        )
+        let parts = [part(&text, 0, from), part(tokens, from, SEQ - from)];
+        Tensor::cat(parts.to_vec(), 1)
     };
     for config in policies() {
         // After an eviction and between two.
         for from in [20, 23] {
             let [a, b] = [&text, &other].map(|tokens| continuation(tokens, from));
             let alone = [&a, &b].map(|tokens| {
-                let mut pool = model.new_pool(&pool_config(1, config)).unwrap();
-                let id = pool.join().unwrap();
+                let (mut pool, id) = joined(&model, &pool_config(1, config));
                 go_on(&model, tokens, &mut pool, id, &[20]);
                 go_on(&model, tokens, &mut pool, id, &[1; 3][..from - 20]);
                 let logits = go_on(&model, tokens, &mut pool, id, &[1; 14]);
-                (
-                    Tensor::cat(logits, 1),
-                    pool.retained_positions(id, 2).unwrap(),
-                )
+                let kept = pool.retained_positions(id, 2).unwrap();
+                (Tensor::cat(logits, 1), kept)
             });
-            let mut pool = model.new_pool(&pool_config(3, config)).unwrap();
-            let id = pool.join().unwrap();
+            let (mut pool, id) = joined(&model, &pool_config(3, config));
             go_on(&model, &text, &mut pool, id, &[20]);
             go_on(&model, &text, &mut pool, id, &[1; 3][..from - 20]);
             let fork = pool.fork(id).unwrap();
@@ -77,10 +64,7 @@ fn going_back() {
         let mut config = config.with_slack(6);
         config.recent = config.recent.max(3);
         let run = |drafts: bool| {
-            let mut pool = model
-                .new_pool(&pool_config(1, config).with_rollback(3))
-                .unwrap();
-            let id = pool.join().unwrap();
+            let (mut pool, id) = joined(&model, &pool_config(1, config).with_rollback(3));
             // Evicted after the prompt: of 16 tokens, then not before six more.
             go_on(&model, &text, &mut pool, id, &[20, 1]);
             if drafts {
@@ -97,20 +81,14 @@ fn going_back() {
                 pool.verify().unwrap();
             }
             logits.extend(go_on(&model, &text, &mut pool, id, &[1; 14]));
-            (
-                Tensor::cat(logits, 1),
-                pool.retained_positions(id, 1).unwrap(),
-                pool,
-                id,
-            )
+            let kept = pool.retained_positions(id, 1).unwrap();
+            (Tensor::cat(logits, 1), kept, pool, id)
         };
         let (logits, kept, mut pool, id) = run(true);
         let (expected, expected_kept, ..) = run(false);
         assert_close(logits, expected, 1e-5);
         assert_eq!(kept, expected_kept, "{config:?}");
-        let error = pool.truncate(id, 3).unwrap_err();
-        let is_gone = matches!(error, PoolError::Cache(CacheError::Gone { asked: 3, .. }));
-        assert!(is_gone, "{error}");
+        refused! { pool.truncate(id, 3) => "cannot go back to 3 tokens…"; }
         assert_eq!(pool.len(id).unwrap(), SEQ);
     }
 }
@@ -129,17 +107,11 @@ fn going_back_into_the_first_call_and_over_pages() {
         config.recent = config.recent.max(5);
         let run = |calls: &[(usize, usize)], to_come: usize| {
             let config = pool_config(1, config).with_rollback(5);
-            let mut pool = model.new_pool(&config).unwrap();
-            let id = pool.join().unwrap();
+            let (mut pool, id) = joined(&model, &config);
             for &(tokens, back) in calls {
                 let len = pool.len(id).unwrap();
-                let wrong = Tensor::cat(
-                    vec![
-                        part(&text, 0, len + tokens - back),
-                        part(&other, len, back.max(1)),
-                    ],
-                    1,
-                );
+                let right = part(&text, 0, len + tokens - back);
+                let wrong = Tensor::cat(vec![right, part(&other, len, back.max(1))], 1);
                 go_on(&model, &wrong, &mut pool, id, &[tokens]);
                 pool.truncate(id, len + tokens - back).unwrap();
                 pool.verify().unwrap();
@@ -189,13 +161,8 @@ fn drafts_go_back_over_pages() {
             .page_size(16)
             .eviction(config);
         let run = |options: &GenerateOptions| {
-            let texts = generate(
-                &model,
-                &prompts,
-                options,
-                &mut |_| ControlFlow::Continue(()),
-            );
-            texts.unwrap()
+            let go_on = &mut |_| ControlFlow::Continue(());
+            generate(&model, &prompts, options, go_on).unwrap()
         };
         let plain = run(&options);
         let drafted = run(&options.drafts(PromptLookup::new(3).with_match(1, 4)));
@@ -213,16 +180,12 @@ fn importance() {
     let device = Device::flex();
     let x = random([2, SEQ, WIDTH], &device);
     let mha = attention(Pattern::causal(), 2).try_init(&device).unwrap();
-    let eviction = EvictionConfig::importance(3).with_slack(0);
-    let config = KvPoolConfig::new(2, SEQ).with_page_size(16).with_chunk(20);
-    let config = config.with_eviction(eviction);
+    let config = pool_config(2, EvictionConfig::importance(3).with_slack(0));
     let mut pool = KvPool::for_attention(&mha, &config).unwrap();
     let ids = calls_of_two(&mha, &x, &mut pool, &[[6, 5], [1, 1]]);
     // Nothing is evicted until the caller says so.
-    assert_eq!(
-        pool.retained_positions(ids[1], 0).unwrap(),
-        [[0, 1, 2, 3, 4, 5]; 2]
-    );
+    let expected = [[0, 1, 2, 3, 4, 5]; 2];
+    assert_eq!(pool.retained_positions(ids[1], 0).unwrap(), expected);
     let scores = Tensor::<3>::from_data(
         [
             [[9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 0.0], [0.0; 7]],
@@ -233,35 +196,27 @@ fn importance() {
         ],
         &device,
     );
-    pool.evict(&ids, std::slice::from_ref(&scores)).unwrap();
+    pool.evict(&ids, from_ref(&scores)).unwrap();
     pool.verify().unwrap();
-    assert_eq!(
-        pool.retained_positions(ids[0], 0).unwrap(),
-        [[0, 2, 4], [4, 5, 6]]
-    );
-    assert_eq!(
-        pool.retained_positions(ids[1], 0).unwrap(),
-        [[1, 3, 4], [0, 1, 2]]
-    );
+    let expected = [[0, 2, 4], [4, 5, 6]];
+    assert_eq!(pool.retained_positions(ids[0], 0).unwrap(), expected);
+    let expected = [[1, 3, 4], [0, 1, 2]];
+    assert_eq!(pool.retained_positions(ids[1], 0).unwrap(), expected);
     // Scores are of tokens, not of what is left of them.
     let step = [KvStep::new(ids[1], 1)];
-    pool.try_forward_attention(&mha, x.clone().slice([1..2, 6..7]), &step)
-        .unwrap();
+    pool.forward_attention(&mha, x.clone().slice([1..2, 6..7]), &step);
     let scores_of_one = scores.clone().narrow(0, 1, 1);
-    pool.evict(&ids[1..], std::slice::from_ref(&scores_of_one))
-        .unwrap();
-    assert_eq!(
-        pool.retained_positions(ids[1], 0).unwrap(),
-        [[3, 4, 6], [0, 1, 6]]
-    );
+    pool.evict(&ids[1..], from_ref(&scores_of_one)).unwrap();
+    let expected = [[3, 4, 6], [0, 1, 6]];
+    assert_eq!(pool.retained_positions(ids[1], 0).unwrap(), expected);
     refused! {
-        pool.evict(&[ids[0]; 2], std::slice::from_ref(&scores)) => "sequences must be different ones, got sequence 0 twice";
+        pool.evict(&[ids[0]; 2], from_ref(&scores)) => "sequences must be different ones, got sequence 0 twice";
         pool.evict(&ids, &[]) => "importance must be one for each of the 1 layers, got 0";
-        pool.evict(&ids, std::slice::from_ref(&scores_of_one)) => "importance must be [2, 2, at least 7], got [1, 2, 7]";
+        pool.evict(&ids, from_ref(&scores_of_one)) => "importance must be [2, 2, at least 7], got [1, 2, 7]";
     }
     let mut other = KvPool::for_attention(&mha, &pool_config(1, EvictionConfig::tova(4))).unwrap();
     let id = other.join().unwrap();
-    refused! { other.evict(&[id], std::slice::from_ref(&scores_of_one)) => "pool must be one whose keys are evicted by the caller's scores, got another"; }
+    refused! { other.evict(&[id], from_ref(&scores_of_one)) => "pool must be one whose keys are evicted by the caller's scores, got another"; }
 }
 
 #[test]
@@ -270,10 +225,7 @@ fn what_a_sequence_takes() {
     let model = model(&device);
     let text = tokens(1, SEQ, VOCAB, &device);
     let config = EvictionConfig::tova(8).with_slack(4);
-    let mut pool = model
-        .new_pool(&pool_config(1, config).with_chunk(1))
-        .unwrap();
-    let id = pool.join().unwrap();
+    let (mut pool, id) = joined(&model, &pool_config(1, config).with_chunk(1));
     go_on(&model, &text, &mut pool, id, &[1; SEQ]);
     let usage = pool.usage(id).unwrap();
     // Three layers of two heads; 37 tokens, of which 8 stayed and up to 4 came.
@@ -314,19 +266,13 @@ fn errors() {
         EvictionConfig::tova(18).with_slack(18),
     ] {
         let config = pool_config(1, config).with_chunk(36).with_pages(4);
-        let mut pool = model.new_pool(&config).unwrap();
-        let id = pool.join().unwrap();
+        let (mut pool, id) = joined(&model, &config);
         go_on(&model, &text, &mut pool, id, &[36]);
         let fork = pool.fork(id).unwrap();
         let kept = pool.retained_positions(id, 1).unwrap();
         let steps = [KvStep::new(id, 1)];
-        let error = model
-            .try_forward_pool(part(&text, 36, 1), &steps, &mut pool)
-            .unwrap_err();
-        assert!(matches!(
-            error,
-            PoolError::Cache(CacheError::OutOfPages { .. })
-        ));
+        let next = part(&text, 36, 1);
+        refused! { model.try_forward_pool(next, &steps, &mut pool) => "the call needs…"; }
         pool.verify().unwrap();
         assert_eq!(pool.retained_positions(id, 1).unwrap(), kept);
         assert_eq!(pool.len(id).unwrap(), 36);
@@ -347,8 +293,7 @@ fn eight_bits_are_evicted() {
         let run = |dtype: KvDtype| {
             let eviction = EvictionConfig::importance(7).with_slack(0);
             let config = pool_config(1, eviction).with_dtype(dtype);
-            let mut pool = model.new_pool(&config).unwrap();
-            let id = pool.join().unwrap();
+            let (mut pool, id) = joined(&model, &config);
             let mut logits = go_on(&model, &text, &mut pool, id, &[20, 1]);
             let layers = model.blocks.len();
             let scores = (0..layers).map(|layer| {
@@ -360,10 +305,8 @@ fn eight_bits_are_evicted() {
             pool.evict(&[id], &scores.collect::<Vec<_>>()).unwrap();
             pool.verify().unwrap();
             logits.extend(go_on(&model, &text, &mut pool, id, &[1, 3, 1]));
-            (
-                Tensor::cat(logits, 1),
-                pool.retained_positions(id, 1).unwrap(),
-            )
+            let kept = pool.retained_positions(id, 1).unwrap();
+            (Tensor::cat(logits, 1), kept)
         };
         let (got, kept) = run(dtype);
         let (expected, expected_kept) = run(KvDtype::Model);

@@ -1,16 +1,8 @@
 //! Text from a model.
 
-use std::ops::ControlFlow;
+use burn_paged_attention::generate::{FinishReason, GenerateOutput};
 
-use burn::tensor::{Device, FloatDType};
-use burn_paged_attention::generate::{
-    FinishReason, GenerateOptions, GenerateOutput, PromptLookup, Sampling, generate,
-};
-use burn_paged_attention::pool::{KvDtype, KvRetention};
-use burn_sparse_transformer::{Factorization, Pattern, SparseTransformer, SparseTransformerConfig};
-use rstest::rstest;
-
-use crate::common::randomise;
+use crate::prelude::*;
 use crate::texts::ids;
 
 const VOCAB: usize = 11;
@@ -69,10 +61,7 @@ fn greedy_text_is_what_the_whole_model_finds_likeliest() {
     }
     // The same on a device with autodiff.
     let training = self::model(&Device::flex().autodiff());
-    let texts = generate(&training, &prompts, &options, &mut |_| {
-        ControlFlow::Continue(())
-    });
-    assert_eq!(texts.unwrap().len(), 4);
+    assert_eq!(run(&training, &prompts, &options).0.len(), 4);
 }
 
 /// A prompt's text depends on its number and the seed, not on the others.
@@ -97,16 +86,14 @@ fn draws_do_not_depend_on_the_batch() {
 #[test]
 fn what_is_kept_changes_no_text() {
     let model = model(&Device::flex());
-    let prompts: Vec<Vec<u32>> = [1, 7, 2, 11, 3, 6]
-        .map(|len| {
-            (0..len)
-                .map(|token| (token * 5 + len) % VOCAB as u32)
-                .collect()
-        })
-        .to_vec();
+    let prompt = |len| {
+        (0..len)
+            .map(|token| (token * 5 + len) % VOCAB as u32)
+            .collect()
+    };
+    let prompts: [Vec<u32>; 6] = [1, 7, 2, 11, 3, 6].map(prompt);
     let options = GenerateOptions::default().max_new(8).sampling(greedy());
     let (texts, _) = run(&model, &prompts, &options);
-    let window = |window, sinks| KvRetention::Window { window, sinks };
     for residency in [KvRetention::All, window(CONTEXT, 0), window(8, CONTEXT)] {
         let options = options.clone().residency(residency).page_size(16);
         assert_eq!(run(&model, &prompts, &options).0, texts, "{residency:?}");
@@ -114,12 +101,13 @@ fn what_is_kept_changes_no_text() {
     let (same, _) = run(&model, &prompts, &options.clone().kv_dtype(FloatDType::F32));
     assert_eq!(same, texts);
     // Another text, or not: weights are random.
-    let few = options.clone().residency(window(1, 0));
-    assert_eq!(run(&model, &prompts, &few).0.len(), prompts.len());
-    let int8 = options.clone().kv_dtype(KvDtype::Int8);
-    assert_eq!(run(&model, &prompts, &int8).0.len(), prompts.len());
-    let half = options.kv_dtype(FloatDType::F16);
-    assert_eq!(run(&model, &prompts, &half).0.len(), prompts.len());
+    for options in [
+        options.clone().residency(window(1, 0)),
+        options.clone().kv_dtype(KvDtype::Int8),
+        options.kv_dtype(FloatDType::F16),
+    ] {
+        assert_eq!(run(&model, &prompts, &options).0.len(), prompts.len());
+    }
 }
 
 /// With drafts a step reads several tokens, of which those that would not have been drawn are taken back: the same texts, greedy or drawn, however
@@ -149,11 +137,8 @@ fn drafts_change_no_text(#[case] pattern: Pattern) {
             .stop([vec![5, 5]])
             .page_size(16);
         let (texts, given) = run(&model, &prompts, &plain);
-        for (tokens, residency) in [
-            (1, KvRetention::Reachable),
-            (3, KvRetention::Reachable),
-            (7, KvRetention::All),
-        ] {
+        let reachable = KvRetention::Reachable;
+        for (tokens, residency) in [(1, reachable), (3, reachable), (7, KvRetention::All)] {
             let options = plain
                 .clone()
                 .residency(residency)
@@ -167,10 +152,8 @@ fn drafts_change_no_text(#[case] pattern: Pattern) {
             assert_eq!(also_given, given);
         }
     }
-    assert!(
-        0 < accepted && accepted < drafted,
-        "{accepted} of {drafted}"
-    );
+    let is_right = 0 < accepted && accepted < drafted;
+    assert!(is_right, "{accepted} of {drafted}");
 }
 
 /// What may begin a stop sequence is not given before it is certain not to.
@@ -182,10 +165,8 @@ fn stops_are_not_written() {
     let options = options.sampling(Sampling::default().seed(2).temperature(3.0));
     let whole = run(&model, &prompt, &options).0.remove(0).tokens;
     let first = |stop: &[u32]| {
-        whole
-            .windows(stop.len())
-            .position(|part| part == stop)
-            .unwrap()
+        let mut parts = whole.windows(stop.len());
+        parts.position(|part| part == stop).unwrap()
     };
     for stop in [&whole[4..6], &whole[2..5], &whole[7..8], &whole[0..1]] {
         let at = first(stop);
@@ -200,10 +181,8 @@ fn stops_are_not_written() {
     let token = whole[5];
     let (texts, given) = run(&model, &prompt, &options.clone().stop_tokens([token]));
     assert_eq!(texts[0].tokens, whole[..first(&[token])]);
-    assert_eq!(
-        (texts[0].reason, &given[0]),
-        (FinishReason::Stop, &texts[0].tokens)
-    );
+    let expected = (FinishReason::Stop, &texts[0].tokens);
+    assert_eq!((texts[0].reason, &given[0]), expected);
     // The beginning of a stop sequence at the end of a text belongs to it.
     let beginning = vec![whole[9], VOCAB as u32];
     let (texts, given) = run(&model, &prompt, &options.stop([beginning]));
@@ -230,11 +209,8 @@ fn texts_end_with_the_context_and_the_caller() {
     assert_eq!(ends(&texts[1]), (1, FinishReason::Context));
     assert_eq!(ends(&texts[2]), (2, FinishReason::Caller));
     let (texts, given) = run(&model, &prompts, &options.max_new(0));
-    assert!(
-        texts
-            .iter()
-            .all(|text| ends(text) == (0, FinishReason::Length))
-    );
+    let expected = (0, FinishReason::Length);
+    assert!(texts.iter().all(|text| ends(text) == expected));
     assert!(given.iter().all(Vec::is_empty));
     assert!(run(&model, &[], &GenerateOptions::default()).0.is_empty());
 }

@@ -18,4 +18,5 @@ mod pool_nsa;
 mod pool_prompts;
 mod pool_quantised;
 mod pool_shared;
+mod prelude;
 mod texts;

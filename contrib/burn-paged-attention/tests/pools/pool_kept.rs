@@ -1,20 +1,9 @@
 //! What outlives a sequence of a pool: pages that are known by their tokens, and snapshots.
 
-use burn::nn::RotaryEncodingConfig;
-use burn::tensor::{Device, Int, Tensor};
-use burn_paged_attention::PoolError;
-use burn_paged_attention::pool::{
-    CacheError, EvictionConfig, KvDtype, KvPool, KvPoolConfig, KvPositions, KvRetention,
-    KvSnapshot, KvStep, PagedDecoder, SequenceId,
-};
-use burn_sparse_transformer::{
-    Factorization, Pattern, SparseMhaInput, SparseMultiHeadAttentionConfig, SparseTransformer,
-    SparseTransformerConfig,
-};
-use rstest::rstest;
+use burn_paged_attention::pool::{KvPositions, KvSnapshot};
 use serde_json::json;
 
-use crate::common::{assert_close, random, randomise};
+use crate::prelude::*;
 use crate::texts::ids;
 
 const VOCAB: usize = 11;
@@ -34,11 +23,9 @@ fn patterns() -> Vec<Vec<Pattern>> {
     vec![
         vec![Pattern::causal()],
         vec![Pattern::fixed(8, 4), Pattern::causal()],
-        vec![
-            Pattern::local(40),
-            Pattern::streaming(9, 20),
-            Pattern::fixed(8, 2),
-        ],
+        ["local:40", "streaming:9,20", "fixed:8,2"]
+            .map(|text| text.parse().unwrap())
+            .to_vec(),
     ]
 }
 
@@ -124,25 +111,23 @@ fn snapshots_go_on_elsewhere(#[case] dtype: KvDtype, #[case] tolerance: f32) {
         assert_eq!(saved.tokens(), 51);
         let text = serde_json::to_string(&saved).unwrap();
         let saved: KvSnapshot = serde_json::from_str(&text).unwrap();
-        let mut other = model.new_pool(&config(32)).unwrap();
-        let joined = other.join().unwrap();
-        feed(&model, &mut other, joined, &all[..7], tolerance);
+        let (mut other, first) = joined(&model, &config(32));
+        feed(&model, &mut other, first, &all[..7], tolerance);
         let loaded = other.load(&saved).unwrap();
         other.verify().unwrap();
         other.truncate(loaded, 50).unwrap();
         pool.truncate(id, 50).unwrap();
         for end in [51, 54, 55] {
-            let steps = |id| [KvStep::new(id, end - pool.len(id).unwrap())];
-            let (a, b) = (
-                steps(id),
-                [KvStep::new(loaded, end - other.len(loaded).unwrap())],
-            );
-            let rest = || ids(&all[end - a[0].tokens..end], &Device::flex());
-            let got = model.next_logits(rest(), &b, &mut other).unwrap();
-            let expected = model.next_logits(rest(), &a, &mut pool).unwrap();
-            assert_close(got, expected, 1e-5);
+            let next = |pool: &mut KvPool, id| {
+                let from = pool.len(id).unwrap();
+                let rest = ids(&all[from..end], &Device::flex());
+                let step = [KvStep::new(id, end - from)];
+                model.next_logits(rest, &step, pool).unwrap()
+            };
+            let expected = next(&mut pool, id);
+            assert_close(next(&mut other, loaded), expected, 1e-5);
         }
-        feed(&model, &mut other, joined, &all[..9], tolerance);
+        feed(&model, &mut other, first, &all[..9], tolerance);
     }
 }
 
@@ -151,8 +136,7 @@ fn snapshots_of_others_are_refused() {
     let device = Device::flex();
     let model = self::model(vec![Pattern::causal()], &device);
     let config = KvPoolConfig::new(2, CONTEXT).with_page_size(16);
-    let mut pool = model.new_pool(&config).unwrap();
-    let id = pool.join().unwrap();
+    let (mut pool, id) = joined(&model, &config);
     feed(&model, &mut pool, id, &text(40, 2), 1e-4);
     let saved = pool.save(id).unwrap();
     let empty = pool.join().unwrap();
@@ -172,35 +156,23 @@ fn snapshots_of_others_are_refused() {
     let local = self::model(vec![Pattern::local(9)], &device);
     refused(&local, &config, "pattern of the saved sequence must be");
     let dtype = config.clone().with_dtype(KvDtype::Int8);
-    refused(
-        &model,
-        &dtype,
-        "dtype of the saved sequence must be Int8, got F32",
-    );
-    let two = vec![Pattern::causal(), Pattern::local(9)];
-    refused(
-        &self::model(two, &device),
-        &config,
-        "patterns of the saved sequence must be 2, got 1",
-    );
+    let what = "dtype of the saved sequence must be Int8, got F32";
+    refused(&model, &dtype, what);
+    let two = self::model(vec![Pattern::causal(), Pattern::local(9)], &device);
+    let what = "patterns of the saved sequence must be 2, got 1";
+    refused(&two, &config, what);
     let few = config.clone().with_pages(2);
-    let mut pool = model.new_pool(&few).unwrap();
-    let error = pool.load(&saved).unwrap_err();
-    let is_full = matches!(
-        error,
-        PoolError::Cache(CacheError::OutOfPages { asked: 3, free: 2 })
-    );
-    assert!(is_full, "{error}");
+    refused(&model, &few, "the call needs 3 pages, 2 are free");
     // Altered on the way.
     let written = serde_json::to_string(&saved).unwrap();
     for (from, to, what) in [
         (
-            "\"version\":1",
-            "\"version\":9",
+            r#""version":1"#,
+            r#""version":9"#,
             "version of the saved sequence must be 1, got 9",
         ),
-        ("\"next\":40", "\"next\":39", "corrupt pages"),
-        ("\"shape\":[80,", "\"shape\":[40,", ""),
+        (r#""next":40"#, r#""next":39"#, "corrupt pages"),
+        (r#""shape":[80,"#, r#""shape":[40,"#, ""),
     ] {
         assert!(written.contains(from), "{from}");
         let altered = serde_json::from_str::<KvSnapshot>(&written.replacen(from, to, 1));
@@ -213,33 +185,29 @@ fn snapshots_of_others_are_refused() {
     // No number that was read is counted with before it is compared.
     let json = serde_json::to_value(&saved).unwrap();
     let (half, large) = (1u64 << 63, u64::MAX);
-    for (path, value) in [
-        ("/books/0/rows/0/permanent", json!([[0, half]])),
-        ("/books/0/rows/0/permanent", json!([[0, large]])),
-        ("/books/0/rows/0/permanent", json!([[0, half], [0, half]])),
-        (
-            "/books/0/rows/0/permanent",
-            json!([[1, large], [large, 41]]),
-        ),
-        ("/books/0/rows/0/timed", json!([[0, large - 39]])),
-        ("/books/0/rows/0/timed", json!([[large, large]])),
-        ("/books/0/next", json!(half)),
-        ("/books/0/next", json!(large)),
-        ("/books/0/oldest", json!(large)),
+    for (name, value) in [
+        ("rows/0/permanent", json!([[0, half]])),
+        ("rows/0/permanent", json!([[0, large]])),
+        ("rows/0/permanent", json!([[0, half], [0, half]])),
+        ("rows/0/permanent", json!([[1, large], [large, 41]])),
+        ("rows/0/timed", json!([[0, large - 39]])),
+        ("rows/0/timed", json!([[large, large]])),
+        ("next", json!(half)),
+        ("next", json!(large)),
+        ("oldest", json!(large)),
     ] {
         let mut altered = json.clone();
-        *altered.pointer_mut(path).unwrap() = value.clone();
+        *altered.pointer_mut(&format!("/books/0/{name}")).unwrap() = value.clone();
         let mut pool = model.new_pool(&config).unwrap();
         let altered: KvSnapshot = serde_json::from_value(altered).unwrap();
         let error = pool.load(&altered).unwrap_err();
         let is_corrupt = matches!(error, PoolError::Cache(CacheError::Corrupt { .. }));
-        assert!(is_corrupt, "{path} {value}: {error}");
+        assert!(is_corrupt, "{name} {value}: {error}");
         assert_eq!(pool.sequences().count(), 0);
     }
     // Of two patterns one is shorter than the other.
     let two = self::model(vec![Pattern::causal(), Pattern::local(60)], &device);
-    let mut pool = two.new_pool(&config).unwrap();
-    let id = pool.join().unwrap();
+    let (mut pool, id) = joined(&two, &config);
     feed(&two, &mut pool, id, &text(40, 2), 1e-4);
     let mut altered = serde_json::to_value(pool.save(id).unwrap()).unwrap();
     *altered.pointer_mut("/books/1/next").unwrap() = json!(41);
@@ -307,10 +275,7 @@ fn positions_are_counted_in_windows_alone() {
     let model = self::model(vec![Pattern::causal()], &device);
     let config = KvPoolConfig::new(1, CONTEXT).with_positions(KvPositions::InCache);
     refused! { model.new_pool(&config) => "positions must be Original, because the residency is no Window, got InCache"; }
-    let window = KvRetention::Window {
-        window: 8,
-        sinks: 2,
-    };
+    let window = window(8, 2);
     let config = config.with_residency(window);
     model.new_pool(&config).unwrap();
     let local = self::model(vec![Pattern::local(20)], &device);

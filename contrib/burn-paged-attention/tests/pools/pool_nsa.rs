@@ -1,17 +1,9 @@
 //! Sequences of a pool whose layers have three branches, or an indexer: rows are those of the whole, whatever happened to the pages in between.
 
-use burn::tensor::{Device, Int, Tensor};
-use burn_paged_attention::pool::{
-    EvictionConfig, GraphDecoder, KvDtype, KvPoolConfig, KvRetention, KvStep, PagedDecoder,
-};
-use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, Pattern, Precision, QkNorm, SparseTransformer,
-    SparseTransformerConfig,
-};
-use rstest::rstest;
+use burn_paged_attention::pool::GraphDecoder;
 
-use crate::common::{assert_close, devices, randomise, seed, tokens};
 use crate::pool_choice::generates_as_alone;
+use crate::prelude::*;
 use crate::texts::{
     CONTEXT, SEQ, Texts, VOCAB, as_if_nothing_had_happened, config, known_beginnings, part,
     single_tokens,
@@ -67,17 +59,13 @@ fn tokens_one_by_one_are_those_of_the_whole(
 /// Products in bf16: rows are those of the whole where nothing is chosen, and finite where roundings may choose other blocks.
 #[rstest]
 fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
-    let device = Device::flex();
-    let _guard = seed(&device, 26);
+    let (device, _guard) = seeded(Device::flex(), 26);
     let model = model_of(TEXTS[text], 2, Precision::Bf16, &device);
     let tokens = tokens(1, 70, VOCAB, &device);
     let whole = model.try_forward(tokens.clone()).unwrap();
-    let mut pool = model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
-    let id = pool.join().unwrap();
-    for (from, to) in [(0, 33), (33, 36)]
-        .into_iter()
-        .chain((36..70).map(|at| (at, at + 1)))
-    {
+    let (mut pool, id) = joined(&model, &KvPoolConfig::new(1, CONTEXT));
+    let single = (36..70).map(|at| (at, at + 1));
+    for (from, to) in [(0, 33), (33, 36)].into_iter().chain(single) {
         let step = [KvStep::new(id, to - from)];
         let logits = model.try_forward_pool(part(&tokens, 0, from..to), &step, &mut pool);
         let (got, expected) = (logits.unwrap(), whole.clone().narrow(1, from, to - from));
@@ -91,8 +79,7 @@ fn layers_in_bf16_read_token_by_token(#[values(0, 1, 2, 3)] text: usize) {
 /// Prompts that end around strides, blocks and pages, in one call; some sequences begin without one.
 #[rstest]
 fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5, 6, 7, 8)] text: usize) {
-    let device = Device::flex();
-    let _guard = seed(&device, 22);
+    let (device, _guard) = seeded(Device::flex(), 22);
     let model = model(TEXTS[text], 2, &device);
     let lengths = [1, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63];
     let texts = Texts::some(&model, lengths.len(), 70, &device);
@@ -105,11 +92,8 @@ fn prompts_end_anywhere(#[values(0, 1, 2, 3, 4, 5, 6, 7, 8)] text: usize) {
     texts.feed(&model, &mut pool, &ids, &many);
     // What is refused leaves everything as it was.
     let more = Tensor::<2, Int>::zeros([1, 70], &device);
-    assert!(
-        model
-            .try_forward_pool(more, &[KvStep::new(ids[13], 70)], &mut pool)
-            .is_err()
-    );
+    let refused = model.try_forward_pool(more, &[KvStep::new(ids[13], 70)], &mut pool);
+    assert!(refused.is_err());
     pool.verify().unwrap();
     // One token at a time from the first on, beside others.
     let new = pool.leave(ids[0]).and_then(|()| pool.join()).unwrap();
@@ -128,8 +112,7 @@ fn pages_are_as_if_nothing_had_happened(
     #[values(0, 1, 2, 3, 4, 6)] text: usize,
     #[values(KvRetention::All, KvRetention::Reachable)] residency: KvRetention,
 ) {
-    let device = Device::flex();
-    let _guard = seed(&device, 23);
+    let (device, _guard) = seeded(Device::flex(), 23);
     let model = model(TEXTS[text], 2, &device);
     let config = KvPoolConfig::new(3, CONTEXT)
         .with_chunk(23)
@@ -148,8 +131,7 @@ fn pages_are_as_if_nothing_had_happened(
 #[case(0, 80)]
 #[case(4, 64)]
 fn known_beginnings_are_not_read_again(#[case] text: usize, #[case] expected: usize) {
-    let device = Device::flex();
-    let _guard = seed(&device, 24);
+    let (device, _guard) = seeded(Device::flex(), 24);
     let model = model(TEXTS[text], 2, &device);
     let config = KvPoolConfig::new(2, CONTEXT).with_residency(KvRetention::All);
     assert_eq!(known_beginnings(&model, config, &device), expected);
@@ -158,13 +140,11 @@ fn known_beginnings_are_not_read_again(#[case] text: usize, #[case] expected: us
 /// What is counted: keys of all tokens, those of the window and of the last block, and pairs.
 #[test]
 fn bytes_of_all_branches_are_counted() {
-    let device = Device::flex();
-    let _guard = seed(&device, 25);
-    let model = &model(TEXTS[0], 2, &device);
-    let texts = Texts::some(model, 1, 100, &device);
-    let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
-    let id = pool.join().unwrap();
-    texts.read(model, pool, id, 100, 99);
+    let (device, _guard) = seeded(Device::flex(), 25);
+    let model = model(TEXTS[0], 2, &device);
+    let texts = Texts::some(&model, 1, 100, &device);
+    let (mut pool, id) = joined(&model, &KvPoolConfig::new(1, CONTEXT));
+    texts.read(&model, &mut pool, id, 100, 99);
     let usage = pool.usage(id).unwrap();
     // Two layers, two heads, keys and values eight wide, f32.
     let slot = 2 * 2 * (8 + 8) * 4;
@@ -180,8 +160,7 @@ fn bytes_of_all_branches_are_counted() {
 
 #[rstest]
 fn generated_text_does_not_depend_on_the_batch(#[values(0, 4, 6)] text: usize) {
-    let device = Device::flex();
-    let _guard = seed(&device, 26);
+    let (device, _guard) = seeded(Device::flex(), 26);
     let model = model(TEXTS[text], 2, &device);
     let [(prompt, text), _] = generates_as_alone(&model);
     // Steps are not recorded, and the same.
@@ -206,8 +185,7 @@ fn generated_text_does_not_depend_on_the_batch(#[values(0, 4, 6)] text: usize) {
 #[case("dsa:128,0,3,8", KvDtype::Int8, 0.02)]
 #[case("msa:16,7,8", KvDtype::Int8, 0.02)]
 fn pages_in_eight_bits(#[case] text: &str, #[case] dtype: KvDtype, #[case] most: f32) {
-    let device = Device::flex();
-    let _guard = seed(&device, 27);
+    let (device, _guard) = seeded(Device::flex(), 27);
     let model = &model(text, 2, &device);
     let tokens = tokens(1, SEQ, VOCAB, &device);
     let whole = model.try_forward(tokens.clone()).unwrap();
@@ -223,13 +201,11 @@ fn pages_in_eight_bits(#[case] text: &str, #[case] dtype: KvDtype, #[case] most:
 /// Of an indexer all tokens' keys, of which there is one head; of the others so many as are chosen are read.
 #[test]
 fn bytes_of_indexers_are_counted() {
-    let device = Device::flex();
-    let _guard = seed(&device, 29);
-    let model = &model(TEXTS[4], 2, &device);
-    let texts = Texts::some(model, 1, 100, &device);
-    let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
-    let id = pool.join().unwrap();
-    texts.read(model, pool, id, 100, 50);
+    let (device, _guard) = seeded(Device::flex(), 29);
+    let model = model(TEXTS[4], 2, &device);
+    let texts = Texts::some(&model, 1, 100, &device);
+    let (mut pool, id) = joined(&model, &KvPoolConfig::new(1, CONTEXT));
+    texts.read(&model, &mut pool, id, 100, 50);
     let usage = pool.usage(id).unwrap();
     let [slot, index] = [2 * 2 * (8 + 8) * 4, 2 * (8 + 4) * 4];
     // Pages of 32.
@@ -241,13 +217,9 @@ fn bytes_of_indexers_are_counted() {
 
 #[test]
 fn what_a_pool_does_not_do_is_refused() {
-    let device = Device::flex();
-    let _guard = seed(&device, 28);
+    let (device, _guard) = seeded(Device::flex(), 28);
     let room = || KvPoolConfig::new(1, 64);
-    let window = KvRetention::Window {
-        window: 9,
-        sinks: 1,
-    };
+    let window = window(9, 1);
     let pool = |text, pool| model(text, 2, &device).new_pool(&pool);
     refused! {
         pool(TEXTS[0], room().with_choosing_prompts()) => "choosing_prompts must be none with nsa, whose tokens all choose their keys, got some";

@@ -1,11 +1,8 @@
 //! Pools in which choices by content are of prompts alone: those are what `forward` gives, and what follows sees all keys.
 
-use burn::tensor::{Device, Int, Tensor};
-use burn_paged_attention::pool::{EvictionConfig, KvPoolConfig, KvRetention, KvStep, PagedDecoder};
-use burn_sparse_transformer::{HeadSelections, Pattern, SparseTransformer};
-use rstest::rstest;
+use burn_sparse_transformer::HeadSelections;
 
-use crate::common::{assert_close, randomise, seed, tokens};
+use crate::prelude::*;
 use crate::texts::{VOCAB, config, part};
 
 /// Tokens of two prompts.
@@ -14,11 +11,8 @@ const READ: [usize; 2] = [75, 58];
 const MORE: usize = 3;
 
 fn model(n_layers: usize, pattern: Pattern, kv_heads: usize, device: &Device) -> SparseTransformer {
-    randomise(
-        config(pattern, n_layers, kv_heads)
-            .try_init(device)
-            .unwrap(),
-    )
+    let config = config(pattern, n_layers, kv_heads);
+    randomise(config.try_init(device).unwrap())
 }
 
 /// With a choice for all heads, or one for each.
@@ -39,16 +33,14 @@ fn last_row(model: &SparseTransformer, tokens: Tensor<2, Int>) -> Tensor<3> {
     model.try_forward(tokens).unwrap().narrow(1, seq - 1, 1)
 }
 
+const BY_HEAD: &str = "topk:8,3 / moba:16,2 / pattern / minference:8,4,3,9,sinks=2,window=3";
+
 #[rstest]
 #[case::means("topk:8,3", Pattern::causal(), 4)]
 #[case::last_queries("minference:8,4,3,9,sinks=2,window=3", Pattern::causal(), 2)]
 #[case::within_a_window("topk:8,2", Pattern::local(40), 4)]
 #[case::bounds("quest:16,48", Pattern::causal(), 2)]
-#[case::by_head(
-    "topk:8,3 / moba:16,2 / pattern / minference:8,4,3,9,sinks=2,window=3",
-    Pattern::causal(),
-    2
-)]
+#[case::by_head(BY_HEAD, Pattern::causal(), 2)]
 #[case::by_head_within_a_window("topk:8,2 / pattern", Pattern::local(40), 4)]
 fn prompts_choose_and_what_follows_sees_all_keys(
     #[case] text: &str,
@@ -56,8 +48,7 @@ fn prompts_choose_and_what_follows_sees_all_keys(
     #[case] kv_heads: usize,
     #[values(true, false)] even: bool,
 ) {
-    let device = Device::flex();
-    let _guard = seed(&device, 5);
+    let (device, _guard) = seeded(Device::flex(), 5);
     let read = if even { [READ[0]; 2] } else { READ };
     for layers in [1, 2] {
         let plain = model(layers, pattern.clone(), kv_heads, &device);
@@ -98,17 +89,12 @@ fn prompts_choose_and_what_follows_sees_all_keys(
 
 #[test]
 fn what_cannot_be_read_by_a_choice_is_refused() {
-    let device = Device::flex();
-    let _guard = seed(&device, 6);
+    let (device, _guard) = seeded(Device::flex(), 6);
     let plain = model(1, Pattern::causal(), 4, &device);
-    let (alike, by_head) = (
-        choosing(&plain, "topk:8,3"),
-        choosing(&plain, "topk:8,3 / pattern"),
-    );
+    let [alike, by_head] = ["topk:8,3", "topk:8,3 / pattern"].map(|text| choosing(&plain, text));
     let pool = KvPoolConfig::new(2, 64);
     let choosing = || pool.clone().with_choosing_prompts();
-    let [window, sinks] = [8, 2];
-    let window = KvRetention::Window { window, sinks };
+    let window = window(8, 2);
     refused! {
         alike.new_pool(&pool) => "selection must be prefix stable with a cache…";
         by_head.new_pool(&pool) => "head_selections must be none here…";

@@ -1,13 +1,7 @@
 //! Pools that store keys and values in eight bits a number.
 
-use burn::nn::RotaryEncodingConfig;
-use burn::tensor::{Device, FloatDType, Tensor};
-use burn_paged_attention::pool::{KvDtype, KvPool, KvStep, PagedDecoder, SequenceId};
-use burn_sparse_transformer::{SparseMultiHeadAttentionConfig, SparseTransformer};
-use rstest::rstest;
-
-use crate::common::{devices, random, randomise, tokens};
 use crate::pool::{SEQ, VOCAB, beside, chunkings, config, in_pieces, model, whole};
+use crate::prelude::*;
 use crate::texts::part;
 
 /// From pages and gathered, for all chunkings: outputs of about 1 are as near as rounding keys and values to eight bits leaves them. Inputs and weights are random,
@@ -18,14 +12,18 @@ use crate::texts::part;
 fn rows_are_close_to_those_of_the_whole(#[case] dtype: KvDtype, #[case] bound: f32) {
     for device in devices() {
         let x = random([2, SEQ, 16], &device);
-        for (text, alibi) in [
-            ("causal", false),
-            ("local:7", false),
-            ("fixed:8,2,2", false),
-            ("streaming:4,3", false),
-            ("strided:4", false),
-            ("local:7", true),
-        ] {
+        let texts = [
+            "causal",
+            "local:7",
+            "fixed:8,2,2",
+            "streaming:4,3",
+            "strided:4",
+        ];
+        for (text, alibi) in texts
+            .map(|text| (text, false))
+            .into_iter()
+            .chain([("local:7", true)])
+        {
             let mha = SparseMultiHeadAttentionConfig::new(16, 2, text.parse().unwrap())
                 .with_block_size(8)
                 .with_alibi(alibi)
@@ -111,12 +109,10 @@ fn bytes_are_those_of_numbers_and_scales() {
     let device = Device::flex();
     let model = model(&device, None);
     let pool = |dtype: KvDtype| {
-        let mut pool = model.new_pool(&config(1).with_dtype(dtype)).unwrap();
-        let id = pool.join().unwrap();
+        let (mut pool, id) = joined(&model, &config(1).with_dtype(dtype));
         let step = [KvStep::new(id, 5)];
-        model
-            .next_logits(tokens(1, 5, VOCAB, &device), &step, &mut pool)
-            .unwrap();
+        let logits = model.next_logits(tokens(1, 5, VOCAB, &device), &step, &mut pool);
+        assert!(logits.is_ok());
         let usage = pool.usage(id).unwrap();
         assert_eq!(usage.live_bytes % (usage.bytes / usage.slots), 0);
         [pool.bytes(), usage.bytes, usage.all_bytes]

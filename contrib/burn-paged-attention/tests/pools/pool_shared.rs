@@ -1,12 +1,7 @@
 //! Sequences of a pool whose layers share a choice: rows are those of the whole, whatever happened to the pages in between.
 
-use burn::tensor::Device;
-use burn_paged_attention::pool::{EvictionConfig, KvPoolConfig, KvRetention, KvStep, PagedDecoder};
-use burn_sparse_transformer::{BlockAttentionConfig, Pattern, SparseTransformer};
-use rstest::rstest;
-
-use crate::common::{assert_close, devices, randomise, seed, tokens};
 use crate::pool_choice::generates_as_alone;
+use crate::prelude::*;
 use crate::texts::{
     CONTEXT, SEQ, Texts, VOCAB, as_if_nothing_had_happened, config, known_beginnings,
 };
@@ -26,9 +21,8 @@ fn model(text: &str, every: usize, kv_heads: usize, device: &Device) -> SparseTr
     let config = match text.parse() {
         Ok(content) => {
             let attention = BlockAttentionConfig::new().with_rope_theta(Some(1000.0));
-            config
-                .with_content(Some(content))
-                .with_attention(Some(attention))
+            let config = config.with_content(Some(content));
+            config.with_attention(Some(attention))
         }
         Err(_) => config.with_selections(Some(vec![text.parse().unwrap()])),
     };
@@ -51,8 +45,7 @@ fn tokens_one_by_one_are_those_of_the_whole(
 
 #[rstest]
 fn pages_are_as_if_nothing_had_happened(#[values(0, 1, 2, 4)] text: usize) {
-    let device = Device::flex();
-    let _guard = seed(&device, 72);
+    let (device, _guard) = seeded(Device::flex(), 72);
     let model = model(TEXTS[text], 2, 2, &device);
     let config = KvPoolConfig::new(3, CONTEXT)
         .with_residency(KvRetention::All)
@@ -66,14 +59,12 @@ fn pages_are_as_if_nothing_had_happened(#[values(0, 1, 2, 4)] text: usize) {
 /// Layers that take a choice have neither an indexer's keys nor what pages are chosen by.
 #[test]
 fn half_of_the_layers_have_an_index() {
-    let device = Device::flex();
-    let _guard = seed(&device, 73);
+    let (device, _guard) = seeded(Device::flex(), 73);
     let usage = |text, every| {
-        let model = &model(text, every, 2, &device);
-        let texts = Texts::some(model, 1, 100, &device);
-        let pool = &mut model.new_pool(&KvPoolConfig::new(1, CONTEXT)).unwrap();
-        let id = pool.join().unwrap();
-        texts.read(model, pool, id, 100, 99);
+        let model = model(text, every, 2, &device);
+        let texts = Texts::some(&model, 1, 100, &device);
+        let (mut pool, id) = joined(&model, &KvPoolConfig::new(1, CONTEXT));
+        texts.read(&model, &mut pool, id, 100, 99);
         pool.usage(id).unwrap()
     };
     for text in [TEXTS[0], TEXTS[2], TEXTS[4]] {
@@ -87,8 +78,7 @@ fn half_of_the_layers_have_an_index() {
 
 #[test]
 fn eviction_is_refused() {
-    let device = Device::flex();
-    let _guard = seed(&device, 74);
+    let (device, _guard) = seeded(Device::flex(), 74);
     for text in [TEXTS[0], TEXTS[2], TEXTS[4]] {
         let evicting = KvPoolConfig::new(1, 64).with_eviction(EvictionConfig::key_norm(16));
         refused! { model(text, 2, 2, &device).new_pool(&evicting) => "eviction must be none with layers that share a choice…"; }
@@ -98,12 +88,10 @@ fn eviction_is_refused() {
 /// Where prompts alone choose, too.
 #[test]
 fn prompts_choose_once_for_a_group() {
-    let device = Device::flex();
-    let _guard = seed(&device, 75);
+    let (device, _guard) = seeded(Device::flex(), 75);
     let model = model("topk:16,3", 2, 2, &device);
     let config = KvPoolConfig::new(1, CONTEXT).with_choosing_prompts();
-    let mut pool = model.new_pool(&config).unwrap();
-    let id = pool.join().unwrap();
+    let (mut pool, id) = joined(&model, &config);
     let prompt = tokens(1, 70, VOCAB, &device);
     let got = model.try_forward_pool(prompt.clone(), &[KvStep::new(id, 70)], &mut pool);
     assert_close(got.unwrap(), model.forward(prompt), 1e-5);

@@ -2,15 +2,9 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Device, Int, Tensor};
-use burn_paged_attention::pool::{
-    KvPool, KvPoolConfig, KvSnapshot, KvStep, KvUsage, PagedDecoder, SequenceId,
-};
-use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, Pattern, SparseTransformer, SparseTransformerConfig,
-};
+use burn_paged_attention::pool::{KvSnapshot, KvUsage};
 
-use crate::common::{assert_close, tokens};
+use crate::prelude::*;
 
 pub const VOCAB: usize = 11;
 pub const CONTEXT: usize = 128;
@@ -72,10 +66,10 @@ impl Texts {
             let own = part(&self.tokens, entry, first[entry]..first[entry] + count);
             match seq - count {
                 0 => own,
-                rest => Tensor::cat(
-                    vec![own, Tensor::zeros([1, rest], &self.tokens.device())],
-                    1,
-                ),
+                rest => {
+                    let rest = Tensor::zeros([1, rest], &self.tokens.device());
+                    Tensor::cat(vec![own, rest], 1)
+                }
             }
         });
         let rows = Tensor::cat(rows.collect(), 0);
@@ -132,36 +126,35 @@ pub fn as_if_nothing_had_happened(
     let both = vec![part(&of_first, 0, 0..57), part(&of_other, 0, 57..SEQ)];
     let [first, other, mixed] =
         [of_first, of_other, Tensor::cat(both, 1)].map(|tokens| Texts::new(model, tokens));
-    let pool = &mut model.new_pool(config).unwrap();
-    let a = pool.join().unwrap();
-    first.read(model, pool, a, 70, 23);
+    let (mut pool, a) = joined(model, config);
+    first.read(model, &mut pool, a, 70, 23);
     let b = pool.fork(a).unwrap();
     // Both go on in a page that they shared, one of them behind a step back.
     pool.truncate(b, 57).unwrap();
-    first.read(model, pool, a, 90, 1);
-    mixed.read(model, pool, b, SEQ, 1);
+    first.read(model, &mut pool, a, 90, 1);
+    mixed.read(model, &mut pool, b, SEQ, 1);
     let c = pool.fork(a).unwrap();
-    first.read(model, pool, c, SEQ, 3);
-    first.read(model, pool, a, SEQ, 1);
+    first.read(model, &mut pool, c, SEQ, 3);
+    first.read(model, &mut pool, a, SEQ, 1);
     let saved = serde_json::to_string(&pool.save(b).unwrap()).unwrap();
     let saved: KvSnapshot = serde_json::from_str(&saved).unwrap();
     pool.leave(b).unwrap();
     pool.leave(c).unwrap();
     // Pages that others had.
     let d = pool.join().unwrap();
-    other.read(model, pool, d, SEQ, 1);
+    other.read(model, &mut pool, d, SEQ, 1);
     pool.truncate(a, back).unwrap();
     let e = pool.load(&saved).unwrap();
     pool.truncate(e, 80).unwrap();
-    mixed.read(model, pool, e, SEQ, 1);
-    first.read(model, pool, a, SEQ, 4);
+    mixed.read(model, &mut pool, e, SEQ, 1);
+    first.read(model, &mut pool, a, SEQ, 4);
     let usage = pool.usage(e).unwrap();
     // Another pool, which never saw the keys before, and pages of another size.
     for config in [config.clone(), config.clone().with_page_size(16)] {
-        let pool = &mut model.new_pool(&config).unwrap();
+        let mut pool = model.new_pool(&config).unwrap();
         let f = pool.load(&saved).unwrap();
         pool.truncate(f, 90).unwrap();
-        mixed.read(model, pool, f, SEQ, 1);
+        mixed.read(model, &mut pool, f, SEQ, 1);
     }
     (usage, saved)
 }
@@ -186,8 +179,7 @@ pub fn single_tokens(
     config: &KvPoolConfig,
     tokens: &Tensor<2, Int>,
 ) -> (Tensor<3>, KvUsage) {
-    let mut pool = model.new_pool(config).unwrap();
-    let id = pool.join().unwrap();
+    let (mut pool, id) = joined(model, config);
     let rows = (0..tokens.dims()[1]).map(|at| {
         let token = part(tokens, 0, at..at + 1);
         let logits = model.try_forward_pool(token, &[KvStep::new(id, 1)], &mut pool);

@@ -43,10 +43,8 @@ fn every_pair_is_asked_for_once(#[case] lengths: [usize; 2], #[case] block_size:
     let asked = asked.lock().unwrap();
     assert_eq!(asked.len(), 2 * seq_q * seq_kv);
     for (&(head, i, j), &times) in &*asked {
-        assert!(
-            head < 2 && queries.contains(&i) && (0..seq_kv as i64).contains(&j),
-            "head {head}, ({i}, {j})"
-        );
+        let is_right = head < 2 && queries.contains(&i) && (0..seq_kv as i64).contains(&j);
+        assert!(is_right, "head {head}, ({i}, {j})");
         assert_eq!(times, 1, "head {head}, ({i}, {j})");
     }
 }

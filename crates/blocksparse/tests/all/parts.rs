@@ -71,10 +71,8 @@ fn padded_layouts_keep_their_parts() {
                 .keys((0..n).map(|j| (10..n - 20).contains(&j))),
         ];
         let restricted = layout.mask_padding(&entries).unwrap();
-        assert_eq!(
-            restricted.parts().unwrap().len(),
-            layout.parts().unwrap().len()
-        );
+        let expected = layout.parts().unwrap().len();
+        assert_eq!(restricted.parts().unwrap().len(), expected);
         assert_parts_make_up(&restricted);
         // And what is restricted once more.
         assert_parts_make_up(&restricted.mask_padding(&entries).unwrap());
@@ -152,10 +150,8 @@ fn corrupt_parts(#[case] place: &str, #[case] value: Value, #[case] message: &st
         Ok(read) => assert!(message.is_empty() && read == layout, "{place}"),
         Err(error) => {
             let error = error.to_string();
-            assert!(
-                !message.is_empty() && error.contains(message),
-                "{place}: {error}"
-            );
+            let is_right = !message.is_empty() && error.contains(message);
+            assert!(is_right, "{place}: {error}");
         }
     }
 }

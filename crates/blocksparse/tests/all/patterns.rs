@@ -333,9 +333,7 @@ fn pictures_are_written() {
 fn text_drawing() {
     let layout = Pattern::causal().layout(2, 32, 8).unwrap();
     let text = layout.to_string();
-    assert!(
-        text.starts_with("causal: 2 heads, 32 × 32 positions in blocks of 8\n"),
-        "{text}"
-    );
+    let is_right = text.starts_with("causal: 2 heads, 32 × 32 positions in blocks of 8\n");
+    assert!(is_right, "{text}");
     assert!(text.ends_with("+...\n#+..\n##+.\n###+\n"), "{text}");
 }

@@ -222,23 +222,6 @@ fn live_keys(#[case] pattern: &str, #[case] head: usize, #[case] expected: [&[i6
     }
 }
 
-/// Keys that are live before the last position of a long sequence: what a cache has to hold.
-#[rstest]
-#[case("causal", [12_287, 1_048_575])]
-#[case("strided:128", [12_287, 1_048_575])]
-#[case("fixed:128,32", [3_167, 262_239])]
-#[case("local:128", [127, 127])]
-#[case("local:256", [255, 255])]
-#[case("streaming:4096,64", [4_159, 4_159])]
-#[case("streaming:1024,4", [1_027, 1_027])]
-fn live_keys_of_long_sequences(#[case] pattern: &str, #[case] expected: [usize; 2]) {
-    let pattern: Pattern = pattern.parse().unwrap();
-    for (t, expected) in [12_287i64, 1_048_575].into_iter().zip(expected) {
-        let live = |j: &i64| pattern.last_query(0, *j) >= LastUse::At(t);
-        assert_eq!((0..t).filter(live).count(), expected, "{pattern} at {t}");
-    }
-}
-
 /// Parameters of any size cost nothing.
 #[test]
 fn long_strides_are_as_fast() {

@@ -59,10 +59,8 @@ fn the_largest_norms_are_kept() {
     assert_eq!(picture(&layout(0.5))[1..], ["#.#", ".#."]);
     assert_eq!(picture(&layout(0.6))[1..], ["#.#", "##."]);
     assert_eq!(layout(1e-9).len(), 1);
-    assert_eq!(
-        layout(0.5).to_string(),
-        "magnitude(2×3 blocks of 16, 50.0 %)"
-    );
+    let expected = "magnitude(2×3 blocks of 16, 50.0 %)";
+    assert_eq!(layout(0.5).to_string(), expected);
 }
 
 #[rstest]

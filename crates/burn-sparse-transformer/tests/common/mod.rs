@@ -1,14 +1,27 @@
-//! What the tests share. Each binary uses a part of it.
-#![allow(dead_code)]
+//! What the tests share, and the names that most of them use. Each binary uses a part of it.
+#![allow(dead_code, unused_imports)]
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{Device, Distribution, Int, Tensor, TensorData, Tolerance};
-use burn_sparse_transformer::{
-    Factorization, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseTransformerConfig, TransformerError,
+use burn::module::ModuleMapper;
+use burn::tensor::{Distribution, Tolerance};
+
+pub use burn::module::{Module, Param};
+pub use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig};
+pub use burn::nn::transformer::TransformerEncoderConfig;
+pub use burn::nn::{Linear, LinearConfig, RotaryEncodingConfig};
+pub use burn::tensor::activation::softmax;
+pub use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData};
+pub use burn_sparse_transformer::content::ContentAttention;
+pub use burn_sparse_transformer::dsa::DsaStage;
+pub use burn_sparse_transformer::longformer::{LongformerAttention, LongformerAttentionConfig};
+pub use burn_sparse_transformer::{
+    BlockAttentionConfig, Factorization, HeadNorm, Pattern, Precision, QkNorm, Recompute,
+    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    SparseTransformer, SparseTransformerBlockConfig, SparseTransformerConfig,
+    SparseTransformerEncoder, TransformerError,
 };
+pub use rstest::rstest;
 
 /// A backend has one random number generator for the whole process: tests that depend on what is drawn
 /// hold this, and so do all others of their binary.
@@ -19,6 +32,12 @@ pub fn seed(device: &Device, seed: u64) -> MutexGuard<'static, ()> {
     let guard = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
     device.seed(seed);
     guard
+}
+
+/// A device whose generator is seeded and kept from other tests.
+pub fn seeded(device: Device, number: u64) -> (Device, MutexGuard<'static, ()>) {
+    let guard = seed(&device, number);
+    (device, guard)
 }
 
 /// Every kind of pattern, those that see later positions made causal; and what combines them.
@@ -74,9 +93,8 @@ pub fn random<const D: usize>(shape: [usize; D], device: &Device) -> Tensor<D> {
 
 /// Token ids `[batch, seq]` without an obvious order.
 pub fn tokens(batch: usize, seq: usize, vocab: usize, device: &Device) -> Tensor<2, Int> {
-    let ids: Vec<i64> = (0..batch * seq)
-        .map(|i| ((i * i * 31 + i * 17 + 5) % 1009 % vocab) as i64)
-        .collect();
+    let ids = (0..batch * seq).map(|i| ((i * i * 31 + i * 17 + 5) % 1009 % vocab) as i64);
+    let ids: Vec<i64> = ids.collect();
     Tensor::from_data(TensorData::new(ids, [batch, seq]), device)
 }
 
@@ -133,9 +151,75 @@ pub fn attend_cache(
     Ok(output.context)
 }
 
+/// `[batch, seq, heads · width]` as `[batch, heads, seq, width]`.
+pub fn split_heads(x: Tensor<3>, heads: usize) -> Tensor<4> {
+    let [batch, seq, width] = x.dims();
+    let x = x.reshape([batch, seq, heads, width / heads]);
+    x.swap_dims(1, 2)
+}
+
+/// The inverse of [`split_heads`].
+pub fn merge_heads(x: Tensor<4>) -> Tensor<3> {
+    let [batch, heads, seq, width] = x.dims();
+    x.swap_dims(1, 2).reshape([batch, seq, heads * width])
+}
+
+/// Attention in dense operations: what the heads give, and the weights. Heads may share keys; to scores is added what is given, and a sink is one more
+/// key without a value.
+pub fn dense_attention(
+    [q, k, v]: [Tensor<4>; 3],
+    scale: f64,
+    softcap: Option<f64>,
+    added: Tensor<4>,
+    sinks: Option<Tensor<1>>,
+) -> [Tensor<4>; 2] {
+    let ([batch, heads, seq_q, _], [_, kv_heads, seq_kv, _]) = (q.dims(), k.dims());
+    let of_heads = |x: Tensor<4>| {
+        let [.., width] = x.dims();
+        let x = x.unsqueeze_dim::<5>(2);
+        let x = x.expand([batch, kv_heads, heads / kv_heads, seq_kv, width]);
+        x.reshape([batch, heads, seq_kv, width])
+    };
+    let scores = q.matmul(of_heads(k).transpose()) * scale;
+    let mut scores = match softcap {
+        Some(cap) => (scores / cap).tanh() * cap + added,
+        None => scores + added,
+    };
+    if let Some(sinks) = sinks {
+        let sinks = sinks.reshape([1, heads, 1, 1]);
+        scores = Tensor::cat(vec![scores, sinks.expand([batch, heads, seq_q, 1])], 3);
+    }
+    let weights = softmax(scores, 3).narrow(3, 0, seq_kv);
+    [weights.clone().matmul(of_heads(v)), weights]
+}
+
+/// `[1, heads, seq_q, seq_kv]` of 0 where a head's query sees a key, and −∞ elsewhere.
+pub fn hidden(
+    [heads, seq_q, seq_kv]: [usize; 3],
+    device: &Device,
+    sees: impl Fn(usize, usize, usize) -> bool,
+) -> Tensor<4> {
+    let number = |at: usize| match sees(at / seq_kv / seq_q, at / seq_kv % seq_q, at % seq_kv) {
+        true => 0.0,
+        false => f32::NEG_INFINITY,
+    };
+    let numbers: Vec<f32> = (0..heads * seq_q * seq_kv).map(number).collect();
+    Tensor::from_data(TensorData::new(numbers, [1, heads, seq_q, seq_kv]), device)
+}
+
 /// The largest difference of two tensors' numbers.
 pub fn apart<const D: usize>(a: Tensor<D>, b: Tensor<D>) -> f32 {
     (a - b).abs().max().into_scalar()
+}
+
+/// Rows of pieces of a sequence, one after the other, of their first positions and lengths.
+pub fn in_pieces(counts: &[usize], mut run: impl FnMut(usize, usize) -> Tensor<3>) -> Tensor<3> {
+    let mut first = 0;
+    let rows = counts.iter().map(|&count| {
+        first += count;
+        run(first - count, count)
+    });
+    Tensor::cat(rows.collect(), 1)
 }
 
 /// That pieces of a sequence, one after the other in a new cache, give what the whole gives.
@@ -147,11 +231,9 @@ pub fn assert_pieces(
     tolerance: f32,
 ) {
     let whole = attend(mha, x.clone()).unwrap();
-    let rows = pieces.iter().map(|&count| {
-        let piece = x.clone().narrow(1, cache.len(), count);
-        attend_cache(mha, piece, cache).unwrap()
+    let rows = in_pieces(pieces, |first, count| {
+        attend_cache(mha, x.clone().narrow(1, first, count), cache).unwrap()
     });
-    let rows = Tensor::cat(rows.collect(), 1);
     assert_eq!(cache.len(), x.dims()[1]);
     assert_close(rows, whole, tolerance);
 }
@@ -168,11 +250,8 @@ pub fn all_gradients_of<M: Module>(
 ) -> Gradients {
     let found = gradients_of(module, gradients);
     let numbers: usize = found.values().map(Vec::len).sum();
-    assert_eq!(
-        numbers,
-        module.num_params(),
-        "all parameters have a gradient"
-    );
+    let expected = module.num_params();
+    assert_eq!(numbers, expected, "all parameters have a gradient");
     found
 }
 

@@ -1,16 +1,9 @@
 //! `SparseMultiHeadAttention` against burn-nn's `MultiHeadAttention`, and against itself in pieces.
 
-use crate::common::{assert_close, attend, random};
-use burn::module::Module;
-use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig, generate_autoregressive_mask};
-use burn::tensor::{Device, Tensor};
-use burn_sparse_transformer::longformer::LongformerAttention;
-use burn_sparse_transformer::{
-    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttentionConfig, SparseTransformer,
-    SparseTransformerBlock, SparseTransformerCache, SparseTransformerConfig,
-    SparseTransformerEncoder, TransformerError,
-};
-use rstest::rstest;
+use burn::nn::attention::generate_autoregressive_mask;
+use burn_sparse_transformer::{SparseTransformerBlock, SparseTransformerCache};
+
+use crate::common::*;
 
 fn sparse(d_model: usize, n_heads: usize, pattern: Pattern) -> SparseMultiHeadAttentionConfig {
     SparseMultiHeadAttentionConfig::new(d_model, n_heads, pattern).with_block_size(8)
@@ -51,18 +44,13 @@ fn cross_attention_equals_burn_nn() {
     let dense = MultiHeadAttentionConfig::new(16, 2)
         .with_dropout(0.0)
         .init(&device);
-    let sparse = sparse(16, 2, Pattern::dense())
-        .init(&device)
-        .load_record(dense.clone().into_record());
+    let sparse = sparse(16, 2, Pattern::dense()).init(&device);
+    let sparse = sparse.load_record(dense.clone().into_record());
     let query = random([2, 5, 16], &device);
-    let (key, value) = (random([2, 19, 16], &device), random([2, 19, 16], &device));
-    let expected = dense
-        .forward(MhaInput::new(query.clone(), key.clone(), value.clone()))
-        .context;
-    let got = sparse
-        .forward(SparseMhaInput::new(query, key, value))
-        .context;
-    assert_close(got, expected, 1e-5);
+    let [key, value] = [(); 2].map(|()| random([2, 19, 16], &device));
+    let input = MhaInput::new(query.clone(), key.clone(), value.clone());
+    let got = sparse.forward(SparseMhaInput::new(query, key, value));
+    assert_close(got.context, dense.forward(input).context, 1e-5);
 }
 
 #[test]
@@ -82,10 +70,8 @@ fn half_size_queries_and_keys_leave_values_alone() {
     let output = attend(&wide, random([1, 9, 32], &device)).unwrap();
     assert_eq!(output.dims(), [1, 9, 32]);
     // 2 per weight; 2 · (d_k + d_v) per pair and head.
-    assert_eq!(
-        mha.matmul_flops_per_token(),
-        2 * (2 * 32 * 16 + 2 * 32 * 32)
-    );
+    let expected = 2 * (2 * 32 * 16 + 2 * 32 * 32);
+    assert_eq!(mha.matmul_flops_per_token(), expected);
     assert_eq!(mha.attention_flops(3).unwrap(), 2 * (4 + 8) * 4 * 6);
 }
 
@@ -169,9 +155,7 @@ fn modules_are_send_sync_and_say_what_they_are() {
     are_send_sync::<LongformerAttention, SparseTransformerConfig, TransformerError>();
     let mha = sparse(16, 2, Pattern::fixed(8, 2)).init(&Device::flex());
     is_send_sync(&mha);
-    assert_eq!(
-        mha.to_string(),
-        "SparseMultiHeadAttention {d_model: 16, n_heads: 2, n_kv_heads: 2, pattern: fixed(8, 2), \
-         block_size: 8, params: 1088}"
-    );
+    let expected = "SparseMultiHeadAttention {d_model: 16, n_heads: 2, n_kv_heads: 2, pattern: fixed(8, 2), \
+         block_size: 8, params: 1088}";
+    assert_eq!(mha.to_string(), expected);
 }

@@ -1,20 +1,14 @@
 //! Layers with block-sparse weights, and feed-forward networks of them.
 
-use crate::common::{assert_close, assert_rounded, random, randomise, small, tokens};
-use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::store::ModuleRecord;
-use burn::tensor::{DType, Device, Tensor};
 use burn_fused_ops::optim::FusedAdamWConfig;
 use burn_sparse_transformer::feed_forward::FeedForwardSparsity;
 use burn_sparse_transformer::linear::{
     BlockSparseLinear, BlockSparseLinearConfig, WeightLayout, WeightPattern,
 };
-use burn_sparse_transformer::{
-    Pattern, Precision, Recompute, SparseTransformer, SparseTransformerConfig,
-};
-use rstest::rstest;
+
+use crate::common::*;
 
 fn config() -> BlockSparseLinearConfig {
     BlockSparseLinearConfig::new(64, 96, 0.5)
@@ -43,11 +37,8 @@ fn a_layer_is_its_dense_form(
     assert!(layer.weight.val().grad(&grads).is_some());
     let back = BlockSparseLinear::from_dense(&dense, 0.5, 16).unwrap();
     assert_eq!(back.layout().unwrap(), layer.layout().unwrap());
-    assert_close(
-        back.to_dense().unwrap().weight.val(),
-        dense.weight.val(),
-        0.0,
-    );
+    let weight = back.to_dense().unwrap().weight.val();
+    assert_close(weight, dense.weight.val(), 0.0);
 }
 
 #[test]
@@ -73,15 +64,14 @@ fn the_largest_blocks_of_a_dense_layer_are_kept() {
         let block = dense
             .weight
             .val()
-            .slice([i * 16..i * 16 + 16, o * 16..o * 16 + 16]);
+            .narrow(0, i * 16, 16)
+            .narrow(1, o * 16, 16);
         block.powi_scalar(2).sum().into_scalar::<f32>()
     };
     let blocks = || (0..4).flat_map(|i| (0..3).map(move |o| (i, o)));
     let (kept, gone): (Vec<_>, Vec<_>) = blocks().partition(|&(i, o)| layout.contains(i, o));
-    let least = kept
-        .iter()
-        .map(|&(i, o)| norm(i, o))
-        .fold(f32::MAX, f32::min);
+    let norms = kept.iter().map(|&(i, o)| norm(i, o));
+    let least = norms.fold(f32::MAX, f32::min);
     assert!(gone.iter().all(|&(i, o)| norm(i, o) <= least));
     refused! { BlockSparseLinear::from_dense(&dense, 0.4, 32) => "outputs must be a positive multiple of the block, 32, got 48"; }
 }
@@ -99,20 +89,13 @@ fn records_bring_their_layout() {
     assert_close(loaded.forward(x.clone()), expected.clone(), 0.0);
     assert_eq!(loaded.layout().unwrap(), saved.layout().unwrap());
     // Copies on other devices and without autodiff have it, too.
-    let copy = loaded
-        .clone()
-        .fork(&Device::flex().autodiff())
-        .train()
-        .valid();
+    let copy = loaded.clone().fork(&Device::flex().autodiff());
+    let copy = copy.train().valid();
     assert_close(copy.forward(x), expected, 0.0);
     // Fewer blocks are another shape.
     let (pruned, _) = saved.prune(0.25).unwrap();
-    assert!(
-        config()
-            .init(&device)
-            .try_load_record(bytes_of(&pruned))
-            .is_err()
-    );
+    let more = config().init(&device);
+    assert!(more.try_load_record(bytes_of(&pruned)).is_err());
     let layout = pruned.layout().unwrap();
     let fresh = BlockSparseLinearConfig::new(64, 96, 0.25).with_block(16);
     let fresh = fresh.init(&device);
@@ -132,21 +115,14 @@ fn pruning_keeps_the_largest_blocks() {
     let layout = pruned.layout().unwrap();
     assert_eq!((layout.len(), stay.len(), pruned.weight.id), (6, 6, id));
     assert!(pruned.weight.is_require_grad());
-    let kept: Vec<(u32, u32)> = layout.kept_blocks().collect();
     let all: Vec<(u32, u32)> = old.kept_blocks().collect();
-    assert_eq!(
-        stay.iter().map(|&index| all[index]).collect::<Vec<_>>(),
-        kept
+    assert!(
+        layout
+            .kept_blocks()
+            .eq(stay.iter().map(|&index| all[index]))
     );
-    let expected = BlockSparseLinear::from_dense(
-        &Linear {
-            weight: burn::module::Param::from_tensor(before),
-            bias: None,
-        },
-        0.25,
-        16,
-    );
-    let expected = expected.unwrap();
+    let (weight, bias) = (Param::from_tensor(before), None);
+    let expected = BlockSparseLinear::from_dense(&Linear { weight, bias }, 0.25, 16).unwrap();
     assert_eq!(expected.layout().unwrap(), layout);
     let (got, expected) = (pruned.to_dense().unwrap(), expected.to_dense().unwrap());
     assert_close(got.weight.val(), expected.weight.val(), 0.0);
@@ -207,9 +183,8 @@ fn sparsity() -> FeedForwardSparsity {
 fn layouts(model: &SparseTransformer) -> Vec<WeightLayout> {
     let layers = model.blocks.iter();
     let layers = layers.flat_map(|block| [&block.pwff.linear_inner, &block.pwff.linear_outer]);
-    layers
-        .map(|layer| layer.as_block_sparse().unwrap().layout().unwrap())
-        .collect()
+    let layouts = layers.map(|layer| layer.as_block_sparse().unwrap().layout().unwrap());
+    layouts.collect()
 }
 
 #[test]
@@ -218,14 +193,10 @@ fn models_with_sparse_feed_forward_networks() {
     let config = model_config(Some(sparsity()));
     let model = randomise(config.init(&device));
     let found = layouts(&model);
-    assert_eq!(
-        found[0].to_string(),
-        "random(2×8 blocks of 16, 25.0 %, seed 0)"
-    );
-    assert_eq!(
-        found[3].to_string(),
-        "random(8×2 blocks of 16, 25.0 %, seed 3)"
-    );
+    let expected = "random(2×8 blocks of 16, 25.0 %, seed 0)";
+    assert_eq!(found[0].to_string(), expected);
+    let expected = "random(8×2 blocks of 16, 25.0 %, seed 3)";
+    assert_eq!(found[3].to_string(), expected);
     let dense = model_config(None).init(&device);
     let removed = 2 * 2 * 32 * 128 * 3 / 4;
     assert_eq!(model.num_params(), dense.num_params() - removed);

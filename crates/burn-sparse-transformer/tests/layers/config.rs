@@ -2,12 +2,8 @@
 
 use burn::config::Config;
 use burn::module::Initializer;
-use burn::nn::RotaryEncodingConfig;
-use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, Pattern, QkNorm, SparseMultiHeadAttentionConfig,
-    SparseTransformerBlockConfig, SparseTransformerConfig,
-};
-use rstest::rstest;
+
+use crate::common::*;
 
 /// Through Burn's JSON and back; configurations print as that JSON.
 fn assert_round_trip<C: Config + std::fmt::Display>(config: &C) {
@@ -144,10 +140,8 @@ fn sizes_that_were_not_set_are_refused_by_name() {
     assert_eq!(refused(config()), "n_layers must be at least 1, got 0");
     let model = config().with_n_layers(1).init(&device);
     let positions = model.position_embedding.unwrap();
-    assert_eq!(
-        [positions.row.dims(), positions.column.dims()],
-        [[5, 16], [8, 16]]
-    );
+    let expected = [[5, 16], [8, 16]];
+    assert_eq!([positions.row.dims(), positions.column.dims()], expected);
 }
 
 #[test]

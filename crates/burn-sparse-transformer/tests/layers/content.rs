@@ -1,17 +1,10 @@
 //! Heads that choose by content beside those of a pattern, in attention, blocks and models.
 
-use burn::module::Module;
-use burn::tensor::{Device, Tensor};
 use burn_blocksparse::sparse_attention;
 use burn_fused_ops::join_heads;
-use burn_sparse_transformer::content::{ContentAttention, LshHeadsConfig, RoutingHeadsConfig};
-use burn_sparse_transformer::longformer::LongformerAttentionConfig;
-use burn_sparse_transformer::{
-    Pattern, QkNorm, Recompute, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerBlockConfig,
-};
+use burn_sparse_transformer::content::{LshHeadsConfig, RoutingHeadsConfig};
 
-use crate::common::{apart, assert_close, attend, random, randomise, seed, small, tokens};
+use crate::common::*;
 use crate::golden::numbers;
 
 fn text(text: &str) -> ContentAttention {
@@ -32,20 +25,14 @@ fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
 /// The first head is the pattern's, with keys of its own; the others are what such heads are alone.
 #[test]
 fn heads_of_both_kinds_stand_side_by_side() {
-    let device = Device::flex();
-    let _guard = seed(&device, 1);
+    let (device, _guard) = seeded(Device::flex(), 1);
     let x = random([2, 45, 32], &device);
     for content in ["routing:8,6", "lsh:8,2,dedup"] {
         let mha = randomise(config(content).init(&device));
         assert_eq!(mha.key.weight.dims(), [32, 8]);
-        let heads = |projected: Tensor<3>, count| {
-            let [batch, seq, width] = projected.dims();
-            let split = projected.reshape([batch, seq, count, width / count]);
-            split.swap_dims(1, 2)
-        };
-        let query = heads(mha.query.forward(x.clone()), 4);
-        let key = heads(mha.key.forward(x.clone()), 1);
-        let value = heads(mha.value.forward(x.clone()), 4);
+        let query = split_heads(mha.query.forward(x.clone()), 4);
+        let key = split_heads(mha.key.forward(x.clone()), 1);
+        let value = split_heads(mha.value.forward(x.clone()), 4);
         let part = |x: &Tensor<4>, from: usize, to: usize| x.clone().slice_dim(1, from..to);
         let layout = Pattern::local(5).layout(1, 45, 8).unwrap();
         let (near_q, near_v) = (part(&query, 0, 1), part(&value, 0, 1));
@@ -63,10 +50,8 @@ fn heads_of_both_kinds_stand_side_by_side() {
         let expected = mha.output.forward(joined);
         assert_close(forward(&mha, &x), expected, 1e-5);
         let printed = format!("{mha}");
-        assert!(
-            printed.contains(content) && printed.contains("local_heads: 1"),
-            "{printed}"
-        );
+        let is_right = printed.contains(content) && printed.contains("local_heads: 1");
+        assert!(is_right, "{printed}");
     }
 }
 
@@ -88,8 +73,7 @@ fn means(model: &SparseTransformer) -> Vec<Vec<f64>> {
 
 #[test]
 fn layers_have_their_local_heads() {
-    let device = Device::flex();
-    let _guard = seed(&device, 2);
+    let (device, _guard) = seeded(Device::flex(), 2);
     let of = |model: &SparseTransformer| -> Vec<usize> {
         let heads = model.blocks.iter().map(|block| {
             let content = block.mha.content.as_ref();
@@ -103,17 +87,14 @@ fn layers_have_their_local_heads() {
     // As many clusters as windows fit into the context.
     let content = routing.blocks[0].mha.content.as_ref().unwrap();
     assert_eq!(content.config().to_string(), "routing:8,4");
-    assert_eq!(
-        content.routing.as_ref().unwrap().means.val().dims(),
-        [1, 4, 8]
-    );
+    let means = content.routing.as_ref().unwrap().means.val();
+    assert_eq!(means.dims(), [1, 4, 8]);
 }
 
 /// Whatever is computed again, gradients, commitment and the means after a step are the same, and the means move once.
 #[test]
 fn recomputed_blocks_choose_and_follow_the_same() {
-    let device = Device::flex().autodiff();
-    let _guard = seed(&device, 3);
+    let (device, _guard) = seeded(Device::flex().autodiff(), 3);
     let tokens = tokens(2, 32, 11, &device);
     for content in ["routing:8", "lsh:8,2"] {
         let model = randomise(model(content, &[2, 1, 1], &device));
@@ -151,8 +132,7 @@ fn recomputed_blocks_choose_and_follow_the_same() {
 /// The commitment is in the gradients, and in the loss that is to be differentiated, but not in the one that is reported.
 #[test]
 fn the_commitment_is_differentiated_and_not_reported() {
-    let device = Device::flex().autodiff();
-    let _guard = seed(&device, 4);
+    let (device, _guard) = seeded(Device::flex().autodiff(), 4);
     let tokens = tokens(2, 32, 11, &device);
     let model = |factor| {
         device.seed(9);
@@ -186,8 +166,7 @@ fn the_commitment_is_differentiated_and_not_reported() {
 
 #[test]
 fn means_settle_and_are_in_records() {
-    let device = Device::flex().autodiff();
-    let _guard = seed(&device, 5);
+    let (device, _guard) = seeded(Device::flex().autodiff(), 5);
     let mut first = randomise(model("routing:8", &[2, 1, 1], &device));
     let before = means(&first);
     let tokens = tokens(2, 32, 11, &device);
@@ -219,8 +198,7 @@ fn means_settle_and_are_in_records() {
 /// hold everything, nothing is left to choose, and nothing leaks.
 #[test]
 fn later_tokens_take_part_in_the_choice_alone() {
-    let device = Device::flex();
-    let _guard = seed(&device, 8);
+    let (device, _guard) = seeded(Device::flex(), 8);
     let x = random([1, 64, 32], &device);
     for (content, leaks) in [
         ("routing:16,4", true),
@@ -245,8 +223,7 @@ fn later_tokens_take_part_in_the_choice_alone() {
 /// Seeds of dropout are those of rotations: a training pass repeats under one, and a pass of evaluation always.
 #[test]
 fn rotations_of_a_pass_follow_from_its_seed() {
-    let device = Device::flex();
-    let _guard = seed(&device, 6);
+    let (device, _guard) = seeded(Device::flex(), 6);
     let mha = randomise(config("lsh:8,1").init(&device));
     let x = random([1, 64, 32], &device);
     let with = |seed: u64| {
@@ -260,8 +237,7 @@ fn rotations_of_a_pass_follow_from_its_seed() {
 
 #[test]
 fn what_heads_by_content_cannot_do_is_refused() {
-    let device = Device::flex();
-    let _guard = seed(&device, 7);
+    let (device, _guard) = seeded(Device::flex(), 7);
     let x = random([2, 16, 32], &device);
     let one = x.clone().slice_dim(0, 0..1);
     for content in ["routing:8,2", "lsh:8,2"] {
@@ -269,19 +245,17 @@ fn what_heads_by_content_cannot_do_is_refused() {
         let input = || SparseMhaInput::self_attn(x.clone());
         let mut cache = SparseMhaCache::new();
         let none = "content must be none with padding, packed sequences, weights, caches and pools: later tokens influence what its heads see, got";
-        for result in [
-            mha.try_forward_cache(input(), &mut cache).map(drop),
-            mha.try_forward_packed(one.clone(), &[0, 9, 16]).map(drop),
-            mha.try_forward_with_weights(input()).map(drop),
-            mha.clone()
-                .with_selection(Some("topk:8,2".parse().unwrap()))
-                .map(drop),
-        ] {
-            let error = result.unwrap_err().to_string();
-            assert!(
-                error.starts_with("pattern must be") || error == format!("{none} {content}"),
-                "{error}"
-            );
+        let (none, topk) = (format!("{none} {content}"), "topk:8,2".parse().unwrap());
+        let chosen = mha.clone().with_selection(Some(topk));
+        let error = chosen.map(drop).unwrap_err().to_string();
+        assert!(
+            error == none || error.starts_with("pattern must be"),
+            "{error}"
+        );
+        refused! {
+            mha.try_forward_cache(input(), &mut cache) => &none;
+            mha.try_forward_packed(one.clone(), &[0, 9, 16]) => &none;
+            mha.try_forward_with_weights(input()) => &none;
         }
         assert!(cache.is_empty());
         let bias = Tensor::<4>::zeros([1, 1, 16, 16], &device);

@@ -1,19 +1,11 @@
 //! Modules and records of burn-nn with a pattern.
 
-use crate::common::{assert_close, assert_pieces, random, randomise};
-use burn::module::{Module, Param};
-use burn::nn::attention::{MhaInput, MultiHeadAttentionConfig, generate_autoregressive_mask};
-use burn::nn::transformer::{
-    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
-};
+use burn::nn::attention::generate_autoregressive_mask;
+use burn::nn::transformer::{TransformerEncoder, TransformerEncoderInput};
 use burn::store::ModuleRecord;
-use burn::tensor::{Bool, Device, Tensor, TensorData};
-use burn_sparse_transformer::{
-    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformerEncoder, SparseTransformerEncoderConfig,
-    SparseTransformerEncoderInput,
-};
-use rstest::rstest;
+use burn_sparse_transformer::{SparseTransformerEncoderConfig, SparseTransformerEncoderInput};
+
+use crate::common::*;
 
 fn encoder(norm_first: bool) -> TransformerEncoder {
     let config = TransformerEncoderConfig::new(32, 48, 4, 3).with_norm_first(norm_first);
@@ -41,20 +33,14 @@ fn attention_keeps_its_weights_and_its_output() {
         assert_close(ours.weight.val(), theirs.weight.val(), 0.0);
         assert_eq!(ours.bias.is_some(), theirs.bias.is_some());
     }
-    let run = |mha: &SparseMultiHeadAttention| {
-        let input = SparseMhaInput::self_attn(x.clone());
-        mha.forward(input).context
-    };
+    let run = |mha: &SparseMultiHeadAttention| attend(mha, x.clone()).unwrap();
     let input = MhaInput::self_attn(x.clone());
     assert_close(run(&same), dense.forward(input.clone()).context, 1e-5);
     let causal = same.with_pattern(Pattern::causal(), 16).unwrap();
     assert_eq!(causal.block_size(), 16);
     let mask = generate_autoregressive_mask(2, 37, &device);
-    assert_close(
-        run(&causal),
-        dense.forward(input.mask_attn(mask)).context,
-        1e-5,
-    );
+    let expected = dense.forward(input.mask_attn(mask)).context;
+    assert_close(run(&causal), expected, 1e-5);
 }
 
 /// burn-nn's quiet softmax: its weights, one by one, and what becomes of them.
@@ -68,28 +54,20 @@ fn a_quiet_softmax_stays_quiet() {
     let x = random([2, SEQ, 32], &device).mul_scalar(0.3);
     let mask = generate_autoregressive_mask(2, SEQ, &device);
     let lengths = [SEQ, 3];
-    let padding: Vec<bool> = lengths
-        .iter()
-        .flat_map(|&length| (0..SEQ).map(move |j| j >= length))
-        .collect();
-    let padding = Tensor::<2, Bool>::from_data(TensorData::new(padding, [2, SEQ]), &device);
+    let padding = lengths.map(|length| std::array::from_fn::<bool, SEQ, _>(|j| j >= length));
+    let padding = Tensor::<2, Bool>::from_data(padding, &device);
     let convert =
         |dense: &_, pattern| SparseMultiHeadAttention::from_dense(dense, pattern, 8).unwrap();
+    let theirs = || MhaInput::new(x.clone(), x.clone(), x.clone());
+    let ours = || SparseMhaInput::self_attn(x.clone());
+    let other = SparseMhaInput::new(x.clone(), x.clone(), x.clone());
     for (pattern, theirs, ours) in [
+        (Pattern::dense(), theirs(), ours()),
+        (Pattern::causal(), theirs().mask_attn(mask), ours()),
         (
             Pattern::dense(),
-            MhaInput::self_attn(x.clone()),
-            SparseMhaInput::self_attn(x.clone()),
-        ),
-        (
-            Pattern::causal(),
-            MhaInput::self_attn(x.clone()).mask_attn(mask),
-            SparseMhaInput::self_attn(x.clone()),
-        ),
-        (
-            Pattern::dense(),
-            MhaInput::new(x.clone(), x.clone(), x.clone()).mask_pad(padding),
-            SparseMhaInput::new(x.clone(), x.clone(), x.clone()).lengths(lengths),
+            theirs().mask_pad(padding),
+            other.lengths(lengths),
         ),
     ] {
         let got = convert(&dense, pattern).forward(ours);
@@ -121,13 +99,8 @@ fn a_quiet_softmax_stays_quiet() {
         .with_block_size(8)
         .with_quiet_softmax(true);
     let mha = config.init(&device);
-    let mha = mha.load_record(
-        dense
-            .clone()
-            .into_record()
-            .allow_unused(true)
-            .allow_partial(true),
-    );
+    let record = dense.clone().into_record().allow_unused(true);
+    let mha = mha.load_record(record.allow_partial(true));
     assert_eq!(mha.num_params(), quiet.init(&device).num_params());
     assert_pieces(&mha, (&x, &mut SparseMhaCache::new()), &[5, 1, 2], 1e-5);
     refused! { config.with_sinks(true).try_init(&device) => "sinks must be none with quiet_softmax, which is one, got some"; }
@@ -152,24 +125,17 @@ fn a_quiet_softmax_is_trained() {
     assert_close(gradient(ours.context), gradient(theirs), 1e-3);
 }
 
+/// A causal one; the dense one's output and gradients are compared for each activation.
 #[rstest]
 fn encoders_keep_their_output(#[values(false, true)] norm_first: bool) {
     let device = Device::flex();
     let dense = encoder(norm_first);
     let x = random([2, 21, 32], &device);
     let mask = generate_autoregressive_mask(2, 21, &device);
-    for (pattern, input) in [
-        (Pattern::dense(), TransformerEncoderInput::new(x.clone())),
-        (
-            Pattern::causal(),
-            TransformerEncoderInput::new(x.clone()).mask_attn(mask),
-        ),
-    ] {
-        let expected = dense.forward(input);
-        let input = SparseTransformerEncoderInput::new(x.clone());
-        let got = sparse(&dense, pattern).forward(input);
-        assert_close(got, expected, 2e-5);
-    }
+    let expected = dense.forward(TransformerEncoderInput::new(x.clone()).mask_attn(mask));
+    let sparse = sparse(&dense, Pattern::causal());
+    let got = sparse.forward(SparseTransformerEncoderInput::new(x));
+    assert_close(got, expected, 2e-5);
 }
 
 #[rstest]
@@ -209,12 +175,10 @@ fn encoders_pad_as_burn_nns() {
     let input = SparseTransformerEncoderInput::new(x);
     let got = sparse.forward(input.clone().mask_pad(mask));
     let real = |t: Tensor<3>, entry, from, len| t.narrow(0, entry, 1).narrow(1, from, len);
-    assert_close(
-        real(got.clone(), 0, 1, 10),
-        real(expected.clone(), 0, 1, 10),
-        2e-5,
-    );
-    assert_close(real(got, 1, 0, 7), real(expected, 1, 0, 7), 2e-5);
+    for (entry, from, len) in [(0, 1, 10), (1, 0, 7)] {
+        let [got, expected] = [&got, &expected].map(|x| real(x.clone(), entry, from, len));
+        assert_close(got, expected, 2e-5);
+    }
     refused! { sparse.try_forward(input.lengths([3])) => "lengths must be of 2 batch entries, got 1"; }
 }
 
@@ -225,12 +189,10 @@ fn encoders_decode_and_take_packed_sequences() {
     let forward = |x: Tensor<3>| sparse.forward(SparseTransformerEncoderInput::new(x));
     let mut caches = sparse.new_caches();
     let piece = |from, len| x.clone().narrow(1, from, len);
-    let pieces = [(0, 19), (19, 1), (20, 10)];
-    let decoded = pieces.map(|(from, len)| {
-        let piece = piece(from, len);
-        sparse.forward_cache(piece, &mut caches)
+    let decoded = in_pieces(&[19, 1, 10], |from, len| {
+        sparse.forward_cache(piece(from, len), &mut caches)
     });
-    assert_close(Tensor::cat(decoded.to_vec(), 1), forward(x.clone()), 2e-5);
+    assert_close(decoded, forward(x.clone()), 2e-5);
     let packed = sparse.forward_packed(x.clone(), &[0, 19, 30]);
     let alone = [forward(piece(0, 19)), forward(piece(19, 11))];
     assert_close(packed, Tensor::cat(alone.to_vec(), 1), 2e-5);

@@ -1,16 +1,6 @@
 //! Token by token from a cache is what all rows at once are, whatever the pattern.
 
-use burn::nn::RotaryEncodingConfig;
-use burn::tensor::{Device, Int, Tensor};
-use burn_sparse_transformer::{
-    Pattern, QkNorm, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformer, TransformerError,
-};
-use rstest::rstest;
-
-use crate::common::{
-    PATTERNS, apart, assert_close, assert_pieces, attend, attend_cache, random, randomise,
-};
+use crate::common::*;
 
 /// Not a multiple of the block size.
 const SEQ: usize = 21;

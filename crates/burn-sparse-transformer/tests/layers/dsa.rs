@@ -1,19 +1,13 @@
 //! DeepSeek sparse attention: the layer, what its indexer learns by, and decoding.
 
-use burn::module::Module;
-use burn::nn::RotaryEncodingConfig;
-use burn::tensor::{Device, Tensor};
-use burn_sparse_transformer::content::ContentAttention;
-use burn_sparse_transformer::dsa::{DsaHeadsConfig, DsaStage};
-use burn_sparse_transformer::{
-    Pattern, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
-};
+use burn_sparse_transformer::dsa::DsaHeadsConfig;
 
-use crate::common::{apart, assert_close, attend, random, randomise, seed, small, tokens};
+use crate::common::*;
 use crate::decoding::assert_layer_decodes;
+use crate::whole_layers::model;
+
 #[cfg(feature = "autodiff")]
 use crate::whole_layers::assert_own_losses;
-use crate::whole_layers::model;
 
 /// Four heads of queries on two of keys; three index heads of width 6, of which four channels are rotated.
 fn heads(keep: usize, near: usize) -> DsaHeadsConfig {
@@ -44,14 +38,8 @@ fn with_all_keys_it_is_dense() {
     let x = random([2, 21, 16], &device);
     let got = attend(&layer, x.clone()).unwrap();
     let mut dense = config(heads(50, 0)).with_content(None).init(&device);
-    let SparseMultiHeadAttention {
-        query,
-        key,
-        value,
-        output,
-        ..
-    } = layer;
-    (dense.query, dense.key, dense.value, dense.output) = (query, key, value, output);
+    (dense.query, dense.key) = (layer.query, layer.key);
+    (dense.value, dense.output) = (layer.value, layer.output);
     assert_close(got, attend(&dense, x).unwrap(), 1e-5);
 }
 
@@ -119,8 +107,7 @@ fn caches_of_dense_attention_are_refused() {
 /// Before the choice, and with a choice of everything, layers are those of dense attention.
 #[test]
 fn stages_before_the_choice_are_dense() {
-    let device = Device::flex();
-    let _guard = seed(&device, 32);
+    let (device, _guard) = seeded(Device::flex(), 32);
     let tokens = tokens(2, 33, 11, &device);
     let sparse = model(TEXT, 40, &device);
     let all = model("dsa:40,0,3,8", 40, &device).load_record(sparse.clone().into_record());
@@ -137,12 +124,8 @@ fn stages_before_the_choice_are_dense() {
     let scores = 2 * 3 * 8 * (33 * 34 / 2);
     let flops = sparse.attention_flops(33).unwrap();
     assert_eq!(flops, 2 * (2 * 4 * pairs * (4 + 4) + scores));
-    assert!(
-        sparse.matmul_flops_per_token() > {
-            let dense = sparse.clone().with_dsa_stage(DsaStage::Dense).unwrap();
-            dense.matmul_flops_per_token()
-        }
-    );
+    let dense = sparse.clone().with_dsa_stage(DsaStage::Dense).unwrap();
+    assert!(sparse.matmul_flops_per_token() > dense.matmul_flops_per_token());
     let got = sparse.forward(tokens);
     let difference = apart(got, expected);
     assert!(difference > 1e-3, "{difference}");
@@ -156,16 +139,13 @@ mod training {
     use burn::optim::GradientsParams;
     use burn::tensor::activation::log_softmax;
     use burn_fused_ops::optim::FusedAdamWConfig;
-    use burn_sparse_transformer::Recompute;
 
     use super::*;
-    use crate::common::{Gradients, gradients_of, largest};
 
     /// Each learns by its own loss: the model as by cross-entropy alone, and the indexers, which that does not reach, by what is added.
     #[test]
     fn the_model_and_its_indexers_learn_apart() {
-        let device = Device::flex().autodiff();
-        let _guard = seed(&device, 33);
+        let (device, _guard) = seeded(Device::flex().autodiff(), 33);
         let model = model(TEXT, 40, &device);
         let tokens = tokens(2, 40, 11, &device);
         let is_indexers = |path: &String| path.contains(".indexer.");
@@ -225,8 +205,7 @@ mod training {
     /// A warm-up brings the indexers near the attention, and leaves all else as it is; what they choose then keeps more of it.
     #[test]
     fn a_warm_up_teaches_what_to_choose() {
-        let device = Device::flex().autodiff();
-        let _guard = seed(&device, 34);
+        let (device, _guard) = seeded(Device::flex().autodiff(), 34);
         let tokens = tokens(2, 40, 11, &device);
         let mut sparse = model("dsa:10,0,4,16", 40, &device);
         for block in &mut sparse.blocks {

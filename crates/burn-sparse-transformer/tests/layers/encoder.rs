@@ -1,15 +1,11 @@
 //! The encoder on the training ops, beside burn-nn's.
 
-use crate::common::{assert_close, assert_rounded, random, randomise};
 use burn::nn::activation::ActivationConfig;
-use burn::nn::transformer::{
-    TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput,
-};
-use burn::tensor::{DType, Device, Gradients, Tensor};
-use burn_sparse_transformer::{
-    Pattern, Precision, SparseTransformerEncoder, SparseTransformerEncoderInput,
-};
-use rstest::rstest;
+use burn::nn::transformer::{TransformerEncoder, TransformerEncoderInput};
+use burn::tensor::Gradients;
+use burn_sparse_transformer::SparseTransformerEncoderInput;
+
+use crate::common::*;
 
 fn config(norm_first: bool) -> TransformerEncoderConfig {
     TransformerEncoderConfig::new(32, 48, 4, 2)

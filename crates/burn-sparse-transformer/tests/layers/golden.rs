@@ -1,7 +1,8 @@
 //! The golden input: small numbers that are exact in any dtype, for results that were computed elsewhere; and plain f64 arithmetic on rows.
 
-use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::module::ModuleMapper;
+
+use crate::common::*;
 
 /// Numbers of eighths: of queries (0), keys (1), values (2) and more.
 pub fn val(of: usize, head: usize, i: usize, c: usize) -> f64 {
@@ -47,12 +48,8 @@ pub fn filled<M: Module>(module: M) -> M {
             self.0 += 1;
             param.map(|old| {
                 let count = old.shape().num_elements();
-                let new: Tensor<D> = tensor(
-                    &scattered(count, self.0),
-                    old.dims(),
-                    &old.device(),
-                    old.dtype(),
-                );
+                let new = scattered(count, self.0);
+                let new: Tensor<D> = tensor(&new, old.dims(), &old.device(), old.dtype());
                 (new * 0.5).detach().set_require_grad(old.is_require_grad())
             })
         }
@@ -78,8 +75,7 @@ pub fn unit(x: &[f64]) -> Vec<f64> {
 pub fn attend(seen: &[(f64, &[f64])]) -> (Vec<f64>, f64) {
     let max = seen
         .iter()
-        .map(|(score, _)| *score)
-        .fold(f64::MIN, f64::max);
+        .fold(f64::MIN, |max, (score, _)| max.max(*score));
     let weights: Vec<f64> = seen.iter().map(|(score, _)| (score - max).exp()).collect();
     let sum: f64 = weights.iter().sum();
     let mut out = vec![0.0; seen[0].1.len()];

@@ -1,13 +1,9 @@
 //! The linear layer beside burn-nn's.
 
-use crate::common::{assert_close, assert_rounded, random, randomise};
-use burn::module::Module;
-use burn::nn::LinearConfig;
 use burn::store::ModuleRecord;
-use burn::tensor::{DType, Device, Tensor};
-use burn_sparse_transformer::Precision;
 use burn_sparse_transformer::linear::{MixedPrecisionLinear, MixedPrecisionLinearConfig};
-use rstest::rstest;
+
+use crate::common::*;
 
 #[rstest]
 fn it_does_what_burn_nns_does(#[values(false, true)] bias: bool) {
@@ -60,10 +56,8 @@ fn products_are_rounded_and_nothing_else() {
         .unwrap();
     let x = random([4, 5, 64], &device);
     let y = half.forward(x.clone());
-    assert_eq!(
-        (y.dtype(), half.weight.val().dtype()),
-        (DType::F32, DType::F32)
-    );
+    let expected = (DType::F32, DType::F32);
+    assert_eq!((y.dtype(), half.weight.val().dtype()), expected);
     assert_rounded(y.clone(), dense.forward(x), 0.01);
     let grads = y.sum().backward();
     let gradient = half.weight.val().grad(&grads).unwrap();

@@ -2,14 +2,12 @@
 
 use std::f64::consts::PI;
 
-use crate::common::{assert_close, randomise, tokens};
-use crate::golden::{attend, dot, numbers};
-use burn::module::{Module, Param};
-use burn::nn::{Linear, RmsNorm};
-use burn::tensor::{Device, Tensor};
+use burn::nn::RmsNorm;
+use burn_sparse_transformer::RopeScaling;
 use burn_sparse_transformer::llama::{Llama, LlamaConfig};
-use burn_sparse_transformer::{HeadNorm, Pattern, RopeScaling, SparseMultiHeadAttentionConfig};
-use rstest::rstest;
+
+use crate::common::*;
+use crate::golden::{attend, dot, numbers};
 
 const VOCAB: usize = 13;
 const SEQ: usize = 21;
@@ -84,17 +82,12 @@ fn linear(layer: &Linear, x: &[f64]) -> Vec<f64> {
         .collect()
 }
 
-fn rms(gamma: &Param<Tensor<1>>, epsilon: f64, x: &[f64]) -> Vec<f64> {
-    let mean = dot(x, x) / x.len() as f64;
-    let gamma = numbers(gamma.val());
-    let scaled = x.iter().zip(gamma);
-    scaled
-        .map(|(x, gamma)| x / (mean + epsilon).sqrt() * gamma)
-        .collect()
-}
-
 fn norm(norm: &RmsNorm, x: &[f64]) -> Vec<f64> {
-    rms(&norm.gamma, norm.epsilon, x)
+    let mean = dot(x, x) / x.len() as f64;
+    let scaled = x.iter().zip(numbers(norm.gamma.val()));
+    scaled
+        .map(|(x, gamma)| x / (mean + norm.epsilon).sqrt() * gamma)
+        .collect()
 }
 
 /// The frequency of a pair of channels, by the formulas of the papers.
@@ -194,12 +187,11 @@ fn logits_in_f64(model: &Llama, config: &LlamaConfig, ids: &[usize]) -> Vec<f64>
             let normed = norm(&block.mlp_norm, x);
             let up = linear(&block.mlp.up, &normed);
             let gate = linear(&block.mlp.gate, &normed);
-            let inner: Vec<f64> = gate
+            let inner = gate
                 .iter()
                 .zip(up)
-                .map(|(g, up)| g / (1.0 + (-g).exp()) * up)
-                .collect();
-            add(x, &linear(&block.mlp.down, &inner));
+                .map(|(g, up)| g / (1.0 + (-g).exp()) * up);
+            add(x, &linear(&block.mlp.down, &inner.collect::<Vec<_>>()));
         }
     }
     x.iter()
@@ -225,18 +217,12 @@ fn logits_equal_f64(#[case] config: LlamaConfig) {
     let ids = tokens(2, SEQ, VOCAB, &device);
     let got = model.forward(ids.clone());
     for entry in 0..2 {
-        let of_entry: Vec<usize> = (ids.clone().narrow(0, entry, 1).into_data().iter::<i64>())
-            .map(|id| id as usize)
-            .collect();
+        let of_entry = ids.clone().narrow(0, entry, 1).into_data();
+        let of_entry: Vec<usize> = of_entry.iter::<i64>().map(|id| id as usize).collect();
         let expected = logits_in_f64(&model, &config, &of_entry);
-        let got = numbers(got.clone().narrow(0, entry, 1));
-        assert_eq!(got.len(), expected.len());
-        for (got, expected) in got.iter().zip(&expected) {
-            assert!(
-                (got - expected).abs() <= 1e-4 * (1.0 + expected.abs()),
-                "{got} for {expected}"
-            );
-        }
+        let expected = TensorData::new(expected, [1, SEQ, VOCAB]).convert::<f32>();
+        let expected = Tensor::from_data(expected, &device);
+        assert_close(got.clone().narrow(0, entry, 1), expected, 1e-4);
     }
 }
 
@@ -252,10 +238,10 @@ fn pieces_give_what_the_whole_gives(#[case] config: LlamaConfig) {
     let ids = tokens(2, SEQ, VOCAB, &device);
     let whole = model.forward(ids.clone());
     let mut cache = model.new_cache();
-    for (first, count) in [(0, 9), (9, 1), (10, 4), (14, 7)] {
-        let piece = model.forward_cache(ids.clone().narrow(1, first, count), &mut cache);
-        assert_close(piece, whole.clone().narrow(1, first, count), 1e-4);
-    }
+    let pieces = in_pieces(&[9, 1, 4, 7], |first, count| {
+        model.forward_cache(ids.clone().narrow(1, first, count), &mut cache)
+    });
+    assert_close(pieces, whole, 1e-4);
     assert_eq!(cache.position(), SEQ);
 }
 
@@ -274,10 +260,7 @@ fn a_refused_call_leaves_the_cache() {
 fn the_loss_is_that_of_the_logits_and_every_parameter_learns() {
     let device = Device::flex().autodiff();
     let model = randomise(wide().init(&device));
-    let (ids, targets) = (
-        tokens(2, SEQ, VOCAB, &device),
-        tokens(2, SEQ, VOCAB, &device),
-    );
+    let [ids, targets] = [(); 2].map(|()| tokens(2, SEQ, VOCAB, &device));
     let loss = model.loss(ids.clone(), targets.clone());
     let logs = burn::tensor::activation::log_softmax(model.forward(ids), 2);
     let picked = logs.gather(2, targets.unsqueeze_dim(2));
@@ -307,18 +290,12 @@ const QWEN3: &str = r#"{"attention_bias": false, "head_dim": 128, "hidden_act": 
 #[test]
 fn configurations_of_checkpoints_are_read() {
     let smol = LlamaConfig::from_hugging_face(SMOL_LM2).unwrap();
-    assert_eq!(
-        (smol.d_model, smol.n_heads, smol.n_kv_heads),
-        (576, 9, Some(3))
-    );
-    assert_eq!(
-        (smol.d_ff, smol.n_layers, smol.vocab_size),
-        (Some(1536), 30, 49_152)
-    );
-    assert_eq!(
-        (smol.context, smol.rope_theta, smol.rms_norm_eps),
-        (8192, 1e5, 1e-5)
-    );
+    let heads = (smol.d_model, smol.n_heads, smol.n_kv_heads);
+    assert_eq!(heads, (576, 9, Some(3)));
+    let layers = (smol.d_ff, smol.n_layers, smol.vocab_size);
+    assert_eq!(layers, (Some(1536), 30, 49_152));
+    let positions = (smol.context, smol.rope_theta, smol.rms_norm_eps);
+    assert_eq!(positions, (8192, 1e5, 1e-5));
     assert!(smol.tied_embedding && !smol.qk_norm && smol.rope_scaling.is_none());
     let llama = LlamaConfig::from_hugging_face(LLAMA_3_2).unwrap();
     let scaling = RopeScaling::Llama3 {
@@ -327,15 +304,11 @@ fn configurations_of_checkpoints_are_read() {
         high_freq_factor: 4.0,
         original_max_position_embeddings: 8192,
     };
-    assert_eq!(
-        (llama.head_dim, llama.rope_scaling),
-        (Some(64), Some(scaling))
-    );
+    let got = (llama.head_dim, llama.rope_scaling);
+    assert_eq!(got, (Some(64), Some(scaling)));
     let qwen = LlamaConfig::from_hugging_face(QWEN3).unwrap();
-    assert_eq!(
-        (qwen.head_dim, qwen.qk_norm, qwen.pattern),
-        (Some(128), true, Pattern::causal())
-    );
+    let got = (qwen.head_dim, qwen.qk_norm, qwen.pattern);
+    assert_eq!(got, (Some(128), true, Pattern::causal()));
     let edit = |from: &str, to: &str| LlamaConfig::from_hugging_face(&SMOL_LM2.replace(from, to));
     let of = |kind: &str, more: &str| {
         let json = SMOL_LM2.replace("\"llama\"", &format!("\"{kind}\""));
@@ -366,11 +339,8 @@ fn configurations_of_checkpoints_are_read() {
         let json = SMOL_LM2.replace("\"attention_bias\": false", "\"attention_bias\": true");
         let json = json.replace("\"llama\"", &format!("\"{kind}\""));
         let config = LlamaConfig::from_hugging_face(&json).unwrap();
-        assert_eq!(
-            [config.qkv_bias, config.output_bias],
-            [qkv, output],
-            "{kind}"
-        );
+        let got = [config.qkv_bias, config.output_bias];
+        assert_eq!(got, [qkv, output], "{kind}");
     }
     refused! { of("qwen2", &on) => "…in all 30 layers or in none, got a window in 2"; }
     assert_eq!(of("qwen3", window).unwrap().head_dim, Some(128));

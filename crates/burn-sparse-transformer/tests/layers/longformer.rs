@@ -1,17 +1,9 @@
 //! Longformer's attention against the same in f64, token by token.
 
-use crate::common::{apart, assert_close, random, randomise};
+use burn_sparse_transformer::longformer::LongformerInput;
+
+use crate::common::*;
 use crate::golden::{attend, dot, numbers};
-use burn::module::Module;
-use burn::nn::{Linear, RotaryEncodingConfig};
-use burn::tensor::{Device, Tensor, TensorData};
-use burn_sparse_transformer::longformer::{
-    LongformerAttention, LongformerAttentionConfig, LongformerInput,
-};
-use burn_sparse_transformer::{
-    Pattern, Precision, QkNorm, SparseMhaInput, SparseMultiHeadAttentionConfig,
-};
-use rstest::rstest;
 
 const D_MODEL: usize = 16;
 const HEADS: usize = 2;
@@ -30,16 +22,12 @@ fn longformer(pattern: Pattern, device: &Device) -> LongformerAttention {
 fn linear(layer: &Linear, x: &[f64]) -> Vec<f64> {
     let weight = numbers(layer.weight.val());
     let bias = numbers(layer.bias.as_ref().unwrap().val());
-    x.chunks(D_MODEL)
-        .flat_map(|row| {
-            let weight = &weight;
-            let bias = &bias;
-            (0..D_MODEL).map(move |c| {
-                let sum: f64 = (0..D_MODEL).map(|k| row[k] * weight[k * D_MODEL + c]).sum();
-                sum + bias[c]
-            })
-        })
-        .collect()
+    let element = |at: usize| {
+        let (row, c) = (&x[at / D_MODEL * D_MODEL..][..D_MODEL], at % D_MODEL);
+        let products = row.iter().zip(weight.iter().skip(c).step_by(D_MODEL));
+        products.map(|(x, weight)| x * weight).sum::<f64>() + bias[c]
+    };
+    (0..x.len()).map(element).collect()
 }
 
 /// One batch entry, as the paper says it.
@@ -52,12 +40,12 @@ fn expected(
     let pattern = longformer.mha.pattern();
     let mha = &longformer.mha;
     let own = [&mha.query, &mha.key, &mha.value].map(|layer| linear(layer, x));
-    let of_global = [
+    let [q, k, v] = [
         &longformer.query_global,
         &longformer.key_global,
         &longformer.value_global,
-    ]
-    .map(|layer| linear(layer, x));
+    ];
+    let of_global = [q, k, v].map(|layer| linear(layer, x));
     let width = D_MODEL / HEADS;
     let mut context = vec![0.0; SEQ * D_MODEL];
     for head in 0..HEADS {
@@ -67,8 +55,7 @@ fn expected(
             let keys = (0..length).filter(|&j| {
                 is_global || global.contains(&j) || pattern.attends(head, i as i64, j as i64)
             });
-            let part =
-                |row: usize| row * D_MODEL + head * width..row * D_MODEL + (head + 1) * width;
+            let part = |row: usize| (row * HEADS + head) * width..(row * HEADS + head + 1) * width;
             let seen = keys.map(|j| {
                 let score = dot(&q[part(i)], &k[part(j)]) / (width as f64).sqrt();
                 (score, &v[part(j)])

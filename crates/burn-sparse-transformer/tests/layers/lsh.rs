@@ -2,13 +2,12 @@
 
 use std::num::NonZeroUsize;
 
-use burn::tensor::{DType, Device, Tensor};
 use burn_sparse_transformer::Seed;
 use burn_sparse_transformer::content::{
     LshAttentionConfig, LshHeadsConfig, LshOptions, lsh_attention,
 };
 
-use crate::common::{random, seed};
+use crate::common::*;
 use crate::golden::{assert_near, devices, numbers, scattered, tensor, val, vals};
 
 fn options(bucket: usize) -> LshOptions {
@@ -23,19 +22,18 @@ fn golden_rotation(round: usize) -> Vec<Vec<f64>> {
 
 #[test]
 fn the_golden_case() {
-    for device in devices() {
-        golden_on(&device);
-    }
+    devices().iter().for_each(golden_on);
 }
 
 fn golden_on(device: &Device) {
-    let (qk, v) = (vals(1, 16), vals(2, 16));
-    for (dtype, tolerance) in [(DType::F32, 5e-5), (DType::F64, 5e-5)] {
+    let (qk, v, tolerance) = (vals(1, 16), vals(2, 16), 5e-5);
+    for dtype in [DType::F32, DType::F64] {
         let [tq, tv] = [&qk, &v].map(|x| tensor(&x.concat(), [1, 1, 16, 4], device, dtype));
         let run = |rounds: &[usize], options| {
-            let flat: Vec<f64> = (rounds.iter())
-                .flat_map(|&round| golden_rotation(round).concat())
-                .collect();
+            let flat = rounds
+                .iter()
+                .flat_map(|&round| golden_rotation(round).concat());
+            let flat: Vec<f64> = flat.collect();
             let rotations = tensor(&flat, [rounds.len(), 4, 2], device, dtype);
             let (out, lse) = lsh_attention(tq.clone(), tv.clone(), rotations, options).unwrap();
             (numbers(out), numbers(lse))
@@ -53,24 +51,19 @@ fn golden_on(device: &Device) {
         near("15", &row(&out, 15), &[-0.1056, -0.0311, 0.0824, -0.4176]);
         assert_near("0", &row(&out, 0), &v[0], 1e-6);
         let (out, lse) = run(&[0, 1], options(4).dedup(true));
-        near(
-            "5, dedup",
-            &row(&out, 5),
-            &[-0.5976, -0.5117, 1.2827, 0.2022],
-        );
-        near(
-            "15, dedup",
-            &row(&out, 15),
-            &[-0.2056, -0.1953, 0.0965, -0.3306],
-        );
+        let [of_5, of_15] = [
+            [-0.5976, -0.5117, 1.2827, 0.2022],
+            [-0.2056, -0.1953, 0.0965, -0.3306],
+        ];
+        near("5, dedup", &row(&out, 5), &of_5);
+        near("15, dedup", &row(&out, 15), &of_15);
         assert_near("lse", &[lse[5], lse[15]], &[1.241603, 2.476406], 2e-6);
     }
 }
 
 #[test]
 fn rotations_follow_from_seeds() {
-    let device = Device::flex();
-    let _guard = seed(&device, 1);
+    let (device, _guard) = seeded(Device::flex(), 1);
     let heads = LshHeadsConfig::new()
         .with_bucket(8)
         .with_rounds(2)

@@ -1,14 +1,8 @@
 //! MiniMax sparse attention: the layer, what its index branch learns by, and decoding.
 
-use burn::module::Module;
-use burn::nn::RotaryEncodingConfig;
-use burn::tensor::Device;
-use burn_sparse_transformer::content::ContentAttention;
-use burn_sparse_transformer::dsa::DsaStage;
 use burn_sparse_transformer::msa::MsaHeadsConfig;
-use burn_sparse_transformer::{Pattern, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
 
-use crate::common::{apart, assert_close, attend, random, randomise};
+use crate::common::*;
 use crate::decoding::assert_layer_decodes;
 use crate::whole_layers::model;
 

@@ -1,17 +1,10 @@
 //! Native sparse attention: layers, models, and decoding.
 
-use burn::module::Module;
-use burn::nn::{Linear, RotaryEncodingConfig};
 use burn::tensor::activation::{gelu, sigmoid};
-use burn::tensor::{Device, Tensor};
 use burn_sparse_select::nsa::{Nsa, NsaKeysValues, NsaOptions};
-use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::nsa::{Compression, NsaCompressor, NsaHeadsConfig};
-use burn_sparse_transformer::{
-    Pattern, Recompute, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
-};
 
-use crate::common::{assert_close, attend, random, randomise, seed, tokens};
+use crate::common::*;
 use crate::decoding::assert_layer_decodes;
 use crate::whole_layers::normed;
 
@@ -41,19 +34,12 @@ fn layer(heads: NsaHeadsConfig, device: &Device) -> SparseMultiHeadAttention {
 }
 
 fn all_kinds() -> [(Compression, bool); 4] {
-    [
-        (Compression::Mean, false),
-        (Compression::Mean, true),
-        (Compression::Mlp, false),
-        (Compression::Mlp, true),
-    ]
+    let [mean, mlp] = [Compression::Mean, Compression::Mlp];
+    [(mean, false), (mean, true), (mlp, false), (mlp, true)]
 }
 
 fn by_heads(layer: &Linear, x: &Tensor<3>, heads: usize) -> Tensor<4> {
-    let projected = layer.forward(x.clone());
-    let [batch, seq, width] = projected.dims();
-    let split = projected.reshape([batch, seq, heads, width / heads]);
-    split.swap_dims(1, 2)
+    split_heads(layer.forward(x.clone()), heads)
 }
 
 /// One vector of each block, block by block, with a table of rotations for those that are rotated behind it.
@@ -80,8 +66,7 @@ fn compress(x: Tensor<4>, by: Option<&NsaCompressor>) -> Tensor<4> {
 /// Projections, rotations, compression and gates put together by hand.
 #[test]
 fn a_layer_equals_its_parts() {
-    let device = Device::flex();
-    let _guard = seed(&device, 1);
+    let (device, _guard) = seeded(Device::flex(), 1);
     let x = random([2, 45, 24], &device);
     for (compression, shared) in all_kinds() {
         let layer = layer(heads(compression, shared), &device);
@@ -122,20 +107,16 @@ fn a_layer_equals_its_parts() {
             .keep(4)
             .window(10);
         let q = rope.forward(by_heads(&layer.query, &x, 4));
-        let out = Nsa::new(options)
-            .unwrap()
-            .attention(q, keys_values, gates)
-            .unwrap();
-        let joined = out.swap_dims(1, 2).reshape([2, 45, 32]);
-        let expected = layer.output.forward(joined);
+        let nsa = Nsa::new(options).unwrap();
+        let out = nsa.attention(q, keys_values, gates).unwrap();
+        let expected = layer.output.forward(merge_heads(out));
         assert_close(attend(&layer, x.clone()).unwrap(), expected, 1e-5);
     }
 }
 
 #[test]
 fn decoding_gives_what_the_whole_gives() {
-    let device = Device::flex();
-    let _guard = seed(&device, 2);
+    let (device, _guard) = seeded(Device::flex(), 2);
     let x = random([2, 45, 24], &device);
     for (compression, shared) in all_kinds() {
         assert_layer_decodes(&layer(heads(compression, shared), &device), &x);
@@ -149,8 +130,7 @@ const TEXTS: [&str; 2] = ["nsa:8,4,8,4,10", "nsa:8,4,8,4,10,mlp,shared"];
 #[test]
 fn all_parameters_learn() {
     use crate::common::{all_gradients_of, largest};
-    let device = Device::flex().autodiff();
-    let _guard = seed(&device, 4);
+    let (device, _guard) = seeded(Device::flex().autodiff(), 4);
     let tokens = tokens(2, 40, 11, &device);
     for text in TEXTS {
         let model = normed(text, &device);
@@ -160,10 +140,8 @@ fn all_parameters_learn() {
         };
         let plain = gradients(Recompute::None);
         // Keys' biases move all scores of a row alike; but rotated, and normalised, they matter.
-        assert!(
-            plain.values().all(|numbers| largest(numbers) > 1e-9),
-            "{text}"
-        );
+        let is_right = plain.values().all(|numbers| largest(numbers) > 1e-9);
+        assert!(is_right, "{text}");
         assert!(plain.values().flatten().all(|x| x.is_finite()));
         assert_eq!(plain, gradients(Recompute::BLOCK), "{text}");
     }
@@ -171,8 +149,7 @@ fn all_parameters_learn() {
 
 #[test]
 fn records_hold_all_branches() {
-    let device = Device::flex();
-    let _guard = seed(&device, 5);
+    let (device, _guard) = seeded(Device::flex(), 5);
     let tokens = tokens(1, 33, 11, &device);
     for text in TEXTS {
         let [one, other] = [(); 2].map(|_| normed(text, &device));

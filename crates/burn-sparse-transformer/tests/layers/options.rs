@@ -1,20 +1,10 @@
 //! What `SparseMultiHeadAttention` adds to scores and drops of weights: against the same in dense Burn operations, and against itself.
 
-use crate::common::{apart, assert_close, assert_pieces, attend, random, randomise};
-use burn::module::{Module, Param};
-use burn::nn::attention::MultiHeadAttentionConfig;
-use burn::nn::transformer::TransformerEncoderConfig;
-use burn::tensor::activation::softmax;
-use burn::tensor::{Device, Tensor, TensorData};
 use burn_blocksparse::alibi_slopes;
 use burn_blocksparse::layout::TopKOptions;
 use burn_sparse_select::{top_k_blocks, top_k_blocks_on_device};
-use burn_sparse_transformer::longformer::LongformerAttentionConfig;
-use burn_sparse_transformer::{
-    Pattern, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformerEncoder,
-};
-use rstest::rstest;
+
+use crate::common::*;
 
 const HEADS: usize = 4;
 const D_MODEL: usize = 32;
@@ -41,48 +31,28 @@ fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
     attend(mha, x.clone()).unwrap()
 }
 
-/// `[seq, seq]` of a number for each query and key.
-fn table(seq: usize, device: &Device, of: impl Fn(usize, usize) -> f32) -> Tensor<2> {
-    let numbers: Vec<f32> = (0..seq * seq).map(|at| of(at / seq, at % seq)).collect();
-    Tensor::from_data(TensorData::new(numbers, [seq, seq]), device)
-}
-
 /// Causal attention of `biased` in dense operations, and its weights.
 fn dense(mha: &SparseMultiHeadAttention, x: Tensor<3>, bias: Tensor<4>) -> (Tensor<3>, Tensor<4>) {
-    let [batch, seq, _] = x.dims();
-    let device = x.device();
-    let heads = |x: Tensor<3>| x.reshape([batch, seq, HEADS, D_K]).swap_dims(1, 2);
-    let q = heads(mha.query.forward(x.clone()));
-    let k = heads(mha.key.forward(x.clone()));
-    let v = heads(mha.value.forward(x));
+    let (device, [_, seq, _]) = (x.device(), x.dims());
+    let qkv = [&mha.query, &mha.key, &mha.value]
+        .map(|linear| split_heads(linear.forward(x.clone()), HEADS));
     let slopes = alibi_slopes(HEADS);
-    let learned = mha.relative_bias.as_ref().unwrap().val();
-    let of_head = |head: usize| {
-        let of_distance: Vec<f32> = learned
-            .clone()
-            .narrow(0, head, 1)
-            .into_data()
-            .try_to_vec()
-            .unwrap();
-        table(seq, &device, |i, j| {
-            let distance = (j as i64 - i as i64).clamp(-(REACH as i64), REACH as i64);
-            let alibi = -slopes[head] as f32 * i.abs_diff(j) as f32;
-            let masked = if j > i { f32::NEG_INFINITY } else { 0.0 };
-            of_distance[(distance + REACH as i64) as usize] + alibi + masked
-        })
+    let learned = mha.relative_bias.as_ref().unwrap().val().into_data();
+    let learned: Vec<f32> = learned.try_to_vec().unwrap();
+    let of_pair = |at: usize| {
+        let (head, i, j) = (at / seq / seq, at / seq % seq, at % seq);
+        let distance = (j as i64 - i as i64).clamp(-(REACH as i64), REACH as i64);
+        let of_distance = (distance + REACH as i64) as usize;
+        learned[head * (2 * REACH + 1) + of_distance] - slopes[head] as f32 * i.abs_diff(j) as f32
     };
-    let biases: Vec<Tensor<2>> = (0..HEADS).map(of_head).collect();
-    let biases = Tensor::stack::<3>(biases, 0).unsqueeze::<4>();
-    let scores = q.matmul(k.transpose()) / (D_K as f64).sqrt() + bias + biases;
-    // The sink is one more key, without a value.
+    let biases: Vec<f32> = (0..HEADS * seq * seq).map(of_pair).collect();
+    let biases = TensorData::new(biases, [1, HEADS, seq, seq]);
+    let biases = Tensor::<4>::from_data(biases, &device) + bias;
+    let added = biases + hidden([1, seq, seq], &device, |_, i, j| j <= i);
     let sinks = mha.sinks.as_ref().unwrap().val();
-    let sinks = sinks
-        .reshape([1, HEADS, 1, 1])
-        .expand([batch, HEADS, seq, 1]);
-    let weights = softmax(Tensor::cat(vec![scores, sinks], 3), 3).narrow(3, 0, seq);
-    let context = weights.clone().matmul(v).swap_dims(1, 2);
-    let context = mha.output.forward(context.reshape([batch, seq, D_MODEL]));
-    (context, weights)
+    let [context, weights] =
+        dense_attention(qkv, 1.0 / (D_K as f64).sqrt(), None, added, Some(sinks));
+    (mha.output.forward(merge_heads(context)), weights)
 }
 
 #[rstest]
@@ -116,15 +86,8 @@ fn pieces_and_packed_sequences_give_what_the_whole_gives() {
 }
 
 #[test]
-fn records_carry_what_is_learned() {
-    let device = Device::flex();
-    let x = random([1, 20, D_MODEL], &device);
-    let mha = init(biased());
-    let loaded = biased()
-        .init(&device)
-        .load_record(mha.clone().into_record());
-    assert_close(forward(&loaded, &x), forward(&mha, &x), 0.0);
-    let fresh = biased().init(&device);
+fn what_is_learned_begins_at_0() {
+    let fresh = biased().init(&Device::flex());
     let zeros = |x: Tensor<1>| assert_eq!(x.abs().max().into_scalar::<f32>(), 0.0);
     zeros(fresh.sinks.unwrap().val());
     zeros(fresh.relative_bias.unwrap().val().flatten(0, 1));

@@ -1,13 +1,6 @@
-//! Packed sequences against each sequence alone.
+//! Packed sequences: of attention the suite's random layers have them against f64.
 
-use crate::common::{assert_close, attend, random, randomise};
-use burn::nn::RotaryEncodingConfig;
-use burn::tensor::{Device, Tensor};
-use burn_sparse_transformer::{
-    Pattern, QkNorm, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    SparseTransformerBlockConfig,
-};
-use rstest::rstest;
+use crate::common::*;
 
 fn attention(pattern: Pattern) -> SparseMultiHeadAttention {
     let config = SparseMultiHeadAttentionConfig::new(32, 4, pattern)
@@ -27,30 +20,6 @@ fn one_by_one(
     let sequences = cu_seqlens.windows(2).filter(|pair| pair[0] < pair[1]);
     let alone = sequences.map(|pair| run(x.clone().narrow(1, pair[0], pair[1] - pair[0])));
     Tensor::cat(alone.collect(), 1)
-}
-
-#[rstest]
-#[case::one(&[0, 33])]
-#[case::in_blocks(&[0, 8, 24, 32])]
-#[case::anywhere(&[0, 3, 4, 25, 60])]
-#[case::with_empty_ones(&[0, 0, 5, 5, 12, 12])]
-fn each_sequence_is_as_if_alone(#[case] cu_seqlens: &[usize]) {
-    let total = *cu_seqlens.last().unwrap();
-    for pattern in [
-        Pattern::dense(),
-        Pattern::causal(),
-        Pattern::local(5),
-        Pattern::fixed_heads(6, 1, 2),
-        Pattern::merged_strided(4),
-        Pattern::longformer(2, 1, [0]),
-        Pattern::streaming(6, 2),
-    ] {
-        let mha = attention(pattern.clone());
-        let x = random([1, total, 32], &Device::flex());
-        let expected = one_by_one(&x, cu_seqlens, |x| attend(&mha, x).unwrap());
-        let got = mha.forward_packed(x, cu_seqlens).context;
-        assert_close(got, expected, 2e-5);
-    }
 }
 
 #[test]

@@ -1,15 +1,10 @@
 //! Nothing that is passed to the layers makes them panic: they run, or there is an error that says what was expected.
 
-use burn::nn::RotaryEncodingConfig;
-use burn::nn::transformer::TransformerEncoderConfig;
-use burn::tensor::{Device, Int, Tensor};
-use burn_sparse_transformer::longformer::{LongformerAttention, LongformerInput};
-use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, Pattern, QkNorm, SparseMhaCache, SparseMhaInput,
-    SparseMultiHeadAttentionConfig, SparseTransformerBlockConfig, SparseTransformerConfig,
-    SparseTransformerEncoderConfig, TransformerError,
-};
+use burn_sparse_transformer::SparseTransformerEncoderConfig;
+use burn_sparse_transformer::longformer::LongformerInput;
 use proptest::prelude::*;
+
+use crate::common::*;
 
 /// Sizes a person may get wrong: 0, small ones, and those at which arithmetic overflows.
 fn size() -> impl Strategy<Value = usize> {
@@ -63,11 +58,8 @@ fn attention() -> impl Strategy<Value = SparseMultiHeadAttentionConfig> {
         optional(real()),
         optional(real()),
     );
-    let extras = (
-        prop_oneof![3 => Just(0.0), 1 => real()],
-        any::<[bool; 3]>(),
-        reach(),
-    );
+    let dropout = prop_oneof![3 => Just(0.0), 1 => real()];
+    let extras = (dropout, any::<[bool; 3]>(), reach());
     (sizes, options, extras).prop_map(|(sizes, options, extras)| {
         let (d_model, n_heads, pattern, block_size, n_kv_heads, d_key) = sizes;
         let (rope, qk_norm, eps, softcap, scale) = options;
@@ -134,12 +126,8 @@ fn assert_says<T>(result: Result<T, TransformerError>) -> Option<T> {
         Ok(value) => Some(value),
         Err(error) => {
             let text = error.to_string();
-            let says = [
-                " must be ",
-                " must stay ",
-                " the next position to stop at is ",
-                "this pattern has none",
-            ];
+            let boundary = [" the next position to stop at is ", "this pattern has none"];
+            let says = [" must be ", " must stay ", boundary[0], boundary[1]];
             assert!(says.iter().any(|says| text.contains(says)), "{text}");
             None
         }

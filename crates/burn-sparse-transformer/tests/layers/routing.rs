@@ -1,14 +1,11 @@
 //! Attention within clusters.
 
-use burn::module::{Module, Param};
-use burn::tensor::{DType, Device, Tensor};
-use burn_sparse_transformer::Precision;
 use burn_sparse_transformer::content::{
     RoutingAttention, RoutingAttentionConfig, RoutingAttentionInput, RoutingHeads,
     RoutingHeadsConfig,
 };
 
-use crate::common::{apart, assert_close, random, seed};
+use crate::common::*;
 use crate::golden::{
     assert_near, devices, differences, dot, filled, numbers, scattered, tensor, unit, vals,
 };
@@ -29,10 +26,7 @@ fn golden(device: &Device, decay: f64) -> (RoutingHeads, Tensor<4>, Tensor<4>) {
         tensor(&flat, [1, 1, 16, 4], device, DType::F32)
     });
     let rows = vals(1, 16);
-    let means: Vec<f64> = [0, 5, 10, 15]
-        .iter()
-        .flat_map(|&i| unit(&rows[i]))
-        .collect();
+    let means = [0, 5, 10, 15].map(|i| unit(&rows[i])).concat();
     let means = tensor(&means, [1, 4, 4], device, DType::F32);
     let config = RoutingHeadsConfig::new(4)
         .with_means_decay(decay)
@@ -42,20 +36,15 @@ fn golden(device: &Device, decay: f64) -> (RoutingHeads, Tensor<4>, Tensor<4>) {
 
 #[test]
 fn the_golden_case() {
-    for device in devices() {
-        golden_on(&device);
-    }
+    devices().iter().for_each(golden_on);
 }
 
 fn golden_on(device: &Device) {
     let (routing, q, v) = golden(device, 0.999);
-    let clusters: Vec<i32> = (routing.clusters(q.clone()).unwrap().into_data())
-        .iter()
-        .collect();
-    assert_eq!(
-        clusters,
-        [0, 3, 4, 12, 3, 5, 7, 11, 2, 4, 8, 10, 1, 7, 14, 15]
-    );
+    let clusters = routing.clusters(q.clone()).unwrap().into_data();
+    let clusters: Vec<i32> = clusters.iter().collect();
+    let expected = [0, 3, 4, 12, 3, 5, 7, 11, 2, 4, 8, 10, 1, 7, 14, 15];
+    assert_eq!(clusters, expected);
     let out = routing.forward(q, v);
     assert!(out.commitment.is_none());
     let out = numbers(out.context);
@@ -71,17 +60,11 @@ fn golden_on(device: &Device) {
 
 #[test]
 fn means_follow_queries_in_training_alone() {
-    let flex = Device::flex;
-    for (device, decay, expected, tolerance) in [
-        (
-            flex(),
-            0.999,
-            [-0.694966, 0.624826, 0.347737, 0.069985],
-            1e-6,
-        ),
-        (flex(), 0.5, [-0.6542, 0.2671, 0.4538, 0.3094], 5e-5),
+    let device = Device::flex().autodiff();
+    for (decay, expected, tolerance) in [
+        (0.999, [-0.694966, 0.624826, 0.347737, 0.069985], 1e-6),
+        (0.5, [-0.6542, 0.2671, 0.4538, 0.3094], 5e-5),
     ] {
-        let device = device.autodiff();
         let (mut routing, q, v) = golden(&device, decay);
         let before = numbers(routing.means.val());
         // A pass of evaluation, of a copy without autodiff.
@@ -150,66 +133,42 @@ fn many_clusters_are_gathered_in_parts() {
     assert_close(columns(forward(v.clone())), forward(columns(v)), 1e-5);
 }
 
-/// Of attention with the commitment's loss.
+/// Those of attention are compared in the suite.
 #[test]
-fn gradients_are_those_of_differences() {
+fn gradients_of_the_commitment_are_those_of_differences() {
     let device = Device::flex().autodiff();
-    let widths = [3, 3, 2];
-    let all: [Vec<f64>; 3] = std::array::from_fn(|of| scattered(11 * widths[of], of + 7));
-    let rows = |of: usize, x: &[f64], device: &Device| {
-        tensor(x, [1, 1, 11, widths[of]], device, DType::F64)
-    };
-    let weights = scattered(11 * 2, 40);
-    let routing = |device: &Device| {
-        let means = tensor(&scattered(9, 10), [1, 3, 3], device, DType::F64);
-        heads(RoutingHeadsConfig::new(6).with_commitment(3.0), means)
-    };
-    for shared in [true, false] {
-        let value = |inputs: [Tensor<4>; 3]| {
-            let device = inputs[0].device();
-            let [q, k, v] = inputs;
-            let out = match shared {
-                true => routing(&device).try_forward(q, v),
-                false => routing(&device).try_forward_unshared(q, k, v),
-            };
-            let out = out.unwrap();
-            let weights = rows(2, &weights, &device);
-            (out.context * weights).sum() + out.commitment.unwrap()
+    let all = [7, 8].map(|of| scattered(33, of));
+    let rows = |x: &[f64]| tensor(x, [1, 1, 11, 3], &device, DType::F64).require_grad();
+    let commitment = |[q, k]: [Tensor<4>; 2], shared: bool| {
+        let means = tensor(&scattered(9, 10), [1, 3, 3], &device, DType::F64);
+        let routing = heads(RoutingHeadsConfig::new(6).with_commitment(3.0), means);
+        let out = match shared {
+            true => routing.try_forward(q, k),
+            false => routing.try_forward_unshared(q, k.clone(), k),
         };
-        let leaves: [Tensor<4>; 3] =
-            std::array::from_fn(|of| rows(of, &all[of], &device).require_grad());
-        let grads = value(leaves.clone()).backward();
-        for of in (0..3).filter(|&of| !(shared && of == 1)) {
-            let got = numbers(leaves[of].grad(&grads).unwrap());
-            let expected = differences(&all[of], |x| {
-                let inputs = std::array::from_fn(|other| {
-                    rows(other, if other == of { x } else { &all[other] }, &device)
-                });
-                numbers(value(inputs))[0]
-            });
-            assert_near(&format!("{shared}, {of}"), &got, &expected, 1e-7);
-        }
+        out.unwrap().commitment.unwrap()
+    };
+    for (shared, of) in [(true, 0), (false, 0), (false, 1)] {
+        let leaves = all.each_ref().map(|x| rows(x));
+        let grads = commitment(leaves.clone(), shared).backward();
+        let got = numbers(leaves[of].grad(&grads).unwrap());
+        let expected = differences(&all[of], |x| {
+            let mut moved = leaves.clone();
+            moved[of] = rows(x);
+            numbers(commitment(moved, shared))[0]
+        });
+        assert_near(&format!("{shared}, {of}"), &got, &expected, 1e-7);
     }
 }
 
 /// Tokens in groups far apart: k-means finds them, from whichever tokens it begins with.
 #[test]
 fn means_settle_where_tokens_are() {
-    let device = Device::flex();
-    let _guard = seed(&device, 6);
-    let centre =
-        |group: usize| -> [f64; 4] { std::array::from_fn(|c| f64::from(u8::from(c == group))) };
-    let noise = scattered(2 * 60 * 4, 3);
-    let x: Vec<f64> = (0..120)
-        .flat_map(|token| {
-            let own = centre(token % 4);
-            let noise = &noise[token * 4..];
-            (0..4)
-                .map(move |c| own[c] + 0.02 * noise[c])
-                .collect::<Vec<_>>()
-        })
-        .collect();
-    let x = tensor(&x, [2, 1, 60, 4], &device, DType::F32);
+    let (device, _guard) = seeded(Device::flex(), 6);
+    let centre = |group: usize| [0, 1, 2, 3].map(|c| f64::from(u8::from(c == group)));
+    let noise = scattered(2 * 60 * 4, 3).into_iter().enumerate();
+    let x = noise.map(|(at, noise)| centre(at / 4 % 4)[at % 4] + 0.02 * noise);
+    let x = tensor(&x.collect::<Vec<_>>(), [2, 1, 60, 4], &device, DType::F32);
     let settled = |seed: u64| {
         let mut routing = RoutingHeadsConfig::new(15).init(1, 4, 60, &device);
         routing.settle(x.clone(), seed).unwrap();
@@ -278,8 +237,7 @@ fn a_module_is_repeatable_and_its_record_holds_the_means() {
 /// One cluster holds everything, so that rounding changes no choice.
 #[test]
 fn half_precision_is_near() {
-    let device = Device::flex().autodiff();
-    let _guard = seed(&device, 10);
+    let (device, _guard) = seeded(Device::flex().autodiff(), 10);
     let x = tensor(&scattered(40 * 16, 4), [1, 40, 16], &device, DType::F32);
     let run = |precision| {
         let config = RoutingAttentionConfig::new(16, 2, 40, 40).with_precision(precision);
@@ -296,12 +254,8 @@ fn half_precision_is_near() {
     let largest = |x: &[f64]| x.iter().fold(0.0, |a: f64, b| a.max(b.abs()));
     assert!(out != near);
     assert_near("out", &near, &out, 0.02 * largest(&out));
-    assert_near(
-        "by query",
-        &near_by_query,
-        &by_query,
-        0.05 * largest(&by_query),
-    );
+    let most = 0.05 * largest(&by_query);
+    assert_near("by query", &near_by_query, &by_query, most);
     assert_near("commitment", &near_commitment, &commitment, 1e-6);
 }
 
@@ -325,11 +279,7 @@ fn bad_numbers_and_shapes_are_refused() {
     let forward = |input| attention.try_forward(input);
     let x = Tensor::<3>::zeros([2, 5, 16], &device);
     refused! { forward(RoutingAttentionInput::new(x.clone()).lengths([5, 3])) => "padding must be none with clusters…"; }
-    assert!(
-        attention
-            .try_forward(RoutingAttentionInput::new(x).lengths([5, 5]))
-            .is_ok()
-    );
+    assert!(forward(RoutingAttentionInput::new(x).lengths([5, 5])).is_ok());
     refused! { forward(RoutingAttentionInput::new(Tensor::zeros([2, 5, 15], &device))) => "x must be [batch ≥ 1, seq ≥ 1, d_model = 16], got [2, 5, 15]"; }
     let q = Tensor::<4>::zeros([1, 3, 5, 8], &device);
     refused! { attention.heads.try_forward(q.clone(), q) => "query must be [batch ≥ 1, heads = 2…"; }
@@ -338,8 +288,7 @@ fn bad_numbers_and_shapes_are_refused() {
 /// Not causal: its keys have a projection of their own, and later tokens are seen.
 #[test]
 fn attention_that_is_not_causal_has_keys() {
-    let device = Device::flex();
-    let _guard = seed(&device, 8);
+    let (device, _guard) = seeded(Device::flex(), 8);
     let config = RoutingAttentionConfig::new(16, 2, 16, 32).with_causal(false);
     let mut attention = config.init(&device);
     assert!(attention.key.is_some());

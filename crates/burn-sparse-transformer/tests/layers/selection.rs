@@ -1,18 +1,10 @@
 //! Layers that choose their keys by content.
 
-use std::str::FromStr;
-
-use burn::tensor::{Device, Int, Tensor};
 use burn_blocksparse::layout::TopKOptions;
 use burn_sparse_select::{ReferenceInputs, top_k_blocks_on_device};
-use burn_sparse_transformer::longformer::LongformerAttentionConfig;
-use burn_sparse_transformer::{
-    HeadSelections, Pattern, Recompute, Selection, SelectionQuality, SparseMhaCache,
-    SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, SparseTransformer,
-    SparseTransformerBlockConfig,
-};
+use burn_sparse_transformer::{HeadSelections, Selection, SelectionQuality};
 
-use crate::common::{apart, assert_close, attend, random, randomise, seed, small, tokens};
+use crate::common::*;
 
 const D_MODEL: usize = 16;
 
@@ -36,8 +28,7 @@ fn forward(mha: &SparseMultiHeadAttention, x: &Tensor<3>) -> Tensor<3> {
 
 #[test]
 fn the_choice_takes_the_patterns_place() {
-    let device = Device::flex();
-    let _guard = seed(&device, 1);
+    let (device, _guard) = seeded(Device::flex(), 1);
     let mha = init(&device);
     let x = random([2, 75, D_MODEL], &device);
     let chosen = mha.clone().with_selection(Some(text("topk:8,4"))).unwrap();
@@ -62,44 +53,32 @@ fn model(selections: &[&str], full_last: usize, device: &Device) -> SparseTransf
 
 #[test]
 fn layers_take_turns() {
-    let device = Device::flex();
-    let _guard = seed(&device, 2);
+    let (device, _guard) = seeded(Device::flex(), 2);
     let of = |model: &SparseTransformer| -> Vec<String> {
-        let texts = model
-            .blocks
-            .iter()
-            .map(|block| match block.mha.selection() {
-                Some(selection) => selection.to_string(),
-                None => String::new(),
-            });
+        let layers = model.blocks.iter().map(|block| block.mha.selection());
+        let texts = layers.map(|one| one.map_or_else(String::new, |one| one.to_string()));
         texts.collect()
     };
     let two = model(&["topk:8,3", "topk:8,p=0.5"], 1, &device);
     assert_eq!(of(&two), ["topk:8,3", "topk:8,p=0.5", "topk:8,3", ""]);
-    let quality = two
-        .selection_quality(tokens(2, 64, 11, &device), None)
-        .unwrap();
-    assert_eq!(
-        quality.iter().map(Vec::len).collect::<Vec<_>>(),
-        [2, 2, 2, 0]
-    );
+    let tokens = tokens(2, 64, 11, &device);
+    let quality = two.selection_quality(tokens.clone(), None).unwrap();
+    assert!(quality.iter().map(Vec::len).eq([2, 2, 2, 0]));
     let first = model(&["quest:8,24,1"], 2, &device);
     assert_eq!(of(&first), ["", "quest:8,24", "", ""]);
     let none = two.with_selections(&[], 0).unwrap();
     assert_eq!(of(&none), [""; 4]);
     let all = text("topk:8,ratio=1");
-    let quality = none
-        .selection_quality(tokens(2, 64, 11, &device), Some(&all))
-        .unwrap();
+    let quality = none.selection_quality(tokens, Some(&all)).unwrap();
     for head in quality.iter().flatten() {
-        for number in [
+        let numbers = [
             head.recall,
             head.oracle,
             head.density,
             head.first_percentile,
-        ] {
-            assert!((number - 1.0).abs() < 1e-5, "{head:?}");
-        }
+        ];
+        let is_all = numbers.iter().all(|number| (number - 1.0).abs() < 1e-5);
+        assert!(is_all, "{head:?}");
     }
 }
 
@@ -108,53 +87,24 @@ fn layers_take_turns() {
 #[case("moba:8,2,1")]
 #[case("moba:8,4,1,first=1,local=2")]
 fn a_mixture_of_blocks_is_decoded_token_by_token(#[case] moba: &str) {
-    let device = Device::flex();
-    let _guard = seed(&device, 5);
+    let (device, _guard) = seeded(Device::flex(), 5);
     let model = randomise(model(&[moba], 0, &device));
     let of_last = model.blocks[3].mha.selection();
     assert!(of_last.is_none() && model.blocks[2].mha.selection().is_some());
     let tokens = tokens(2, 50, 11, &device);
     let whole = model.forward(tokens.clone());
     let mut cache = model.new_cache();
-    let first = model.try_forward_cache(tokens.clone().slice_dim(1, 0..21), &mut cache);
-    let mut parts = vec![first.unwrap()];
-    for at in 21..50 {
-        let token = tokens.clone().slice_dim(1, at..at + 1);
-        parts.push(model.forward_cache(token, &mut cache));
-    }
-    assert_close(Tensor::cat(parts, 1), whole.clone(), 1e-4);
+    let parts = in_pieces(&[&[21][..], &[1; 29]].concat(), |first, count| {
+        model.forward_cache(tokens.clone().narrow(1, first, count), &mut cache)
+    });
+    assert_close(parts, whole.clone(), 1e-4);
     let everything = model.with_selections(&[], 0).unwrap().forward(tokens);
     assert!(apart(everything, whole) > 1e-3);
 }
 
-/// What is computed again chooses again, and the same.
-#[test]
-fn recomputed_blocks_choose_the_same() {
-    let device = Device::flex().autodiff();
-    let _guard = seed(&device, 3);
-    let model = randomise(model(&["topk:8,3", "moba:8,2"], 0, &device));
-    let tokens = tokens(2, 64, 11, &device);
-    let gradient = |recompute| {
-        let (loss, gradients) = model
-            .loss_and_gradients(tokens.clone(), tokens.clone(), 1u64, recompute)
-            .unwrap();
-        let weight = &model.blocks[0].mha.key.weight;
-        let gradient = gradients.get::<2>(weight.id).unwrap();
-        (loss.into_data(), gradient)
-    };
-    let (loss, plain) = gradient(Recompute::None);
-    assert!(plain.clone().abs().max().into_scalar::<f32>() > 1e-6);
-    for recompute in [Recompute::BLOCK, "block+attention".parse().unwrap()] {
-        let (again, gradient) = gradient(recompute);
-        assert_eq!(again, loss, "{recompute}");
-        assert_close(gradient, plain.clone(), 1e-6);
-    }
-}
-
 #[test]
 fn what_knows_patterns_alone_is_refused() {
-    let device = Device::flex();
-    let _guard = seed(&device, 4);
+    let (device, _guard) = seeded(Device::flex(), 4);
     let selection = || Some(text("topk:8,4"));
     let whole = "pattern must be the dense causal pattern, or dense, with a selection by which every query…";
     let moba = || Some(text("moba:8,2"));
@@ -192,8 +142,7 @@ fn what_knows_patterns_alone_is_refused() {
 /// A pattern's blocks are what is chosen from, and its pairs hold in them.
 #[test]
 fn patterns_cut_what_is_chosen() {
-    let device = Device::flex();
-    let _guard = seed(&device, 6);
+    let (device, _guard) = seeded(Device::flex(), 6);
     let x = random([2, 75, D_MODEL], &device);
     for pattern in [
         Pattern::local(30),
@@ -225,19 +174,17 @@ fn patterns_cut_what_is_chosen() {
         // What is kept is measured as a share of the attention over the pattern.
         let everything = mha.selection_quality(input(), &text("topk:8,ratio=1"));
         for head in everything.unwrap() {
-            for number in [head.recall, head.oracle, head.density] {
-                assert!((number - 1.0).abs() < 1e-5, "{pattern}: {head:?}");
-            }
+            let mut numbers = [head.recall, head.oracle, head.density].into_iter();
+            let is_all = numbers.all(|number| (number - 1.0).abs() < 1e-5);
+            assert!(is_all, "{pattern}: {head:?}");
         }
         let quality = mha
             .selection_quality(input(), &text("topk:8,2,1,1"))
             .unwrap();
         assert!(quality.iter().any(|head| head.recall < 0.99), "{quality:?}");
         for head in quality {
-            assert!(
-                head.recall > 0.0 && head.recall <= head.oracle + 1e-6,
-                "{head:?}"
-            );
+            let is_right = head.recall > 0.0 && head.recall <= head.oracle + 1e-6;
+            assert!(is_right, "{head:?}");
         }
         let expected = mha.try_forward_choosing(input(), |_, _| Ok(chosen.clone()));
         assert_close(forward(&two, &x), expected.unwrap().context, 1e-6);
@@ -247,8 +194,7 @@ fn patterns_cut_what_is_chosen() {
 /// Each batch entry is what it would be alone, and padding is nothing.
 #[test]
 fn batch_entries_with_padding_choose_alone() {
-    let device = Device::flex().autodiff();
-    let _guard = seed(&device, 7);
+    let (device, _guard) = seeded(Device::flex().autodiff(), 7);
     let lengths = [45, 21, 0, 16];
     let x = random([4, 45, D_MODEL], &device);
     for (pattern, selection) in [
@@ -264,16 +210,17 @@ fn batch_entries_with_padding_choose_alone() {
             let input = SparseMhaInput::self_attn(x).lengths(lengths);
             mha.forward(input).context
         };
+        let by = |x: &Tensor<3>, y: &Tensor<3>| {
+            let grads = y.clone().powi_scalar(2).sum().backward();
+            x.grad(&grads).unwrap()
+        };
         let x = x.clone().require_grad();
         let got = padded(x.clone());
-        let gradient = x
-            .grad(&got.clone().powi_scalar(2).sum().backward())
-            .unwrap();
+        let gradient = by(&x, &got);
         for (entry, length) in lengths.into_iter().enumerate() {
             let part = |x: &Tensor<3>, from: usize, to: usize| {
-                x.clone()
-                    .slice_dim(0, entry..entry + 1)
-                    .slice_dim(1, from..to)
+                let x = x.clone().slice_dim(0, entry..entry + 1);
+                x.slice_dim(1, from..to)
             };
             if length < 45 {
                 let rest = part(&got, length, 45).abs().max().into_scalar::<f32>();
@@ -285,11 +232,7 @@ fn batch_entries_with_padding_choose_alone() {
             let alone = part(&x, 0, length).detach().require_grad();
             let expected = forward(&mha, &alone);
             assert_close(part(&got, 0, length), expected.clone(), 1e-5);
-            let own = alone
-                .grad(&expected.powi_scalar(2).sum().backward())
-                .unwrap();
-            let of = gradient.clone().slice_dim(0, entry..entry + 1);
-            assert_close(of.slice_dim(1, 0..length), own, 1e-4);
+            assert_close(part(&gradient, 0, length), by(&alone, &expected), 1e-4);
         }
         // What stands in the padding is of no account.
         let places = Tensor::<1, Int>::arange(0..45, &device).reshape([1, 45, 1]);
@@ -304,8 +247,7 @@ fn batch_entries_with_padding_choose_alone() {
 /// Heads that choose in different ways: what a head gives does not depend on how the others choose.
 #[test]
 fn heads_choose_for_themselves() {
-    let device = Device::flex();
-    let _guard = seed(&device, 8);
+    let (device, _guard) = seeded(Device::flex(), 8);
     let mha = init(&device);
     let x = random([2, 75, D_MODEL], &device);
     let heads = |text: &str| {
@@ -347,8 +289,7 @@ fn heads_choose_for_themselves() {
 /// What is measured of heads is of the choice that each makes, within a pattern, too, and with keys that heads share.
 #[test]
 fn heads_are_measured_each_by_its_own_choice() {
-    let device = Device::flex();
-    let _guard = seed(&device, 8);
+    let (device, _guard) = seeded(Device::flex(), 8);
     for (pattern, kv_heads) in [(Pattern::causal(), 4), (Pattern::local(30), 2)] {
         let mha = config(pattern).with_n_kv_heads(Some(kv_heads));
         let mha = randomise(mha.init(&device));
@@ -363,10 +304,8 @@ fn heads_are_measured_each_by_its_own_choice() {
         };
         let (three, two) = (of("topk:8,3"), of("topk:8,2,1,0"));
         assert_eq!(found, [three[0], SelectionQuality::ALL, two[2], three[3]]);
-        assert!(
-            found[2].density < found[0].density && found[0].density < 1.0,
-            "{found:?}"
-        );
+        let is_right = found[2].density < found[0].density && found[0].density < 1.0;
+        assert!(is_right, "{found:?}");
     }
     let model = model(&[], 0, &device);
     let tokens = tokens(1, 40, 11, &device);
@@ -393,7 +332,7 @@ fn a_layer_alone_counts_no_full_layers() {
     for selection in ["moba:8,2,1", "quest:8,24,2", "quest:8,24,1,share=no"] {
         let of_layer = || config(Pattern::causal());
         let mha = of_layer().init(&device);
-        let heads = HeadSelections::from_str(&format!("pattern / {selection}")).unwrap();
+        let heads: HeadSelections = format!("pattern / {selection}").parse().unwrap();
         let block = SparseTransformerBlockConfig::new(D_MODEL, 4, Pattern::causal())
             .with_block_size(8)
             .with_selection(Some(text(selection)));
@@ -421,8 +360,7 @@ fn a_layer_alone_counts_no_full_layers() {
 /// The density counts the pairs of patterns and of all methods, of unequal lengths as if each were alone; forced blocks are some of a budget.
 #[test]
 fn density_counts_pairs() {
-    let device = Device::flex();
-    let _guard = seed(&device, 23);
+    let (device, _guard) = seeded(Device::flex(), 23);
     let x = random([4, 45, D_MODEL], &device);
     let lengths = [45, 21, 0, 16];
     let mut moba = Vec::new();
@@ -475,10 +413,8 @@ fn density_counts_pairs() {
             };
             let dense = (0..4).flat_map(|head| layout.to_dense(head));
             let pairs = dense.flatten().filter(|kept| *kept).count() as f64 / 4.0;
-            assert!(
-                (got - pairs / all(length) as f64).abs() < 1e-12,
-                "{what}: {got}"
-            );
+            let is_near = (got - pairs / all(length) as f64).abs() < 1e-12;
+            assert!(is_near, "{what}: {got}");
             kept += pairs;
             if selection.is_some_and(|text| text.starts_with("moba:8,4")) && length == 45 {
                 moba.push(got);
@@ -486,10 +422,8 @@ fn density_counts_pairs() {
         }
         let expected = kept / lengths.map(all).iter().sum::<usize>() as f64;
         let got = density(SparseMhaInput::self_attn(x.clone()).lengths(lengths));
-        assert!(
-            (got - expected).abs() < 1e-12,
-            "{what}: {got}, not {expected}"
-        );
+        let is_near = (got - expected).abs() < 1e-12;
+        assert!(is_near, "{what}: {got}, not {expected}");
     }
     assert_eq!(moba[0], moba[1]);
     assert!(moba[0] < 1.0);

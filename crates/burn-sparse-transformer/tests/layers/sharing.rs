@@ -1,21 +1,13 @@
 //! Layers that attend to what an earlier one chose.
 
-use burn::module::Module;
-use burn::tensor::activation::softmax;
-use burn::tensor::{Bool, Device, Tensor, TensorData};
 use burn_sparse_select::ReferenceInputs;
-use burn_sparse_transformer::content::{ChoiceSharing, ContentAttention, SharedChoice};
+use burn_sparse_transformer::Selection;
+use burn_sparse_transformer::content::{ChoiceSharing, SharedChoice};
 use burn_sparse_transformer::decoder::Positions;
-use burn_sparse_transformer::dsa::DsaStage;
-use burn_sparse_transformer::{
-    Factorization, Pattern, Selection, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformer, SparseTransformerConfig,
-};
-use rstest::rstest;
 
-use crate::common::{apart, assert_close, random, randomise, seed, small, tokens};
+use crate::common::*;
 use crate::decoding::assert_decodes_and_sees_no_future;
-use crate::golden::{attend, dot, numbers};
+use crate::golden::{dot, numbers};
 
 const SEQ: usize = 45;
 /// Four heads of queries on two of keys, four channels each.
@@ -70,9 +62,8 @@ fn chosen_in_loops(giver: &SparseMultiHeadAttention, x: &Tensor<3>) -> Vec<Vec<V
             let keys = keys(head, i);
             (0..SEQ).map(|j| j <= i && keys.contains(&j)).collect()
         };
-        (0..HEADS[0])
-            .map(|head| rows(head).map(row).collect())
-            .collect()
+        let heads = (0..HEADS[0]).map(|head| rows(head).map(row).collect());
+        heads.collect()
     };
     if let Some(dsa) = giver.dsa() {
         let index = dsa.index(x.clone(), &at).unwrap();
@@ -118,39 +109,23 @@ fn chosen_in_loops(giver: &SparseMultiHeadAttention, x: &Tensor<3>) -> Vec<Vec<V
         scale: 1.0 / (head_dim as f64).sqrt(),
         causal: true,
     };
-    let layout = giver
-        .selection()
-        .unwrap()
-        .choose_reference(&inputs)
-        .unwrap();
+    let selection = giver.selection().unwrap();
+    let layout = selection.choose_reference(&inputs).unwrap();
     (0..HEADS[0]).map(|head| layout.to_dense(head)).collect()
 }
 
-/// Softmax attention of a layer's heads over some keys of one sequence, by loops in f64: `[1, heads, queries, 4]`.
-fn attend_in_loops(
+/// Softmax attention of a layer's heads over some keys of one sequence, in dense operations on numbers of a dtype.
+fn attend_to(
     layer: &SparseMultiHeadAttention,
     x: &Tensor<3>,
     seen: &[Vec<Vec<bool>>],
+    dtype: DType,
 ) -> Tensor<4> {
-    let [q, k, v] = layer
-        .project_heads(x.clone(), &Positions::From(0))
-        .unwrap()
-        .map(numbers);
-    fn row(x: &[f64], at: usize) -> &[f64] {
-        &x[at * 4..][..4]
-    }
-    let mut out = Vec::new();
-    for (head, rows) in seen.iter().enumerate() {
-        let of_keys = head / (HEADS[0] / HEADS[1]) * SEQ;
-        for (i, seen) in rows.iter().enumerate() {
-            let q = row(&q, head * SEQ + i);
-            let keys: Vec<usize> = (0..SEQ).filter(|&j| seen[j]).collect();
-            let row = |x, j| row(x, of_keys + j);
-            let seen = keys.iter().map(|&j| (dot(q, row(&k, j)) / 2.0, row(&v, j)));
-            out.extend(attend(&seen.collect::<Vec<_>>()).0);
-        }
-    }
-    Tensor::from_data(TensorData::new(out, [1, HEADS[0], SEQ, 4]), &x.device())
+    let qkv = layer.project_heads(x.clone(), &Positions::From(0)).unwrap();
+    let sees = |head: usize, i: usize, j: usize| seen[head][i][j];
+    let unseen = hidden([HEADS[0], SEQ, SEQ], &x.device(), sees).cast(dtype);
+    let [out, _] = dense_attention(qkv.map(|x| x.cast(dtype)), 0.5, None, unseen, None);
+    out
 }
 
 const TEXTS: [&str; 5] = [
@@ -175,8 +150,7 @@ fn taking(taker: &SparseMultiHeadAttention, x: &Tensor<3>, choice: &SharedChoice
 /// A layer attends to the keys that another one chose, as loops do in f64; one that gives its choice attends to it itself.
 #[test]
 fn layers_attend_to_the_choice_of_another() {
-    let device = Device::flex();
-    let _guard = seed(&device, 61);
+    let (device, _guard) = seeded(Device::flex(), 61);
     for text in TEXTS {
         let giver = layer(text, ChoiceSharing::Gives, &device);
         let taker = layer(text, ChoiceSharing::Takes, &device);
@@ -189,8 +163,8 @@ fn layers_attend_to_the_choice_of_another() {
             let part = |x: &Tensor<3>| x.clone().slice_dim(0, entry..entry + 1);
             let seen = chosen_in_loops(&giver, &part(&x));
             for (layer, x, got) in [(&giver, &x, &own), (&taker, &other, &taken)] {
-                let heads = attend_in_loops(layer, &part(x), &seen);
-                let expected = layer.output_projection(heads).unwrap();
+                let heads = attend_to(layer, &part(x), &seen, DType::F64);
+                let expected = layer.output_projection(heads.cast(DType::F32)).unwrap();
                 assert_close(part(got), expected, 1e-5);
             }
         }
@@ -264,15 +238,13 @@ fn layers_without_a_choice_are_left_out() {
     }
     // A selection that is set behind that is each layer's own.
     let model = config("moba:8,2", Some(2)).init(&device);
-    let model = model
-        .with_selections(&["topk:8,3".parse().unwrap()], 0)
-        .unwrap();
-    assert!(
-        model
-            .blocks
-            .iter()
-            .all(|block| block.mha.choice_sharing().is_none())
-    );
+    let topk = "topk:8,3".parse().unwrap();
+    assert!(shares_nothing(&model.with_selections(&[topk], 0).unwrap()));
+}
+
+fn shares_nothing(model: &SparseTransformer) -> bool {
+    let mut layers = model.blocks.iter();
+    layers.all(|block| block.mha.choice_sharing().is_none())
 }
 
 /// Every layer chooses for itself, with the same bits as without the number; configurations without it are read.
@@ -289,12 +261,7 @@ fn one_shares_nothing() {
         let run = |config: &SparseTransformerConfig| {
             let _guard = seed(&device, 63);
             let model = randomise(config.init(&device));
-            assert!(
-                model
-                    .blocks
-                    .iter()
-                    .all(|block| block.mha.choice_sharing().is_none())
-            );
+            assert!(shares_nothing(&model));
             let x = random([1, SEQ, 16], &device);
             let output = model.blocks[0].mha.forward(SparseMhaInput::self_attn(x));
             assert!(output.choice.is_none());
@@ -306,8 +273,7 @@ fn one_shares_nothing() {
 
 #[test]
 fn models_decode_and_do_not_look_ahead() {
-    let device = Device::flex();
-    let _guard = seed(&device, 64);
+    let (device, _guard) = seeded(Device::flex(), 64);
     let tokens = tokens(2, 40, 11, &device);
     for text in &TEXTS[1..] {
         for every in [2, 3] {
@@ -322,8 +288,7 @@ fn models_decode_and_do_not_look_ahead() {
 /// Before the choice all layers are dense, and what a layer takes is measured with the layer that chose it.
 #[test]
 fn stages_and_measures_know_of_it() {
-    let device = Device::flex();
-    let _guard = seed(&device, 65);
+    let (device, _guard) = seeded(Device::flex(), 65);
     let tokens = tokens(2, 40, 11, &device);
     for (text, all) in [("dsa:6,2,3,8", "dsa:40,2,3,8"), ("msa:8,2,8", "msa:8,5,8")] {
         let model = model(text, 2, &device);
@@ -361,8 +326,7 @@ fn stages_and_measures_know_of_it() {
 /// Padding is cut from the choice, so each entry is what it would be alone.
 #[test]
 fn padding_is_cut_once() {
-    let device = Device::flex();
-    let _guard = seed(&device, 66);
+    let (device, _guard) = seeded(Device::flex(), 66);
     for text in ["topk:8,3", "moba:8,2"] {
         let giver = layer(text, ChoiceSharing::Gives, &device);
         let taker = layer(text, ChoiceSharing::Takes, &device);
@@ -419,26 +383,16 @@ fn what_cannot_be_shared_is_said() {
     assert!(printed.contains("choice_sharing: takes") && printed.contains("content: msa:8,2,8"));
 }
 
-/// Scores of keys that are not seen.
-fn hidden(seen: &[Vec<Vec<bool>>], device: &Device) -> Tensor<4, Bool> {
-    let hidden: Vec<bool> = seen.iter().flatten().flatten().map(|seen| !seen).collect();
-    let device = device.clone().without_autodiff();
-    Tensor::from_data(TensorData::new(hidden, [1, HEADS[0], SEQ, SEQ]), &device)
-}
-
 #[cfg(feature = "autodiff")]
 mod training {
     use burn::optim::GradientsParams;
-    use burn_sparse_transformer::Recompute;
 
     use super::*;
-    use crate::common::{gradients_of, largest};
 
     /// Gradients are those of attention in Burn's operations over the same keys, and none reach the layer that chose.
     #[test]
     fn gradients_are_those_of_attention_to_the_same_keys() {
-        let device = Device::flex().autodiff();
-        let _guard = seed(&device, 67);
+        let (device, _guard) = seeded(Device::flex().autodiff(), 67);
         for text in TEXTS {
             let giver = layer(text, ChoiceSharing::Gives, &device);
             let taker = layer(text, ChoiceSharing::Takes, &device);
@@ -453,27 +407,16 @@ mod training {
             };
             let (got, of_layer) = run(taking(&taker, &other, &choice_of(&giver, &x)));
             let seen = chosen_in_loops(&giver, &x);
-            let heads = taker.project_heads(other.clone(), &Positions::From(0));
-            let [q, k, v] = heads.unwrap();
-            let twice = |x: Tensor<4>| {
-                let x = x
-                    .reshape([1, HEADS[1], 1, SEQ, 4])
-                    .expand([1, 2, 2, SEQ, 4]);
-                x.reshape([1, HEADS[0], SEQ, 4])
-            };
-            let scores = q.matmul(twice(k).swap_dims(2, 3)) / 2.0;
-            let weights = softmax(scores.mask_fill(hidden(&seen, &device), -1e30), 3);
-            let context = taker.output_projection(weights.matmul(twice(v))).unwrap();
+            let heads = attend_to(&taker, &other, &seen, DType::F32);
+            let context = taker.output_projection(heads).unwrap();
             let (expected, of_operations) = run(context);
             assert_close(got, expected, 1e-4);
             assert!(of_layer.keys().eq(of_operations.keys()) && of_layer.len() == 8);
             for (path, numbers) in &of_layer {
                 let others = of_operations[path].iter();
                 let apart: Vec<f32> = numbers.iter().zip(others).map(|(a, b)| a - b).collect();
-                assert!(
-                    largest(&apart) < 1e-4 * (1.0 + largest(numbers)),
-                    "{text}, {path}"
-                );
+                let within = 1e-4 * (1.0 + largest(numbers));
+                assert!(largest(&apart) < within, "{text}, {path}");
             }
         }
     }

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::config::Config;
-use burn::module::{Module, ModuleDisplay};
-use burn::tensor::module::attention_fallback;
-use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Bool, DType, Device, Distribution, Tensor, TensorData, Tolerance};
+use burn::module::ModuleDisplay;
+use burn::tensor::{Distribution, Tolerance};
 use burn_blocksparse::AttentionTensors;
-use burn_sparse_transformer::{Pattern, Precision, SparseAttention, SparseAttentionConfig};
-use rstest::rstest;
+use burn_sparse_transformer::{SparseAttention, SparseAttentionConfig};
+
+use crate::common::*;
 
 const HEADS: usize = 4;
 const DIM: usize = 8;
@@ -25,35 +24,22 @@ fn normal(batch: usize, heads: usize, seq: usize, device: &Device) -> Tensor<4> 
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), (device, DType::F64))
 }
 
-/// Burn's dense attention under the pattern's mask, each key head repeated.
+/// Dense attention under the pattern's mask.
 fn dense(
     pattern: &Pattern,
-    [q, k, v]: [Tensor<4>; 3],
+    qkv: [Tensor<4>; 3],
     scale: Option<f64>,
     softcap: Option<f64>,
 ) -> Tensor<4> {
-    let [batch, heads, seq_q, _] = q.dims();
-    let [_, kv_heads, seq_kv, _] = k.dims();
-    let masked: Vec<bool> = (0..heads * seq_q * seq_kv)
-        .map(|at| {
-            let (head, row, key) = (at / (seq_q * seq_kv), at / seq_kv % seq_q, at % seq_kv);
-            !pattern.attends(head, (row + seq_kv - seq_q) as i64, key as i64)
-        })
-        .collect();
-    let masked = TensorData::new(masked, [1, heads, seq_q, seq_kv]);
-    let masked = Tensor::<4, Bool>::from_data(masked, &q.device());
-    let masked = masked.expand([batch, heads, seq_q, seq_kv]);
-    let repeated = |x: Tensor<4>| {
-        x.unsqueeze_dim::<5>(2)
-            .expand([batch, kv_heads, heads / kv_heads, seq_kv, DIM])
-            .reshape([batch, heads, seq_kv, DIM])
-    };
-    let options = AttentionModuleOptions {
-        scale,
-        softcap,
-        is_causal: false,
-    };
-    attention_fallback(q, repeated(k), repeated(v), Some(masked), None, options)
+    let ([_, heads, seq_q, _], [_, _, seq_kv, _]) = (qkv[0].dims(), qkv[1].dims());
+    let unseen = hidden(
+        [heads, seq_q, seq_kv],
+        &qkv[0].device(),
+        |head, row, key| pattern.attends(head, (row + seq_kv - seq_q) as i64, key as i64),
+    );
+    let scale = scale.unwrap_or(1.0 / (DIM as f64).sqrt());
+    let [out, _] = dense_attention(qkv, scale, softcap, unseen.cast(DType::F64), None);
+    out
 }
 
 fn assert_f64(got: Tensor<4>, expected: Tensor<4>) {
@@ -186,6 +172,12 @@ fn clones_share_layouts() {
     assert!(!forward(&clone, 2, 18), "nine are kept now");
 }
 
+#[track_caller]
+fn assert_panics(expected: &str, call: impl FnOnce()) {
+    let panicked = catch_unwind(AssertUnwindSafe(call)).unwrap_err();
+    assert_eq!(*panicked.downcast::<String>().unwrap(), expected);
+}
+
 #[test]
 fn forward_panics_with_the_text_of_the_error() {
     let device = Device::flex();
@@ -202,9 +194,7 @@ fn forward_panics_with_the_text_of_the_error() {
         let error = attention.try_forward(q.clone(), k.clone(), v.clone());
         let error = error.unwrap_err().to_string();
         assert!(error.contains(" must be "), "{error}");
-        let panicked = catch_unwind(AssertUnwindSafe(|| attention.forward(q, k, v)));
-        let text = panicked.unwrap_err().downcast::<String>().unwrap();
-        assert_eq!(*text, error);
+        assert_panics(&error, || drop(attention.forward(q, k, v)));
     }
 }
 
@@ -224,9 +214,7 @@ fn init_panics_with_the_text_of_the_error(
     let device = Device::flex();
     let error = config.try_init(&device).unwrap_err().to_string();
     assert!(error.ends_with(expected), "{error}");
-    let panicked = catch_unwind(AssertUnwindSafe(|| config.init(&device)));
-    let text = panicked.unwrap_err().downcast::<String>().unwrap();
-    assert_eq!(*text, error);
+    assert_panics(&error, || drop(config.init(&device)));
 }
 
 /// As burn-nn's modules: with autodiff, unless the module is frozen for evaluation; each call has a mask of its own.

@@ -1,13 +1,6 @@
 //! Choices by content that are all heads of a layer: what `nsa`, `dsa` and `msa` have in common.
 
-use burn::tensor::{Device, Tensor};
-use burn_sparse_transformer::dsa::DsaStage;
-use burn_sparse_transformer::{
-    BlockAttentionConfig, Pattern, QkNorm, SparseMhaInput, SparseMultiHeadAttentionConfig,
-    SparseTransformer, SparseTransformerConfig,
-};
-
-use crate::common::{randomise, seed, small, tokens};
+use crate::common::*;
 use crate::decoding::assert_decodes_and_sees_no_future;
 
 /// Two layers of four heads of queries on two of keys, rotated, for up to `context` tokens.
@@ -33,8 +26,7 @@ pub fn normed(text: &str, device: &Device) -> SparseTransformer {
 
 #[test]
 fn models_decode_and_do_not_look_ahead() {
-    let device = Device::flex();
-    let _guard = seed(&device, 31);
+    let (device, _guard) = seeded(Device::flex(), 31);
     let tokens = tokens(2, 40, 11, &device);
     for text in ["nsa:8,4,8,4,10", "nsa:8,4,8,4,10,mlp,shared"] {
         assert_decodes_and_sees_no_future(&normed(text, &device), &tokens);
@@ -101,12 +93,10 @@ fn what_does_not_go_with_them_is_said() {
 #[cfg(feature = "autodiff")]
 mod training {
     use burn::optim::GradientsParams;
-    use burn::tensor::{DType, Gradients};
+    use burn::tensor::Gradients;
     use burn_fused_ops::optim::FusedAdamWConfig;
-    use burn_sparse_transformer::{Precision, Recompute, SparseMultiHeadAttention};
 
     use super::*;
-    use crate::common::{gradients_of, largest, random};
 
     /// That what chooses in a layer learns by its own loss alone, in both stages, and nothing else learns by that.
     pub fn assert_own_losses(layer: &SparseMultiHeadAttention, seq: usize, device: &Device) {
@@ -133,10 +123,8 @@ mod training {
             assert!(layer.query.weight.val().grad(&gradients).is_none());
             assert!(x.grad(&gradients).is_none());
             let found = found(gradients);
-            assert!(
-                found.len() > 3 && found.values().all(|x| largest(x) > 1e-6),
-                "{found:?}"
-            );
+            let is_right = found.len() > 3 && found.values().all(|x| largest(x) > 1e-6);
+            assert!(is_right, "{found:?}");
         }
     }
 
@@ -192,10 +180,8 @@ mod training {
             }
             assert!(found.iter().flatten().all(|x| x.is_finite()), "{found:?}");
             assert!(found[29][1] < 0.8 * found[0][1], "{text}: {found:?}");
-            assert!(
-                (found[29][0] - found[0][0]).abs() < 1e-5,
-                "{text}: {found:?}"
-            );
+            let is_near = (found[29][0] - found[0][0]).abs() < 1e-5;
+            assert!(is_near, "{text}: {found:?}");
             assert!(found[39][0] < 0.9 * found[30][0], "{text}: {found:?}");
             assert!(of_query(&model).0.val().dtype() == DType::F32);
         }

@@ -1,14 +1,8 @@
 //! What the attention of blocks and models can have beside the paper's: decoding, records and gradients with each of it.
 
-use crate::common::{apart, assert_close, random, randomise, small, tokens};
-use burn::module::Module;
 use burn::store::ModuleRecord;
-use burn::tensor::{Device, Int, Tensor};
-use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, HeadNorm, Pattern, QkNorm, SparseMhaCache,
-    SparseTransformer, SparseTransformerBlockConfig, SparseTransformerConfig,
-};
-use rstest::rstest;
+
+use crate::common::*;
 
 const VOCAB: usize = 11;
 const CONTEXT: usize = 40;
@@ -43,14 +37,13 @@ impl With {
     fn params(self) -> usize {
         let has = |one| self == one || self == Self::All;
         let bias = HEADS * (2 * REACH + 1);
-        [
+        let all = [
             (Self::RelativeBias, bias),
             (Self::Sinks, HEADS),
             (Self::QkNorm, 2 * 4),
-        ]
-        .into_iter()
-        .filter_map(|(one, params)| has(one).then_some(params))
-        .sum()
+        ];
+        let own = all.into_iter().filter(|(one, _)| has(*one));
+        own.map(|(_, params)| params).sum()
     }
 }
 
@@ -81,8 +74,7 @@ fn each_is_there_and_decodes_and_is_recorded(
     with: With,
     #[values(None, Some(false))] position_embedding: Option<bool>,
 ) {
-    let device = Device::flex();
-    let _guard = crate::common::seed(&device, 1);
+    let (device, _guard) = seeded(Device::flex(), 1);
     let configure = |attention| config(attention).with_position_embedding(position_embedding);
     let plain = configure(None).init(&device);
     let model = configure(Some(with.attention())).init(&device);
@@ -100,11 +92,10 @@ fn each_is_there_and_decodes_and_is_recorded(
     assert_close(logits(&loaded, &x), whole.clone(), 0.0);
 
     let mut cache = model.new_cache();
-    let pieces = [7, 1, 1, 12, 12].map(|new| {
-        let piece = x.clone().narrow(1, cache.position(), new);
-        model.forward_cache(piece, &mut cache)
+    let pieces = in_pieces(&[7, 1, 1, 12, 12], |first, count| {
+        model.forward_cache(x.clone().narrow(1, first, count), &mut cache)
     });
-    assert_close(Tensor::cat(pieces.to_vec(), 1), whole, 2e-5);
+    assert_close(pieces, whole, 2e-5);
 }
 
 #[test]
@@ -116,10 +107,8 @@ fn every_block_has_what_was_asked_for() {
     for block in &model.blocks {
         let mha = &block.mha;
         assert_eq!(mha.dropout.prob, 0.2);
-        assert_eq!(
-            mha.relative_bias.as_ref().unwrap().dims(),
-            [HEADS, 2 * REACH + 1]
-        );
+        let expected = [HEADS, 2 * REACH + 1];
+        assert_eq!(mha.relative_bias.as_ref().unwrap().dims(), expected);
         assert_eq!(mha.sinks.as_ref().unwrap().dims(), [HEADS]);
         assert!(matches!(mha.query_norm, Some(HeadNorm::Rms(_))));
         // Burn's table has a row for each position and a column for each channel.
@@ -133,8 +122,7 @@ fn every_block_has_what_was_asked_for() {
 /// With nothing else to tell them apart, tokens in another order give another result only by the positions.
 #[test]
 fn rotations_alone_tell_positions() {
-    let device = Device::flex();
-    let _guard = crate::common::seed(&device, 2);
+    let (device, _guard) = seeded(Device::flex(), 2);
     let model = |attention: Option<BlockAttentionConfig>| {
         let causal = Pattern::causal();
         let config = small([16, HEADS], causal, [VOCAB, CONTEXT, 1])
@@ -144,13 +132,8 @@ fn rotations_alone_tell_positions() {
         randomise(config.init(&device))
     };
     let x = tokens(1, 20, VOCAB, &device);
-    let swapped = Tensor::cat(
-        vec![
-            x.clone().narrow(1, 0, 19).flip([1]),
-            x.clone().narrow(1, 19, 1),
-        ],
-        1,
-    );
+    let part = |first, count| x.clone().narrow(1, first, count);
+    let swapped = Tensor::cat(vec![part(0, 19).flip([1]), part(19, 1)], 1);
     let last = |model: &SparseTransformer, x| logits(model, x).narrow(1, 19, 1);
     let change = |model| apart(last(&model, &x), last(&model, &swapped));
     assert!(change(model(None)) < 1e-5);
@@ -171,11 +154,10 @@ fn a_block_by_itself_rotates_as_far_as_its_context() {
     let x = x.narrow(1, 0, CONTEXT);
     let whole = block.forward(x.clone());
     let mut cache = SparseMhaCache::new();
-    let pieces = [CONTEXT - 9, 1, 8].map(|new| {
-        let piece = x.clone().narrow(1, cache.len(), new);
-        block.forward_cache(piece, &mut cache)
+    let pieces = in_pieces(&[CONTEXT - 9, 1, 8], |first, count| {
+        block.forward_cache(x.clone().narrow(1, first, count), &mut cache)
     });
-    assert_close(Tensor::cat(pieces.to_vec(), 1), whole, 2e-5);
+    assert_close(pieces, whole, 2e-5);
 }
 
 #[rstest]
@@ -222,8 +204,7 @@ mod gradients {
     /// Where a position's gradient is made by a product with one-hot rows.
     #[test]
     fn many_tokens_without_position_embeddings() {
-        let device = Device::flex().autodiff();
-        let _guard = crate::common::seed(&device, 4);
+        let (device, _guard) = seeded(Device::flex().autodiff(), 4);
         let config = config(Some(With::Rope.attention())).with_position_embedding(Some(false));
         let model = randomise(config.init(&device));
         let x = tokens(16, 33, VOCAB, &Device::flex());

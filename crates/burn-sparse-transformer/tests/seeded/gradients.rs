@@ -3,16 +3,11 @@
 
 use std::ops::Range;
 
-use crate::common::{Gradients, apart, gradients_of, largest, randomise, small, tokens};
-use burn::module::{Module, ModuleMapper, Param};
-use burn::nn::LinearConfig;
+use burn::module::ModuleMapper;
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Distribution, Int, Tensor};
-use burn_sparse_transformer::{
-    BlockAttentionConfig, Factorization, Pattern, Precision, QkNorm, Recompute, SparseTransformer,
-    SparseTransformerConfig,
-};
-use rstest::rstest;
+use burn::tensor::Distribution;
+
+use crate::common::*;
 
 const VOCAB: usize = 7;
 const SEQ: usize = 21;
@@ -67,10 +62,8 @@ fn difference(a: &Gradients, b: &Gradients) -> f32 {
             assert!(largest(a) < 1e-6 && largest(b) < 1e-6, "{path}");
             continue;
         }
-        assert!(
-            largest(a) > 1e-5 && largest(b) > 1e-5,
-            "{path}: no gradient"
-        );
+        let is_right = largest(a) > 1e-5 && largest(b) > 1e-5;
+        assert!(is_right, "{path}: no gradient");
         let apart: Vec<f32> = a.iter().zip(b).map(|(a, b)| a - b).collect();
         worst = worst.max(largest(&apart) / largest(a));
     }
@@ -92,8 +85,7 @@ fn mean(parts: &[Gradients]) -> Gradients {
 /// Of the mean over all entries of a batch, dropout included: each part drops what the batch drops there.
 #[test]
 fn parts_of_a_batch_add_up_to_it() {
-    let device = device(false);
-    let _guard = crate::common::seed(&device, 1);
+    let (device, _guard) = seeded(device(false), 1);
     let model = model(0.3, &device);
     let x = tokens(6, SEQ, VOCAB, &Device::flex());
     let y = x.clone().flip([1]);
@@ -138,8 +130,7 @@ fn every_mode_gives_the_same_bits(
     )]
     mode: &str,
 ) {
-    let device = device(checkpointing);
-    let _guard = crate::common::seed(&device, 15);
+    let (device, _guard) = seeded(device(checkpointing), 15);
     let mut model = dropping_weights(dropout, dropout, &device);
     if frozen_embeddings {
         model.token_embedding = model.token_embedding.no_grad();
@@ -177,21 +168,18 @@ fn model_of(kind: Kind, dropout: f64, device: &Device) -> SparseTransformer {
         .with_qk_norm(has(Kind::RelativeBias).then_some(QkNorm::Rms))
         .with_rope_theta(has(Kind::Sinks).then_some(100.0));
     let patterns = vec![Pattern::fixed(8, 2), Pattern::merged_strided(8)];
-    let config = small(
-        [16, 4],
-        Factorization::Interleaved(patterns),
-        [VOCAB, 24, 5],
-    )
-    .with_embedding_width(Some(8))
-    .with_n_kv_heads(Some(2))
-    .with_d_key(Some(8))
-    .with_dropout(dropout)
-    .with_attention(Some(attention))
-    .with_store_weights(kind == Kind::StoredWeights)
-    .with_precision(match kind {
-        Kind::Bf16 => Precision::Bf16,
-        _ => Precision::F32,
-    });
+    let patterns = Factorization::Interleaved(patterns);
+    let config = small([16, 4], patterns, [VOCAB, 24, 5])
+        .with_embedding_width(Some(8))
+        .with_n_kv_heads(Some(2))
+        .with_d_key(Some(8))
+        .with_dropout(dropout)
+        .with_attention(Some(attention))
+        .with_store_weights(kind == Kind::StoredWeights)
+        .with_precision(match kind {
+            Kind::Bf16 => Precision::Bf16,
+            _ => Precision::F32,
+        });
     randomise(config.init(device))
 }
 
@@ -210,8 +198,7 @@ fn kept_attention_gives_the_same_bits(
     #[values(0.0, 0.3)] dropout: f64,
     #[values(false, true)] checkpointing: bool,
 ) {
-    let device = device(checkpointing);
-    let _guard = crate::common::seed(&device, 16);
+    let (device, _guard) = seeded(device(checkpointing), 16);
     let model = model_of(kind, dropout, &device);
     let stored = bits(&model, Recompute::None);
     assert!(stored.1.len() >= 3 + 5 * 16 + 3);
@@ -234,8 +221,7 @@ fn bits(model: &SparseTransformer, recompute: Recompute) -> (u32, Vec<Vec<u32>>)
 
 #[test]
 fn without_dropout_they_are_the_gradients_of_the_loss() {
-    let device = device(false);
-    let _guard = crate::common::seed(&device, 2);
+    let (device, _guard) = seeded(device(false), 2);
     let model = model(0.0, &device);
     let (x, y) = data();
     let loss = model.loss(x.clone(), y.clone());
@@ -251,8 +237,7 @@ fn without_dropout_they_are_the_gradients_of_the_loss() {
 fn many_windows_give_the_mean_of_single_ones(#[values(false, true)] recompute: bool) {
     const WINDOWS: usize = 64;
     const SEQ: usize = 64;
-    let device = device(false);
-    let _guard = crate::common::seed(&device, 12);
+    let (device, _guard) = seeded(device(false), 12);
     let mut config = config(0.0);
     config.context = SEQ;
     let model = randomise(config.init(&device));
@@ -285,8 +270,7 @@ impl ModuleMapper for Move<'_> {
 
 #[test]
 fn gradients_are_the_slope_of_the_loss() {
-    let device = device(false);
-    let _guard = crate::common::seed(&device, 3);
+    let (device, _guard) = seeded(device(false), 3);
     let model = model(0.0, &device);
     let (x, y) = data();
     let (_, gradients) = model
@@ -306,10 +290,8 @@ fn gradients_are_the_slope_of_the_loss() {
     let step = 1e-3;
     let ((ahead, slope), (behind, _)) = (moved(step), moved(-step));
     let measured = (ahead - behind) / (2.0 * step);
-    assert!(
-        (measured / slope - 1.0).abs() < 2e-2,
-        "{measured}, expected {slope}"
-    );
+    let is_near = (measured / slope - 1.0).abs() < 2e-2;
+    assert!(is_near, "{measured}, expected {slope}");
 }
 
 /// That of attention weights, of branches, and of both.
@@ -319,8 +301,7 @@ fn dropout_depends_on_its_seed_alone(
     #[values(false, true)] recompute: bool,
     #[values(false, true)] checkpointing: bool,
 ) {
-    let device = device(checkpointing);
-    let _guard = crate::common::seed(&device, 5);
+    let (device, _guard) = seeded(device(checkpointing), 5);
     let [weights, branches] = drops;
     let model = dropping_weights(weights, branches, &device);
     let run = |seed| step(&model, data(), seed, recompute);
@@ -334,8 +315,7 @@ fn dropout_depends_on_its_seed_alone(
 /// all blocks unchanged: the biases of two layers have equal gradients exactly if their masks are equal.
 #[rstest]
 fn layers_draw_different_masks(#[values(0.0, 0.5)] dropout: f64) {
-    let device = device(false);
-    let _guard = crate::common::seed(&device, 6);
+    let (device, _guard) = seeded(device(false), 6);
     let mut model = model(dropout, &device);
     for block in &mut model.blocks {
         let outer = block.pwff.linear_outer.as_dense_mut().unwrap();
@@ -370,8 +350,7 @@ fn layers_draw_different_masks(#[values(0.0, 0.5)] dropout: f64) {
 fn a_model_that_was_never_used_draws_its_parameters_before_its_masks(
     #[values(false, true)] recompute_first: bool,
 ) {
-    let device = device(false);
-    let _guard = crate::common::seed(&device, 7);
+    let (device, _guard) = seeded(device(false), 7);
     let mut model = config(0.3).init(&device);
     // The output matrix starts at 0, which would hide the blocks.
     model.output = LinearConfig::new(16, VOCAB).with_bias(false).init(&device);
@@ -382,8 +361,7 @@ fn a_model_that_was_never_used_draws_its_parameters_before_its_masks(
 
 #[rstest]
 fn frozen_parts_get_no_gradients(#[values(false, true)] recompute: bool) {
-    let device = device(false);
-    let _guard = crate::common::seed(&device, 8);
+    let (device, _guard) = seeded(device(false), 8);
     let mut model = model(0.3, &device);
     model.token_embedding = model.token_embedding.no_grad();
     model.position_embedding = model.position_embedding.no_grad();
@@ -399,8 +377,7 @@ fn frozen_parts_get_no_gradients(#[values(false, true)] recompute: bool) {
 
 #[test]
 fn a_model_without_dropout_leaves_the_generator_alone() {
-    let device = device(false);
-    let _guard = crate::common::seed(&device, 9);
+    let (device, _guard) = seeded(device(false), 9);
     let model = model(0.0, &device);
     let draw = || Tensor::<1>::random([4], Distribution::Default, &Device::flex()).into_data();
     device.seed(10);
@@ -413,16 +390,10 @@ fn a_model_without_dropout_leaves_the_generator_alone() {
 
 #[test]
 fn a_plain_device_is_refused() {
-    let device = Device::flex();
-    let _guard = crate::common::seed(&device, 11);
+    let (device, _guard) = seeded(Device::flex(), 11);
     let model = model(0.0, &device);
     let (x, y) = data();
-    let error = model.loss_and_gradients(x, y, 0, true).map(drop);
-    let message = error.unwrap_err().to_string();
-    assert!(
-        message.starts_with("the model's device must be an autodiff device, got "),
-        "{message}"
-    );
+    refused! { model.loss_and_gradients(x, y, 0, true).map(drop) => "the model's device must be an autodiff device, got …"; }
 }
 
 /// With `dropout` of the attention weights and `branches` of the residual branches.
@@ -437,8 +408,7 @@ fn dropping_weights(dropout: f64, branches: f64, device: &Device) -> SparseTrans
 /// Weights are dropped in both runs of a block: one whose first run drops nothing would give the undropped loss.
 #[rstest]
 fn dropped_weights_change_the_loss_unless_frozen(#[values(false, true)] recompute: bool) {
-    let device = device(false);
-    let _guard = crate::common::seed(&device, 14);
+    let (device, _guard) = seeded(device(false), 14);
     let dropping = dropping_weights(0.4, 0.0, &device);
     let loss = |model: &SparseTransformer| step(model, data(), 1, recompute).0;
     let mut plain = dropping.clone();

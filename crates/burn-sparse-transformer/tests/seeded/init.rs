@@ -1,10 +1,8 @@
 //! The paper's initialisation: spread, zeros, and the number of parameters.
 
-use burn::module::Module;
-use burn::tensor::{Device, Tensor};
-use burn_sparse_transformer::{
-    Factorization, Pattern, SparseTransformer, SparseTransformerBlock, SparseTransformerConfig,
-};
+use burn_sparse_transformer::SparseTransformerBlock;
+
+use crate::common::*;
 
 const D: usize = 128;
 const LAYERS: usize = 3;
@@ -25,17 +23,11 @@ fn assert_normal(tensor: Tensor<2>, std: f64) {
     let values = tensor.into_data().try_to_vec::<f32>().unwrap();
     let n = values.len() as f64;
     let mean = values.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
-    let variance = values
-        .iter()
-        .map(|v| (f64::from(*v) - mean).powi(2))
-        .sum::<f64>()
-        / n;
-    let got = variance.sqrt();
+    let squares = values.iter().map(|v| (f64::from(*v) - mean).powi(2));
+    let got = (squares.sum::<f64>() / n).sqrt();
     assert!(mean.abs() < 5.0 * std / n.sqrt(), "mean {mean}, std {std}");
-    assert!(
-        (got / std - 1.0).abs() < 5.0 / (2.0 * n).sqrt(),
-        "std {got}, expected {std}"
-    );
+    let is_near = (got / std - 1.0).abs() < 5.0 / (2.0 * n).sqrt();
+    assert!(is_near, "std {got}, expected {std}");
 }
 
 #[track_caller]
@@ -50,8 +42,7 @@ fn std(width: usize) -> f64 {
 
 #[test]
 fn embeddings_and_output() {
-    let device = Device::flex();
-    let _guard = crate::common::seed(&device, 7);
+    let (_, _guard) = seeded(Device::flex(), 7);
     let model = model(|config| config);
     assert_normal(model.token_embedding.weight.val(), std(D));
     let positions = model.position_embedding.as_ref().unwrap();
@@ -87,8 +78,7 @@ fn assert_block(block: &SparseTransformerBlock, d_ff: usize) {
 
 #[test]
 fn blocks() {
-    let device = Device::flex();
-    let _guard = crate::common::seed(&device, 8);
+    let (_, _guard) = seeded(Device::flex(), 8);
     for block in &model(|config| config).blocks {
         assert_block(block, 4 * D);
     }
@@ -96,8 +86,7 @@ fn blocks() {
 
 #[test]
 fn half_size_blocks() {
-    let device = Device::flex();
-    let _guard = crate::common::seed(&device, 9);
+    let (_, _guard) = seeded(Device::flex(), 9);
     let model = model(SparseTransformerConfig::half_size);
     assert_eq!(model.blocks[0].mha.query.weight.dims(), [D, D / 2]);
     assert_eq!(model.blocks[0].mha.value.weight.dims(), [D, D]);
@@ -106,8 +95,7 @@ fn half_size_blocks() {
 
 #[test]
 fn another_scale() {
-    let device = Device::flex();
-    let _guard = crate::common::seed(&device, 10);
+    let (_, _guard) = seeded(Device::flex(), 10);
     let model = model(|config| config.with_init_scale(1.0));
     assert_normal(model.token_embedding.weight.val(), 8.0 * std(D));
     let positions = model.position_embedding.as_ref().unwrap();

@@ -1,15 +1,10 @@
 //! Mixed precision: bf16 follows f32, and nothing that is kept is bf16.
 #![cfg(feature = "autodiff")]
 
-use crate::common::{random, randomise, small, tokens};
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::ModuleVisitor;
 use burn::optim::{AdamWConfig, GradientsParams, ModuleOptimizer};
-use burn::tensor::{DType, Device, Int, Tensor};
-use burn_sparse_transformer::{
-    Factorization, Pattern, Precision, SparseMhaInput, SparseMultiHeadAttentionConfig,
-    SparseTransformer, SparseTransformerConfig,
-};
-use rstest::rstest;
+
+use crate::common::*;
 
 const VOCAB: usize = 7;
 const SEQ: usize = 21;
@@ -58,8 +53,7 @@ fn distance(model: &SparseTransformer, a: &GradientsParams, b: &GradientsParams)
 
 #[rstest]
 fn gradients_follow_those_of_f32(#[values(false, true)] recompute: bool) {
-    let device = Device::flex().autodiff();
-    let _guard = crate::common::seed(&device, 1);
+    let (device, _guard) = seeded(Device::flex().autodiff(), 1);
     let [f32, bf16] = models(&device).map(|model| {
         let (x, y) = data();
         let (loss, gradients) = model.loss_and_gradients(x, y, 0, recompute).unwrap();
@@ -69,17 +63,14 @@ fn gradients_follow_those_of_f32(#[values(false, true)] recompute: bool) {
     let loss = (bf16.1 / f32.1 - 1.0).abs();
     assert!(loss < ROUNDING, "loss {} and {}", bf16.1, f32.1);
     let distance = distance(&f32.0, &bf16.2, &f32.2);
-    assert!(
-        (1e-5..6.0 * ROUNDING).contains(&distance),
-        "gradients {distance} apart: rounded, but not far"
-    );
+    let is_right = (1e-5..6.0 * ROUNDING).contains(&distance);
+    assert!(is_right, "gradients {distance} apart: rounded, but not far");
 }
 
 /// Where there are no tensor cores, to the last bit.
 #[rstest]
 fn tf32_is_f32_on_a_cpu(#[values(false, true)] recompute: bool) {
-    let device = Device::flex().autodiff();
-    let _guard = crate::common::seed(&device, 6);
+    let (device, _guard) = seeded(Device::flex().autodiff(), 6);
     let f32 = randomise(config(Precision::F32).init(&device));
     let tf32 = config(Precision::Tf32).init(&device);
     let tf32 = tf32.load_record(f32.clone().into_record());
@@ -106,8 +97,7 @@ fn train(mut model: SparseTransformer, optimizer: &mut ModuleOptimizer, steps: u
 
 #[test]
 fn training_follows_that_of_f32_and_its_state_is_f32() {
-    let device = Device::flex().autodiff();
-    let _guard = crate::common::seed(&device, 3);
+    let (device, _guard) = seeded(Device::flex().autodiff(), 3);
     let [f32, bf16] = models(&device).map(|model| {
         let mut optimizer = AdamWConfig::new().init();
         let losses = train(model, &mut optimizer, 30);
@@ -124,18 +114,15 @@ fn training_follows_that_of_f32_and_its_state_is_f32() {
 
 #[test]
 fn logits_are_f32_and_decoding_gives_those_of_the_whole() {
-    let device = Device::flex();
-    let _guard = crate::common::seed(&device, 4);
+    let (device, _guard) = seeded(Device::flex(), 4);
     let [_, model] = models(&device);
     let (x, _) = data();
     let whole = model.forward(x.clone());
     assert_eq!(whole.dtype(), DType::F32);
     let mut cache = model.new_cache();
-    let parts = [0..5, 5..6, 6..SEQ].map(|range| {
-        let part = x.clone().slice([0..2, range]);
-        model.forward_cache(part, &mut cache)
+    let parts = in_pieces(&[5, 1, SEQ - 6], |first, count| {
+        model.forward_cache(x.clone().narrow(1, first, count), &mut cache)
     });
-    let parts = Tensor::cat(parts.to_vec(), 1);
     let size = whole.clone().abs().max().into_scalar::<f64>();
     let error = (parts - whole).abs().max().into_scalar::<f64>();
     assert!(error < 4.0 * ROUNDING * size, "{error} of {size}");
@@ -144,8 +131,7 @@ fn logits_are_f32_and_decoding_gives_those_of_the_whole() {
 /// So that a layer in mixed precision replaces one in f32.
 #[test]
 fn a_layer_returns_its_inputs_dtype() {
-    let device = Device::flex();
-    let _guard = crate::common::seed(&device, 5);
+    let (device, _guard) = seeded(Device::flex(), 5);
     let mha = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::local(4))
         .with_block_size(8)
         .with_precision(Precision::Bf16)

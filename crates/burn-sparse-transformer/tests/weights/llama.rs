@@ -35,22 +35,16 @@ pub fn tiny_llama() -> WeightsFile {
 
 pub fn largest_difference(model: &Llama) -> f32 {
     let [batch, seq, _] = SHAPE;
-    let ids: Vec<i32> = golden("tokens.i32")
-        .into_iter()
-        .map(i32::from_le_bytes)
-        .collect();
-    let ids = TensorData::new(ids, [batch, seq]);
-    let logits: Vec<f32> = golden("logits.f32")
-        .into_iter()
-        .map(f32::from_le_bytes)
-        .collect();
+    let ids = golden("tokens.i32").into_iter().map(i32::from_le_bytes);
+    let ids = TensorData::new(ids.collect(), [batch, seq]);
+    let logits = golden("logits.f32").into_iter().map(f32::from_le_bytes);
     let got = model.forward(Tensor::<2, Int>::from_data(ids, &Device::flex()));
     assert_eq!(got.dims(), SHAPE);
     let got = got.into_data();
     let pairs = got.iter::<f32>().zip(logits);
-    pairs
-        .map(|(got, expected)| (got - expected).abs())
-        .fold(0.0, f32::max)
+    pairs.fold(0.0, |most, (got, expected)| {
+        most.max((got - expected).abs())
+    })
 }
 
 #[test]
@@ -96,17 +90,12 @@ fn checkpoints_of_other_kinds_come_back(#[case] config: LlamaConfig, #[case] par
     // Biases and gains that differ, where they would be 0 and 1.
     for block in &mut model.layers {
         let attention = &mut block.attention;
-        for layer in [
-            &mut attention.query,
-            &mut attention.key,
-            &mut attention.output,
-        ] {
+        let [q, k] = [&mut attention.query, &mut attention.key];
+        for layer in [q, k, &mut attention.output] {
             layer.bias = layer.bias.take().map(|bias| drawn(&bias.dims(), &device));
         }
-        for norm in [&mut attention.query_norm, &mut attention.key_norm]
-            .into_iter()
-            .flatten()
-        {
+        let norms = [&mut attention.query_norm, &mut attention.key_norm].into_iter();
+        for norm in norms.flatten() {
             if let burn_sparse_transformer::HeadNorm::Rms(norm) = norm {
                 norm.gamma = drawn(&norm.gamma.dims(), &device);
             }
@@ -118,10 +107,8 @@ fn checkpoints_of_other_kinds_come_back(#[case] config: LlamaConfig, #[case] par
     save_safetensors(&model, &path, &map, false).unwrap();
     let file = WeightsFile::open(&path).unwrap();
     let name = format!("model.layers.1.{part}");
-    assert!(
-        file.names().any(|found| found == name)
-            && !file.names().any(|name| name == "lm_head.weight")
-    );
+    let has = |name: &str| file.names().any(|found| found == name);
+    assert!(has(&name) && !has("lm_head.weight"));
     let loaded = file.load(&config.init(&device), &map).unwrap();
     let tokens = Tensor::<2, Int>::from_data([[3, 1, 4, 1, 5, 9, 2, 6]], &device);
     let [expected, got] = [&model, &loaded].map(|model| model.forward(tokens.clone()).into_data());
@@ -147,22 +134,12 @@ fn values_that_are_loaded_over_are_not_drawn() {
         weight: Param::from_tensor(weight),
     };
     save_safetensors(&saved, &path, &KeyMap::default(), false).unwrap();
-    let lazy = Param::uninitialized(
-        ParamId::new(),
-        |_, _| panic!("the value is drawn"),
-        device,
-        true,
-        Shape::new([1, 3]),
-    );
-    let loaded = WeightsFile::open(&path)
-        .unwrap()
-        .load(&Lazy { weight: lazy }, &KeyMap::default());
-    loaded
-        .unwrap()
-        .weight
-        .val()
-        .into_data()
-        .assert_eq(&saved.weight.val().into_data(), true);
+    let (id, shape) = (ParamId::new(), Shape::new([1, 3]));
+    let weight = Param::uninitialized(id, |_, _| panic!("it is drawn"), device, true, shape);
+    let file = WeightsFile::open(&path).unwrap();
+    let loaded = file.load(&Lazy { weight }, &KeyMap::default()).unwrap();
+    let [loaded, saved] = [loaded, saved].map(|of| of.weight.val().into_data());
+    loaded.assert_eq(&saved, true);
 }
 
 #[test]

@@ -10,9 +10,8 @@ use crate::support::*;
 fn gpt2(pattern: Pattern) -> SparseTransformer {
     let config = gpt2_config(8, 2, 2, 24, 20, Factorization::from(pattern)).with_block_size(8);
     let model = config.init(&Device::flex());
-    open("gpt2.safetensors")
-        .load(&model, &KeyMap::gpt2())
-        .unwrap()
+    let file = open("gpt2.safetensors");
+    file.load(&model, &KeyMap::gpt2()).unwrap()
 }
 
 #[test]
@@ -44,9 +43,8 @@ fn longformer(patterns: [Pattern; 2]) -> LongformerEncoder {
         .with_d_ff(Some(16));
     config.attention.attention.block_size = 8;
     let model = config.init(&Device::flex());
-    open("longformer.safetensors")
-        .load(&model, &KeyMap::longformer())
-        .unwrap()
+    let file = open("longformer.safetensors");
+    file.load(&model, &KeyMap::longformer()).unwrap()
 }
 
 /// The output at real positions: the first sequence has 32, the second one 27.

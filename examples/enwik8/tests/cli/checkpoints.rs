@@ -38,11 +38,8 @@ fn a_checkpoint_is_evaluated_and_sampled() {
     let sample = format!("sample --checkpoint {run} --prompt abc --length 100 --seed 4");
     let text = succeed(&sample);
     assert!(text.starts_with("abc"), "{text}");
-    assert_eq!(
-        text,
-        succeed(&sample),
-        "the same seed writes the same bytes"
-    );
+    let expected = succeed(&sample);
+    assert_eq!(text, expected, "the same seed writes the same bytes");
     // Every way of choosing, to the end and up to a text that the model writes.
     let plain = format!("sample --checkpoint {run} --length 60");
     let greedy = format!("{plain} --temperature 0");
@@ -58,9 +55,8 @@ fn a_checkpoint_is_evaluated_and_sampled() {
     let before = &written[..written.find(&stop).unwrap()];
     assert_eq!(stopped.trim_end_matches('\n'), format!("The {before}"));
     let file = folder.path("sample.bin");
-    let silent = succeed(format!(
-        "{sample} --output {file} --top-k 5 --temperature 0.5"
-    ));
+    let line = format!("{sample} --output {file} --top-k 5 --temperature 0.5");
+    let silent = succeed(line);
     assert!(silent.is_empty());
     assert_eq!(fs::read(&file).unwrap().len(), 103);
 }
@@ -106,11 +102,8 @@ fn several_samples_and_their_cache() {
         "--speculate 1",
         "--speculate 7",
     ] {
-        assert_eq!(
-            with(&format!("--prompt '{PROMPT}' {flags}")),
-            long,
-            "{flags}"
-        );
+        let got = with(&format!("--prompt '{PROMPT}' {flags}"));
+        assert_eq!(got, long, "{flags}");
     }
     for flags in [
         "--cache window:4,1 --kv-dtype f16",
@@ -228,10 +221,8 @@ fn caches_that_evict_are_sampled_from_and_evaluated() {
         1 | --slack 3 | --slack needs a --cache that evicts keys
         ",
     ) {
-        says(
-            fail(format!("{greedy} {}", row[1]), row[0].parse().unwrap()),
-            row[2],
-        );
+        let message = fail(format!("{greedy} {}", row[1]), row[0].parse().unwrap());
+        says(message, row[2]);
     }
     let eval = |flags: &str| succeed(format!("eval --checkpoint {path} --windows 3 {flags}"));
     let whole = bits(&eval(""));
@@ -242,10 +233,8 @@ fn caches_that_evict_are_sampled_from_and_evaluated() {
         ("--kv-dtype fp8 --chunk 5", 0.01),
     ] {
         let text = eval(flags);
-        assert!(
-            (bits(&text) - whole).abs() < most,
-            "{flags}: {text} {whole}"
-        );
+        let is_near = (bits(&text) - whole).abs() < most;
+        assert!(is_near, "{flags}: {text} {whole}");
     }
     let text = eval("--cache h2o:3,3 --slack 0 --chunk 1");
     assert!(bits(&text) < 9.0, "{text}");
@@ -275,10 +264,8 @@ fn an_exported_model_loads_in_a_program_of_its_own() {
     let folder = Folder::new();
     folder.train("run", "--steps 30 --lr 0.01");
     let (run, out) = (folder.path("run"), folder.path("exported"));
-    says(
-        succeed(format!("export --run {run} --out {out}")),
-        "best.ckpt: step 30",
-    );
+    let text = succeed(format!("export --run {run} --out {out}"));
+    says(text, "best.ckpt: step 30");
     let exported = load_exported(&out);
 
     // The checkpoint's own record, in a model that is configured here.
@@ -313,10 +300,8 @@ fn an_exported_model_loads_in_a_program_of_its_own() {
         predicted = start + 32;
     }
     let eval = succeed(format!("eval --checkpoint {run} --split test"));
-    assert!(
-        (bits / 199.0 - self::bits(&eval)).abs() < 1e-4,
-        "{bits} {eval}"
-    );
+    let is_near = (bits / 199.0 - self::bits(&eval)).abs() < 1e-4;
+    assert!(is_near, "{bits} {eval}");
 }
 
 #[test]
@@ -351,8 +336,6 @@ pub fn chosen_pages_are_sampled_from(checkpoint: &str) {
     let [_, stats] = succeed_and_tell(format!("{sample} --selection moba:16,1 --stats"));
     says(stats, "; the last bytes read ");
     let message = fail(format!("{sample} {quest} --page-size 32"), 1);
-    says(
-        message,
-        "--page-size must be 16, the page of quest:16,48, got 32",
-    );
+    let expected = "--page-size must be 16, the page of quest:16,48, got 32";
+    says(message, expected);
 }

@@ -13,10 +13,8 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     let length = "--steps 12 --lr 0.01";
     let flags = format!("{pattern} {choice} {length} --checkpoint-every 6 --recall-every 4");
     let text = folder.assert_resumes(|run| folder.train(run, &flags), 12);
-    says_all(
-        text,
-        &["attention local(16),", "keys chosen by topk:8,2,1,0"],
-    );
+    let expected = &["attention local(16),", "keys chosen by topk:8,2,1,0"];
+    says_all(text, expected);
 
     // Another model than that of either alone.
     let whole = model_of(&folder.checkpoint("whole", 12));
@@ -65,10 +63,8 @@ fn choices_within_a_pattern_train_and_resume_bit_for_bit() {
     assert_eq!(row("topk:8,ratio=1")[2..], ["1.0000"; 3], "{table}");
     let message = fail(format!("{recall} moba:8,2"), 1);
     says(message, "must be the dense causal pattern, or dense");
-    says(
-        succeed(format!("sample --checkpoint {path} --length 4")),
-        "The ",
-    );
+    let text = succeed(format!("sample --checkpoint {path} --length 4"));
+    says(text, "The ");
 
     folder.train("overwritten", &flags);
     folder.train("overwritten", &format!("--overwrite --steps 2 {pattern}"));

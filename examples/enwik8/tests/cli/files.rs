@@ -85,9 +85,8 @@ fn weights_that_are_no_numbers_are_refused() {
     let folder = Folder::new();
     folder.train("run", "--steps 2 --attention dense");
     let (run, exported) = (folder.path("run"), folder.path("exported"));
-    succeed(format!(
-        "export --out {exported} --format safetensors --checkpoint {run}"
-    ));
+    let line = format!("export --out {exported} --format safetensors --checkpoint {run}");
+    succeed(line);
     let weights = format!("{exported}/model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
@@ -96,9 +95,8 @@ fn weights_that_are_no_numbers_are_refused() {
     }
     fs::write(&weights, bytes).unwrap();
     let damaged = folder.path("damaged");
-    succeed(format!(
-        "import --weights {weights} --like {run} --run {damaged}"
-    ));
+    let line = format!("import --weights {weights} --like {run} --run {damaged}");
+    succeed(line);
     for row in rows(
         "
         eval | is not finite, got NaN | damaged

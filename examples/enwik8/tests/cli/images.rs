@@ -63,8 +63,9 @@ fn shapes_are_learned_drawn_and_resumed_bit_for_bit() {
     ] {
         says(fail(line, 1), message);
     }
+    let text = succeed(format!("{eval} --split test"));
     says(
-        succeed(format!("{eval} --split test")),
+        text,
         "bits per dimension over 10,800 bytes of the test split: 100 pictures",
     );
     let [plain, cached] = ["", "--cache all --chunk 27"]

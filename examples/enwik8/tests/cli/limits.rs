@@ -121,10 +121,8 @@ fn sizes_of_other_commands_have_limits() {
         h2o:0,8 | 'h2o:0,8' for '--cache
         ",
     ) {
-        says(
-            fail(format!("sample --cache {} {of_run}", row[0]), 2),
-            row[1],
-        );
+        let message = fail(format!("sample --cache {} {of_run}", row[0]), 2);
+        says(message, row[1]);
     }
     for budget in ["pyramid:1", "adaptive:2", "adaptive:-1"] {
         let line = format!("sample --cache tova:8 --budget {budget} {of_run}");
@@ -138,8 +136,6 @@ fn sizes_of_other_commands_have_limits() {
     says(message, &format!("--prompt-file {empty} must not be empty"));
     let message = fail(format!("sample --prompt '' {of_run}"), 1);
     says(message, "--prompt must not be empty");
-    says(
-        succeed(format!("report --checkpoint {run}/best.ckpt")),
-        "report.md",
-    );
+    let text = succeed(format!("report --checkpoint {run}/best.ckpt"));
+    says(text, "report.md");
 }

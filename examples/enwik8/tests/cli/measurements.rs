@@ -16,10 +16,8 @@ fn shards_of_a_sequence_are_listed() {
     ];
     says_all(text, &shown);
     let message = fail("shards --length 100", 1);
-    says(
-        message,
-        "seq_q must be a multiple of 32, block_size, got 100",
-    );
+    let expected = "seq_q must be a multiple of 32, block_size, got 100";
+    says(message, expected);
 }
 
 #[test]

@@ -102,10 +102,8 @@ fn processes_share_windows() {
     folder.train("one", flags);
     folder.train("threads", &format!("{flags} {shared} --devices cpu,cpu"));
     let text = succeed_in(&folder.nano("two", &format!("{flags} {shared}")), 2);
-    says(
-        text,
-        "some positions of every window each, keys cross by the host and TCP",
-    );
+    let expected = "some positions of every window each, keys cross by the host and TCP";
+    says(text, expected);
     succeed_in(&folder.nano("four", &format!("{flags} {halves}")), 4);
     assert_eq!(numbers(&folder, "two"), numbers(&folder, "threads"));
     folder.assert_same_state(["two", "threads"], 10);
@@ -160,10 +158,8 @@ fn a_lost_process_ends_the_others_and_is_named() {
         // The last checkpoint is whole.
         if at == 0 {
             let steps = 5 * (folder.log(run).len() / 5 + 1);
-            says(
-                folder.resume(run, &format!("--steps {steps}")),
-                "resuming from",
-            );
+            let text = folder.resume(run, &format!("--steps {steps}"));
+            says(text, "resuming from");
         }
     }
     for (fail, reason) in [
@@ -195,10 +191,8 @@ fn any_process_can_be_asked_to_stop() {
     let outputs = ends(processes);
     let codes: Vec<_> = outputs.iter().map(|output| output.status.code()).collect();
     assert_eq!(codes, [Some(130), Some(0)], "{outputs:?}");
-    says(
-        String::from_utf8_lossy(&outputs[0].stdout),
-        "stopped after step",
-    );
+    let text = String::from_utf8_lossy(&outputs[0].stdout);
+    says(text, "stopped after step");
 }
 
 /// Mistakes are the same message in all processes, and nothing is written.
@@ -222,8 +216,6 @@ fn what_several_processes_cannot_do_is_said() {
     }
     let line = folder.nano("run", "--processes");
     let alone = fail(&line, 1);
-    says(
-        alone,
-        "--processes: RANK must be a number, as torchrun and mpirun set it",
-    );
+    let expected = "--processes: RANK must be a number, as torchrun and mpirun set it";
+    says(alone, expected);
 }

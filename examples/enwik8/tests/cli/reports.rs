@@ -111,10 +111,8 @@ fn a_run_ends_with_a_report_and_old_runs_get_one() {
     says(warning, "prompts and the entropy of the data are left out");
     let report = folder.text("run/report.md");
     says(&report, "the model writes");
-    assert!(
-        !report.contains("order-0") && !report.contains("peak memory"),
-        "{report}"
-    );
+    let is_right = !report.contains("order-0") && !report.contains("peak memory");
+    assert!(is_right, "{report}");
     assert!(folder.exists("run/loss-by-time.png"));
 
     let message = fail(format!("report --run {}", folder.path("none")), 1);

@@ -56,18 +56,16 @@ fn a_choice_of_keys_is_measured_and_resumes_bit_for_bit() {
 
     let path = folder.path("whole");
     let recall = format!("recall --checkpoint {path} --windows 2 --json");
-    let table = succeed(format!(
-        "{recall} --selection topk:8,ratio=1 --selection topk:8,1"
-    ));
+    let line = format!("{recall} --selection topk:8,ratio=1 --selection topk:8,1");
+    let table = succeed(line);
     let rows = json_lines(&table);
     assert_eq!(rows.len(), 3, "{table}");
     let bits = |row: usize| rows[row]["bits_per_byte"].as_f64().unwrap();
     assert!((bits(0) - bits(1)).abs() < 1e-5, "{table}");
     assert!((bits(0) - bits(2)).abs() > 1e-5, "{table}");
     crate::search::heads_are_searched(&folder, &path);
-    let text = succeed(format!(
-        "sample --checkpoint {path} --prompt 'The ' --length 4"
-    ));
+    let line = format!("sample --checkpoint {path} --prompt 'The ' --length 4");
+    let text = succeed(line);
     says(text, "The ");
     crate::checkpoints::chosen_pages_are_sampled_from(&path);
 }
@@ -87,8 +85,9 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
     let lengths = |run| state_of(&folder.checkpoint(run, 20)).map(|bytes| bytes.len());
     // Ids of parameters are random, and so is what they take: a little.
     for (bf16, f32) in lengths("whole").into_iter().zip(lengths("f32")) {
+        let is_right = bf16.abs_diff(f32) * 50 < f32;
         assert!(
-            bf16.abs_diff(f32) * 50 < f32,
+            is_right,
             "weights and moments are f32: {bf16} and {f32} bytes"
         );
     }
@@ -101,9 +100,8 @@ fn mixed_precision_follows_f32_and_resumes_bit_for_bit() {
         let text = succeed(format!("eval --checkpoint {path} --precision {precision}"));
         says(text, "bits per byte");
     }
-    succeed(format!(
-        "sample --checkpoint {path} --length 5 --precision f32"
-    ));
+    let line = format!("sample --checkpoint {path} --length 5 --precision f32");
+    succeed(line);
 }
 
 #[test]

@@ -117,9 +117,7 @@ fn a_file_of_heads_trains_evaluates_and_reads_prompts() {
     let whole = folder.path("whole");
     let resume = format!("train --resume --run {whole} --selection-file {sparse}");
     let message = fail(resume, 1);
-    says_all(
-        message,
-        &["--resume continues the run", "but --selection-file "],
-    );
+    let expected = &["--resume continues the run", "but --selection-file "];
+    says_all(message, expected);
     assert!(!folder.exists("new"));
 }

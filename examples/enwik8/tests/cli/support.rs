@@ -64,10 +64,8 @@ pub fn fail(line: impl AsRef<str>, code: i32) -> String {
     let message = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(code), "{line}: {message}");
     assert_eq!(message.matches("error: ").count(), 1, "{message}");
-    assert!(
-        !message.contains("panicked") && !message.contains("backtrace"),
-        "{message}"
-    );
+    let is_right = !message.contains("panicked") && !message.contains("backtrace");
+    assert!(is_right, "{message}");
     message
 }
 

@@ -53,9 +53,8 @@ fn weights_that_do_not_fit_are_refused() {
     let folder = Folder::new();
     folder.train("run", "--steps 2");
     let (run, out) = (folder.path("run"), folder.path("exported"));
-    succeed(format!(
-        "export --run {run} --out {out} --format safetensors"
-    ));
+    let line = format!("export --run {run} --out {out} --format safetensors");
+    succeed(line);
     let imported = folder.path("new");
     // Of the preset's sizes, which are others.
     let import = format!("import --weights {out}/model.safetensors --run {imported}");
