@@ -141,23 +141,7 @@ impl Grid {
                     return self.whole(pattern, inside, known);
                 }
             }
-            Pattern::Dense
-            | Pattern::Causal
-            | Pattern::Local { .. }
-            | Pattern::Strided { .. }
-            | Pattern::Fixed { .. }
-            | Pattern::PrefixLm { .. }
-            | Pattern::Streaming { .. }
-            | Pattern::Window { .. }
-            | Pattern::Chunked { .. }
-            | Pattern::Global { .. }
-            | Pattern::GlobalKeys { .. }
-            | Pattern::Columns { .. }
-            | Pattern::Rows { .. }
-            | Pattern::VerticalSlash { .. }
-            | Pattern::Documents { .. }
-            | Pattern::RandomBlocks { .. }
-            | Pattern::FromFn(_) => {}
+            _ => {}
         }
         if pattern.row_bits(head, i0, j0, b).is_some() {
             let bits = |r| pattern.row_bits(head, i0 + r as i64, j0, b).unwrap_or(0);
