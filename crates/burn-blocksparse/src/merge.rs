@@ -1,10 +1,6 @@
 //! Attention over disjoint sets of keys, merged by lse.
 
-use burn::backend::Dispatch;
-use burn::tensor::{Int, Tensor};
-
-use crate::base::dtype::sums_of;
-use crate::error::OpError;
+use crate::base::prelude::*;
 use crate::rows::ops::RowOps;
 use crate::rows::values::{MergedOutput, MergedParts};
 

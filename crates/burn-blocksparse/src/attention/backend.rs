@@ -2,29 +2,24 @@
 
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::reference;
-use crate::base::dtype::sums_of;
 use crate::base::values::{
     AccumulatedInputs, AccumulatedOutput, AttentionGrads, AttentionInputs, AttentionOutput,
     LayoutTensors, NeedsGrad, OutputGrads, SCORE_TENSORS, SavedTensors, ScoreTensors,
 };
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::weights;
+use ::blocksparse_cubecl as kernels;
 use blocksparse::{BlockLayout, Seed};
-use blocksparse_cubecl as kernels;
 use blocksparse_cubecl::{
-    AttentionPlan, AttentionSumOutputs, Gradients, KernelError, Outputs, Request, ScoreKind,
-    ScoreOptions, TensorView,
+    AttentionPlan, AttentionSumOutputs, Gradients, Outputs, Request, ScoreKind, ScoreOptions,
+    TensorView,
 };
-use burn::backend::cubecl::dtype_to_elem_type;
-use burn::tensor::{DType, Shape};
-use burn_cubecl::kernel::{cast, into_contiguous};
-use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::cube::*;
+use crate::base::prelude::*;
 
 /// What a call on `device` will run.
 pub(crate) fn plan(
