@@ -233,12 +233,8 @@ fn expand(
         Cells::Cycle(cycle) => {
             let period = cycle.len();
             for first in start..end.min(start + period) {
-                emit(
-                    cycle[first % period],
-                    first,
-                    period,
-                    (end - 1 - first) / period + 1,
-                );
+                let count = (end - 1 - first) / period + 1;
+                emit(cycle[first % period], first, period, count);
             }
         }
     }
@@ -257,12 +253,8 @@ pub(super) fn natural_layout(
     let rows = (0..distinct.min(shape.heads))
         .map(|head| grid.build(pattern, head, &mut masks))
         .collect();
-    Ok(BlockLayout::from_heads(
-        pattern.to_string(),
-        shape,
-        rows,
-        masks,
-    ))
+    let name = pattern.to_string();
+    Ok(BlockLayout::from_heads(name, shape, rows, masks))
 }
 
 /// Head `h` has pattern `heads[h]`, or keeps nothing.

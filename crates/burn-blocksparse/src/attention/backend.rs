@@ -282,12 +282,8 @@ impl Call {
         let [batch, kv_heads, _, head_dim] = k.meta.shape().dims();
         let value_dim = v.meta.shape()[3];
         let dtype = q.dtype;
-        let request = checked(request(
-            [batch, kv_heads, head_dim, value_dim],
-            dtype,
-            &options,
-            kinds,
-        ));
+        let sizes = [batch, kv_heads, head_dim, value_dim];
+        let request = checked(request(sizes, dtype, &options, kinds));
         let (client, device) = (q.client.clone(), q.device.clone());
         // Only a direct call of the trait comes without.
         let plan = (layout.plan.plan)

@@ -45,7 +45,7 @@ pub fn rows_at_backward<B: Backend>(grad: FloatTensor<B>, users: IntTensor<B>) -
 }
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
-const LOWEST: f64 = -1e30;
+pub const LOWEST: f64 = -1e30;
 
 /// What the parts of each query weigh.
 struct Weighed<B: Backend> {

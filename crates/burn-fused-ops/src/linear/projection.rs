@@ -114,9 +114,7 @@ impl LinearOptions {
             texts::to_heads_text(device, dtype.into(), lengths, parts, bias)
         }))
     }
-}
 
-impl LinearOptions {
     /// Returns the plan of [`out_proj`].
     ///
     /// # Errors

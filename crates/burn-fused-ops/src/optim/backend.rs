@@ -107,12 +107,9 @@ pub(crate) mod kernels {
             }
             let tensors: Vec<_> = tensors.into_iter().map(into_contiguous).collect();
             let output = writable(output);
-            checked(optim::concat(
-                &output.client,
-                &tensors.iter().map(flat).collect::<Vec<_>>(),
-                &flat(&output),
-                first,
-            ));
+            let tensors: Vec<_> = tensors.iter().map(flat).collect();
+            let result = optim::concat(&output.client, &tensors, &flat(&output), first);
+            checked(result);
             output
         }
 
