@@ -216,13 +216,9 @@ pub(crate) mod tests {
                     }
                 }
                 let dropped = above(words, last);
-                for j in 0..8 {
-                    assert_eq!(
-                        dropped >> j & 1 == 0,
-                        first + j < threshold,
-                        "{threshold}, {}",
-                        first + j
-                    );
+                for (j, number) in (first..first + 8).enumerate() {
+                    let kept = dropped >> j & 1 == 0;
+                    assert_eq!(kept, number < threshold, "{threshold}, {number}");
                 }
             }
         }

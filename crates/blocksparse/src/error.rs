@@ -1,3 +1,14 @@
+/// Ends a call with [`LayoutError::Corrupt`], of these words, if a condition does not hold.
+macro_rules! ensure_sound {
+    ($holds:expr, $($what:tt)+) => {
+        match $holds {
+            true => {}
+            false => return Err(LayoutError::corrupt(format!($($what)+))),
+        }
+    };
+}
+pub(crate) use ensure_sound;
+
 /// Errors of patterns and layouts.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -63,7 +74,7 @@ impl LayoutError {
         }
     }
 
-    pub(crate) fn corrupt(what: impl Into<String>) -> Self {
-        Self::Corrupt { what: what.into() }
+    pub(crate) fn corrupt(what: String) -> Self {
+        Self::Corrupt { what }
     }
 }

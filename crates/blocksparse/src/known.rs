@@ -78,7 +78,7 @@ impl<K: PartialEq, V: Clone> Recent<K, V> {
 }
 
 /// Nothing that is locked here is left half changed by a panic.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -131,13 +131,9 @@ impl Rule {
     /// # Errors
     /// [`LayoutError::Argument`] if k is 0, a share is not in (0, 1], or a smallest number of blocks is above the largest.
     pub fn check(&self) -> Result<(), LayoutError> {
-        let share = |argument, share: f64| match share > 0.0 && share <= 1.0 {
-            true => Ok(()),
-            false => Err(LayoutError::argument(
-                argument,
-                "above 0 and at most 1",
-                share,
-            )),
+        let share = |argument, share: f64| {
+            crate::ensure! { LayoutError; share > 0.0 && share <= 1.0 => argument, "above 0 and at most 1", share; }
+            Ok(())
         };
         match self.keep {
             Budget::TopK(0) => Err(LayoutError::argument("k", "at least 1", 0)),

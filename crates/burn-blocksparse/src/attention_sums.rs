@@ -3,16 +3,13 @@
 use std::ops::Range;
 
 use blocksparse::BlockLayout;
-use burn::backend::Dispatch;
-use burn::tensor::Tensor;
 
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::plan;
 use crate::attention::tensors::AttentionTensors;
-use crate::base::dtype::sums_of;
+use crate::base::prelude::*;
 use crate::base::values::AccumulatedInputs;
 use crate::check::same_device;
-use crate::error::OpError;
 use crate::options::AttentionOptions;
 use crate::{check, upload};
 

@@ -1,11 +1,9 @@
 //! What arguments of a call must be.
 
 use blocksparse::BlockLayout;
-use burn::tensor::{Device, Tensor};
 
-use crate::base::device::served;
+use crate::base::prelude::*;
 use crate::call_layout::Layout;
-use crate::error::OpError;
 use crate::graph::seeds;
 use crate::options::{AttentionOptions, WeightsMode};
 

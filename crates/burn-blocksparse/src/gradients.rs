@@ -5,19 +5,15 @@
 //! backward pass is made of Burn's primitives and serves on the backend with autodiff as it does on the plain one.
 
 use blocksparse::BlockLayout;
-use burn::backend::Dispatch;
-use burn::tensor::Tensor;
 
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::plan::AttentionPlan;
 use crate::attention::tensors::AttentionTensors;
 use crate::attention::{call, scaled, shares_with};
-use crate::base::values::{
-    AttentionInputs, AttentionOutput, NeedsGrad, OptFloat, OutputGrads, SavedTensors,
-};
+use crate::base::prelude::*;
+use crate::base::values::{AttentionInputs, AttentionOutput, NeedsGrad, OutputGrads, SavedTensors};
 use crate::call_layout::Layout;
 use crate::check::same_device;
-use crate::error::OpError;
 use crate::merge::Shares;
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::{check, upload};
@@ -88,19 +84,16 @@ pub fn attention_gradients(
     tensors.check(&q, layout)?;
     let [batch, heads, seq_q, _] = q.dims();
     let expected = [batch, heads, seq_q, v.dims()[3]];
-    OpError::expect_same(
-        "grad_out's shape",
-        expected,
-        "the output's",
-        grad_out.dims(),
-    )?;
+    let got = grad_out.dims();
+    OpError::expect_same("grad_out's shape", expected, "the output's", got)?;
     OpError::expect_same("grad_out's dtype", q.dtype(), "q's", grad_out.dtype())?;
     let device = q.device();
     same_device("grad_out's device", &device, "q's", &grad_out.device())?;
     let mut options = options.weights(WeightsMode::Recompute);
     options.max_scores = false;
     let scores = tensors.clone().scores(&q);
-    let plan = AttentionPlan::choose(&q, &k, &v, &scores, Layout::Host(layout), &options)?.plan;
+    let host = Layout::Host(layout);
+    let plan = AttentionPlan::choose(&q, &k, &v, &scores, host, &options)?.plan;
     blocksparse::ensure! {
         OpError;
         !plan.is_kernels()
@@ -110,17 +103,9 @@ pub fn attention_gradients(
     }
 
     let inputs = [q.clone(), k.clone(), v.clone()];
-    let AttentionOutput { out, lse, .. } = call(
-        q,
-        k,
-        v,
-        scores.clone(),
-        None,
-        Layout::Host(layout),
-        options.clone(),
-    )?;
-    let own_out = Tensor::<4>::from_dispatch(out);
-    let own_lse = Tensor::<3>::from_dispatch(lse);
+    let made = call(q, k, v, scores.clone(), None, host, options.clone())?;
+    let own_out = Tensor::<4>::from_dispatch(made.out);
+    let own_lse = Tensor::<3>::from_dispatch(made.lse);
     // With sinks the output is a share of that without them, which depends on lse.
     let (out, by_out, by_lse, by_sinks) = match tensors.sinks.clone() {
         None => (own_out.clone(), grad_out, None, None),

@@ -20,7 +20,6 @@ pub use crate::choice::{allowed_blocks, checked, choose_rows, mask};
 pub use crate::graph::seeds::prepare_seed;
 pub use crate::merge::{merge_gathered_attention, merge_parts};
 pub use crate::options::DispatchMode;
-pub use crate::rows::reference::ranges;
 pub use crate::rows::{gather_rows, segment_sum};
 #[cfg(feature = "draw")]
 pub use blocksparse::font;
@@ -31,9 +30,15 @@ pub mod check {
     pub use crate::check::*;
 }
 
+/// What the files of an op name, in a sister crate.
+pub mod prelude {
+    pub use crate::base::prelude::*;
+    pub use crate::check::same_device;
+}
+
 /// Layouts on devices.
 pub mod upload {
-    pub use crate::upload::layout_tensors;
+    pub use crate::upload::{indices, layout_tensors};
 }
 
 /// The plan of a call on a device, by the text of kernels where the crate that asks is built with them.

@@ -1,15 +1,9 @@
 //! Attention over disjoint sets of keys, merged by lse.
 
-use burn::backend::Dispatch;
-use burn::tensor::{Int, Tensor};
-
-use crate::base::dtype::sums_of;
-use crate::error::OpError;
+use crate::base::prelude::*;
 use crate::rows::ops::RowOps;
+use crate::rows::reference::LOWEST;
 use crate::rows::values::{MergedOutput, MergedParts};
-
-/// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
-const LOWEST: f64 = -1e30;
 
 /// Merges two attentions of the same queries over disjoint keys into the attention over all of them:
 /// `out = (out_a · exp(lse_a) + out_b · exp(lse_b)) / (exp(lse_a) + exp(lse_b))`, `lse = ln(exp(lse_a) + exp(lse_b))`
@@ -110,12 +104,8 @@ pub fn merge_gathered_attention(
     OpError::expect_same("other_lse's dtype", accumulator, sums, other_lse.dtype())?;
     let device = own.device();
     OpError::expect_same("others' device", device, "own's", others.device())?;
-    Ok(merge_parts(
-        (own, own_lse),
-        (others, other_lse),
-        places,
-        choices,
-    ))
+    let (own, others) = ((own, own_lse), (others, other_lse));
+    Ok(merge_parts(own, others, places, choices))
 }
 
 /// [`merge_gathered_attention`] of what fits each other.

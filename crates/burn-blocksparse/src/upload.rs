@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 
 use blocksparse::BlockLayout;
-use burn::backend::Dispatch;
+use burn::backend::tensor::IntTensor;
+use burn::backend::{Backend, Dispatch};
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 
 use crate::base::values::{DynamicBlocks, KernelPlan, LayoutTensors};
@@ -78,6 +79,13 @@ pub fn layout_tensors(
         host: layout.clone(),
         plan: KernelPlan::default(),
     })
+}
+
+/// Indices that an op in primitives reads.
+pub fn indices<B: Backend>(device: &B::Device, indices: Vec<i32>) -> IntTensor<B> {
+    recording::doom_by_upload(device, "indices of an op in primitives");
+    let length = indices.len();
+    B::int_from_data(TensorData::new(indices, [length]), device)
 }
 
 /// The token of the element that stands for no mask table.

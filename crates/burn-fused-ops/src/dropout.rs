@@ -1,14 +1,10 @@
 //! Dropout of a tensor.
 
 use blocksparse::ElementDropout;
-use burn::backend::Dispatch;
-use burn::tensor::Tensor;
 
 use crate::norm::ops::NormOps;
 use crate::norm::{check_dropout, reference};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::prelude::*;
 
 /// Dropout of `x`, `[.., width]`: elements are retained with probability `1 − probability`, and then divided by that; the others become 0
 /// (Srivastava et al., 2014, with the division at training). Which are kept follows of the seed, the site and the place alone ([`ElementDropout`]), so
@@ -42,7 +38,6 @@ pub fn dropout<const D: usize>(
 ///
 /// # Errors
 /// As [`dropout`](dropout()).
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub fn explain<const D: usize>(x: &Tensor<D>, dropout: &ElementDropout) -> Result<OpPlan, OpError> {
     check(x, dropout)?;
     let sizes = reference::matrix(&x.shape());

@@ -6,7 +6,7 @@ use burn::tensor::{FloatDType, Shape};
 
 use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask, MOST_BRANCHES};
 use burn_blocksparse::internal::dtype::accumulate_in;
-use burn_blocksparse::internal::ranges;
+use burn_blocksparse::internal::prelude::Array;
 use burn_blocksparse::internal::values::ThreeFloats;
 
 /// The gates of each branch, `[batch, heads, seq, 1]`, in the dtype of sums.
@@ -14,14 +14,8 @@ fn columns<B: Backend>(
     gates: FloatTensor<B>,
     sums: FloatDType,
 ) -> impl Iterator<Item = FloatTensor<B>> {
-    let gates = B::float_cast(gates, sums);
-    let [batch, heads, seq, _] = gates.shape().dims();
-    (0..MOST_BRANCHES).map(move |branch| {
-        B::float_slice(
-            gates.clone(),
-            &ranges([batch, heads, seq], branch..branch + 1),
-        )
-    })
+    let gates = Array::<B>(gates).cast(sums);
+    (0..MOST_BRANCHES).map(move |branch| gates.clone().narrow(3, branch..branch + 1).0)
 }
 
 pub(crate) fn forward<B: Backend>(inputs: GatedInputs<B>) -> FloatTensor<B> {

@@ -60,12 +60,7 @@ fn moved_runs(run: &Run, places: &[u32]) -> Vec<Run> {
                 (last.stride, last.count) = (start - last.start, 2);
             }
             Some(last) if start == last.last() + last.stride => last.count += 1,
-            _ => moved.push(Run {
-                start,
-                stride: 1,
-                count: 1,
-                mask: run.mask,
-            }),
+            _ => moved.push(Run::one(start, run.mask)),
         }
     }
     moved

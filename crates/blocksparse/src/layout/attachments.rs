@@ -2,8 +2,10 @@
 
 use std::any::{Any, TypeId, type_name};
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
+
+use crate::known::lock;
 
 /// A slot for each type. The map is locked only while a slot is looked up, so that what makes a value may use the layout and ask for
 /// values of other types.
@@ -139,9 +141,4 @@ impl<T> Drop for Making<'_, T> {
         waiting.retain(|waiting| waiting.slot != address);
         self.slot.changed.notify_all();
     }
-}
-
-/// Nothing that is locked here is left half changed by a panic.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

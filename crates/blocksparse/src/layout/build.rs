@@ -110,12 +110,7 @@ impl BlockLayout {
                         }
                     };
                     if let Some(mask) = masks.intern(mask) {
-                        rows.push(Run {
-                            start: kv_block as u32,
-                            stride: 1,
-                            count: 1,
-                            mask,
-                        });
+                        rows.push(Run::one(kv_block as u32, mask));
                     }
                 }
                 rows.end_row();

@@ -23,12 +23,7 @@ impl Columns {
                             current.count += 1;
                         }
                         _ => {
-                            let fresh = Run {
-                                start: q_block,
-                                stride: 1,
-                                count: 1,
-                                mask: run.mask,
-                            };
+                            let fresh = Run::one(q_block, run.mask);
                             if let Some(done) = slot.replace(fresh) {
                                 closed.push((column, done));
                             }

@@ -23,27 +23,37 @@ const CAPTION: u32 = 40;
 const LARGE: usize = 50;
 const SMALL: usize = 68;
 
+/// Files of what has a `picture_size` and can `draw` itself.
+macro_rules! saves_pictures {
+    ($layout:ty) => {
+        impl $layout {
+            /// Draws the layout into a PNG file.
+            ///
+            /// # Errors
+            /// [`LayoutError::Draw`] if the file cannot be written.
+            pub fn save_png(&self, path: impl AsRef<std::path::Path>) -> Result<(), LayoutError> {
+                let path = path.as_ref();
+                let area = BitMapBackend::new(path, self.picture_size()).into_drawing_area();
+                self.draw(&area).map_err(|reason| draw_error(path, reason))
+            }
+
+            /// Draws the layout into an SVG file.
+            ///
+            /// # Errors
+            /// [`LayoutError::Draw`] if the file cannot be written.
+            pub fn save_svg(&self, path: impl AsRef<std::path::Path>) -> Result<(), LayoutError> {
+                let path = path.as_ref();
+                let area = SVGBackend::new(path, self.picture_size()).into_drawing_area();
+                self.draw(&area).map_err(|reason| draw_error(path, reason))
+            }
+        }
+    };
+}
+pub(crate) use saves_pictures;
+
+saves_pictures!(BlockLayout);
+
 impl BlockLayout {
-    /// Draws the layout into a PNG file.
-    ///
-    /// # Errors
-    /// [`LayoutError::Draw`] if the file cannot be written.
-    pub fn save_png(&self, path: impl AsRef<Path>) -> Result<(), LayoutError> {
-        let path = path.as_ref();
-        let area = BitMapBackend::new(path, self.picture_size()).into_drawing_area();
-        self.draw(&area).map_err(|reason| draw_error(path, reason))
-    }
-
-    /// Draws the layout into an SVG file.
-    ///
-    /// # Errors
-    /// [`LayoutError::Draw`] if the file cannot be written.
-    pub fn save_svg(&self, path: impl AsRef<Path>) -> Result<(), LayoutError> {
-        let path = path.as_ref();
-        let area = SVGBackend::new(path, self.picture_size()).into_drawing_area();
-        self.draw(&area).map_err(|reason| draw_error(path, reason))
-    }
-
     fn panels(&self) -> usize {
         self.num_patterns().min(MAX_PANELS)
     }

@@ -141,23 +141,7 @@ impl Grid {
                     return self.whole(pattern, inside, known);
                 }
             }
-            Pattern::Dense
-            | Pattern::Causal
-            | Pattern::Local { .. }
-            | Pattern::Strided { .. }
-            | Pattern::Fixed { .. }
-            | Pattern::PrefixLm { .. }
-            | Pattern::Streaming { .. }
-            | Pattern::Window { .. }
-            | Pattern::Chunked { .. }
-            | Pattern::Global { .. }
-            | Pattern::GlobalKeys { .. }
-            | Pattern::Columns { .. }
-            | Pattern::Rows { .. }
-            | Pattern::VerticalSlash { .. }
-            | Pattern::Documents { .. }
-            | Pattern::RandomBlocks { .. }
-            | Pattern::FromFn(_) => {}
+            _ => {}
         }
         if pattern.row_bits(head, i0, j0, b).is_some() {
             let bits = |r| pattern.row_bits(head, i0 + r as i64, j0, b).unwrap_or(0);
@@ -249,12 +233,8 @@ fn expand(
         Cells::Cycle(cycle) => {
             let period = cycle.len();
             for first in start..end.min(start + period) {
-                emit(
-                    cycle[first % period],
-                    first,
-                    period,
-                    (end - 1 - first) / period + 1,
-                );
+                let count = (end - 1 - first) / period + 1;
+                emit(cycle[first % period], first, period, count);
             }
         }
     }
@@ -273,12 +253,8 @@ pub(super) fn natural_layout(
     let rows = (0..distinct.min(shape.heads))
         .map(|head| grid.build(pattern, head, &mut masks))
         .collect();
-    Ok(BlockLayout::from_heads(
-        pattern.to_string(),
-        shape,
-        rows,
-        masks,
-    ))
+    let name = pattern.to_string();
+    Ok(BlockLayout::from_heads(name, shape, rows, masks))
 }
 
 /// Head `h` has pattern `heads[h]`, or keeps nothing.

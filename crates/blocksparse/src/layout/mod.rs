@@ -32,13 +32,14 @@ use serde::{Deserialize, Serialize};
 use attachments::Attachments;
 use builder::LayoutBuilder;
 use columns::Columns;
-use rows::{RowRuns, entries};
+use rows::RowRuns;
 
 pub(crate) use at_places::NOWHERE;
 pub use choice::{BlockSource, DeviceChoice, PositionMask, TALLEST};
 pub(crate) use mask::MaskInterner;
 pub use mask::{BlockMask, FULL};
 pub use restriction::PaddingMask;
+pub(crate) use rows::entries;
 pub use rows::{Entry, Run};
 pub use shape::LayoutShape;
 

@@ -1,17 +1,17 @@
 //! The query heads of one key head, one after the other in the sequence.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 
 use super::BlockLayout;
 use super::builder::LayoutBuilder;
 use super::mask::{BlockMask, MaskInterner};
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
+use crate::known::Slots;
 
 /// Layouts that were packed, by their heads of keys.
 #[derive(Default)]
-struct Packed(Mutex<HashMap<usize, Option<BlockLayout>>>);
+struct Packed(Slots<usize, Option<Option<BlockLayout>>>);
 
 impl BlockLayout {
     /// The same attention with `kv_heads` heads: query `i` of the `h`-th head that shares a key head becomes query `h · seq_q + i`. In
@@ -34,9 +34,9 @@ impl BlockLayout {
     /// ```
     pub fn pack_heads(&self, kv_heads: usize) -> Option<BlockLayout> {
         let known = self.attachment(Packed::default);
-        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let packed = known.entry(kv_heads).or_insert_with(|| self.pack(kv_heads));
-        packed.clone()
+        let pack =
+            |packed: &mut Option<_>| packed.get_or_insert_with(|| self.pack(kv_heads)).clone();
+        known.0.with(kv_heads, pack)
     }
 
     fn pack(&self, kv_heads: usize) -> Option<BlockLayout> {

@@ -80,23 +80,7 @@ impl Windows {
                     _ => false,
                 }
             }
-            Pattern::Dense
-            | Pattern::Causal
-            | Pattern::Fixed { .. }
-            | Pattern::PrefixLm { .. }
-            | Pattern::Streaming { .. }
-            | Pattern::Window { .. }
-            | Pattern::Chunked { .. }
-            | Pattern::Global { .. }
-            | Pattern::GlobalKeys { .. }
-            | Pattern::Columns { .. }
-            | Pattern::Rows { .. }
-            | Pattern::VerticalSlash { .. }
-            | Pattern::Documents { .. }
-            | Pattern::Packed { .. }
-            | Pattern::RandomBlocks { .. }
-            | Pattern::PerHead(_)
-            | Pattern::FromFn(_) => false,
+            _ => false,
         }
     }
 }

@@ -49,13 +49,8 @@ impl BlockLayout {
     /// As [`Self::mask_padding`]; also if a length is above `seq_kv`.
     pub fn with_key_padding(&self, lengths: &[usize]) -> Result<Self, LayoutError> {
         let seq = self.seq_kv();
-        if let Some(length) = lengths.iter().find(|&&length| length > seq) {
-            return Err(LayoutError::argument(
-                "lengths",
-                format!("at most {seq}, seq_kv"),
-                length,
-            ));
-        }
+        let most = lengths.iter().max().copied().unwrap_or(0);
+        crate::ensure! { LayoutError; most <= seq => "lengths", format!("at most {seq}, seq_kv"), most; }
         let entries: Vec<PaddingMask> = (lengths.iter())
             .map(|&length| PaddingMask::default().keys((0..seq).map(|j| j < length)))
             .collect();
@@ -76,12 +71,8 @@ impl BlockLayout {
                 ("queries", &entry.queries, "seq_q", self.seq_q()),
                 ("keys", &entry.keys, "seq_kv", self.seq_kv()),
             ] {
-                if let Some(list) = list
-                    && list.len() != seq
-                {
-                    let expected = format!("{seq} long, {name}");
-                    return Err(LayoutError::argument(argument, expected, list.len()));
-                }
+                let length = list.as_ref().map_or(seq, Vec::len);
+                crate::ensure! { LayoutError; length == seq => argument, format!("{seq} long, {name}"), length; }
             }
         }
         Ok(())

@@ -16,6 +16,16 @@ pub struct Run {
 }
 
 impl Run {
+    /// One block.
+    pub(crate) fn one(start: u32, mask: u32) -> Self {
+        Self {
+            start,
+            stride: 1,
+            count: 1,
+            mask,
+        }
+    }
+
     /// The run's blocks, in order.
     pub fn blocks(&self) -> impl ExactSizeIterator<Item = u32> + use<> {
         let Self { start, stride, .. } = *self;

@@ -11,6 +11,7 @@ use std::hash::{BuildHasher, RandomState};
 use super::rows::Run;
 use super::{BlockLayout, Part, Residue};
 use crate::LayoutError;
+use crate::error::ensure_sound;
 
 /// A prime.
 const FIELD: u64 = (1 << 61) - 1;
@@ -137,7 +138,6 @@ impl<'a> Rows<'a> {
 
 /// Checks that parts have a layout's pairs, each once.
 pub(super) fn check(whole: &BlockLayout, parts: &[Part]) -> Result<(), LayoutError> {
-    let corrupt = |index: usize, what: &str| LayoutError::corrupt(format!("part {index}: {what}"));
     for (index, Part { layout, residue }) in parts.iter().enumerate() {
         let alike = [whole.seq_q(), whole.seq_kv()];
         let lists = match residue {
@@ -154,9 +154,10 @@ pub(super) fn check(whole: &BlockLayout, parts: &[Part]) -> Result<(), LayoutErr
                     && places == Some(layout.seq_kv())
             }
         };
-        if !lists || layout.heads() != whole.heads() || layout.batch() != whole.batch() {
-            return Err(corrupt(index, "must be of the layout's sizes"));
-        }
+        ensure_sound!(
+            lists && layout.heads() == whole.heads() && layout.batch() == whole.batch(),
+            "part {index}: must be of the layout's sizes"
+        );
     }
     let x = RandomState::new().hash_one(0u64) % (FIELD - 2) + 2;
     let mut of_whole = Rows::new(whole, None, whole.seq_q(), x);
@@ -176,18 +177,20 @@ pub(super) fn check(whole: &BlockLayout, parts: &[Part]) -> Result<(), LayoutErr
             let mut left = of_whole.of_pattern(pattern).expect("positions in order");
             for (index, (rows, pattern)) in of_parts.iter_mut().zip(of_head).enumerate() {
                 let values = rows.of_pattern(pattern);
-                let values = values.ok_or_else(|| {
-                    corrupt(index, "must have runs of one class, of queries that exist")
-                })?;
-                for (left, value) in left.iter_mut().zip(values) {
+                ensure_sound!(
+                    values.is_some(),
+                    "part {index}: must have runs of one class, of queries that exist"
+                );
+                for (left, value) in left.iter_mut().zip(values.into_iter().flatten()) {
                     *left = add(*left, (FIELD - value) % FIELD);
                 }
             }
-            if let Some(row) = left.iter().position(|&left| left != 0) {
-                return Err(LayoutError::corrupt(format!(
-                    "parts must have the layout's pairs, each once; those of query {row} of head {head} are others"
-                )));
-            }
+            let other = left.iter().position(|&left| left != 0);
+            ensure_sound!(
+                other.is_none(),
+                "parts must have the layout's pairs, each once; those of query {} of head {head} are others",
+                other.unwrap_or(0)
+            );
         }
     }
     Ok(())

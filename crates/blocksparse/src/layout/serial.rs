@@ -9,6 +9,7 @@ use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
 use super::{BlockLayout, HeadPattern, Part, Residue, same_pairs};
 use crate::LayoutError;
+use crate::error::ensure_sound;
 
 const VERSION: u32 = 1;
 
@@ -61,12 +62,11 @@ impl TryFrom<LayoutData> for BlockLayout {
     type Error = LayoutError;
 
     fn try_from(data: LayoutData) -> Result<Self, LayoutError> {
-        if data.version != VERSION {
-            return Err(LayoutError::corrupt(format!(
-                "version must be {VERSION}, got {}",
-                data.version
-            )));
-        }
+        let version = data.version;
+        ensure_sound!(
+            version == VERSION,
+            "version must be {VERSION}, got {version}"
+        );
         data.shape.validate()?;
         let masks = read_masks(&data)?;
         check_heads(&data)?;
@@ -93,12 +93,11 @@ impl TryFrom<LayoutData> for BlockLayout {
 
 fn read_parts(parts: Vec<PartData>) -> Result<Vec<Part>, LayoutError> {
     let read = |(index, part): (usize, PartData)| {
-        if !part.layout.parts.is_empty() {
-            return Err(LayoutError::corrupt(format!(
-                "part {index} must have no parts of its own, got {}",
-                part.layout.parts.len()
-            )));
-        }
+        let own = part.layout.parts.len();
+        ensure_sound!(
+            own == 0,
+            "part {index} must have no parts of its own, got {own}"
+        );
         let residue = part
             .residue
             .map(|[stride, class_len]| Residue { stride, class_len });
@@ -110,22 +109,20 @@ fn read_parts(parts: Vec<PartData>) -> Result<Vec<Part>, LayoutError> {
 
 fn read_masks(data: &LayoutData) -> Result<Vec<BlockMask>, LayoutError> {
     let b = data.shape.block_size;
-    let words = b * b / 64;
-    if !data.masks.len().is_multiple_of(words) {
-        return Err(LayoutError::corrupt(format!(
-            "masks must be a multiple of {words} words long, got {}",
-            data.masks.len()
-        )));
-    }
+    let (words, all) = (b * b / 64, data.masks.len());
+    ensure_sound!(
+        all.is_multiple_of(words),
+        "masks must be a multiple of {words} words long, got {all}"
+    );
     let mut masks = vec![BlockMask::corner(b, b, b)];
     for (index, words) in data.masks.chunks(words).enumerate() {
         let mask = BlockMask::from_words(b, words);
-        if mask.is_empty() || mask.is_full() {
-            return Err(LayoutError::corrupt(format!(
-                "mask {} must be neither empty nor full",
-                index + 1
-            )));
-        }
+        let is_partial = !mask.is_empty() && !mask.is_full();
+        ensure_sound!(
+            is_partial,
+            "mask {} must be neither empty nor full",
+            index + 1
+        );
         masks.push(mask);
     }
     Ok(masks)
@@ -133,21 +130,18 @@ fn read_masks(data: &LayoutData) -> Result<Vec<BlockMask>, LayoutError> {
 
 fn check_heads(data: &LayoutData) -> Result<(), LayoutError> {
     let heads = data.shape.heads;
-    let expected = data.batch.unwrap_or(1).checked_mul(heads);
-    if data.batch == Some(0) || expected != Some(data.head_patterns.len()) {
-        return Err(LayoutError::corrupt(format!(
-            "head_patterns must have one entry per head and batch entry ({heads} heads, batch {:?}), got {}",
-            data.batch,
-            data.head_patterns.len()
-        )));
-    }
+    let (batch, got) = (data.batch, data.head_patterns.len());
+    ensure_sound!(
+        batch != Some(0) && batch.unwrap_or(1).checked_mul(heads) == Some(got),
+        "head_patterns must have one entry per head and batch entry ({heads} heads, batch {batch:?}), got {got}"
+    );
     let patterns = data.patterns.len();
-    match (data.head_patterns.iter()).find(|&&p| p as usize >= patterns) {
-        Some(p) => Err(LayoutError::corrupt(format!(
-            "head_patterns must be below the {patterns} patterns, got {p}"
-        ))),
-        None => Ok(()),
-    }
+    let most = data.head_patterns.iter().copied().max().unwrap_or(0);
+    ensure_sound!(
+        (most as usize) < patterns,
+        "head_patterns must be below the {patterns} patterns, got {most}"
+    );
+    Ok(())
 }
 
 /// Offsets in order, blocks in range and at most once per row, masks in range and inside the edges.
@@ -157,50 +151,44 @@ fn check_rows(
     masks: &[BlockMask],
     grid: &Grid,
 ) -> Result<(), LayoutError> {
-    let corrupt = |what: String| LayoutError::corrupt(format!("pattern {index}: {what}"));
     let (q_blocks, kv_blocks) = (grid.q_blocks(), grid.kv_blocks());
     let (offsets, runs) = (&pattern.run_offsets, &pattern.runs);
     let in_order = offsets.windows(2).all(|w| w[0] <= w[1]);
-    if offsets.len() != q_blocks + 1
-        || offsets[0] != 0
-        || offsets[q_blocks] != runs.len()
-        || !in_order
-    {
-        return Err(corrupt(format!(
-            "run_offsets must rise from 0 to {} in {} entries",
-            runs.len(),
-            q_blocks + 1
-        )));
-    }
+    let ends = offsets.first() == Some(&0) && offsets.last() == Some(&runs.len());
+    ensure_sound!(
+        offsets.len() == q_blocks + 1 && ends && in_order,
+        "pattern {index}: run_offsets must rise from 0 to {} in {} entries",
+        runs.len(),
+        q_blocks + 1
+    );
     for q_block in 0..q_blocks {
         let row = &runs[offsets[q_block]..offsets[q_block + 1]];
         for run in row {
             let last = u64::from(run.start)
                 + u64::from(run.count.saturating_sub(1)) * u64::from(run.stride);
-            if run.count == 0 || run.stride == 0 || last >= kv_blocks as u64 {
-                return Err(corrupt(format!(
-                    "row {q_block}: {run:?} must stay below the {kv_blocks} key blocks, with positive stride and count"
-                )));
-            }
-            let Some(mask) = masks.get(run.mask as usize) else {
-                return Err(corrupt(format!(
-                    "row {q_block}: mask must be below {}, got {}",
-                    masks.len(),
-                    run.mask
-                )));
-            };
+            ensure_sound!(
+                run.count > 0 && run.stride > 0 && last < kv_blocks as u64,
+                "pattern {index}: row {q_block}: {run:?} must stay below the {kv_blocks} key blocks, with positive stride and count"
+            );
+            let mask = masks.get(run.mask as usize);
+            ensure_sound!(
+                mask.is_some(),
+                "pattern {index}: row {q_block}: mask must be below {}, got {}",
+                masks.len(),
+                run.mask
+            );
             // Of a run, only the last block can be on the edge of the keys; on that of the queries all are.
-            if !inside(mask, run.mask, grid, q_block, last as usize) {
-                return Err(corrupt(format!(
-                    "row {q_block}: the mask of key block {last} allows pairs beyond seq_q or seq_kv"
-                )));
-            }
+            ensure_sound!(
+                mask.is_some_and(|mask| inside(mask, run.mask, grid, q_block, last as usize)),
+                "pattern {index}: row {q_block}: the mask of key block {last} allows pairs beyond seq_q or seq_kv"
+            );
         }
-        if let Some(block) = repeated(row) {
-            return Err(corrupt(format!(
-                "row {q_block}: key block {block} occurs twice"
-            )));
-        }
+        let twice = repeated(row);
+        ensure_sound!(
+            twice.is_none(),
+            "pattern {index}: row {q_block}: key block {} occurs twice",
+            twice.unwrap_or(0)
+        );
     }
     Ok(())
 }

@@ -18,11 +18,11 @@ impl BlockLayout {
         choice: DeviceChoice,
         within: &BlockLayout,
     ) -> Result<Self, LayoutError> {
-        if within.device_choice().is_some() {
-            let (expected, got) = ("built on the host", within.name());
-            return Err(LayoutError::argument("within", expected, got));
+        crate::ensure! {
+            LayoutError;
+            within.device_choice().is_none() => "within", "built on the host", within.name();
+            !choice.causal => "choice", "not causal within another layout", "causal";
         }
-        crate::ensure! { LayoutError; !choice.causal => "choice", "not causal within another layout", "causal"; }
         let expected = within.patterns_within(choice.patterns)?;
         crate::ensure! {
             LayoutError;
@@ -108,13 +108,9 @@ impl BlockLayout {
         batch: Option<usize>,
         mut mask: impl FnMut(usize, usize, usize, &Run, &mut MaskInterner) -> Option<u32>,
     ) -> Result<Self, LayoutError> {
-        if let (Some(own), Some(batch)) = (self.batch(), batch)
-            && own != batch
-        {
-            let expected = format!("{own}, the layout's");
-            return Err(LayoutError::argument("batch", expected, batch));
-        }
-        let batch = self.batch().or(batch);
+        let own = self.batch().or(batch);
+        crate::ensure! { LayoutError; batch.is_none_or(|_| batch == own) => "batch", format!("{}, the layout's", own.unwrap_or(1)), batch.unwrap_or(1); }
+        let batch = own;
         let mut builder = LayoutBuilder::new(MaskInterner::of(self.masks().to_vec()));
         for entry in 0..batch.unwrap_or(1) {
             for head in 0..self.heads() {
@@ -122,12 +118,7 @@ impl BlockLayout {
                 let mut rows = RowRuns::new();
                 for q_block in 0..self.q_blocks() {
                     for block in whole.row(q_block) {
-                        let mut run = Run {
-                            start: block.block,
-                            stride: 1,
-                            count: 1,
-                            mask: block.mask,
-                        };
+                        let mut run = Run::one(block.block, block.mask);
                         if let Some(mask) = mask(entry, head, q_block, &run, &mut builder.masks) {
                             run.mask = mask;
                             rows.push(run);

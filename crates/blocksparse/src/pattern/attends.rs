@@ -17,15 +17,9 @@ impl Pattern {
             Self::Causal => j <= i,
             Self::Local { window } => j <= i && distance < *window as i64,
             Self::Strided { stride } => j <= i && divides(*stride as i64, distance),
-            Self::Fixed {
-                stride,
-                columns,
-                num_verts,
-            } => {
+            Self::Fixed { stride, .. } => {
                 let window = |p: i64| p.checked_div_euclid(*stride as i64);
-                j <= i
-                    && (window(i) == window(j)
-                        || is_in_group(j, *stride, *columns, head, *num_verts))
+                j <= i && (window(i) == window(j) || self.has_in_group(head, j))
             }
             Self::PrefixLm { prefix } => j < *prefix as i64 || j <= i,
             Self::Streaming { window, sink } => {
@@ -47,16 +41,8 @@ impl Pattern {
             }
             Self::Global { ranges } => is_in(ranges, i) || is_in(ranges, j),
             Self::GlobalKeys { ranges } => is_in(ranges, j),
-            Self::Columns {
-                stride,
-                columns,
-                num_verts,
-            } => is_in_group(j, *stride, *columns, head, *num_verts),
-            Self::Rows {
-                stride,
-                rows,
-                num_verts,
-            } => is_in_group(i, *stride, *rows, head, *num_verts),
+            Self::Columns { .. } => self.has_in_group(head, j),
+            Self::Rows { .. } => self.has_in_group(head, i),
             Self::VerticalSlash { vertical, slash } => {
                 let has = |list: &[usize], x: i64| {
                     usize::try_from(x).is_ok_and(|x| list.binary_search(&x).is_ok())
@@ -96,17 +82,7 @@ impl Pattern {
             Self::Union(parts) | Self::PerHead(parts) => parts.iter().all(Self::is_causal),
             Self::Intersection(parts) => parts.iter().any(Self::is_causal),
             Self::Packed { pattern, .. } => pattern.is_causal(),
-            Self::Dense
-            | Self::PrefixLm { .. }
-            | Self::Window { .. }
-            | Self::Chunked { .. }
-            | Self::Global { .. }
-            | Self::GlobalKeys { .. }
-            | Self::Columns { .. }
-            | Self::Rows { .. }
-            | Self::Documents { .. }
-            | Self::RandomBlocks { .. }
-            | Self::FromFn(_) => false,
+            _ => false,
         }
     }
 
@@ -156,22 +132,7 @@ impl Pattern {
                 let drawn = self.random_row(head, i.div_euclid(block)).into_iter();
                 drawn.fold(0, |bits, j| bits | span(j * block, (j + 1) * block))
             }
-            Self::Dense
-            | Self::Causal
-            | Self::Local { .. }
-            | Self::Strided { .. }
-            | Self::Fixed { .. }
-            | Self::PrefixLm { .. }
-            | Self::Streaming { .. }
-            | Self::Window { .. }
-            | Self::Chunked { .. }
-            | Self::Columns { .. }
-            | Self::Rows { .. }
-            | Self::Packed { .. }
-            | Self::Union(_)
-            | Self::Intersection(_)
-            | Self::PerHead(_)
-            | Self::FromFn(_) => return None,
+            _ => return None,
         })
     }
 
@@ -229,23 +190,6 @@ pub(super) fn is_in(ranges: &[(usize, usize)], position: i64) -> bool {
         let after = ranges.partition_point(|&(first, _)| first <= p);
         after > 0 && p < ranges[after - 1].1
     })
-}
-
-/// Returns whether a position is of the head's group, of `num_verts` that are counted from the end of its window.
-pub(super) fn is_in_group(
-    position: i64,
-    stride: usize,
-    width: usize,
-    head: usize,
-    num_verts: usize,
-) -> bool {
-    let stride = stride as i64;
-    let from_end = position
-        .checked_rem_euclid(stride)
-        .map(|at| stride.wrapping_sub(1).wrapping_sub(at));
-    let group = from_end.and_then(|at| at.checked_div(width as i64));
-    let own = head.checked_rem(num_verts).map(|vert| vert as i64);
-    group.is_some() && group == own
 }
 
 /// How many documents begin up to a position.

@@ -22,15 +22,7 @@ impl Pattern {
                     (period / gcd(period, other)).checked_mul(other)
                 })
             }
-            Self::PrefixLm { .. }
-            | Self::Streaming { .. }
-            | Self::Global { .. }
-            | Self::GlobalKeys { .. }
-            | Self::VerticalSlash { .. }
-            | Self::Documents { .. }
-            | Self::Packed { .. }
-            | Self::RandomBlocks { .. }
-            | Self::FromFn(_) => None,
+            _ => None,
         }
     }
 

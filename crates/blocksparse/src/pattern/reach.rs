@@ -1,7 +1,7 @@
 //! How far rows and columns reach in a sequence without an end: what a cache of keys may stop at, and what it may forget.
 
 use super::Pattern;
-use super::attends::{document, document_start, is_in, is_in_group, of_head};
+use super::attends::{document, document_start, is_in, of_head};
 
 /// The last position of a row's keys, or of a column's queries, in a sequence that goes on for ever. Ordered: later is greater.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -66,14 +66,7 @@ impl Pattern {
             Self::Global { ranges } if is_in(ranges, i) => LastUse::Always,
             Self::Global { ranges } | Self::GlobalKeys { ranges } => last_of(ranges),
             Self::Columns { .. } => LastUse::Always,
-            Self::Rows {
-                stride,
-                rows,
-                num_verts,
-            } => match is_in_group(i, *stride, *rows, head, *num_verts) {
-                true => LastUse::Always,
-                false => LastUse::Never,
-            },
+            Self::Rows { .. } => always_if(self.has_in_group(head, i)),
             Self::VerticalSlash { vertical, slash } => {
                 let columns = vertical.partition_point(|&v| v as i64 <= i);
                 let column = vertical[..columns].last().map(|&v| v as i64);
@@ -119,21 +112,12 @@ impl Pattern {
             | Self::PrefixLm { .. }
             | Self::Rows { .. }
             | Self::FromFn(_) => LastUse::Always,
-            Self::Local { window } => {
+            Self::Streaming { sink, .. } if j < *sink as i64 => LastUse::Always,
+            Self::Local { window } | Self::Streaming { window, .. } => {
                 LastUse::At(j.saturating_add((*window as i64).saturating_sub(1)))
             }
-            Self::Fixed {
-                stride,
-                columns,
-                num_verts,
-            } => match is_in_group(j, *stride, *columns, head, *num_verts) {
-                true => LastUse::Always,
-                false => LastUse::At(chunk_end(j, *stride, 0)),
-            },
-            Self::Streaming { window, sink } => match j < *sink as i64 {
-                true => LastUse::Always,
-                false => LastUse::At(j.saturating_add((*window as i64).saturating_sub(1))),
-            },
+            Self::Fixed { .. } if self.has_in_group(head, j) => LastUse::Always,
+            Self::Fixed { stride, .. } => LastUse::At(chunk_end(j, *stride, 0)),
             Self::Window { reach, dilation } => {
                 LastUse::At(j.saturating_add((*reach as i64).saturating_mul(*dilation as i64)))
             }
@@ -143,14 +127,7 @@ impl Pattern {
             }
             Self::Global { ranges } => last_of(ranges),
             Self::GlobalKeys { .. } => LastUse::Never,
-            Self::Columns {
-                stride,
-                columns,
-                num_verts,
-            } => match is_in_group(j, *stride, *columns, head, *num_verts) {
-                true => LastUse::Always,
-                false => LastUse::Never,
-            },
+            Self::Columns { .. } => always_if(self.has_in_group(head, j)),
             Self::VerticalSlash { vertical, slash } => {
                 let is_column =
                     usize::try_from(j).is_ok_and(|j| vertical.binary_search(&j).is_ok());
@@ -253,20 +230,7 @@ impl Pattern {
                 Some(&(first, _)) if (first as i64) < t => LastUse::Always,
                 _ => last_of(ranges),
             },
-            Self::Rows {
-                stride,
-                rows,
-                num_verts,
-            } => {
-                // The group's first row is so far from its window's end.
-                let group = head.checked_rem(*num_verts).unwrap_or(0) as i64;
-                let from_end = (*rows as i64).saturating_mul(group + 1);
-                let first = (*stride as i64).saturating_sub(from_end).max(0);
-                match first < t && is_in_group(first, *stride, *rows, head, *num_verts) {
-                    true => LastUse::Always,
-                    false => LastUse::Never,
-                }
-            }
+            Self::Rows { .. } => always_if(self.group(head).is_some_and(|rows| rows.start < t)),
             Self::Packed { starts, pattern } => {
                 // Earlier documents end before `t`.
                 let last = t - 1;
@@ -342,6 +306,13 @@ impl Pattern {
         last.map_or(LastUse::Never, |last| {
             LastUse::At(chunk_end(last.saturating_mul(block as i64), block, 0))
         })
+    }
+}
+
+fn always_if(is: bool) -> LastUse {
+    match is {
+        true => LastUse::Always,
+        false => LastUse::Never,
     }
 }
 

@@ -1,5 +1,6 @@
 //! The zones of strides: of what repeats after a number of positions.
 
+use super::Pattern;
 use super::cells::{BlockRow, Cell, Cells, Zone, merge};
 use crate::arith::gcd;
 
@@ -52,25 +53,57 @@ pub(super) fn strided_cycle(row: &BlockRow, stride: i64) -> Vec<Cell> {
         .collect()
 }
 
-/// The columns of each window that are a head's, whatever the query: [`is_in_group`](super::attends::is_in_group) as an interval.
-pub(super) struct ColumnGroup {
+/// The columns of each window that are a head's, whatever the query; of [`Pattern::Rows`] the rows.
+pub(super) struct Group {
     /// Width of a window.
     stride: i64,
     /// Where the columns begin in their window.
-    start: i64,
+    pub start: i64,
     /// How many they are.
     width: i64,
 }
 
-impl ColumnGroup {
-    pub(super) fn new(stride: usize, width: usize, head: usize, num_verts: usize) -> Self {
-        Self {
-            stride: stride as i64,
-            start: (stride - (head % num_verts + 1) * width) as i64,
-            width: width as i64,
-        }
+impl Pattern {
+    /// The group of a head, of a pattern whose heads have groups in turn, counted from the end of a window.
+    pub(super) fn group(&self, head: usize) -> Option<Group> {
+        let (stride, width, num_verts) = match self {
+            Self::Fixed {
+                stride,
+                columns,
+                num_verts,
+            }
+            | Self::Columns {
+                stride,
+                columns,
+                num_verts,
+            } => (stride, columns, num_verts),
+            Self::Rows {
+                stride,
+                rows,
+                num_verts,
+            } => (stride, rows, num_verts),
+            _ => return None,
+        };
+        let number = head.checked_rem(*num_verts)?;
+        let from_end = number.checked_add(1)?.checked_mul(*width)?;
+        Some(Group {
+            stride: *stride as i64,
+            start: stride.checked_sub(from_end)? as i64,
+            width: *width as i64,
+        })
     }
 
+    /// Returns whether a position is of the head's [group](Self::group).
+    pub(super) fn has_in_group(&self, head: usize, position: i64) -> bool {
+        self.group(head).is_some_and(|group| {
+            let columns = group.start..group.start.wrapping_add(group.width);
+            let at = position.checked_rem_euclid(group.stride);
+            at.is_some_and(|at| columns.contains(&at))
+        })
+    }
+}
+
+impl Group {
     pub(super) fn zones(&self, row: &BlockRow) -> Vec<Zone> {
         match comes_round(row, self.stride) {
             true => row.all(Cells::Cycle(self.cycle(row))),

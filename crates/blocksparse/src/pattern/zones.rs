@@ -15,9 +15,9 @@
 //! ```
 
 use super::Pattern;
-use super::attends::{document, document_start, is_in, is_in_group};
+use super::attends::{document, document_start, is_in};
 use super::cells::{BlockRow, Cell, Cells, Zone, merge};
-use super::repeats::{ColumnGroup, comes_round, diagonals, strided, strided_cycle};
+use super::repeats::{comes_round, diagonals, strided, strided_cycle};
 
 impl Pattern {
     /// The zones of a block row, covering `0..row.kv_blocks` in order.
@@ -34,16 +34,11 @@ impl Pattern {
                 Cell::union,
             ),
             Self::Strided { stride } => strided(row, *stride as i64),
-            Self::Fixed {
-                stride,
-                columns,
-                num_verts,
-            } => {
-                let kept = ColumnGroup::new(*stride, *columns, head, *num_verts);
+            Self::Fixed { stride, .. } => {
                 let stride = *stride as i64;
                 merge(
                     row.interval(|p| p.div_euclid(stride) * stride, causal),
-                    kept.causal_zones(row),
+                    self.group(head).expect(VALID).causal_zones(row),
                     Cell::union,
                 )
             }
@@ -74,16 +69,8 @@ impl Pattern {
                 Cell::union,
             ),
             Self::GlobalKeys { ranges } => row.marked(ranges.iter().map(whole)),
-            Self::Columns {
-                stride,
-                columns,
-                num_verts,
-            } => ColumnGroup::new(*stride, *columns, head, *num_verts).zones(row),
-            Self::Rows {
-                stride,
-                rows,
-                num_verts,
-            } => row.whole_rows(|p| is_in_group(p, *stride, *rows, head, *num_verts)),
+            Self::Columns { .. } => self.group(head).expect(VALID).zones(row),
+            Self::Rows { .. } => row.whole_rows(|p| self.has_in_group(head, p)),
             Self::VerticalSlash { vertical, slash } => {
                 let columns = vertical
                     .iter()
@@ -115,6 +102,8 @@ impl Pattern {
         }
     }
 }
+
+const VALID: &str = "a validated pattern has groups";
 
 /// Those of documents that begin at `starts`: each position sees its own.
 fn documents(row: &BlockRow, starts: &[usize]) -> Vec<Zone> {

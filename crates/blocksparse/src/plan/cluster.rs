@@ -61,12 +61,8 @@ pub(crate) fn clusters(
     height: usize,
 ) -> Vec<Vec<u32>> {
     let [lines, across] = mainloop.blocks(layout);
-    let runs = |line| match mainloop {
-        Mainloop::Rows => layout.row_runs(pattern, line),
-        Mainloop::Columns => layout.column_runs(pattern, line),
-    };
     let sketches: Vec<Sketch> = (0..lines)
-        .map(|line| Sketch::new(runs(line), across))
+        .map(|line| Sketch::new(mainloop.runs(layout, pattern, line), across))
         .collect();
     // The rows left, as a chain: `next[line]` follows `line - 1`, the first is `next[0]`.
     let mut next: Vec<usize> = (0..=lines).collect();

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::tiling::{EMPTY, Mainloop, Tiling};
+use super::tiling::{EMPTY, Tiling};
 use crate::{BlockLayout, BlockMask, FULL};
 
 /// Stands for the mask of a block that one of a tile's block rows does not keep.
@@ -66,10 +66,7 @@ impl<'a> TileMasks<'a> {
             let mask = &self.table[id as usize];
             for col in 0..self.group {
                 let (r, c) = (row % height + row_offset, col + col_offset);
-                let allowed = match mainloop {
-                    Mainloop::Rows => mask.get(r, c),
-                    Mainloop::Columns => mask.get(c, r),
-                };
+                let allowed = mainloop.allows(mask, r, c);
                 if allowed {
                     bits[row * self.mask_words + col / 32] |= 1 << (col % 32);
                 }
@@ -96,10 +93,7 @@ impl<'a> TileMasks<'a> {
             for row in 0..b {
                 let at = (line as usize * b + row) * self.mask_words;
                 for col in 0..b {
-                    let allowed = match self.tiling.mainloop {
-                        Mainloop::Rows => mask.get(row, col),
-                        Mainloop::Columns => mask.get(col, row),
-                    };
+                    let allowed = self.tiling.mainloop.allows(mask, row, col);
                     if !allowed {
                         let col = block as usize * b + col;
                         bits[at + col / 32] &= !(1 << (col % 32));

@@ -45,7 +45,6 @@ mod source;
 mod tiling;
 mod visits;
 
-use cluster::clusters;
 use masks::TileMasks;
 use source::Source;
 use visits::{Visits, count_visits};
@@ -220,17 +219,10 @@ impl Tiles {
         let group = tiling.group(b);
         let (per_step, entry_words) = (tiling.cols / group, tiling.entry_words());
         let source = Source::new(layout, tiling, pattern);
-        let clusters = match tiling.clustered {
-            true => clusters(layout, tiling.mainloop, pattern, tiling.rows / b),
-            false => Vec::new(),
-        };
-        self.rows.extend(clusters.iter().flatten());
+        self.rows.extend(source.clusters.iter().flatten());
         let mut steps_of = Vec::with_capacity(tiles);
         for tile in 0..tiles {
-            let found = match clusters.get(tile) {
-                Some(lines) => source.union(lines, group, masks),
-                None => source.tile(tile, group, masks),
-            };
+            let found = source.tile(tile, group, masks);
             let (words, masked_steps) = match tiling.visits {
                 true => (found.in_visiting_order(per_step, tiling), 0),
                 false => found.masked_first(per_step, tiling),

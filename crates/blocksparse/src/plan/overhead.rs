@@ -1,6 +1,5 @@
 //! What a tiling computes in vain, estimated before it is made.
 
-use super::cluster::clusters;
 use super::source::Source;
 use super::tiling::{Mainloop, Tiling};
 use crate::arith::gcd;
@@ -60,10 +59,8 @@ impl Sample {
     fn of(layout: &BlockLayout, tiling: Tiling) -> Self {
         /// Blocks looked at per launch; small layouts have fewer.
         const ENOUGH: usize = 1 << 16;
-        let Tiling { rows, cols, .. } = tiling;
-        let b = layout.block_size();
-        // A tile lower than a block has its row of blocks to itself.
-        let height = (rows / b).max(1);
+        let (cols, b) = (tiling.cols, layout.block_size());
+        let height = tiling.height(layout);
         let per_entry = match tiling.coarse {
             true => cols / b,
             false => 1,
@@ -71,11 +68,11 @@ impl Sample {
         let mut sample = Self::default();
         let per_pattern = ENOUGH.div_ceil(layout.num_patterns());
         for pattern in 0..layout.num_patterns() {
-            let tiles = Tiles::of(layout, tiling, pattern);
-            let count = tiles.source.lines().div_ceil(height);
+            let source = Source::new(layout, tiling.without_places(), pattern);
+            let count = source.lines().div_ceil(height);
             let mut seen = 0;
             for tile in scattered(count) {
-                let blocks: Vec<Entry> = tiles.entries(tile, tile * height).collect();
+                let blocks: Vec<Entry> = source.blocks(tile).collect();
                 seen += blocks.len();
                 sample.add(blocks, height, per_entry, b, cols);
                 if seen > per_pattern {
@@ -113,58 +110,24 @@ impl Sample {
     }
 }
 
-/// The block rows of a pattern's tiles.
-struct Tiles<'a> {
-    source: Source<'a>,
-    /// Of each tile, where like rows are together.
-    clusters: Vec<Vec<u32>>,
-    height: usize,
-}
-
-impl<'a> Tiles<'a> {
-    fn of(layout: &'a BlockLayout, tiling: Tiling, pattern: usize) -> Self {
-        let height = (tiling.rows / layout.block_size()).max(1);
-        Self {
-            source: Source::without_places(layout, tiling, pattern),
-            clusters: match tiling.clustered {
-                true => clusters(layout, tiling.mainloop, pattern, height),
-                false => Vec::new(),
-            },
-            height,
-        }
-    }
-
-    /// What a tile's block rows keep, row by row. Without clusters they are adjacent from `first` on.
-    fn entries(&self, tile: usize, first: usize) -> impl Iterator<Item = Entry> {
-        let lines = match self.clusters.get(tile) {
-            Some(lines) => lines.clone(),
-            None => (first as u32..).take(self.height).collect(),
-        };
-        lines
-            .into_iter()
-            .filter(|&line| (line as usize) < self.source.lines())
-            .flat_map(|line| self.source.line(line as usize))
-    }
-}
-
 /// Steps of the tiles of each pattern, as a plan has them but for what masks leave out.
 pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
     let Tiling { rows, cols, .. } = tiling;
     let b = layout.block_size();
     let [_, others] = tiling.mainloop.blocks(layout);
     let of_pattern = |pattern| -> Vec<usize> {
-        let tiles = Tiles::of(layout, tiling, pattern);
+        let source = Source::new(layout, tiling.without_places(), pattern);
         // The last tile that each block was met in.
         let mut met = vec![usize::MAX; others];
         let mut of_tile = |tile: usize| {
             let mut blocks = 0;
-            for entry in tiles.entries(tile, tile * rows / b) {
+            for entry in source.blocks(tile) {
                 let last = std::mem::replace(&mut met[entry.block as usize], tile);
                 blocks += usize::from(last != tile);
             }
             (blocks * b).div_ceil(cols)
         };
-        let count = (tiles.source.lines() * b).div_ceil(rows);
+        let count = (source.lines() * b).div_ceil(rows);
         (0..count).map(&mut of_tile).collect()
     };
     (0..layout.num_patterns()).map(of_pattern).collect()

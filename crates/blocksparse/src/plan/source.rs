@@ -1,7 +1,9 @@
 //! The entries of a tile: the blocks of its rows, merged.
 
+use super::cluster::clusters;
 use super::masks::{ABSENT, TileMasks};
 use super::tiling::{BIT_WORDS, EMPTY, MASKED_STEP, Mainloop, NO_VISIT, Tiling};
+use crate::layout::entries;
 use crate::{BlockLayout, Entry, FULL};
 
 /// One entry of a tile.
@@ -102,6 +104,8 @@ pub(super) struct Source<'a> {
     layout: &'a BlockLayout,
     tiling: Tiling,
     pattern: usize,
+    /// The block rows of each tile, where like ones are together.
+    pub clusters: Vec<Vec<u32>>,
     /// With places, in a pass over columns: the places of each column's blocks.
     column_places: Vec<Vec<u32>>,
 }
@@ -119,38 +123,50 @@ impl<'a> Source<'a> {
                 }
             }
         }
-        Self {
-            column_places,
-            ..Self::without_places(layout, tiling, pattern)
-        }
-    }
-
-    /// A source that is asked for its lines only.
-    pub fn without_places(layout: &'a BlockLayout, tiling: Tiling, pattern: usize) -> Self {
+        let clusters = match tiling.clustered {
+            true => clusters(layout, tiling.mainloop, pattern, tiling.height(layout)),
+            false => Vec::new(),
+        };
         Self {
             layout,
             tiling,
             pattern,
-            column_places: Vec::new(),
+            clusters,
+            column_places,
         }
     }
 
     pub fn line(&self, block: usize) -> Vec<Entry> {
-        match self.tiling.mainloop {
-            Mainloop::Rows => self.layout.row(self.pattern, block),
-            Mainloop::Columns => self.layout.column(self.pattern, block),
-        }
+        let mainloop = self.tiling.mainloop;
+        entries(mainloop.runs(self.layout, self.pattern, block))
     }
 
     pub fn lines(&self) -> usize {
         self.tiling.mainloop.blocks(self.layout)[0]
     }
 
-    /// The entries of a tile of adjacent block rows.
+    /// What a tile's block rows keep, row by row.
+    pub fn blocks(&self, tile: usize) -> impl Iterator<Item = Entry> {
+        let first = tile * self.tiling.rows / self.layout.block_size();
+        let lines = match self.clusters.get(tile) {
+            Some(lines) => lines.clone(),
+            None => (first as u32..)
+                .take(self.tiling.height(self.layout))
+                .collect(),
+        };
+        (lines.into_iter())
+            .filter(|&line| (line as usize) < self.lines())
+            .flat_map(|line| self.line(line as usize))
+    }
+
+    /// The entries of a tile.
     pub fn tile(&self, tile: usize, group: usize, masks: &mut TileMasks) -> TileEntries {
         let b = self.layout.block_size();
         let rows = self.tiling.rows;
         let first = tile * rows / b;
+        if let Some(lines) = self.clusters.get(tile) {
+            return self.union(lines, group, masks);
+        }
         if self.tiling.coarse {
             return self.coarse(first, masks);
         }
@@ -213,7 +229,7 @@ impl<'a> Source<'a> {
     }
 
     /// The entries of a tile of these block rows, merged.
-    pub fn union(&self, lines: &[u32], group: usize, masks: &mut TileMasks) -> TileEntries {
+    fn union(&self, lines: &[u32], group: usize, masks: &mut TileMasks) -> TileEntries {
         let b = self.layout.block_size();
         let mut found = TileEntries::default();
         let height = lines.len();

@@ -1,6 +1,6 @@
 //! How a launch cuts a layout, and where the parts of a plan lie.
 
-use crate::BlockLayout;
+use crate::{BlockLayout, BlockMask, Run};
 
 /// Side of the layout that the tiles' rows are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -23,6 +23,20 @@ impl Mainloop {
     /// Positions of a layout's [sides](Self::sides).
     pub fn lengths(self, layout: &BlockLayout) -> [usize; 2] {
         self.sides(layout.seq_q(), layout.seq_kv())
+    }
+
+    /// The blocks of one of a pattern's rows, or of its columns.
+    pub(super) fn runs(self, layout: &BlockLayout, pattern: usize, line: usize) -> &[Run] {
+        match self {
+            Self::Rows => layout.row_runs(pattern, line),
+            Self::Columns => layout.column_runs(pattern, line),
+        }
+    }
+
+    /// Returns whether a mask has the pair at a row and column of a tile.
+    pub(super) fn allows(self, mask: &BlockMask, row: usize, col: usize) -> bool {
+        let [query, key] = self.sides(row, col);
+        mask.get(query, key)
     }
 
     /// Blocks of a layout's [sides](Self::sides).
@@ -68,6 +82,19 @@ impl Tiling {
             apart: false,
             coarse: false,
         }
+    }
+
+    /// For who asks only which blocks tiles have.
+    pub(super) fn without_places(self) -> Self {
+        Self {
+            places: false,
+            ..self
+        }
+    }
+
+    /// Block rows of a tile, 1 of one that is lower than a block.
+    pub fn height(&self, layout: &BlockLayout) -> usize {
+        (self.rows / layout.block_size()).max(1)
     }
 
     /// Words of an entry.

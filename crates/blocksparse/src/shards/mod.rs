@@ -295,16 +295,10 @@ fn check(
 ) -> Result<(), LayoutError> {
     let (b, blocks) = (layout.block_size(), layout.q_blocks());
     let (seq_q, seq_kv) = (layout.seq_q(), layout.seq_kv());
-    if layout.device_choice().is_some() {
-        let (expected, got) = ("built on the host", layout.name());
-        return Err(LayoutError::argument("layout", expected, got));
-    }
-    if let Some(batch) = layout.batch() {
-        let got = format!("a batch of {batch}");
-        return Err(LayoutError::argument("layout", "one for any batch", got));
-    }
     crate::ensure! {
         LayoutError;
+        layout.device_choice().is_none() => "layout", "built on the host", layout.name();
+        layout.batch().is_none() => "layout", "one for any batch", format!("a batch of {}", layout.batch().unwrap_or(1));
         seq_q == seq_kv => "seq_q", format!("{seq_kv}, seq_kv"), seq_q;
         seq_q.is_multiple_of(b) => "seq_q", format!("a multiple of {b}, block_size"), seq_q;
         kv_heads != 0 && layout.heads().is_multiple_of(kv_heads)

@@ -27,14 +27,12 @@ impl Grid {
             }
         }
         let (ins, outs) = (inputs / block, outputs / block);
-        match ins.checked_mul(outs) {
-            Some(blocks) if blocks <= MOST_BLOCKS => Ok(Self { block, ins, outs }),
-            _ => {
-                let expected = format!("cut into at most {MOST_BLOCKS} blocks");
-                let got = format!("{ins} × {outs}");
-                Err(LayoutError::argument("the weight", expected, got))
-            }
+        crate::ensure! {
+            LayoutError;
+            ins.checked_mul(outs).is_some_and(|blocks| blocks <= MOST_BLOCKS)
+                => "the weight", format!("cut into at most {MOST_BLOCKS} blocks"), format!("{ins} × {outs}");
         }
+        Ok(Self { block, ins, outs })
     }
 
     pub fn blocks(&self) -> usize {
@@ -165,10 +163,8 @@ impl WeightLayout {
     ) -> Result<Self, LayoutError> {
         let grid = Grid::new(shape, block)?;
         check_length("norms", &grid, norms.len())?;
-        if let Some(place) = norms.iter().position(|norm| norm.is_nan()) {
-            let got = format!("NaN at {place}");
-            return Err(LayoutError::argument("norms", "numbers", got));
-        }
+        let nan = norms.iter().position(|norm| norm.is_nan());
+        crate::ensure! { LayoutError; nan.is_none() => "norms", "numbers", format!("NaN at {}", nan.unwrap_or(0)); }
         let count = grid.count(density)?;
         let mut places: Vec<usize> = (0..norms.len()).collect();
         let larger_first = |&a: &usize, &b: &usize| {
@@ -182,12 +178,10 @@ impl WeightLayout {
 }
 
 fn check_length(argument: &'static str, grid: &Grid, got: usize) -> Result<(), LayoutError> {
-    match got == grid.blocks() {
-        true => Ok(()),
-        false => {
-            let (ins, outs) = (grid.ins, grid.outs);
-            let expected = format!("of {} entries, {ins} × {outs} blocks", grid.blocks());
-            Err(LayoutError::argument(argument, expected, got))
-        }
+    let Grid { ins, outs, .. } = grid;
+    crate::ensure! {
+        LayoutError;
+        got == grid.blocks() => argument, format!("of {} entries, {ins} × {outs} blocks", grid.blocks()), got;
     }
+    Ok(())
 }

@@ -1,13 +1,11 @@
 //! A layout of weights as a picture: inputs downwards, outputs to the right.
 
-use std::path::Path;
-
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
 use super::WeightLayout;
 use crate::LayoutError;
-use crate::layout::draw::{draw_cells, draw_error, text};
+use crate::layout::draw::{draw_cells, draw_error, saves_pictures, text};
 use crate::layout::font;
 
 /// Cells per side, at most.
@@ -17,27 +15,9 @@ const PANEL: u32 = 560;
 const TITLE: u32 = 48;
 const AXES: u32 = 64;
 
+saves_pictures!(WeightLayout);
+
 impl WeightLayout {
-    /// Draws the layout into a PNG file.
-    ///
-    /// # Errors
-    /// [`LayoutError::Draw`] if the file cannot be written.
-    pub fn save_png(&self, path: impl AsRef<Path>) -> Result<(), LayoutError> {
-        let path = path.as_ref();
-        let area = BitMapBackend::new(path, self.picture_size()).into_drawing_area();
-        self.draw(&area).map_err(|reason| draw_error(path, reason))
-    }
-
-    /// Draws the layout into an SVG file.
-    ///
-    /// # Errors
-    /// [`LayoutError::Draw`] if the file cannot be written.
-    pub fn save_svg(&self, path: impl AsRef<Path>) -> Result<(), LayoutError> {
-        let path = path.as_ref();
-        let area = SVGBackend::new(path, self.picture_size()).into_drawing_area();
-        self.draw(&area).map_err(|reason| draw_error(path, reason))
-    }
-
     /// Wide enough for the title, and as high as the weight's shape asks for.
     fn picture_size(&self) -> (u32, u32) {
         let (rows, columns) = (self.in_blocks() as f64, self.out_blocks() as f64);

@@ -109,13 +109,8 @@ impl WeightPattern {
         let pattern = name.trim().parse()?;
         let density = density.trim();
         let density: f64 = density.parse().map_err(|_| wrong(density))?;
-        match density > 0.0 && density <= 1.0 {
-            true => Ok((pattern, density)),
-            false => {
-                let expected = "above 0 and at most 1";
-                Err(LayoutError::argument("density", expected, density))
-            }
-        }
+        crate::ensure! { LayoutError; density > 0.0 && density <= 1.0 => "density", "above 0 and at most 1", density; }
+        Ok((pattern, density))
     }
 }
 

@@ -3,16 +3,14 @@
 use blocksparse::{BlockLayout, LayoutShape, Pattern};
 use burn::backend::get_or_init_device_settings;
 use burn::backend::ops::{BoolTensorOps, FloatTensorOps};
-use burn::tensor::Shape;
 use burn::tensor::ops::AttentionModuleOptions;
-use burn_cubecl::CubeBackend;
-use burn_cubecl::tensor::CubeTensor;
 
 use crate::attention::backend;
 use crate::attention::ops::BlockSparseOps;
-use crate::base::cube::uses_reference;
+use crate::base::cube::*;
+use crate::base::prelude::*;
 use crate::base::values::{
-    AttentionInputs, DynamicBlocks, KernelPlan, LayoutTensors, OptFloat, ScoreTensors,
+    AttentionInputs, DynamicBlocks, KernelPlan, LayoutTensors, ScoreTensors,
 };
 use crate::burn_attention::{BLOCK, masked_score, pattern_layout};
 use crate::options::AttentionOptions;

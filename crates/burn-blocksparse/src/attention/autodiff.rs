@@ -2,14 +2,10 @@
 
 use std::ops::Range;
 
-use burn::backend::autodiff::Autodiff;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::{AutodiffBackend, Backend};
+use burn::backend::Backend;
 
 use crate::attention::ops::BlockSparseOps;
-use crate::base::custom_gradient::{
-    constant, custom_gradients, everything, inner, or_zeros, there,
-};
+use crate::base::custom_gradient::*;
 use crate::base::values::{
     AccumulatedInputs, AccumulatedOutput, AttentionInputs, AttentionOutput, DynamicBlocks,
     KnownOutput, LayoutTensors, NeedsGrad, OptFloat, OutputGrads, SavedTensors, ScoreTensors,
@@ -72,11 +68,9 @@ pub fn inner_layout<B: Backend, C: CheckpointStrategy>(
         blocked: layout.blocked,
         choice: match layout.choice {
             DynamicBlocks::Host => DynamicBlocks::Host,
-            DynamicBlocks::Mask(mask) => DynamicBlocks::Mask(mask),
-            DynamicBlocks::Indices(indices) => DynamicBlocks::Indices(indices),
-            DynamicBlocks::Positions(positions) => DynamicBlocks::Positions(positions),
-            DynamicBlocks::Keys(keys) => DynamicBlocks::Keys(keys),
-            DynamicBlocks::Scores(scores) => DynamicBlocks::Scores(scores.into_primitive()),
+            DynamicBlocks::Bools(mask) => DynamicBlocks::Bools(mask),
+            DynamicBlocks::Ints(numbers) => DynamicBlocks::Ints(numbers),
+            DynamicBlocks::Floats(scores) => DynamicBlocks::Floats(scores.into_primitive()),
         },
         host: layout.host,
         plan: layout.plan,

@@ -2,29 +2,24 @@
 
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::reference;
-use crate::base::dtype::sums_of;
 use crate::base::values::{
     AccumulatedInputs, AccumulatedOutput, AttentionGrads, AttentionInputs, AttentionOutput,
     LayoutTensors, NeedsGrad, OutputGrads, SCORE_TENSORS, SavedTensors, ScoreTensors,
 };
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::weights;
+use ::blocksparse_cubecl as kernels;
 use blocksparse::{BlockLayout, Seed};
-use blocksparse_cubecl as kernels;
 use blocksparse_cubecl::{
-    AttentionPlan, AttentionSumOutputs, Gradients, KernelError, Outputs, Request, ScoreKind,
-    ScoreOptions, TensorView,
+    AttentionPlan, AttentionSumOutputs, Gradients, Outputs, Request, ScoreKind, ScoreOptions,
+    TensorView,
 };
-use burn::backend::cubecl::dtype_to_elem_type;
-use burn::tensor::{DType, Shape};
-use burn_cubecl::kernel::{cast, into_contiguous};
-use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
 use std::ops::Range;
 use std::sync::Arc;
 
 use crate::base::cube::*;
+use crate::base::prelude::*;
 
 /// What a call on `device` will run.
 pub(crate) fn plan(
@@ -287,12 +282,8 @@ impl Call {
         let [batch, kv_heads, _, head_dim] = k.meta.shape().dims();
         let value_dim = v.meta.shape()[3];
         let dtype = q.dtype;
-        let request = checked(request(
-            [batch, kv_heads, head_dim, value_dim],
-            dtype,
-            &options,
-            kinds,
-        ));
+        let sizes = [batch, kv_heads, head_dim, value_dim];
+        let request = checked(request(sizes, dtype, &options, kinds));
         let (client, device) = (q.client.clone(), q.device.clone());
         // Only a direct call of the trait comes without.
         let plan = (layout.plan.plan)

@@ -1,12 +1,8 @@
 //! What is kept of a call of attention.
 
-use burn::backend::Dispatch;
-use burn::tensor::Tensor;
-
-use crate::base::dtype::sums_of;
+use crate::base::prelude::*;
 use crate::base::values::KnownOutput;
 use crate::check::same_device;
-use crate::error::OpError;
 use crate::options::{AttentionOptions, WeightsMode};
 
 /// Tensors that [`run_with_residuals`](crate::SparseAttentionCall::run_with_residuals) stores of a call for

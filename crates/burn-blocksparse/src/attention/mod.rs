@@ -13,16 +13,14 @@ pub mod ops;
 use std::sync::Arc;
 
 use blocksparse::{Dropout, ProductPrecision};
-use burn::backend::Dispatch;
-use burn::tensor::Tensor;
 
 use crate::attention::kept::{AttentionResiduals, check_options};
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::plan::{AttentionPlan, Chosen};
 use crate::attention::tensors::AttentionTensors;
+use crate::base::prelude::*;
 use crate::base::values::{AttentionInputs, AttentionOutput, ScoreTensors};
 use crate::call_layout::Layout;
-use crate::error::OpError;
 use crate::merge::{Shares, shares};
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::weights::BlockSparseTensor;

@@ -3,13 +3,12 @@
 use std::ops::Range;
 
 use crate::attention::reference;
+use crate::base::prelude::*;
 use crate::base::values::{
     AccumulatedInputs, AccumulatedOutput, AttentionGrads, AttentionInputs, AttentionOutput,
     KnownOutput, LayoutTensors, NeedsGrad, OutputGrads, SavedTensors,
 };
 use crate::options::AttentionOptions;
-use crate::reference_backends;
-use burn::backend::{Backend, backend_extension};
 
 /// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
 #[backend_extension(
@@ -84,10 +83,7 @@ reference_backends!(BlockSparseOps);
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
     use super::*;
-    use crate::base::dtype::sums_of;
     use crate::base::values::{
         AccumulatedInputsMetadata, AccumulatedOutputMetadata, AttentionInputsMetadata,
         AttentionOutputMetadata, KnownOutputMetadata, LayoutTensorsMetadata, OptFloatMetadata,

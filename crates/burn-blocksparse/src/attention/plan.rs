@@ -5,16 +5,12 @@ use std::fmt;
 use std::sync::Arc;
 
 use blocksparse::BlockLayout;
-use burn::backend::Dispatch;
-#[cfg(feature = "cube")]
-use burn::backend::TensorMetadata;
-use burn::tensor::{Device, Tensor};
 
 #[cfg(feature = "cube")]
 use crate::base::device;
+use crate::base::prelude::*;
 use crate::base::values::{KernelPlan, ScoreTensors};
 use crate::call_layout::Layout;
-use crate::error::OpError;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cube")]
 use crate::pack;

@@ -1,13 +1,10 @@
 //! The tensors that a call may have besides queries, keys and values.
 
 use blocksparse::BlockLayout;
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Tensor};
 
-use crate::base::dtype::accumulate_in;
+use crate::base::prelude::*;
 use crate::base::values::ScoreTensors;
 use crate::check::same_device;
-use crate::error::OpError;
 
 /// Tensors of a [`SparseAttentionCall`](crate::SparseAttentionCall) besides queries, keys and values. Build them from [`Default`].
 #[derive(Clone, Debug, Default)]
@@ -103,12 +100,8 @@ impl AttentionTensors {
                 heads * distances <= Self::MAX_DISTANCES => "relative_bias's numbers", format!("at most {}", Self::MAX_DISTANCES), heads * distances;
                 !distances.is_multiple_of(2) => "relative_bias's distances", "an odd number, 2 · reach + 1", distances;
             }
-            same_device(
-                "relative_bias's device",
-                &q.device(),
-                "q's",
-                &table.device(),
-            )?;
+            let device = table.device();
+            same_device("relative_bias's device", &q.device(), "q's", &device)?;
         }
         let Some(bias) = &self.bias else {
             return Ok(());

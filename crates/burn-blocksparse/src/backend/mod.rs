@@ -5,7 +5,7 @@ pub use crate::base::values::{
     DynamicBlocks, KernelPlan, KnownOutput, LayoutTensors, NeedsGrad, OptFloat, OutputGrads,
     SavedTensors, ScoreTensors, ThreeFloats,
 };
-pub use crate::blocks::BlockSparseTensorOps;
+pub use crate::blocks::{BlockProduct, BlockSparseTensorOps};
 
 pub use crate::attention::ops::BlockSparseOps;
 pub use crate::graph::ops::StaticInputOps;

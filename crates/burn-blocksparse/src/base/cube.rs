@@ -3,17 +3,17 @@
 use blocksparse::BlockLayout;
 use blocksparse_cubecl as kernels;
 use blocksparse_cubecl::rows::Typed;
-use blocksparse_cubecl::{
-    BiasView, ChoiceTensor, KernelError, Readable, TableView, TensorView, Tuning,
-};
-use burn::backend::cubecl::dtype_to_elem_type;
+use blocksparse_cubecl::{BiasView, ChoiceTensor, Readable, TableView, TensorView, Tuning};
 use burn::tensor::{DType, Shape};
-use burn_cubecl::CubeBackend;
-use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, full_device_dtype};
-use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use cubecl::prelude::InputScalar;
+
+pub use blocksparse_cubecl::KernelError;
+pub use burn::backend::cubecl::dtype_to_elem_type;
+pub use burn_cubecl::kernel::{cast, into_contiguous};
+pub use burn_cubecl::tensor::CubeTensor;
+pub use burn_cubecl::{CubeBackend, CubeDevice};
 
 use crate::base::values::{DynamicBlocks, OptFloat};
 
@@ -43,23 +43,15 @@ pub fn filled<const D: usize>(
     let (client, device) = (like.client.clone(), like.device.clone());
     let value = InputScalar::new(value, dtype_to_elem_type(dtype));
     // A tensor without elements still gets a buffer.
-    let elements = shape.iter().product::<usize>().max(1);
-    let row = Shape::new([elements]);
-    let row = full_device_dtype(client.clone(), row, device.clone(), value, dtype);
-    CubeTensor::new_contiguous(client, device, Shape::new(shape), row.handle, dtype)
+    let row = Shape::new([shape.iter().product::<usize>().max(1)]);
+    let row = full_device_dtype(client, row, device, value, dtype);
+    reshaped(row, Shape::new(shape))
 }
 
 /// A contiguous tensor to be written, on the device of another.
 pub fn shaped(like: &CubeTensor, shape: Shape, dtype: DType) -> CubeTensor {
     // A tensor without elements still gets a buffer.
-    let CubeTensor { handle, .. } = empty(like, [shape.num_elements().max(1)], dtype);
-    CubeTensor::new_contiguous(
-        like.client.clone(),
-        like.device.clone(),
-        shape,
-        handle,
-        dtype,
-    )
+    reshaped(empty(like, [shape.num_elements().max(1)], dtype), shape)
 }
 
 /// A contiguous tensor as row kernels get it.
@@ -121,11 +113,9 @@ pub fn bias_view(bias: &CubeTensor) -> BiasView {
 pub fn choose_blocks(client: &Client, layout: &BlockLayout, choice: DynamicBlocks<CubeBackend>) {
     let tensor = match choice {
         DynamicBlocks::Host => return,
-        DynamicBlocks::Mask(tensor)
-        | DynamicBlocks::Indices(tensor)
-        | DynamicBlocks::Scores(tensor)
-        | DynamicBlocks::Positions(tensor)
-        | DynamicBlocks::Keys(tensor) => into_contiguous(tensor),
+        DynamicBlocks::Bools(tensor)
+        | DynamicBlocks::Ints(tensor)
+        | DynamicBlocks::Floats(tensor) => into_contiguous(tensor),
     };
     let tensor = ChoiceTensor {
         dtype: dtype_to_elem_type(tensor.dtype),
@@ -157,10 +147,14 @@ pub fn readable_as(tensor: CubeTensor, readable: Readable) -> CubeTensor {
         return tensor;
     }
     // It was contiguous before, and began elsewhere.
+    copied(tensor)
+}
+
+/// A contiguous copy.
+fn copied(tensor: CubeTensor) -> CubeTensor {
     let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
-    let shape = tensor.meta.shape().clone();
-    let element = dtype_to_elem_type(dtype);
-    let copy = cubecl::std::tensor::into_contiguous(&client, tensor.binding(), element);
+    let (shape, elem) = (tensor.meta.shape().clone(), dtype_to_elem_type(dtype));
+    let copy = cubecl::std::tensor::into_contiguous(&client, tensor.binding(), elem);
     CubeTensor::new_contiguous(client, device, shape, copy.handle, dtype)
 }
 
@@ -199,11 +193,8 @@ pub fn integers(tensor: CubeTensor) -> CubeTensor {
 /// A contiguous tensor that nobody else reads: the tensor itself, if the call alone holds it.
 pub fn writable(tensor: CubeTensor) -> CubeTensor {
     let tensor = into_contiguous(tensor);
-    if tensor.can_mut() || tensor.meta.shape().num_elements() == 0 {
-        return tensor;
+    match tensor.can_mut() || tensor.meta.shape().num_elements() == 0 {
+        true => tensor,
+        false => copied(tensor),
     }
-    let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
-    let (shape, elem) = (tensor.meta.shape().clone(), dtype_to_elem_type(dtype));
-    let copy = cubecl::std::tensor::into_contiguous(&client, tensor.binding(), elem);
-    CubeTensor::new_contiguous(client, device, shape, copy.handle, dtype)
 }

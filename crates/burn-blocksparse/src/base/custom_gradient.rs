@@ -5,13 +5,17 @@
 
 use std::fmt;
 
-use burn::backend::autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
+use burn::backend::autodiff::NodeId;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
-use burn::backend::autodiff::{Autodiff, NodeId};
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{AutodiffBackend, Backend, TensorMetadata};
+use burn::backend::{Backend, TensorMetadata};
 use burn::tensor::FloatDType;
+
+pub use burn::backend::AutodiffBackend;
+pub use burn::backend::autodiff::Autodiff;
+pub use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
 use crate::base::outputs::OutputGradients;
 use crate::base::values::OptFloat;

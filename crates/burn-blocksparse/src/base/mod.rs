@@ -1,6 +1,7 @@
 //! What all ops share.
 
 pub mod arange;
+pub mod array;
 #[cfg(feature = "cube")]
 pub mod cube;
 #[cfg(feature = "autodiff")]
@@ -13,6 +14,7 @@ mod macros;
 pub mod op_plan;
 #[cfg(feature = "autodiff")]
 pub mod outputs;
+pub mod prelude;
 pub mod sums;
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub mod taken;

@@ -38,70 +38,50 @@ impl<B: Backend> ThreeFloats<B> {
     }
 }
 
-/// An optional float tensor.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-pub enum OptFloat<B: Backend> {
-    /// The tensor.
-    Some(FloatTensor<B>),
-    /// No tensor.
-    None,
+/// A tensor that may be missing.
+macro_rules! optional {
+    ($(#[$doc:meta] $name:ident: $tensor:ident;)*) => {$(
+        #[$doc]
+        #[derive(ExtensionType, Clone, Debug)]
+        #[extension_type(fusion: cfg(feature = "fusion"))]
+        pub enum $name<B: Backend> {
+            /// The tensor.
+            Some($tensor<B>),
+            /// No tensor.
+            None,
+        }
+
+        impl<B: Backend> $name<B> {
+            /// The tensor, if there is one.
+            pub fn as_ref(&self) -> Option<&$tensor<B>> {
+                match self {
+                    Self::Some(tensor) => Some(tensor),
+                    Self::None => None,
+                }
+            }
+
+            /// The tensor, if there is one.
+            pub fn into_option(self) -> Option<$tensor<B>> {
+                match self {
+                    Self::Some(tensor) => Some(tensor),
+                    Self::None => None,
+                }
+            }
+        }
+
+        impl<B: Backend> From<Option<$tensor<B>>> for $name<B> {
+            fn from(tensor: Option<$tensor<B>>) -> Self {
+                tensor.map_or(Self::None, Self::Some)
+            }
+        }
+    )*};
 }
 
-impl<B: Backend> OptFloat<B> {
-    /// The tensor, if there is one.
-    pub fn as_ref(&self) -> Option<&FloatTensor<B>> {
-        match self {
-            Self::Some(tensor) => Some(tensor),
-            Self::None => None,
-        }
-    }
-
-    /// The tensor, if there is one.
-    pub fn into_option(self) -> Option<FloatTensor<B>> {
-        match self {
-            Self::Some(tensor) => Some(tensor),
-            Self::None => None,
-        }
-    }
-}
-
-impl<B: Backend> From<Option<FloatTensor<B>>> for OptFloat<B> {
-    fn from(tensor: Option<FloatTensor<B>>) -> Self {
-        match tensor {
-            Some(tensor) => Self::Some(tensor),
-            None => Self::None,
-        }
-    }
-}
-
-/// An optional tensor of integers.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-pub enum OptInt<B: Backend> {
-    /// The tensor.
-    Some(IntTensor<B>),
-    /// No tensor.
-    None,
-}
-
-impl<B: Backend> OptInt<B> {
-    /// The tensor, if there is one.
-    pub fn into_option(self) -> Option<IntTensor<B>> {
-        match self {
-            Self::Some(tensor) => Some(tensor),
-            Self::None => None,
-        }
-    }
-}
-
-impl<B: Backend> From<Option<IntTensor<B>>> for OptInt<B> {
-    fn from(tensor: Option<IntTensor<B>>) -> Self {
-        match tensor {
-            Some(tensor) => Self::Some(tensor),
-            None => Self::None,
-        }
-    }
+optional! {
+    /// An optional float tensor.
+    OptFloat: FloatTensor;
+    /// An optional tensor of integers.
+    OptInt: IntTensor;
 }
 
 #[cfg(feature = "fusion")]
@@ -236,7 +216,7 @@ impl<B: Backend> AttentionInputs<B> {
     }
 }
 
-/// The tensor that chooses the blocks of a layout, contiguous or not.
+/// The tensor that chooses the blocks of a layout, contiguous or not: what the layout's [`DeviceChoice`](blocksparse::DeviceChoice) says.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
@@ -244,15 +224,12 @@ pub enum DynamicBlocks<B: Backend> {
     /// None: the host's description lists the blocks.
     Host,
     /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`: whether a block is chosen.
-    Mask(BoolTensor<B>),
-    /// `[batch or 1, heads or 1, q_blocks, most]`, i32: the key blocks that are chosen, or −1.
-    Indices(IntTensor<B>),
+    Bools(BoolTensor<B>),
+    /// i32: the key blocks that are chosen, `[batch or 1, heads or 1, q_blocks, most]`, or −1; where queries and keys are,
+    /// `[batch or 1, heads, seq_q + seq_kv]`; or the keys that each query sees, `[batch, heads or fewer, seq_q, most]`, ascending, each once, −1 after the last.
+    Ints(IntTensor<B>),
     /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`, f32: the highest are chosen.
-    Scores(FloatTensor<B>),
-    /// `[batch or 1, heads, seq_q + seq_kv]`, i32: where queries and keys are.
-    Positions(IntTensor<B>),
-    /// `[batch, heads or fewer, seq_q, most]`, i32: the keys that each query sees, ascending, each once, −1 after the last.
-    Keys(IntTensor<B>),
+    Floats(FloatTensor<B>),
 }
 
 /// A layout as backends see it: the host's description and what of it lives on the device.

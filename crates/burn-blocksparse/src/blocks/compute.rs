@@ -14,15 +14,14 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::backend::tensor::{BoolTensor, Device, FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, TensorData};
+use burn::backend::tensor::Device;
 
 use super::places::{Chunk, Places, Side};
-use crate::attention::reference::{tile, untile};
-use crate::base::dtype::accumulate_in;
+use crate::attention::reference::{Scattered, tile, untile};
+use crate::base::prelude::*;
 use crate::base::values::LayoutTensors;
 use crate::graph::recording;
+use crate::upload;
 use crate::weights;
 
 /// Elements of the gathered operands and of their product in memory at a time (one row of blocks may have more).
@@ -30,6 +29,27 @@ const CHUNK_ELEMENTS: usize = 1 << 22;
 
 /// Matrices of one batched product: WebGPU takes 65,535 cubes in a dimension.
 const CHUNK_MATRICES: usize = 1 << 15;
+
+/// A product of two factors. The three products are each other's gradients:
+///
+/// ```text
+/// w = a · bᵀ   da = dw · b      db = dwᵀ · a      masked pairs of dw do not count
+/// y = w · b    dw = dy · bᵀ     db = wᵀ · dy
+/// y = wᵀ · a   dw = a · dyᵀ     da = w · dy
+/// ```
+#[derive(Clone, Copy, Debug)]
+pub enum BlockProduct {
+    /// Blocks of `a · bᵀ`, in f32 (f64 for f64): `a` `[batch, heads, seq_q, dim]`, `b` `[batch, kv_heads, seq_kv, dim]`.
+    Nt,
+    /// `w · b`: `[batch, heads, seq_q, dim]` in the dtype of `b`, `[batch, kv_heads, seq_kv, dim]`.
+    Nn,
+    /// `wᵀ · a`, summed over the heads that share one of `kv_heads`: `[batch, kv_heads, seq_kv, dim]` in the dtype of
+    /// `a`, `[batch, heads, seq_q, dim]`.
+    Tn {
+        /// Heads of the result.
+        kv_heads: usize,
+    },
+}
 
 /// `values` `[batch, blocks, b, b]` with masked pairs set to 0.
 pub(super) fn mask<B: Backend>(
@@ -44,7 +64,7 @@ pub(super) fn mask<B: Backend>(
 }
 
 /// `a` `[batch, heads, seq_q, dim]`, `b` `[batch, kv_heads, seq_kv, dim]`.
-pub(super) fn nt<B: Backend>(
+fn nt<B: Backend>(
     a: FloatTensor<B>,
     b: FloatTensor<B>,
     layout: &LayoutTensors<B>,
@@ -61,37 +81,27 @@ pub(super) fn nt<B: Backend>(
         let shape = [blocks.len(), size, dim];
         let a = call.gather(&a, &call.places.q_tiles[blocks.clone()], shape);
         let b = call.gather(&b, &call.places.kv_tiles[blocks.clone()], shape);
-        call.fill_masked(B::float_matmul(a, B::float_transpose(b)), blocks, 0.0)
+        call.fill_masked(a.matmul(b.transpose()), blocks, 0.0)
     });
     call.stored_blocks(parts.collect())
 }
 
-/// `w` `[batch, blocks, b, b]`, `b` `[batch, kv_heads, seq_kv, dim]`; in `b`'s dtype.
-pub(super) fn nn<B: Backend>(
-    w: FloatTensor<B>,
-    b: FloatTensor<B>,
+pub(super) fn product<B: Backend>(
+    lhs: FloatTensor<B>,
+    rhs: FloatTensor<B>,
     layout: &LayoutTensors<B>,
+    product: BlockProduct,
 ) -> FloatTensor<B> {
-    let call = Call::of_values(&w, layout, b.shape()[1]);
-    let dtype: FloatDType = b.dtype().into();
-    let out = call.product(w, b, Side::Query);
     let host = &layout.host;
-    let out = call.untile(out, [host.heads(), host.seq_q()]);
-    B::float_cast(out, dtype)
-}
-
-/// `w` `[batch, blocks, b, b]`, `a` `[batch, heads, seq_q, dim]`; in `a`'s dtype, summed over the heads that share a key head.
-pub(super) fn tn<B: Backend>(
-    w: FloatTensor<B>,
-    a: FloatTensor<B>,
-    layout: &LayoutTensors<B>,
-    kv_heads: usize,
-) -> FloatTensor<B> {
-    let call = Call::of_values(&w, layout, kv_heads);
-    let dtype: FloatDType = a.dtype().into();
-    let out = call.product(w, a, Side::Key);
-    let out = call.untile(out, [kv_heads, layout.host.seq_kv()]);
-    B::float_cast(out, dtype)
+    let (side, kv_heads, rows) = match product {
+        BlockProduct::Nt => return nt(lhs, rhs, layout),
+        BlockProduct::Nn => (Side::Query, rhs.shape()[1], [host.heads(), host.seq_q()]),
+        BlockProduct::Tn { kv_heads } => (Side::Key, kv_heads, [kv_heads, host.seq_kv()]),
+    };
+    let call = Call::of_values(&lhs, layout, kv_heads);
+    let dtype: FloatDType = rhs.dtype().into();
+    let out = call.product(lhs, rhs, side);
+    call.untile(out, rows).cast(dtype).0
 }
 
 /// `w` `[batch, blocks, b, b]`
@@ -107,22 +117,18 @@ pub(super) fn softmax<B: Backend>(
     }
     let w = call.kept_blocks(w);
     // scale · w = |scale| · (±w), whose largest value is found before it is scaled.
-    let w = if scale < 0.0 { B::float_neg(w) } else { w };
+    let w = if scale < 0.0 { -w } else { w };
     let allowed = call.fill_masked(w.clone(), blocks.clone(), f64::NEG_INFINITY);
     let max = call.reduce_rows(allowed, Reduce::Max);
     // Rows without pairs: any finite value does.
-    let max_is_infinite = B::float_is_inf(max.clone(), layout.blocked.dtype().into());
-    let max = B::float_mask_fill(max, max_is_infinite, 0.0.into());
-    let below = B::float_sub(w, call.of_blocks(&max));
+    let max_is_infinite = B::float_is_inf(max.0.clone(), layout.blocked.dtype().into());
+    let max = max.fill(max_is_infinite, 0.0);
     // A difference of finite values may be −∞, and −∞ · 0 is NaN.
-    let below = B::float_clamp_min(below, call.lowest().into());
-    let e = B::float_exp(B::float_mul_scalar(below, scale.abs().into()));
-    let e = call.fill_masked(e, blocks, 0.0);
-    let sum = call.reduce_rows(e.clone(), Reduce::Sum);
+    let below = (w - call.of_blocks(&max)).at_least(call.lowest());
+    let e = call.fill_masked((below * scale.abs()).exp(), blocks, 0.0);
     // The largest value of a row adds 1: only rows without pairs have less.
-    let sum = B::float_clamp_min(sum, 1.0.into());
-    let p = B::float_div(e, call.of_blocks(&sum));
-    call.stored_blocks(vec![p])
+    let sum = call.reduce_rows(e.clone(), Reduce::Sum).at_least(1.0);
+    call.stored_blocks(vec![e / call.of_blocks(&sum)])
 }
 
 /// `dS = scale · p ∘ (dP − rowsum(p ∘ dP))`, all `[batch, blocks, b, b]`.
@@ -140,9 +146,9 @@ pub(super) fn softmax_backward<B: Backend>(
     let p = call.kept_blocks(p);
     // What a loss makes of masked pairs does not count, even if it is not finite.
     let grad = call.fill_masked(call.kept_blocks(grad), blocks, 0.0);
-    let delta = call.reduce_rows(B::float_mul(p.clone(), grad.clone()), Reduce::Sum);
-    let ds = B::float_mul(p, B::float_sub(grad, call.of_blocks(&delta)));
-    call.stored_blocks(vec![B::float_mul_scalar(ds, scale.into())])
+    let delta = call.reduce_rows(p.clone() * &grad, Reduce::Sum);
+    let ds = p * (grad - call.of_blocks(&delta));
+    call.stored_blocks(vec![ds * scale])
 }
 
 #[derive(Clone, Copy)]
@@ -152,10 +158,10 @@ enum Reduce {
 }
 
 impl Reduce {
-    fn along<B: Backend>(self, x: FloatTensor<B>, dim: usize) -> FloatTensor<B> {
+    fn along<B: Backend>(self, x: Array<B>, dim: usize) -> Array<B> {
         match self {
-            Self::Max => B::float_max_dim(x, dim),
-            Self::Sum => B::float_sum_dim(x, dim),
+            Self::Max => x.max_dim(dim),
+            Self::Sum => x.sum_dim(dim),
         }
     }
 
@@ -202,9 +208,7 @@ impl<'a, B: Backend> Call<'a, B> {
     }
 
     fn indices(&self, indices: &[i32]) -> IntTensor<B> {
-        recording::doom_by_upload(&self.device, "indices of blocks");
-        let data = TensorData::new(indices.to_vec(), [indices.len()]);
-        B::int_from_data(data, &self.device)
+        upload::indices::<B>(&self.device, indices.to_vec())
     }
 
     /// Bools as the backend stores them, which is how it stores the layout's.
@@ -217,8 +221,8 @@ impl<'a, B: Backend> Call<'a, B> {
         )
     }
 
-    fn zeros<const D: usize>(&self, shape: [usize; D]) -> FloatTensor<B> {
-        B::float_zeros(Shape::new(shape), &self.device, self.dtype)
+    fn zeros<const D: usize>(&self, shape: [usize; D]) -> Array<B> {
+        Array::zeros(shape, &self.device, self.dtype)
     }
 
     /// The lowest finite value of the dtype.
@@ -230,73 +234,63 @@ impl<'a, B: Backend> Call<'a, B> {
     }
 
     /// The rows `places` of `x`, in another shape.
-    fn gather<const D: usize>(
-        &self,
-        x: &FloatTensor<B>,
-        places: &[i32],
-        shape: [usize; D],
-    ) -> FloatTensor<B> {
-        let rows = B::float_select(x.clone(), 0, self.indices(places));
-        B::float_reshape(rows, Shape::new(shape))
+    fn gather<const D: usize>(&self, x: &Array<B>, places: &[i32], shape: [usize; D]) -> Array<B> {
+        let rows = x.clone().select(0, self.indices(places));
+        rows.reshape(shape)
     }
 
     /// `[batch, heads, seq, dim]` to `[tiles, b · dim]`, in the dtype everything is computed in.
-    fn tile(&self, x: FloatTensor<B>) -> FloatTensor<B> {
-        tile::<B>(B::float_cast(x, self.dtype), self.block_size)
+    fn tile(&self, x: FloatTensor<B>) -> Array<B> {
+        tile(Array::<B>(x).cast(self.dtype), self.block_size)
     }
 
     /// Tiles to `[batch, heads, seq, dim]`.
-    fn untile(&self, x: FloatTensor<B>, [heads, seq]: [usize; 2]) -> FloatTensor<B> {
-        untile::<B>(x, [self.batch, heads, seq], self.block_size)
+    fn untile(&self, x: Array<B>, [heads, seq]: [usize; 2]) -> Array<B> {
+        untile(x, [self.batch, heads, seq], self.block_size)
     }
 
     /// The kept ones of the stored blocks: `[kept, b, b]`.
-    fn kept_blocks(&self, values: FloatTensor<B>) -> FloatTensor<B> {
+    fn kept_blocks(&self, values: FloatTensor<B>) -> Array<B> {
         let b = self.block_size;
         let stored = values.shape()[0] * values.shape()[1];
-        let values = B::float_reshape(values, Shape::new([stored, b, b]));
+        let values = Array::<B>(values).reshape([stored, b, b]);
         match self.places.stored_places() {
             None => values,
-            Some(places) => B::float_select(values, 0, self.indices(&places)),
+            Some(places) => values.select(0, self.indices(&places)),
         }
     }
 
     /// The inverse of [`Self::kept_blocks`] on parts of them, `[n, b, b]`: `[batch, blocks, b, b]`.
-    fn stored_blocks(&self, mut parts: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+    fn stored_blocks(&self, mut parts: Vec<Array<B>>) -> FloatTensor<B> {
         let b = self.block_size;
         let shape = weights::shape(&self.layout.host, self.batch);
         if self.places.len() == 0 {
-            return self.zeros(shape);
+            return self.zeros(shape).0;
         }
         let places = self.places.kept_places();
         if places.is_some() {
             parts.push(self.zeros([1, b, b]));
         }
-        let mut values = concatenate::<B>(parts);
+        let mut values = Array::cat(parts, 0);
         if let Some(places) = places {
-            values = B::float_select(values, 0, self.indices(&places));
+            values = values.select(0, self.indices(&places));
         }
-        B::float_reshape(values, Shape::new(shape))
+        values.reshape(shape).0
     }
 
     /// `values` of these kept blocks, `[n, b, b]`, with masked pairs filled.
-    fn fill_masked(
-        &self,
-        values: FloatTensor<B>,
-        blocks: Range<usize>,
-        value: f64,
-    ) -> FloatTensor<B> {
+    fn fill_masked(&self, values: Array<B>, blocks: Range<usize>, value: f64) -> Array<B> {
         if !self.places.is_partial(blocks.clone()) {
             return values;
         }
         let masks = self.indices(&self.places.masks[blocks]);
         let blocked = B::bool_select(self.layout.blocked.clone(), 0, masks);
         let blocked = B::bool_reshape(blocked, values.shape());
-        B::float_mask_fill(values, blocked, value.into())
+        values.fill(blocked, value)
     }
 
     /// For each tile of a side the sum over its blocks of block times tile of the other side: `[tiles, b · dim]`.
-    fn product(&self, w: FloatTensor<B>, x: FloatTensor<B>, side: Side) -> FloatTensor<B> {
+    fn product(&self, w: FloatTensor<B>, x: FloatTensor<B>, side: Side) -> Array<B> {
         let (b, dim) = (self.block_size, x.shape()[3]);
         let x = self.tile(x);
         let w = self.kept_blocks(w);
@@ -312,50 +306,45 @@ impl<'a, B: Backend> Call<'a, B> {
             let w = self.fill_repeated(w, chunk, 0.0);
             let w = match side {
                 Side::Query => {
-                    let w = B::float_reshape(w, Shape::new([tiles, length, b, b]));
-                    let w = B::float_permute(w, &[0, 2, 1, 3]);
-                    B::float_reshape(w, Shape::new([tiles, b, length * b]))
+                    let w = w.reshape([tiles, length, b, b]).swap(1, 2);
+                    w.reshape([tiles, b, length * b])
                 }
-                Side::Key => {
-                    let w = B::float_reshape(w, Shape::new([tiles, length * b, b]));
-                    B::float_transpose(w)
-                }
+                Side::Key => w.reshape([tiles, length * b, b]).transpose(),
             };
             let places: Vec<i32> = (chunk.blocks.iter())
                 .map(|&block| other[block as usize])
                 .collect();
-            B::float_matmul(w, self.gather(&x, &places, [tiles, length * b, dim]))
+            w.matmul(self.gather(&x, &places, [tiles, length * b, dim]))
         })
     }
 
     /// Reduces the rows of all blocks, `[kept, b, b]`, over the blocks of each row: `[tiles, b]`.
-    fn reduce_rows(&self, values: FloatTensor<B>, reduce: Reduce) -> FloatTensor<B> {
+    fn reduce_rows(&self, values: Array<B>, reduce: Reduce) -> Array<B> {
         let b = self.block_size;
-        let rows = reduce.along::<B>(values, 2);
-        let rows = B::float_reshape(rows, Shape::new([self.places.len(), b]));
+        let rows = reduce.along(values, 2).reshape([self.places.len(), b]);
         let chunks = self.places.chunks(Side::Query, CHUNK_ELEMENTS / b);
         self.each_tile(Side::Query, chunks, b, |chunk| {
             let shape = [chunk.tiles.len(), chunk.length, b];
             let rows = self.gather(&rows, &chunk.blocks, shape);
-            reduce.along::<B>(self.fill_repeated(rows, chunk, reduce.neutral()), 1)
+            reduce.along(self.fill_repeated(rows, chunk, reduce.neutral()), 1)
         })
     }
 
     /// Rows of the queries' tiles, `[tiles, b]`, for each kept block: `[kept, b, 1]`.
-    fn of_blocks(&self, rows: &FloatTensor<B>) -> FloatTensor<B> {
+    fn of_blocks(&self, rows: &Array<B>) -> Array<B> {
         let shape = [self.places.len(), self.block_size, 1];
         self.gather(rows, &self.places.q_tiles, shape)
     }
 
     /// `x` `[T, L, width]` with the blocks filled that only repeat another.
-    fn fill_repeated(&self, x: FloatTensor<B>, chunk: &Chunk, value: f64) -> FloatTensor<B> {
+    fn fill_repeated(&self, x: Array<B>, chunk: &Chunk, value: f64) -> Array<B> {
         if chunk.repeated.is_empty() {
             return x;
         }
         let shape = [chunk.tiles.len(), chunk.length, 1];
         let repeated = self.bools(chunk.repeated.clone(), shape);
         let repeated = B::bool_expand(repeated, x.shape());
-        B::float_mask_fill(x, repeated, value.into())
+        x.fill(repeated, value)
     }
 
     /// What `compute` makes of each chunk, in the order of the tiles: `[tiles, width]`. Tiles without blocks are 0.
@@ -364,33 +353,17 @@ impl<'a, B: Backend> Call<'a, B> {
         side: Side,
         chunks: Arc<[Chunk]>,
         width: usize,
-        compute: impl Fn(&Chunk) -> FloatTensor<B>,
-    ) -> FloatTensor<B> {
+        compute: impl Fn(&Chunk) -> Array<B>,
+    ) -> Array<B> {
         let tiles = match side {
             Side::Query => self.places.tiles[0],
             Side::Key => self.places.tiles[1],
         };
-        let mut places = vec![0; tiles];
-        let mut parts = vec![self.zeros([1, width])];
-        let mut computed = 1;
+        let mut rows = Scattered::new(self.zeros([1, width]), tiles);
         for chunk in chunks.iter() {
-            for (place, &tile) in (computed..).zip(&chunk.tiles) {
-                places[tile as usize] = place;
-            }
-            computed += chunk.tiles.len() as i32;
-            let shape = Shape::new([chunk.tiles.len(), width]);
-            parts.push(B::float_reshape(compute(chunk), shape));
+            let made = compute(chunk).reshape([chunk.tiles.len(), width]);
+            rows.push(&chunk.tiles, made);
         }
-        B::float_select(concatenate::<B>(parts), 0, self.indices(&places))
-    }
-}
-
-fn concatenate<B: Backend>(mut parts: Vec<FloatTensor<B>>) -> FloatTensor<B> {
-    match (parts.len(), parts.pop()) {
-        (1, Some(part)) => part,
-        (_, last) => {
-            parts.extend(last);
-            B::float_cat(parts, 0)
-        }
+        rows.finish()
     }
 }

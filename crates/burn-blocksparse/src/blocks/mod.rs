@@ -6,19 +6,16 @@ mod ops;
 mod places;
 
 use blocksparse::BlockLayout;
-use burn::backend::Dispatch;
-use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 
 use places::Places;
 
+pub use compute::BlockProduct;
 pub use ops::BlockSparseTensorOps;
 
 use crate::attention::reference::tile;
-use crate::base::device::served;
-use crate::base::dtype::accumulate_in;
+use crate::base::prelude::*;
 use crate::base::values::LayoutTensors;
 use crate::check::same_device;
-use crate::error::OpError;
 use crate::graph::recording;
 use crate::upload;
 use crate::weights::{self, BlockSparseTensor};
@@ -75,9 +72,8 @@ impl BlockSparseTensor {
         expect("b's dtype", a.dtype(), "a's", b.dtype())?;
         same_device("b's device", &a.device(), "a's", &b.device())?;
         let tensors = on_device(layout, &a.device());
-        let (a, b) = (a.into_dispatch(), b.into_dispatch());
-        let values = <Dispatch as BlockSparseTensorOps>::block_sparse_nt(a, b, tensors);
-        Ok(Self::new(Tensor::from_dispatch(values), layout.clone()))
+        let values = product(a, b, tensors, BlockProduct::Nt);
+        Ok(Self::new(values, layout.clone()))
     }
 
     /// The product with a dense tensor: `out[i] = Σ_j w[i, j] · b[j]`.
@@ -92,9 +88,7 @@ impl BlockSparseTensor {
         check_kv(&b, self.layout())?;
         self.check_factor(["b's batch", "b's dim", "b's dtype", "b's device"], &b)?;
         let (w, tensors) = self.into_parts();
-        let b = b.into_dispatch();
-        let out = <Dispatch as BlockSparseTensorOps>::block_sparse_nn(w, b, tensors);
-        Ok(Tensor::from_dispatch(out))
+        Ok(product(w, b, tensors, BlockProduct::Nn))
     }
 
     /// The product of the transpose with a dense tensor: `out[j] = Σ_i w[i, j] · a[i]`, head by head. (With grouped heads
@@ -113,9 +107,8 @@ impl BlockSparseTensor {
         expect("a's seq_q", layout.seq_q(), host, a.dims()[2])?;
         self.check_factor(["a's batch", "a's dim", "a's dtype", "a's device"], &a)?;
         let (w, tensors) = self.into_parts();
-        let a = a.into_dispatch();
-        let out = <Dispatch as BlockSparseTensorOps>::block_sparse_tn(w, a, tensors, heads);
-        Ok(Tensor::from_dispatch(out))
+        let of_heads = BlockProduct::Tn { kv_heads: heads };
+        Ok(product(w, a, tensors, of_heads))
     }
 
     /// Softmax over the allowed pairs of each row, across its blocks:
@@ -127,6 +120,7 @@ impl BlockSparseTensor {
         blocksparse::ensure! { OpError; scale.is_finite() => "scale", "finite", scale; }
         let layout = self.layout().clone();
         let (w, tensors) = self.into_parts();
+        let w = w.into_dispatch();
         let p = <Dispatch as BlockSparseTensorOps>::block_sparse_softmax(w, tensors, scale);
         Ok(Self::new(Tensor::from_dispatch(p), layout))
     }
@@ -142,12 +136,8 @@ impl BlockSparseTensor {
         // The values are masked already; this masks the gradient that comes out of the function.
         let values = f(masked(self.values(), &layout));
         expect("the function's shape", shape, "its input's", values.dims())?;
-        expect(
-            "the function's device",
-            device,
-            "its input's",
-            values.device(),
-        )?;
+        let own = values.device();
+        expect("the function's device", device, "its input's", own)?;
         Self::from_values(values, &layout)
     }
 
@@ -189,10 +179,39 @@ impl BlockSparseTensor {
     }
 
     /// The values and the layout as backends take them.
-    fn into_parts(self) -> (Primitive, LayoutTensors<Dispatch>) {
+    fn into_parts(self) -> (Tensor<4>, LayoutTensors<Dispatch>) {
         let (values, layout) = self.into_values();
         let tensors = on_device(&layout, &values.device());
-        (values.into_dispatch(), tensors)
+        (values, tensors)
+    }
+
+    /// The values as `[batch, heads, seq_q, seq_kv]`, 0 where nothing is retained: O(n²) memory, for plots and tests.
+    pub fn to_dense(&self) -> Tensor<4> {
+        let layout = self.layout();
+        let [batch, stored, b, _] = self.values().dims();
+        let (heads, q_blocks, kv_blocks) = (layout.heads(), layout.q_blocks(), layout.kv_blocks());
+        let device = self.values().device();
+        let absent = batch * stored;
+        let known = Places::of(layout, batch, heads);
+        let kept = (known.stored_places()).unwrap_or_else(|| (0..absent as i32).collect());
+        // For every block of the dense tensor its place among the stored ones, or that of a block of zeros.
+        let mut places = vec![absent as i32; batch * heads * q_blocks * kv_blocks];
+        for ((query, key), place) in known.q_tiles.iter().zip(&known.kv_tiles).zip(kept) {
+            places[*query as usize * kv_blocks + *key as usize % kv_blocks] = place;
+        }
+        let zeros = Tensor::zeros([1, b, b], (&device, self.values().dtype()));
+        let blocks = match absent {
+            0 => zeros,
+            _ => Tensor::cat(vec![self.values().reshape([absent, b, b]), zeros], 0),
+        };
+        recording::expect_no_upload("the places of stored blocks");
+        let places = TensorData::new(places, [batch * heads * q_blocks * kv_blocks]);
+        blocks
+            .select(0, Tensor::from_data(places, &device))
+            .reshape([batch * heads, q_blocks, kv_blocks, b, b])
+            .permute([0, 1, 3, 2, 4])
+            .reshape([batch, heads, q_blocks * b, kv_blocks * b])
+            .slice([0..batch, 0..heads, 0..layout.seq_q(), 0..layout.seq_kv()])
     }
 
     /// The values times their rows' factors, `[batch, heads, seq_q]`. Not as a product of matrices, whose factors Burn may round to tf32.
@@ -206,15 +225,25 @@ impl BlockSparseTensor {
         let rows = Places::of(&layout, batch, layout.heads()).stored_q_tiles();
         recording::expect_no_upload("the rows of a block-sparse tensor");
         let rows = TensorData::new(rows, [batch * stored]);
-        let tiles = tile::<Dispatch>(factors.unsqueeze_dim::<4>(3).into_dispatch(), b);
-        let factors = Tensor::<2>::from_dispatch(tiles)
+        let factors = factors.unsqueeze_dim::<4>(3).into_dispatch();
+        let tiles = tile(Array::<Dispatch>(factors), b);
+        let factors = Tensor::<2>::from_dispatch(tiles.0)
             .select(0, Tensor::from_data(rows, &values.device()))
             .reshape([batch, stored, b, 1]);
         Self::new(values * factors, layout)
     }
 }
 
-type Primitive = burn::backend::tensor::FloatTensor<Dispatch>;
+fn product(
+    lhs: Tensor<4>,
+    rhs: Tensor<4>,
+    layout: LayoutTensors<Dispatch>,
+    product: BlockProduct,
+) -> Tensor<4> {
+    let (lhs, rhs) = (lhs.into_dispatch(), rhs.into_dispatch());
+    let made = <Dispatch as BlockSparseTensorOps>::block_sparse_product(lhs, rhs, layout, product);
+    Tensor::from_dispatch(made)
+}
 
 fn masked(values: Tensor<4>, layout: &BlockLayout) -> Tensor<4> {
     let tensors = on_device(layout, &values.device());

@@ -1,15 +1,12 @@
 //! The backend trait of block-sparse tensors.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, backend_extension};
-
-use super::compute;
-#[cfg(feature = "fusion")]
-use crate::base::dtype::sums_of;
+use super::compute::{self, BlockProduct};
+use crate::base::prelude::*;
 use crate::base::values::LayoutTensors;
-use crate::reference_backends;
 #[cfg(feature = "fusion")]
 use crate::weights;
+#[cfg(feature = "fusion")]
+use blocksparse::BlockLayout;
 
 /// Operations on block-sparse tensors `[batch, blocks, block_size, block_size]`, as backend operations: the default bodies are
 /// in Burn primitives. Arguments are checked by the public functions.
@@ -30,36 +27,15 @@ pub trait BlockSparseTensorOps: Backend {
         compute::mask::<Self>(values, &layout)
     }
 
-    /// Blocks of `a · bᵀ`, in f32 (f64 for f64): `a` `[batch, heads, seq_q, dim]`, `b` `[batch, kv_heads, seq_kv, dim]`.
-    #[fusion(dtype = sums_of(a), shape = weights::shape(&layout.host, a[0]).into())]
-    fn block_sparse_nt(
-        a: FloatTensor<Self>,
-        b: FloatTensor<Self>,
+    /// A product of two factors.
+    #[fusion(dtype = product.dtype(lhs, rhs), shape = product.shape(lhs, rhs, &layout.host))]
+    fn block_sparse_product(
+        lhs: FloatTensor<Self>,
+        rhs: FloatTensor<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
+        product: BlockProduct,
     ) -> FloatTensor<Self> {
-        compute::nt::<Self>(a, b, &layout)
-    }
-
-    /// `w · b`: `[batch, heads, seq_q, dim]` in the dtype of `b`, `[batch, kv_heads, seq_kv, dim]`.
-    #[fusion(dtype = b, shape = [w[0], layout.host.heads(), layout.host.seq_q(), b[3]].into())]
-    fn block_sparse_nn(
-        w: FloatTensor<Self>,
-        b: FloatTensor<Self>,
-        #[extension_type] layout: LayoutTensors<Self>,
-    ) -> FloatTensor<Self> {
-        compute::nn::<Self>(w, b, &layout)
-    }
-
-    /// `wᵀ · a`, summed over the heads that share one of `kv_heads`: `[batch, kv_heads, seq_kv, dim]` in the dtype of
-    /// `a`, `[batch, heads, seq_q, dim]`.
-    #[fusion(dtype = a, shape = [w[0], *kv_heads, layout.host.seq_kv(), a[3]].into())]
-    fn block_sparse_tn(
-        w: FloatTensor<Self>,
-        a: FloatTensor<Self>,
-        #[extension_type] layout: LayoutTensors<Self>,
-        kv_heads: usize,
-    ) -> FloatTensor<Self> {
-        compute::tn::<Self>(w, a, &layout, kv_heads)
+        compute::product::<Self>(lhs, rhs, &layout, product)
     }
 
     /// Softmax of `scale · w` over the allowed pairs of each row.
@@ -85,3 +61,21 @@ pub trait BlockSparseTensorOps: Backend {
 }
 
 reference_backends!(BlockSparseTensorOps);
+
+#[cfg(feature = "fusion")]
+impl BlockProduct {
+    fn dtype(self, lhs: DType, rhs: DType) -> DType {
+        match self {
+            Self::Nt => sums_of(lhs),
+            Self::Nn | Self::Tn { .. } => rhs,
+        }
+    }
+
+    fn shape(self, lhs: &Shape, rhs: &Shape, layout: &BlockLayout) -> Shape {
+        match self {
+            Self::Nt => weights::shape(layout, lhs[0]).into(),
+            Self::Nn => [lhs[0], layout.heads(), layout.seq_q(), rhs[3]].into(),
+            Self::Tn { kv_heads } => [lhs[0], kv_heads, layout.seq_kv(), rhs[3]].into(),
+        }
+    }
+}

@@ -1,9 +1,10 @@
 //! Where the kept blocks of a layout are, for one batch: host lists that the products gather by.
 
-use std::collections::HashMap;
+use std::convert::Infallible;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use blocksparse::internal::Slots;
 use blocksparse::{BlockLayout, FULL};
 
 use crate::weights;
@@ -25,14 +26,11 @@ pub(super) struct Places {
     /// Blocks that are stored for each batch entry; the fullest keeps as many.
     stored: usize,
     /// Chunks that were asked for before.
-    chunks: Mutex<Chunks>,
+    chunks: Slots<(Side, usize), Option<Arc<[Chunk]>>>,
 }
 
-type Chunks = HashMap<(Side, usize), Arc<[Chunk]>>;
-
 /// What a layout keeps of its calls, by batch entries and key heads.
-#[derive(Default)]
-struct Known(Mutex<HashMap<[usize; 2], Arc<Places>>>);
+type Known = Slots<[usize; 2], Option<Arc<Places>>>;
 
 /// Which sides' tiles a product has a row of blocks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -57,9 +55,9 @@ impl Places {
     /// The places of a layout, which keeps them.
     pub fn of(layout: &BlockLayout, batch: usize, kv_heads: usize) -> Arc<Self> {
         let known = layout.attachment(Known::default);
-        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let new = || Arc::new(Self::new(layout, batch, kv_heads));
-        known.entry([batch, kv_heads]).or_insert_with(new).clone()
+        let new = || Ok(Arc::new(Self::new(layout, batch, kv_heads)));
+        let Ok(places) = known.get_or_try_make::<Infallible>([batch, kv_heads], new);
+        places
     }
 
     fn new(layout: &BlockLayout, batch: usize, kv_heads: usize) -> Self {
@@ -73,7 +71,7 @@ impl Places {
             tiles: [batch * heads * q_blocks, batch * kv_heads * kv_blocks],
             entries: vec![0],
             stored,
-            chunks: Mutex::default(),
+            chunks: Slots::default(),
         };
         for entry in 0..batch {
             for head in 0..heads {
@@ -145,88 +143,63 @@ impl Places {
     /// The blocks of each tile of a side, longest lists first, in chunks of at most `blocks` blocks
     /// (one tile may have more). Lists of a chunk differ by a factor of two at most. Tiles without blocks are in none.
     pub fn chunks(&self, side: Side, blocks: usize) -> Arc<[Chunk]> {
-        let mut known = self.chunks.lock().unwrap_or_else(PoisonError::into_inner);
-        let new = || self.new_chunks(side, blocks).into();
-        known.entry((side, blocks)).or_insert_with(new).clone()
+        let new = || Ok(self.new_chunks(side, blocks).into());
+        let Ok(chunks) = (self.chunks).get_or_try_make::<Infallible>((side, blocks), new);
+        chunks
     }
 
     fn new_chunks(&self, side: Side, blocks: usize) -> Vec<Chunk> {
         let lists = self.lists(side);
-        let mut order: Vec<usize> = (0..lists.tiles())
-            .filter(|&tile| !lists.of(tile).is_empty())
+        let mut order: Vec<usize> = (0..lists.len())
+            .filter(|&tile| !lists[tile].is_empty())
             .collect();
-        order.sort_by_key(|&tile| std::cmp::Reverse(lists.of(tile).len()));
+        order.sort_by_key(|&tile| std::cmp::Reverse(lists[tile].len()));
         let mut chunks = Vec::new();
         let mut rest = &order[..];
         while let Some(&first) = rest.first() {
-            let length = lists.of(first).len();
+            let length = lists[first].len();
             let fit = (blocks / length).max(1);
-            let alike = rest.partition_point(|&tile| lists.of(tile).len() * 2 >= length);
+            let alike = rest.partition_point(|&tile| lists[tile].len() * 2 >= length);
             let (tiles, later) = rest.split_at(fit.min(alike));
-            chunks.push(lists.chunk(tiles, length));
+            chunks.push(Chunk::new(&lists, tiles, length));
             rest = later;
         }
         chunks
     }
 
-    /// A counting sort of the blocks by their tile, so that each list is in the order of the blocks.
-    fn lists(&self, side: Side) -> Lists {
+    /// The blocks of each tile of a side, in order.
+    fn lists(&self, side: Side) -> Vec<Vec<i32>> {
         let (tile_of, tiles) = match side {
             Side::Query => (&self.q_tiles, self.tiles[0]),
             Side::Key => (&self.kv_tiles, self.tiles[1]),
         };
-        let mut offsets = vec![0; tiles + 1];
-        tile_of
-            .iter()
-            .for_each(|&tile| offsets[tile as usize + 1] += 1);
-        for tile in 0..tiles {
-            offsets[tile + 1] += offsets[tile];
+        let mut lists = vec![Vec::new(); tiles];
+        for (block, &tile) in (0..).zip(tile_of) {
+            lists[tile as usize].push(block);
         }
-        let mut next = offsets.clone();
-        let mut blocks = vec![0; tile_of.len()];
-        for (block, &tile) in tile_of.iter().enumerate() {
-            blocks[next[tile as usize]] = block as i32;
-            next[tile as usize] += 1;
-        }
-        Lists { offsets, blocks }
+        lists
     }
 }
 
-/// The blocks of each tile.
-struct Lists {
-    offsets: Vec<usize>,
-    blocks: Vec<i32>,
-}
-
-impl Lists {
-    fn tiles(&self) -> usize {
-        self.offsets.len() - 1
-    }
-
-    fn of(&self, tile: usize) -> &[i32] {
-        &self.blocks[self.offsets[tile]..self.offsets[tile + 1]]
-    }
-
+impl Chunk {
     /// `length` is that of the longest list, the first.
-    fn chunk(&self, tiles: &[usize], length: usize) -> Chunk {
-        let mut chunk = Chunk {
+    fn new(lists: &[Vec<i32>], tiles: &[usize], length: usize) -> Self {
+        let mut chunk = Self {
             tiles: tiles.iter().map(|&tile| tile as i32).collect(),
             length,
             blocks: Vec::with_capacity(tiles.len() * length),
             repeated: Vec::new(),
         };
         for &tile in tiles {
-            let list = self.of(tile);
+            let list = &lists[tile];
             let last = list[list.len() - 1];
             chunk.blocks.extend(list);
-            chunk
-                .blocks
-                .extend(std::iter::repeat_n(last, length - list.len()));
+            (chunk.blocks).extend(std::iter::repeat_n(last, length - list.len()));
         }
         let shortest = tiles[tiles.len() - 1];
-        if self.of(shortest).len() < length {
+        if lists[shortest].len() < length {
             let repeated = |&tile: &usize| {
-                let listed = self.of(tile).len();
+                let listed = lists[tile].len();
                 (0..length).map(move |place| place >= listed)
             };
             chunk.repeated = tiles.iter().flat_map(repeated).collect();

@@ -1,12 +1,9 @@
 //! How many blocks a layout has that is made on a device.
 
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Int, Tensor, TensorData};
-
 use crate::base::kernels_run::runs_kernels;
+use crate::base::prelude::*;
 use crate::device_layout::DeviceLayout;
 use crate::device_layout::ops::DeviceLayoutOps;
-use crate::error::OpError;
 use crate::upload::layout_tensors;
 
 impl DeviceLayout {

@@ -1,9 +1,10 @@
 //! Layouts whose pairs are lists of single keys.
 
-use blocksparse::{BlockLayout, BlockSource, DeviceChoice};
+use blocksparse::{BlockLayout, BlockSource};
 use burn::tensor::{Int, Tensor};
 
-use super::{Chooser, DeviceLayout, expect, repeated};
+use super::{DeviceLayout, expect, repeated};
+use crate::base::values::DynamicBlocks;
 use crate::error::OpError;
 
 impl DeviceLayout {
@@ -22,13 +23,8 @@ impl DeviceLayout {
         expect("lists' queries", places.seq_q(), queries)?;
         expect("lists' seq_kv", places.seq_kv(), seq_kv)?;
         let patterns = places.patterns_within([batch, heads])?;
-        let choice = DeviceChoice {
-            patterns,
-            causal: false,
-            by: BlockSource::Keys { most },
-        };
         let name = format!("{}, of single keys that are listed", places.name());
-        let keys = Chooser::Keys(repeated(keys, patterns));
-        Self::within(name, choice, places, keys)
+        let keys = DynamicBlocks::Ints(repeated(keys, patterns).into_dispatch());
+        Self::within(name, patterns, BlockSource::Keys { most }, places, keys)
     }
 }

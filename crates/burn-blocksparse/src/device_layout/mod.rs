@@ -9,15 +9,13 @@ mod read;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, PositionMask, Rule};
-use burn::backend::Dispatch;
+use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, Rule};
+use burn::tensor::Bool;
 use burn::tensor::kind::Basic;
-use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
-use crate::base::device::served;
+use crate::base::prelude::*;
 use crate::base::values::DynamicBlocks;
 use crate::choice::{TopKOptions, checked};
-use crate::error::OpError;
 
 /// Options of a [`DeviceLayout`], besides the tensor that chooses its blocks. Build them from [`new`](Self::new).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -81,7 +79,8 @@ pub struct DeviceLayout {
     /// The sizes and how blocks are chosen; launch plans are kept with it.
     pub(crate) frame: BlockLayout,
     pub(crate) causal: bool,
-    pub(crate) chooser: Chooser,
+    /// The tensor that chooses, on the device without autodiff.
+    chooser: DynamicBlocks<Dispatch>,
     pub(crate) host: Arc<OnceLock<BlockLayout>>,
 }
 
@@ -91,28 +90,26 @@ const _: () = {
     is_send_and_sync::<DeviceLayout>();
 };
 
-/// The tensor that chooses, on the device without autodiff.
-#[derive(Clone)]
-pub(crate) enum Chooser {
-    Mask(Tensor<4, Bool>),
-    Indices(Tensor<4, Int>),
-    Scores(Tensor<4>, Rule),
-    /// Of queries and, after them, of keys: `[batch, heads, seq_q + seq_kv]`; or of both, once.
-    Positions(Tensor<3, Int>, PositionMask),
-    /// That each query sees: `[batch, lists, queries, most]`.
-    Keys(Tensor<4, Int>),
-}
-
-impl Chooser {
-    /// The same for so many batch entries and heads, as many adjacent ones of which shared one.
-    fn expanded(&self, patterns: [usize; 2]) -> Self {
-        match self.clone() {
-            Self::Mask(mask) => Self::Mask(repeated(mask, patterns)),
-            Self::Indices(indices) => Self::Indices(repeated(indices, patterns)),
-            Self::Scores(scores, rule) => Self::Scores(repeated(scores, patterns), rule),
-            // There is one for each head.
-            Self::Positions(positions, rule) => Self::Positions(positions, rule),
-            Self::Keys(keys) => Self::Keys(repeated(keys, patterns)),
+/// The tensor that chooses, for so many batch entries and heads, as many adjacent ones of which shared one. Of positions there is one for each head.
+fn expanded(
+    chooser: DynamicBlocks<Dispatch>,
+    by: BlockSource,
+    patterns: [usize; 2],
+) -> DynamicBlocks<Dispatch> {
+    match chooser {
+        _ if matches!(by, BlockSource::Positions(_) | BlockSource::OwnPositions(_)) => chooser,
+        DynamicBlocks::Host => chooser,
+        DynamicBlocks::Bools(mask) => {
+            let mask = Tensor::<4, Bool>::from_dispatch(mask);
+            DynamicBlocks::Bools(repeated(mask, patterns).into_dispatch())
+        }
+        DynamicBlocks::Ints(numbers) => {
+            let numbers = Tensor::<4, Int>::from_dispatch(numbers);
+            DynamicBlocks::Ints(repeated(numbers, patterns).into_dispatch())
+        }
+        DynamicBlocks::Floats(scores) => {
+            let scores = Tensor::<4>::from_dispatch(scores);
+            DynamicBlocks::Floats(repeated(scores, patterns).into_dispatch())
         }
     }
 }
@@ -142,18 +139,11 @@ impl DeviceLayout {
     ) -> Result<Self, OpError> {
         served(&mask.device().without_autodiff())?;
         let shape = checked(&options.shape)?;
-        let patterns = rows("mask", mask.dims(), &shape)?;
-        let choice = DeviceChoice {
-            patterns,
-            causal: options.causal,
-            by: BlockSource::Mask,
-        };
-        Self::new(
-            "a mask",
-            shape,
-            choice,
-            Chooser::Mask(mask.without_autodiff()),
-        )
+        let names = ["mask's batch", "mask's heads", "mask's q_blocks"];
+        let patterns = rows(names, Some("mask's kv_blocks"), mask.dims(), &shape)?;
+        let options = DeviceLayoutOptions { shape, ..options };
+        let chooser = DynamicBlocks::Bools(mask.without_autodiff().into_dispatch());
+        Self::new("a mask", options, patterns, BlockSource::Mask, chooser)
     }
 
     /// The first `counts` blocks of each row of `indices`. An index that is negative or no less than the number of key blocks counts for
@@ -173,7 +163,8 @@ impl DeviceLayout {
         served(&indices.device().without_autodiff())?;
         let shape = checked(&options.shape)?;
         let dims = indices.dims();
-        let patterns = rows("indices", dims, &shape)?;
+        let names = ["indices' batch", "indices' heads", "indices' q_blocks"];
+        let patterns = rows(names, None, dims, &shape)?;
         let [batch, heads, q_blocks, most] = dims;
         OpError::ensure_positive("indices' width", most)?;
         let own = [batch, heads, q_blocks];
@@ -189,12 +180,10 @@ impl DeviceLayout {
         let none = indices.clone().greater_equal_elem(kv_blocks);
         let none = none.bool_or(indices.clone().lower_elem(0)).bool_or(beyond);
         let indices = indices.mask_fill(none, -1).cast(DType::I32);
-        let choice = DeviceChoice {
-            patterns,
-            causal: options.causal,
-            by: BlockSource::Indices { most },
-        };
-        Self::new("indices", shape, choice, Chooser::Indices(indices))
+        let options = DeviceLayoutOptions { shape, ..options };
+        let by = BlockSource::Indices { most };
+        let chooser = DynamicBlocks::Ints(indices.into_dispatch());
+        Self::new("indices", options, patterns, by, chooser)
     }
 
     /// The blocks that score highest in each row of blocks, as `options` say (their block size is the shape's); ties go to the earlier, and NaN
@@ -249,36 +238,37 @@ impl DeviceLayout {
         rule: Rule,
         options: DeviceLayoutOptions,
     ) -> Result<Self, OpError> {
-        let DeviceLayoutOptions { shape, causal } = options;
-        let patterns = rows("scores", scores.dims(), &shape)?;
-        let choice = DeviceChoice {
-            patterns,
-            causal,
-            by: BlockSource::Scores(rule),
-        };
+        let names = ["scores' batch", "scores' heads", "scores' q_blocks"];
+        let columns = Some("scores' kv_blocks");
+        let patterns = rows(names, columns, scores.dims(), &options.shape)?;
         let scores = scores.detach().without_autodiff();
         // A cast to the same type would be an operation.
         let scores = match scores.dtype() {
             DType::F32 => scores,
             _ => scores.cast(DType::F32),
         };
-        Self::new(&name, shape, choice, Chooser::Scores(scores, rule))
+        let chooser = DynamicBlocks::Floats(scores.into_dispatch());
+        Self::new(&name, options, patterns, BlockSource::Scores(rule), chooser)
     }
 
     fn new(
         chosen_by: &str,
-        shape: LayoutShape,
-        choice: DeviceChoice,
-        chooser: Chooser,
+        options: DeviceLayoutOptions,
+        patterns: [usize; 2],
+        by: BlockSource,
+        chooser: DynamicBlocks<Dispatch>,
     ) -> Result<Self, OpError> {
-        let causal = if choice.causal { ", causal" } else { "" };
-        let name = format!(
-            "blocks of {} chosen on the device by {chosen_by}{causal}",
-            shape.block_size
-        );
+        let DeviceLayoutOptions { shape, causal } = options;
+        let (block, order) = (shape.block_size, if causal { ", causal" } else { "" });
+        let name = format!("blocks of {block} chosen on the device by {chosen_by}{order}");
+        let choice = DeviceChoice {
+            patterns,
+            causal,
+            by,
+        };
         Ok(Self {
             frame: BlockLayout::on_device(name, shape, choice)?,
-            causal: choice.causal,
+            causal,
             chooser,
             host: Arc::default(),
         })
@@ -310,22 +300,14 @@ impl DeviceLayout {
     /// # Errors
     /// [`OpError`] if sizes or batches differ, or a layout on the host was given before.
     pub fn masked_by(&self, layout: &BlockLayout) -> Result<Self, OpError> {
-        OpError::expect_same(
-            "layout's shape",
-            *self.shape(),
-            "the choice's",
-            *layout.shape(),
-        )?;
+        let (expected, got) = (*self.shape(), *layout.shape());
+        OpError::expect_same("layout's shape", expected, "the choice's", got)?;
         blocksparse::ensure! { OpError; self.frame.within().is_none() => "layout", "given once", layout.name(); }
         let choice = *self.choice();
         let patterns = layout.patterns_within(choice.patterns)?;
-        let choice = DeviceChoice {
-            patterns,
-            causal: false,
-            ..choice
-        };
         let name = format!("{}, within {}", self.frame.name(), layout.name());
-        let expanded = Self::within(name, choice, layout, self.chooser.expanded(patterns))?;
+        let chooser = expanded(self.chooser(), choice.by, patterns);
+        let expanded = Self::within(name, patterns, choice.by, layout, chooser)?;
         Ok(Self {
             causal: self.causal,
             ..expanded
@@ -335,10 +317,16 @@ impl DeviceLayout {
     /// Blocks of a layout on the host.
     fn within(
         name: String,
-        choice: DeviceChoice,
+        patterns: [usize; 2],
+        by: BlockSource,
         places: &BlockLayout,
-        chooser: Chooser,
+        chooser: DynamicBlocks<Dispatch>,
     ) -> Result<Self, OpError> {
+        let choice = DeviceChoice {
+            patterns,
+            causal: false,
+            by,
+        };
         Ok(Self {
             frame: BlockLayout::on_device_within(name, choice, places)?,
             causal: false,
@@ -364,13 +352,13 @@ impl DeviceLayout {
 
     /// The device of the tensor that chooses, without autodiff.
     pub fn device(&self) -> Device {
-        match &self.chooser {
-            Chooser::Mask(mask) => mask.device(),
-            Chooser::Indices(indices) => indices.device(),
-            Chooser::Scores(scores, _) => scores.device(),
-            Chooser::Positions(positions, _) => positions.device(),
-            Chooser::Keys(keys) => keys.device(),
-        }
+        let device = match &self.chooser {
+            DynamicBlocks::Host => unreachable!("a tensor chooses"),
+            DynamicBlocks::Bools(tensor) => tensor.device(),
+            DynamicBlocks::Ints(tensor) => tensor.device(),
+            DynamicBlocks::Floats(tensor) => tensor.device(),
+        };
+        Device::new(device)
     }
 
     /// The same layout on the host, to look at. **Waits for the device**, the first time.
@@ -400,13 +388,7 @@ impl DeviceLayout {
     /// The tensor that chooses, for a call.
     #[doc(hidden)]
     pub fn chooser(&self) -> DynamicBlocks<Dispatch> {
-        match self.chooser.clone() {
-            Chooser::Mask(mask) => DynamicBlocks::Mask(mask.into_dispatch()),
-            Chooser::Indices(indices) => DynamicBlocks::Indices(indices.into_dispatch()),
-            Chooser::Scores(scores, _) => DynamicBlocks::Scores(scores.into_dispatch()),
-            Chooser::Positions(positions, _) => DynamicBlocks::Positions(positions.into_dispatch()),
-            Chooser::Keys(keys) => DynamicBlocks::Keys(keys.into_dispatch()),
-        }
+        self.chooser.clone()
     }
 }
 
@@ -416,24 +398,11 @@ pub(crate) fn expect(argument: &'static str, expected: usize, got: usize) -> Res
 
 /// The batch entries and heads of a tensor of rows of query blocks, which have a number for each key block unless they are indices.
 fn rows(
-    tensor: &'static str,
+    [batches, of_heads, of_rows]: [&'static str; 3],
+    of_columns: Option<&'static str>,
     [batch, heads, q_blocks, width]: [usize; 4],
     shape: &LayoutShape,
 ) -> Result<[usize; 2], OpError> {
-    let ([batches, of_heads, of_rows], of_columns) = match tensor {
-        "mask" => (
-            ["mask's batch", "mask's heads", "mask's q_blocks"],
-            Some("mask's kv_blocks"),
-        ),
-        "indices" => (
-            ["indices' batch", "indices' heads", "indices' q_blocks"],
-            None,
-        ),
-        _ => (
-            ["scores' batch", "scores' heads", "scores' q_blocks"],
-            Some("scores' kv_blocks"),
-        ),
-    };
     OpError::ensure_positive(batches, batch)?;
     blocksparse::ensure! {
         OpError;

@@ -1,12 +1,7 @@
 //! The backend trait of layouts that are made on the device.
 
-use burn::backend::tensor::IntTensor;
-use burn::backend::{Backend, backend_extension};
-#[cfg(any(feature = "cube", feature = "fusion"))]
-use burn::tensor::DType;
-
+use crate::base::prelude::*;
 use crate::base::values::LayoutTensors;
-use crate::reference_backends;
 
 /// What is read of layouts that are made on the device.
 #[backend_extension(
@@ -34,11 +29,8 @@ fn counts_shape(layout: &blocksparse::BlockLayout) -> [usize; 3] {
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use burn_cubecl::CubeBackend;
-    use burn_cubecl::tensor::CubeTensor;
-
     use super::{DType, DeviceLayoutOps, counts_shape};
-    use crate::base::cube::{choose_blocks, empty};
+    use crate::base::cube::*;
     use crate::base::values::LayoutTensors;
 
     impl DeviceLayoutOps for CubeBackend {

@@ -1,11 +1,10 @@
 //! Layouts of places whose pairs follow from the positions of what was gathered there.
 
-use blocksparse::{BlockLayout, BlockSource, DeviceChoice, PositionMask};
-use burn::tensor::{DType, Int, Tensor};
+use blocksparse::{BlockLayout, BlockSource, PositionMask};
 
-use super::{Chooser, DeviceLayout, expect};
-use crate::base::device::served;
-use crate::error::OpError;
+use super::{DeviceLayout, expect};
+use crate::base::prelude::*;
+use crate::base::values::DynamicBlocks;
 
 impl DeviceLayout {
     /// The blocks of `places`, which is on the host, and of their pairs those that the positions of query and key allow: for sequences that were gathered,
@@ -95,13 +94,9 @@ impl DeviceLayout {
             true => numbers,
             false => numbers.expand([patterns[0], heads, count]),
         };
-        let choice = DeviceChoice {
-            patterns,
-            causal: false,
-            by,
-        };
         let name = format!("{}, by positions ({rule:?})", places.name());
-        Self::within(name, choice, places, Chooser::Positions(numbers, rule))
+        let numbers = DynamicBlocks::Ints(numbers.into_dispatch());
+        Self::within(name, patterns, by, places, numbers)
     }
 }
 

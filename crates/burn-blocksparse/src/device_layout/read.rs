@@ -1,53 +1,49 @@
 //! What a tensor on a device chose, read by the host.
 
-use blocksparse::{BlockLayout, LayoutError};
-use burn::tensor::{DType, Int, Tensor};
+use blocksparse::{BlockLayout, BlockSource, LayoutError};
+use burn::tensor::{Bool, DType, Int, Tensor};
 
-use super::{Chooser, DeviceLayout};
+use super::DeviceLayout;
+use crate::base::values::DynamicBlocks;
 use crate::choice::{choose_rows, mask};
 use crate::error::OpError;
 
 impl DeviceLayout {
     pub(super) fn read(&self) -> Result<BlockLayout, OpError> {
-        let shape = *self.shape();
-        let causal = self.is_causal();
-        let [batch, heads] = self.choice().patterns;
-        let q_blocks = self.frame.q_blocks();
-        if let (Chooser::Positions(positions, rule), Some(places)) =
-            (&self.chooser, self.frame.within())
+        let (shape, name, choice) = (*self.shape(), self.frame.name(), self.choice());
+        let [batch, heads] = choice.patterns;
+        let pattern =
+            |entry: usize, head: usize| entry.min(batch - 1) * heads + head / (shape.heads / heads);
+        let within = self.frame.within();
+        if let (Some([of, keys]), Some(places)) = (choice.positions(&shape), within)
+            && let BlockSource::Positions(rule) | BlockSource::OwnPositions(rule) = choice.by
         {
-            let numbers = integers(positions)?;
-            let own = self.choice().positions(&shape);
-            let [of, keys] = own.expect("a choice by positions");
+            let numbers = self.integers()?;
             let seen = |entry: usize, head: usize, query: usize, key: usize| {
-                let own = &numbers[(entry.min(batch - 1) * heads + head) * of..][..of];
+                let own = &numbers[pattern(entry, head) * of..][..of];
                 rule.sees(own[query], own[keys + key])
             };
-            return Ok(places.keep_pairs(self.frame.name(), self.batch(), seen)?);
+            return Ok(places.keep_pairs(name, self.batch(), seen)?);
         }
-        if let (Chooser::Keys(keys), Some(places)) = (&self.chooser, self.frame.within()) {
-            let [_, _, queries, most] = keys.dims();
-            let numbers = integers(keys)?;
+        if let (BlockSource::Keys { most }, Some(places)) = (choice.by, within) {
+            let numbers = self.integers()?;
             let seen = |entry: usize, head: usize, query: usize, key: usize| {
-                let pattern = entry.min(batch - 1) * heads + head / (shape.heads / heads);
-                let own = &numbers[(pattern * queries + query) * most..][..most];
-                own.contains(&(key as i32))
+                let first = (pattern(entry, head) * shape.seq_q + query) * most;
+                numbers[first..][..most].contains(&(key as i32))
             };
-            return Ok(places.keep_pairs(self.frame.name(), self.batch(), seen)?);
+            return Ok(places.keep_pairs(name, self.batch(), seen)?);
         }
-        let rows = self.read_rows()?;
-        if let Some(within) = self.frame.within() {
-            let kept = |entry: usize, head: usize, q_block: usize, kv_block: usize| {
-                let pattern = entry.min(batch - 1) * heads + head / (shape.heads / heads);
-                rows[pattern * q_blocks + q_block][kv_block]
-            };
-            return Ok(within.keep_blocks(self.frame.name(), self.batch(), kept)?);
+        let (rows, q_blocks) = (self.read_rows()?, self.frame.q_blocks());
+        let kept = |entry: usize, head: usize, q_block: usize, kv_block: usize| {
+            rows[pattern(entry, head) * q_blocks + q_block][kv_block]
+        };
+        if let Some(within) = within {
+            return Ok(within.keep_blocks(name, self.batch(), kept)?);
         }
         let layouts = (0..batch).map(|entry| {
-            BlockLayout::from_block_fn(self.frame.name(), shape, |head, q_block, kv_block| {
-                let pattern = entry * heads + head / (shape.heads / heads);
-                let kept = rows[pattern * q_blocks + q_block][kv_block];
-                kept.then(|| mask(q_block, kv_block, shape, causal))
+            BlockLayout::from_block_fn(name, shape, |head, q_block, kv_block| {
+                let kept = kept(entry, head, q_block, kv_block);
+                kept.then(|| mask(q_block, kv_block, shape, self.causal))
             })
         });
         let layouts = layouts.collect::<Result<Vec<_>, LayoutError>>()?;
@@ -60,36 +56,41 @@ impl DeviceLayout {
     /// `[patterns · q_blocks][kv_blocks]`: whether a block is chosen.
     fn read_rows(&self) -> Result<Vec<Vec<bool>>, OpError> {
         let kv_blocks = self.frame.kv_blocks();
-        match &self.chooser {
-            Chooser::Mask(mask) => {
-                let rows = integers(&mask.clone().int())?;
-                let kept = |row: &[i32]| row.iter().map(|&kept| kept != 0).collect();
-                Ok(rows.chunks(kv_blocks).map(kept).collect())
-            }
-            Chooser::Indices(indices) => {
-                let most = indices.dims()[3];
+        if let (BlockSource::Scores(rule), DynamicBlocks::Floats(scores)) =
+            (&self.choice().by, &self.chooser)
+        {
+            let scores = Tensor::from_dispatch(scores.clone());
+            let (causal, within) = (self.choice().causal, self.frame.within());
+            return choose_rows(scores, *self.shape(), rule, causal, within);
+        }
+        let numbers = self.integers()?;
+        Ok(match self.choice().by {
+            BlockSource::Indices { most } => {
                 let kept = |row: &[i32]| {
                     let mut kept = vec![false; kv_blocks];
                     let indices = row.iter().filter_map(|&index| usize::try_from(index).ok());
                     indices.for_each(|index| kept[index] = true);
                     kept
                 };
-                Ok(integers(indices)?.chunks(most).map(kept).collect())
+                numbers.chunks(most).map(kept).collect()
             }
-            Chooser::Scores(scores, rule) => {
-                let causal = self.choice().causal;
-                let within = self.frame.within();
-                choose_rows(scores.clone(), *self.shape(), rule, causal, within)
+            _ => {
+                let kept = |row: &[i32]| row.iter().map(|&kept| kept != 0).collect();
+                numbers.chunks(kv_blocks).map(kept).collect()
             }
-            Chooser::Positions(..) | Chooser::Keys(..) => {
-                unreachable!("positions and lists of keys choose pairs, not rows of blocks")
-            }
-        }
+        })
     }
-}
 
-fn integers<const D: usize>(tensor: &Tensor<D, Int>) -> Result<Vec<i32>, OpError> {
-    let data = tensor.clone().cast(DType::I32).try_into_data();
-    let data = data.map_err(OpError::read)?;
-    data.to_vec().map_err(OpError::read)
+    /// The numbers of a tensor that chooses by numbers or bools, whatever its rank.
+    fn integers(&self) -> Result<Vec<i32>, OpError> {
+        let numbers = match self.chooser() {
+            DynamicBlocks::Bools(mask) => Tensor::<4, Bool>::from_dispatch(mask).int(),
+            DynamicBlocks::Ints(numbers) => Tensor::<4, Int>::from_dispatch(numbers),
+            DynamicBlocks::Host | DynamicBlocks::Floats(_) => {
+                unreachable!("scores choose by a rule")
+            }
+        };
+        let data = numbers.cast(DType::I32).try_into_data();
+        data.map_err(OpError::read)?.to_vec().map_err(OpError::read)
+    }
 }

@@ -44,12 +44,8 @@ mod kernels {
 
 #[cfg(feature = "autodiff")]
 mod constants {
-    use burn::backend::AutodiffBackend;
-    use burn::backend::autodiff::Autodiff;
-    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-    use burn::backend::tensor::{FloatTensor, IntTensor};
-    use burn::tensor::TensorData;
-
+    use crate::base::custom_gradient::*;
+    use crate::base::prelude::*;
     use crate::graph::ops::StaticInputOps;
 
     /// What the host writes has no history.

@@ -3,13 +3,11 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use burn::backend::{Backend, Dispatch};
+use burn::tensor::Float;
 use burn::tensor::kind::Basic;
-use burn::tensor::{DType, Device, Float, Int, Tensor, TensorData};
 
 use super::recording;
-use crate::base::device::served;
-use crate::error::OpError;
+use crate::base::prelude::*;
 use crate::graph::ops::StaticInputOps;
 
 /// The kinds of tensors that [`StaticInput`] holds: [`Float`] and [`Int`].
@@ -37,10 +35,8 @@ mod sealed {
         }
 
         fn overwritten(x: Tensor<1>, data: TensorData) -> Tensor<1> {
-            Tensor::from_dispatch(<Dispatch as StaticInputOps>::overwrite_float(
-                x.into_dispatch(),
-                data,
-            ))
+            let x = x.into_dispatch();
+            Tensor::from_dispatch(<Dispatch as StaticInputOps>::overwrite_float(x, data))
         }
     }
 
@@ -52,10 +48,8 @@ mod sealed {
         }
 
         fn overwritten(x: Tensor<1, Int>, data: TensorData) -> Tensor<1, Int> {
-            Tensor::from_dispatch(<Dispatch as StaticInputOps>::overwrite_int(
-                x.into_dispatch(),
-                data,
-            ))
+            let x = x.into_dispatch();
+            Tensor::from_dispatch(<Dispatch as StaticInputOps>::overwrite_int(x, data))
         }
     }
 }
@@ -91,12 +85,8 @@ impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
     pub fn new(data: TensorData, device: &Device) -> Result<Self, OpError> {
         served(device)?;
         recording::ensure_not_capturing("an input of a recording")?;
-        OpError::expect_same(
-            "data's rank",
-            D,
-            "that of the type",
-            data.shape().num_dims(),
-        )?;
+        let rank = data.shape().num_dims();
+        OpError::expect_same("data's rank", D, "that of the type", rank)?;
         check_kind::<K>(&data)?;
         let shape = data.shape().dims();
         let (dtype, elements) = (data.dtype(), data.num_elements());

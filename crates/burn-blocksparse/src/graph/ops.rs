@@ -1,10 +1,6 @@
 //! The backend trait of tensors that keep their buffers.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata, backend_extension};
-use burn::tensor::TensorData;
-
-use crate::reference_backends;
+use crate::base::prelude::*;
 
 /// Writes values of the host into a tensor's memory, as backend operations. Arguments are checked by [`StaticInput`](crate::graph::StaticInput): data of the tensor's length and
 /// dtype, and a tensor of one dimension.

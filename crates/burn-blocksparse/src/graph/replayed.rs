@@ -3,12 +3,10 @@
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-use burn::backend::{Backend, BackendGraph, Dispatch};
-use burn::tensor::Device;
+use burn::backend::BackendGraph;
 
 use super::recording::Recording;
-use crate::base::device::served;
-use crate::error::OpError;
+use crate::base::prelude::*;
 
 /// Runs before the recording. Fusion takes the path that it stays on from the second run on, and pools then have what a run needs.
 const WARM_UPS: usize = 3;

@@ -5,12 +5,9 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 use blocksparse::{Seed, SeedTable};
-use burn::backend::{Backend, Dispatch};
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::recording;
-use crate::base::device::served;
-use crate::error::OpError;
+use crate::base::prelude::*;
 use crate::graph::ops::StaticInputOps;
 
 /// A seed of dropout that a recorded computation reads from the device, so that each replay drops something else.

@@ -384,12 +384,7 @@ impl Shared {
     fn arrived(&self, head: Head, content: Vec<u8>) {
         self.received
             .fetch_add(content.len() as u64, Ordering::Relaxed);
-        let Head {
-            kind,
-            from,
-            to,
-            lane,
-        } = head;
+        let Head { from, to, lane, .. } = head;
         if to == ALL && self.rank == 0 {
             for to in (1..self.count as u32).filter(|&to| to != from) {
                 let _ = self.pass(&Head { to, ..head }, &content);
@@ -400,7 +395,7 @@ impl Shared {
             return;
         }
         let (rank, mut inbox) = (from as usize, self.inbox());
-        match kind {
+        match head.kind {
             Kind::Alive => return,
             Kind::Message => {
                 let queue = inbox.messages.entry((rank, lane)).or_default();
@@ -510,38 +505,25 @@ mod tests {
     #[test]
     fn messages_arrive_in_the_order_of_their_lane() {
         all(3, |processes| {
-            let (rank, others) = (
-                processes.rank(),
-                (0..3).filter(|&to| to != processes.rank()),
-            );
-            let others: Vec<usize> = others.collect();
+            let rank = processes.rank();
+            let others: Vec<usize> = (0..3).filter(|&to| to != rank).collect();
+            let tensor = |rank: usize| TensorData::new(vec![rank as f32; 1000], [10, 100]);
             for &to in &others {
-                let tensors = vec![TensorData::new(vec![rank as f32; 1000], [10, 100])];
-                processes.send(to, 1, &words(&[rank as u64, 10])).unwrap();
-                processes
-                    .send(
-                        to,
-                        0,
-                        &Message {
-                            tensors,
-                            ..words(&[11])
-                        },
-                    )
-                    .unwrap();
-                processes.send(to, 0, &words(&[12])).unwrap();
+                let mut first = words(&[11]);
+                first.tensors.push(tensor(rank));
+                let of_rank = words(&[rank as u64, 10]);
+                for (lane, message) in [(1, of_rank), (0, first), (0, words(&[12]))] {
+                    processes.send(to, lane, &message).unwrap();
+                }
             }
             for &from in others.iter().rev() {
-                let [first, second] = [(); 2].map(|()| processes.receive(from, 0).unwrap());
+                let receive = |lane| processes.receive(from, lane).unwrap();
+                let [first, second] = [(); 2].map(|()| receive(0));
                 assert_eq!((first.words, second.words), (vec![11], vec![12]));
-                assert_eq!(
-                    first.tensors[0],
-                    TensorData::new(vec![from as f32; 1000], [10, 100])
-                );
-                assert_eq!(
-                    processes.receive(from, 1).unwrap(),
-                    words(&[from as u64, 10])
-                );
+                assert_eq!(first.tensors[0], tensor(from));
+                assert_eq!(receive(1), words(&[from as u64, 10]));
             }
+            let end = |rank| processes.receive(rank, 0).unwrap_err();
             // A lane that one ends, and a process that leaves.
             match rank {
                 2 => processes.end(7),
@@ -549,18 +531,12 @@ mod tests {
             }
             match rank {
                 1 => processes.leave(),
-                _ => assert_eq!(
-                    processes.receive(1, 0).unwrap_err(),
-                    OpError::Left { rank: 1 }
-                ),
+                _ => assert_eq!(end(1), OpError::Left { rank: 1 }),
             }
             assert_eq!(processes.lost(), None);
             // Rank 0 stays until all have left.
             match rank {
-                0 => assert_eq!(
-                    processes.receive(2, 0).unwrap_err(),
-                    OpError::Left { rank: 2 }
-                ),
+                0 => assert_eq!(end(2), OpError::Left { rank: 2 }),
                 _ => processes.leave(),
             }
         });

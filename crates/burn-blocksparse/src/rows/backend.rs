@@ -6,11 +6,8 @@ mod kernels {
     use blocksparse_cubecl::rows::{IndexedRows, MergedGradients, gather_rows};
     use burn::backend::ops::IntTensorOps;
     use burn::tensor::{IntDType, Shape};
-    use burn_cubecl::CubeBackend;
-    use burn_cubecl::kernel::{cast, into_contiguous};
-    use burn_cubecl::tensor::CubeTensor;
 
-    use crate::base::cube::{contiguous, empty, typed, uses_reference};
+    use crate::base::cube::*;
     use crate::base::dtype::sums_of;
     use crate::base::values::OutputGrads;
     use crate::rows::ops::RowOps;

@@ -7,12 +7,8 @@ pub mod steps;
 pub mod reference;
 pub mod values;
 
-use burn::backend::Dispatch;
-use burn::tensor::{Int, Tensor};
-
-use crate::base::device::served;
+use crate::base::prelude::*;
 use crate::check::same_device;
-use crate::error::OpError;
 use crate::rows::ops::RowOps;
 
 /// The rows of each head that `index` names, 0 where it is negative, with a gradient that is taken and not scattered: `users` says for each row of `x`

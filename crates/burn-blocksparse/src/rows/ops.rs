@@ -1,12 +1,7 @@
 //! The backend trait of rows that are taken by an index.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, backend_extension};
-#[cfg(feature = "fusion")]
-use burn::tensor::Shape;
-
+use crate::base::prelude::*;
 use crate::base::values::OutputGrads;
-use crate::reference_backends;
 use crate::rows::reference;
 use crate::rows::values::{MergedGrads, MergedOutput, MergedParts};
 

@@ -1,10 +1,9 @@
 //! Rows by an index in Burn's primitives: selections forward and backward, nothing that is added to where it lies.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata, get_device_settings};
-use burn::tensor::{IntDType, Shape, Slice};
+use burn::backend::get_device_settings;
+use burn::tensor::IntDType;
 
-use crate::base::dtype::accumulate_in;
+use crate::base::prelude::*;
 use crate::base::values::OutputGrads;
 use crate::rows::values::{MergedGrads, MergedOutput, MergedParts};
 
@@ -24,41 +23,38 @@ pub fn gather_rows<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatT
     let index = B::int_add(index, B::int_expand(first, wide));
     let count = batch * heads * places;
     let index = B::int_reshape(index, Shape::new([count]));
-    let x = B::float_reshape(x, Shape::new([batch * heads * rows, dim]));
-    let taken = B::float_select(x, 0, index);
     let none = B::bool_reshape(none, Shape::new([count, 1]));
     let none = B::bool_expand(none, Shape::new([count, dim]));
-    let taken = B::float_mask_fill(taken, none, 0f32.into());
-    B::float_reshape(taken, Shape::new([batch, heads, places, dim]))
+    let x = Array::<B>(x).reshape([batch * heads * rows, dim]);
+    let taken = x.select(0, index).fill(none, 0.0);
+    taken.reshape([batch, heads, places, dim]).0
 }
 
 pub fn rows_at_backward<B: Backend>(grad: FloatTensor<B>, users: IntTensor<B>) -> FloatTensor<B> {
     let [batch, heads, rows, most] = users.shape().dims();
     let dim = grad.shape()[3];
     let users = B::int_reshape(users, Shape::new([batch, heads, rows * most]));
-    let shape = Shape::new([batch, heads, rows, dim]);
     let dtype = grad.dtype().into();
-    let taken = gather_rows::<B>(grad, users);
-    if most == 1 {
-        return B::float_reshape(taken, shape);
+    let mut sums = Array::<B>(gather_rows::<B>(grad, users));
+    if most > 1 {
+        let taken = sums.cast(accumulate_in(dtype));
+        let taken = taken.reshape([batch * heads * rows, most, dim]);
+        sums = taken.sum_dim(1).cast(dtype);
     }
-    let taken = B::float_cast(taken, accumulate_in(dtype));
-    let taken = B::float_reshape(taken, Shape::new([batch * heads * rows, most, dim]));
-    let sums = B::float_cast(B::float_sum_dim(taken, 1), dtype);
-    B::float_reshape(sums, shape)
+    sums.reshape([batch, heads, rows, dim]).0
 }
 
 /// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
-const LOWEST: f64 = -1e30;
+pub const LOWEST: f64 = -1e30;
 
 /// What the parts of each query weigh.
 struct Weighed<B: Backend> {
     /// Their lse, the own one first: `[batch, heads, queries, 1 + most]`.
-    parts: FloatTensor<B>,
+    parts: Array<B>,
     /// Of the same shape.
-    weights: FloatTensor<B>,
+    weights: Array<B>,
     /// `[batch, heads, queries, 1]`.
-    lse: FloatTensor<B>,
+    lse: Array<B>,
 }
 
 impl<B: Backend> Weighed<B> {
@@ -67,23 +63,18 @@ impl<B: Backend> Weighed<B> {
         let count = lses.shape()[2];
         let bools = get_device_settings::<B>(&places.device()).bool_dtype;
         let none = B::int_lower_elem(places.clone(), 0i64.into(), bools);
-        let lses = B::float_reshape(lses, Shape::new([batch, heads, count, 1]));
-        let index = B::int_reshape(places, Shape::new([batch, heads, queries * most]));
-        let others = gather_rows::<B>(lses, index);
-        let others = B::float_reshape(others, Shape::new([batch, heads, queries, most]));
-        let others = B::float_mask_fill(others, none, LOWEST.into());
-        let own = B::float_reshape(own_lse, Shape::new([batch, heads, queries, 1]));
-        let parts = B::float_clamp_min(B::float_cat(vec![own, others], 3), LOWEST.into());
-        let top = B::float_max_dim(parts.clone(), 3);
-        let wide = B::float_expand(top.clone(), parts.shape());
-        let weights = B::float_exp(B::float_sub(parts.clone(), wide));
-        let total = B::float_sum_dim(weights.clone(), 3);
-        let wide = B::float_expand(total.clone(), parts.shape());
-        let empty = B::float_lower_equal_elem(top.clone(), LOWEST.into(), bools);
-        let lse = B::float_add(top, B::float_log(total));
+        let lses = Array::<B>(lses).reshape([batch, heads, count, 1]);
+        let others = at_places(lses, places).reshape([batch, heads, queries, most]);
+        let own = Array::<B>(own_lse).reshape([batch, heads, queries, 1]);
+        let parts = Array::cat([own, others.fill(none, LOWEST)], 3).at_least(LOWEST);
+        let top = parts.clone().max_dim(3);
+        let weights = (parts.clone() - &top).exp();
+        let total = weights.clone().sum_dim(3);
+        let empty = top.at_most(LOWEST);
+        let lse = top + total.clone().log();
         Self {
-            weights: B::float_div(weights, wide),
-            lse: B::float_mask_fill(lse, empty, f64::NEG_INFINITY.into()),
+            weights: weights / total,
+            lse: lse.fill(empty, f64::NEG_INFINITY),
             parts,
         }
     }
@@ -94,14 +85,11 @@ fn all_rows<B: Backend>(
     own: FloatTensor<B>,
     rows: FloatTensor<B>,
     places: IntTensor<B>,
-) -> FloatTensor<B> {
+) -> Array<B> {
     let [batch, heads, queries, dim] = own.shape().dims();
     let sums = accumulate_in(own.dtype().into());
-    let own = B::float_reshape(own, Shape::new([batch, heads, queries, 1, dim]));
-    B::float_cast(
-        B::float_cat(vec![own, at_places::<B>(rows, places)], 3),
-        sums,
-    )
+    let own = Array::<B>(own).reshape([batch, heads, queries, 1, dim]);
+    Array::cat([own, at_places(Array::<B>(rows), places)], 3).cast(sums)
 }
 
 pub fn merged_parts<B: Backend>(inputs: MergedParts<B>) -> MergedOutput<B> {
@@ -110,16 +98,11 @@ pub fn merged_parts<B: Backend>(inputs: MergedParts<B>) -> MergedOutput<B> {
     let dtype = inputs.own.dtype().into();
     let weighed = Weighed::<B>::new(inputs.own_lse, inputs.lses, inputs.places.clone());
     let all = all_rows::<B>(inputs.own, inputs.rows, inputs.places);
-    let weights = B::float_reshape(
-        weighed.weights,
-        Shape::new([batch, heads, queries, most + 1, 1]),
-    );
-    let weights = B::float_expand(weights, all.shape());
-    let out = B::float_sum_dim(B::float_mul(all, weights), 3);
-    let out = B::float_reshape(out, Shape::new([batch, heads, queries, dim]));
+    let weights = (weighed.weights).reshape([batch, heads, queries, most + 1, 1]);
+    let out = (all * weights).sum_dim(3);
     MergedOutput {
-        out: B::float_cast(out, dtype),
-        lse: B::float_reshape(weighed.lse, Shape::new([batch, heads, queries])),
+        out: out.reshape([batch, heads, queries, dim]).cast(dtype).0,
+        lse: weighed.lse.reshape([batch, heads, queries]).0,
     }
 }
 
@@ -131,70 +114,47 @@ pub fn merged_parts_backward<B: Backend>(
     let [_, _, places, _] = inputs.rows.shape().dims();
     let most = inputs.places.shape()[3];
     let dtype = inputs.own.dtype().into();
-    let sums = accumulate_in(dtype);
-    let bools = get_device_settings::<B>(&inputs.own.device()).bool_dtype;
     let Weighed {
         parts,
         weights,
         lse,
     } = Weighed::<B>::new(inputs.own_lse, inputs.lses, inputs.places.clone());
-    let all_parts = parts.shape();
-    let part = |tensor: &FloatTensor<B>, from: usize, to: usize| {
-        B::float_slice(tensor.clone(), &ranges([batch, heads, queries], from..to))
+    let of_places = |x: Array<B>| {
+        let others = x.narrow(3, 1..most + 1);
+        let others = others.reshape([batch, heads, queries * most, 1]);
+        Array::<B>(gather_rows::<B>(others.0, inputs.choices.clone()))
     };
-    let of_places = |tensor: FloatTensor<B>| {
-        let others = part(&tensor, 1, most + 1);
-        let others = B::float_reshape(others, Shape::new([batch, heads, queries * most, 1]));
-        gather_rows::<B>(others, inputs.choices.clone())
-    };
-    let grad = grads.out;
-    let wide = B::float_cast(grad.clone(), sums);
-    let first = part(&weights, 0, 1);
-    let own = B::float_mul(wide.clone(), B::float_expand(first, wide.shape()));
-
-    let factors = of_places(weights.clone());
-    let taken = gather_rows::<B>(grad, queries_of::<B>(inputs.choices.clone(), most));
-    let taken = B::float_cast(taken, sums);
-    let factors = B::float_expand(factors, Shape::new([batch, heads, places, dim]));
-    let rows = B::float_mul(taken, factors);
+    let wide = Array::<B>(grads.out.clone()).cast(accumulate_in(dtype));
+    let own = wide.clone() * weights.clone().narrow(3, 0..1);
+    let of_choices = queries_of::<B>(inputs.choices.clone(), most);
+    let taken = Array::<B>(gather_rows::<B>(grads.out, of_choices));
+    let rows = taken.cast(wide.dtype()) * of_places(weights.clone());
 
     let all = all_rows::<B>(inputs.own, inputs.rows, inputs.places);
-    let wide = B::float_reshape(wide, Shape::new([batch, heads, queries, 1, dim]));
-    let wide = B::float_expand(wide, all.shape());
-    let dots = B::float_reshape(
-        B::float_sum_dim(B::float_mul(all, wide), 4),
-        all_parts.clone(),
-    );
-    let mean = B::float_sum_dim(B::float_mul(weights.clone(), dots.clone()), 3);
-    let less = match grads.lse.into_option() {
-        Some(grad) => {
-            let empty = B::float_lower_equal_elem(lse.clone(), LOWEST.into(), bools);
-            let grad = B::float_reshape(grad, lse.shape());
-            B::float_sub(mean, B::float_mask_fill(grad, empty, 0f32.into()))
-        }
-        None => mean,
-    };
-    let by = B::float_mul(
-        weights,
-        B::float_sub(dots, B::float_expand(less, all_parts)),
-    );
-    let lowest = B::float_lower_equal_elem(parts, LOWEST.into(), bools);
-    let by = B::float_mask_fill(by, lowest, 0f32.into());
+    let wide = wide.reshape([batch, heads, queries, 1, dim]);
+    let dots = (all * wide).sum_dim(4).reshape(parts.shape());
+    let mut less = (weights.clone() * &dots).sum_dim(3);
+    if let OptFloat::Some(grad) = grads.lse {
+        let empty = lse.at_most(LOWEST);
+        less = less - Array::<B>(grad).reshape(lse.shape()).fill(empty, 0.0);
+    }
+    let by = (weights * (dots - less)).fill(parts.at_most(LOWEST), 0.0);
+    let own_lse = by.clone().narrow(3, 0..1);
     MergedGrads {
-        own: B::float_cast(own, dtype),
-        own_lse: B::float_reshape(part(&by, 0, 1), Shape::new([batch, heads, queries])),
-        rows: B::float_cast(rows, dtype),
-        lses: B::float_reshape(of_places(by), Shape::new([batch, heads, places])),
+        own: own.cast(dtype).0,
+        own_lse: own_lse.reshape([batch, heads, queries]).0,
+        rows: rows.cast(dtype).0,
+        lses: of_places(by).reshape([batch, heads, places]).0,
     }
 }
 
 /// The rows at the places of each query: `[batch, heads, queries, most, dim]`.
-fn at_places<B: Backend>(rows: FloatTensor<B>, places: IntTensor<B>) -> FloatTensor<B> {
+fn at_places<B: Backend>(rows: Array<B>, places: IntTensor<B>) -> Array<B> {
     let [batch, heads, queries, most] = places.shape().dims();
     let dim = rows.shape()[3];
     let places = B::int_reshape(places, Shape::new([batch, heads, queries * most]));
-    let taken = gather_rows::<B>(rows, places);
-    B::float_reshape(taken, Shape::new([batch, heads, queries, most, dim]))
+    let taken = Array::<B>(gather_rows::<B>(rows.0, places));
+    taken.reshape([batch, heads, queries, most, dim])
 }
 
 /// The query of each choice, −1 where there is none.
@@ -205,12 +165,4 @@ pub fn queries_of<B: Backend>(choices: IntTensor<B>, most: usize) -> IntTensor<B
     let queries = B::int_clamp_min(choices, 0i64.into());
     let queries = B::int_div_scalar(queries, (most as i64).into());
     B::int_mask_fill(queries, none, (-1i64).into())
-}
-
-/// All of the first three dimensions, and a range of the last.
-pub fn ranges(dims: [usize; 3], last: std::ops::Range<usize>) -> [Slice; 4] {
-    let all = |length: usize| Slice::new(0, Some(length as isize), 1);
-    let [batch, heads, rows] = dims.map(all);
-    let last = Slice::new(last.start as isize, Some(last.end as isize), 1);
-    [batch, heads, rows, last]
 }

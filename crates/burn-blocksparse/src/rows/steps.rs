@@ -1,10 +1,8 @@
 //! Steps of rows by an index in Burn's autodiff graph.
 
-use burn::backend::autodiff::Autodiff;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 
-use crate::base::custom_gradient::{custom_gradient, custom_gradients, nothing, or_zeros, there};
+use crate::base::custom_gradient::*;
 use crate::base::values::OutputGrads;
 use crate::rows::ops::RowOps;
 use crate::rows::values::{MergedOutput, MergedParts};

@@ -2,14 +2,8 @@
 
 use std::sync::Arc;
 
-use burn::backend::TensorMetadata;
-use burn::backend::autodiff::Autodiff;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::tensor::FloatTensor;
-use burn::tensor::{Shape, Slice};
-
-use crate::base::custom_gradient::{custom_gradients, nothing, own_dtype, there};
-use crate::error::OpError;
+use crate::base::custom_gradient::*;
+use crate::base::prelude::*;
 use crate::sharded::ShardEnd;
 use crate::sharded::cross::some;
 use crate::sharded::links::Stage;
@@ -64,7 +58,7 @@ fn returned<B: ShardOps>(
     let shapes = grads.each_ref().map(|x| x.shape());
     let mut blocks = grads.map(|x| {
         let [batch, heads, all, dim] = x.shape().dims();
-        B::float_reshape(x, Shape::new([batch, heads * all / b, b * dim]))
+        Array::<B>(x).reshape([batch, heads * all / b, b * dim]).0
     });
     let arrived = end.cross::<B>(&blocks, &routes.receive, &routes.send, stage)?;
     for ((_, numbers), arrived) in some(&routes.send).zip(arrived) {
@@ -73,11 +67,10 @@ fn returned<B: ShardOps>(
     }
     let mut shapes = shapes.into_iter();
     Ok(blocks.map(|x| {
-        let x = B::float_reshape(x, there(shapes.next()));
-        let own = [Slice::full(), Slice::full(), (0..seq).into(), Slice::full()];
+        let x = Array::<B>(x).reshape(there(shapes.next()));
         match routes.most {
-            0 => x,
-            _ => B::float_slice(x, &own),
+            0 => x.0,
+            _ => x.narrow(2, 0..seq).0,
         }
     }))
 }

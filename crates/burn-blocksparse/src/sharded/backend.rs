@@ -2,14 +2,12 @@
 
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::tensor::{DType, IndexingUpdateOp, Shape, TensorData};
-use burn_cubecl::CubeBackend;
-use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::ops::numeric;
-use burn_cubecl::tensor::CubeTensor;
 use cubecl::device::DeviceId;
 use cubecl::ir::{ElemType, UIntKind};
 use cubecl::server::ReduceOperation;
 
+use crate::base::cube::*;
 use crate::sharded::ops::ShardOps;
 
 impl ShardOps for CubeBackend {

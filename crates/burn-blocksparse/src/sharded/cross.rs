@@ -1,13 +1,12 @@
 //! How blocks cross: each device gives each other one its blocks, and gets theirs.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{DType, Shape, Slice, TensorData, try_read_sync};
+use burn::tensor::try_read_sync;
 
 use crate::base::device::index;
-use crate::error::OpError;
+use crate::base::prelude::*;
 use crate::sharded::ShardEnd;
 use crate::sharded::exchange::Exchange;
 use crate::sharded::lane::Lane;
@@ -137,7 +136,7 @@ impl ShardEnd {
             let theirs = links.receive(peer, stage)?;
             OpError::expect_same("another device's blocks", ready, "this device's", theirs)?;
         }
-        let mut arrived: Vec<(usize, Blocks<B>)> = Vec::new();
+        let mut arrived = BTreeMap::new();
         for &peer in &peers {
             let length = ready.elements(&give[peer]).max(ready.elements(&get[peer]));
             self.count(length * ready.dtype.size());
@@ -146,11 +145,10 @@ impl ShardEnd {
             // Another device may wait for what fusion still has in its queue.
             B::sync_collective(&device);
             if !get[peer].is_empty() {
-                arrived.push((peer, unpacked::<B>(theirs, ready, get[peer].len())));
+                arrived.insert(peer, unpacked::<B>(theirs, ready, get[peer].len()));
             }
         }
-        arrived.sort_unstable_by_key(|(peer, _)| *peer);
-        Ok(arrived.into_iter().map(|(_, blocks)| blocks).collect())
+        Ok(arrived.into_values().collect())
     }
 
     fn count(&self, bytes: usize) {
@@ -188,21 +186,17 @@ fn chosen<B: Backend>(x: &FloatTensor<B>, numbers: &[i32]) -> FloatTensor<B> {
 
 /// Some blocks of keys, then of values, one after another, and zeros up to `length`.
 fn packed<B: Backend>(x: &Blocks<B>, numbers: &[i32], length: usize) -> FloatTensor<B> {
-    let (device, dtype) = (x[0].device(), x[0].dtype());
     let mut parts = Vec::new();
     if !numbers.is_empty() {
-        parts.extend(x.each_ref().map(|x| {
-            let blocks = chosen::<B>(x, numbers);
-            let count = blocks.shape().num_elements();
-            B::float_reshape(blocks, Shape::new([count]))
-        }));
+        let chosen = |x: &FloatTensor<B>| Array::<B>(chosen::<B>(x, numbers)).flat();
+        parts.extend(x.each_ref().map(chosen));
     }
     let filled: usize = parts.iter().map(|part| part.shape()[0]).sum();
     if filled < length {
-        let zeros = Shape::new([length - filled]);
-        parts.push(B::float_zeros(zeros, &device, dtype.into()));
+        let (device, dtype) = (x[0].device(), x[0].dtype().into());
+        parts.push(Array::zeros([length - filled], &device, dtype));
     }
-    B::float_cat(parts, 0)
+    Array::cat(parts, 0).0
 }
 
 /// The inverse of [`packed`], of `count` blocks.
@@ -210,9 +204,9 @@ fn unpacked<B: Backend>(x: FloatTensor<B>, ready: Ready, count: usize) -> Blocks
     let mut first = 0;
     ready.widths.map(|width| {
         let length = ready.batch * count * width;
-        let part = B::float_slice(x.clone(), &[Slice::from(first..first + length)]);
+        let part = Array::<B>(x.clone()).narrow(0, first..first + length);
         first += length;
-        B::float_reshape(part, Shape::new([ready.batch, count, width]))
+        part.reshape([ready.batch, count, width]).0
     })
 }
 

@@ -16,12 +16,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blocksparse::{BlockLayout, ShardPlan};
-use burn::backend::Dispatch;
 use burn::tensor::kind::Basic;
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
+use crate::base::prelude::*;
 use crate::check;
-use crate::error::OpError;
 use crate::options::AttentionOptions;
 use crate::{SparseAttentionCall, SparseAttentionOutput};
 use cross::{Blocks, Way};
@@ -223,13 +221,11 @@ impl SequenceShard {
         let own = [k, v];
         let constants = own.each_ref().map(|x| x.clone().without_autodiff());
         let all = self.with_others(constants, stage)?;
-        let [own, all] = [own, all].map(|[k, v]| KeysAndValues {
-            k: k.into_dispatch(),
-            v: v.into_dispatch(),
+        let [own, all] = [own, all].map(|tensors| {
+            KeysAndValues::<Dispatch>::of_list(tensors.map(|x| Some(x.into_dispatch())))
         });
-        let KeysAndValues { k, v } =
-            <Dispatch as ShardOps>::with_received(own, all, end.clone(), call);
-        Ok([k, v].map(Tensor::from_dispatch))
+        let made = <Dispatch as ShardOps>::with_received(own, all, end.clone(), call);
+        Ok([made.k, made.v].map(Tensor::from_dispatch))
     }
 
     /// Own keys and values with those of others.
@@ -249,14 +245,12 @@ impl SequenceShard {
         let arrived = self.end.cross::<Dispatch>(&blocks, give, get, stage)?;
         // So that they are written in place.
         drop(blocks);
-        let mut parts = [Vec::new(), Vec::new()];
-        for arrived in arrived {
-            for (part, parts) in arrived.into_iter().zip(&mut parts) {
-                parts.push(Tensor::<3>::from_dispatch(part));
-            }
-        }
-        let mut parts = parts.into_iter();
-        Ok(all.map(|x| self.placed(x, parts.next().unwrap_or_default())))
+        let arrived = arrived.into_iter();
+        let (of_k, of_v): (Vec<_>, Vec<_>) = arrived
+            .map(|blocks| <(_, _)>::from(blocks.map(Tensor::from_dispatch)))
+            .unzip();
+        let [k, v] = all;
+        Ok([self.placed(k, of_k), self.placed(v, of_v)])
     }
 
     /// Own rows, and room for those of others, which is not written.
@@ -305,13 +299,8 @@ impl SequenceShard {
     ) -> Result<SparseAttentionOutput, OpError> {
         check::tensors(&q, &k, &v)?;
         let [_, heads, seq_q, _] = q.dims();
-        let expected = [self.layout.heads(), self.layout.seq_q()];
-        OpError::expect_same(
-            "q's heads and rows",
-            expected,
-            "the shard's",
-            [heads, seq_q],
-        )?;
+        let (own, got) = ([self.layout.heads(), self.layout.seq_q()], [heads, seq_q]);
+        OpError::expect_same("q's heads and rows", own, "the shard's", got)?;
         options.validate(self.layout.heads(), q.dtype())?;
         for (argument, is_set) in [
             ("options.alibi", options.alibi.is_some()),

@@ -2,22 +2,19 @@
 
 use std::sync::Arc;
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType, TensorMetadata, backend_extension};
-use burn::tensor::{IndexingUpdateOp, TensorData};
+use burn::tensor::IndexingUpdateOp;
 
+use crate::base::prelude::*;
 use crate::sharded::ShardEnd;
-use crate::{float_list, reference_backends};
 
-/// Keys and values.
-#[derive(ExtensionType, Clone, Debug)]
-#[extension_type(fusion: cfg(feature = "fusion"))]
-#[non_exhaustive]
-pub struct KeysAndValues<B: Backend> {
-    /// `[batch, kv_heads, seq_kv, head_dim]`.
-    pub k: FloatTensor<B>,
-    /// `[batch, kv_heads, seq_kv, value_dim]`.
-    pub v: FloatTensor<B>,
+op_values! {
+    /// Keys and values.
+    pub struct KeysAndValues {
+        /// `[batch, kv_heads, seq_kv, head_dim]`.
+        pub k: FloatTensor,
+        /// `[batch, kv_heads, seq_kv, value_dim]`.
+        pub v: FloatTensor,
+    }
 }
 
 float_list!(KeysAndValues, 2: k v;);

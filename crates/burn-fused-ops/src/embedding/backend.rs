@@ -1,35 +1,14 @@
 //! Embeddings on each backend, and their step in Burn's autodiff graph.
 
 #[cfg(feature = "cube")]
-pub(crate) use kernels::text;
-
-#[cfg(feature = "cube")]
 mod kernels {
-    use crate::kernels::rows::embedding::{
-        EmbeddingKind, embedding_table_gradient, embedding_text,
-    };
-    use blocksparse_cubecl::KernelError;
-    use burn::backend::cubecl::dtype_to_elem_type;
-    use burn::tensor::{DType, FloatDType};
-    use burn_cubecl::kernel::into_contiguous;
-    use burn_cubecl::tensor::CubeTensor;
-    use burn_cubecl::{CubeBackend, CubeDevice};
+    use crate::kernels::rows::embedding::{EmbeddingKind, embedding_table_gradient};
+    use burn::tensor::FloatDType;
 
     use crate::by_kernels::by_kernels;
     use crate::embedding::ops::EmbeddingOps;
     use crate::embedding::reference;
-    use burn_blocksparse::internal::cube::empty;
-
-    /// How a call is launched, of the dtypes of gradients with respect to rows and to the table, and of ids.
-    pub(crate) fn text(
-        device: &CubeDevice,
-        table: [usize; 2],
-        dtypes: [DType; 3],
-        positions: usize,
-    ) -> Result<String, KernelError> {
-        let kind = EmbeddingKind::new(table, dtypes.map(dtype_to_elem_type));
-        embedding_text(&device.client(), &kind, positions)
-    }
+    use burn_blocksparse::internal::cube::*;
 
     impl EmbeddingOps for CubeBackend {
         fn table_gradient(
@@ -55,13 +34,9 @@ mod kernels {
 
 #[cfg(feature = "autodiff")]
 mod steps {
-    use burn::backend::TensorMetadata;
-    use burn::backend::autodiff::Autodiff;
-    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-    use burn::backend::tensor::{FloatTensor, IntTensor};
-
     use crate::embedding::ops::EmbeddingOps;
-    use burn_blocksparse::internal::custom_gradient::{custom_gradient, nothing, own_dtype, there};
+    use burn_blocksparse::internal::custom_gradient::*;
+    use burn_blocksparse::internal::prelude::*;
 
     impl<B: EmbeddingOps, C: CheckpointStrategy> EmbeddingOps for Autodiff<B, C> {
         fn table_rows(table: FloatTensor<Self>, ids: IntTensor<Self>) -> FloatTensor<Self> {

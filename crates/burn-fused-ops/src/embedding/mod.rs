@@ -5,14 +5,8 @@ pub mod ops;
 
 pub(crate) mod reference;
 
-use burn::backend::Dispatch;
-use burn::tensor::{Int, Tensor};
-
 use crate::embedding::ops::EmbeddingOps;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::prelude::*;
 
 /// The rows of a table that `ids` name, with a gradient with respect to the table that has the same bits every time: `dE[v] = Σ dy[t]` over the positions `t` with
 /// `ids[t] = v`, in a fixed order.
@@ -70,7 +64,7 @@ pub fn embedding_backward(
 ) -> Result<Tensor<2>, OpError> {
     check_backward(&ids, &grad)?;
     let (ids, grad) = (ids.without_autodiff(), grad.without_autodiff());
-    let dtype = burn_blocksparse::internal::dtype::accumulate_in(grad.dtype().into());
+    let dtype = accumulate_in(grad.dtype().into());
     let (ids, grad) = (ids.into_dispatch(), grad.into_dispatch());
     let table = <Dispatch as EmbeddingOps>::table_gradient(ids, grad, vocab, dtype);
     Ok(Tensor::from_dispatch(table))
@@ -80,19 +74,18 @@ pub fn embedding_backward(
 ///
 /// # Errors
 /// As [`embedding`].
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub fn explain(table: &Tensor<2>, ids: &Tensor<2, Int>) -> Result<OpPlan, OpError> {
     served(&table.device())?;
     same_device("ids' device", &table.device(), "table's", &ids.device())?;
     let [batch, seq] = ids.dims();
     let positions = batch * seq;
     Ok(burn_blocksparse::op_plan!(&table.device(), |device| {
-        crate::embedding::backend::text(
-            device,
-            table.dims(),
-            [table.dtype(), table.dtype(), ids.dtype()],
-            positions,
-        )
+        use crate::kernels::rows::embedding::{EmbeddingKind, embedding_text};
+        use burn_blocksparse::internal::cube::dtype_to_elem_type;
+
+        let dtypes = [table.dtype(), table.dtype(), ids.dtype()];
+        let kind = EmbeddingKind::new(table.dims(), dtypes.map(dtype_to_elem_type));
+        embedding_text(&device.client(), &kind, positions)
     }))
 }
 

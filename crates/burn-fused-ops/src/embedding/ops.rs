@@ -1,11 +1,7 @@
 //! The backend trait of embeddings.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, backend_extension};
-use burn::tensor::FloatDType;
-
 use crate::embedding::reference;
-use burn_blocksparse::reference_backends;
+use burn_blocksparse::internal::prelude::*;
 
 /// Rows of a table and the gradient with respect to it as backend operations. Arguments are checked by the public functions.
 #[backend_extension(

@@ -1,10 +1,8 @@
 //! The gradient of a table in Burn's primitives.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, IndexingUpdateOp, Shape};
+use burn::tensor::IndexingUpdateOp;
 
-use burn_blocksparse::internal::dtype::accumulate_in;
+use burn_blocksparse::internal::prelude::*;
 
 pub(crate) fn table_gradient<B: Backend>(
     ids: IntTensor<B>,
@@ -17,11 +15,10 @@ pub(crate) fn table_gradient<B: Backend>(
         (FloatDType::F64, _) | (_, FloatDType::F64) => FloatDType::F64,
         _ => FloatDType::F32,
     };
-    let table = B::float_zeros(Shape::new([vocab, width]), &grad.device(), sums);
-    if positions * vocab * width == 0 {
-        return B::float_cast(table, dtype);
+    let mut table = Array::<B>::zeros([vocab, width], &grad.device(), sums);
+    if positions * vocab * width > 0 {
+        let grad = Array::<B>(grad).cast(sums).0;
+        table.0 = B::float_select_assign(table.0, 0, ids, grad, IndexingUpdateOp::Add);
     }
-    let grad = B::float_cast(grad, sums);
-    let table = B::float_select_assign(table, 0, ids, grad, IndexingUpdateOp::Add);
-    B::float_cast(table, dtype)
+    table.cast(dtype).0
 }

@@ -1,10 +1,5 @@
 //! The steps of linear layers in Burn's autodiff graph.
 
-use burn::backend::TensorMetadata;
-use burn::backend::autodiff::Autodiff;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::backend::tensor::FloatTensor;
-
 use crate::linear::activation::kind::Activation;
 use crate::linear::mlp::steps::{SavedTensors, Task, backward};
 use crate::linear::ops::{LinearOps, composed_forward, composed_mlp};
@@ -13,10 +8,8 @@ use crate::linear::values::{
     ActivationSaved, ActivationTask, BiasedRows, HeadParts, JoinCall, Joined, LinearCall,
     LinearForm, LinearInputs, LinearOutput, LinearSaved, LinearTask, MlpCall, MlpInputs,
 };
-use burn_blocksparse::internal::custom_gradient::{
-    custom_gradient, custom_gradients, nothing, own_dtype, wanted_dtypes,
-};
-use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+use burn_blocksparse::internal::custom_gradient::*;
+use burn_blocksparse::internal::prelude::*;
 
 impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
     fn linear_forward(inputs: LinearInputs<Self>, call: LinearCall) -> LinearOutput<Self> {
@@ -44,12 +37,8 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
                     let grads = ThreeFloats::of_list(grads);
                     let (grad, by_bias) = match call.form {
                         LinearForm::ToHeads(parts) => {
-                            let join = JoinCall {
-                                rows: [shape[0], shape[1]],
-                                parts,
-                                dtype: call.dtype,
-                                bias: dtypes[4],
-                            };
+                            let join = JoinCall::new([shape[0], shape[1]], parts, call.dtype)
+                                .with_sums(dtypes[4]);
                             let joined = B::join_heads(grads, join);
                             (joined.x, joined.bias.into_option())
                         }
@@ -57,11 +46,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
                     };
                     let mut made = [const { None }; 4];
                     if task.x.is_some() || task.by_weights() {
-                        let saved = LinearSaved {
-                            x: own_x.or(x).into(),
-                            weight: own_weight.or(weight).into(),
-                            grad,
-                        };
+                        let saved = LinearSaved::new(own_x.or(x), own_weight.or(weight), grad);
                         made = B::linear_backward(saved, task).into_list();
                     }
                     let [x, first, second, third] = made;
@@ -77,11 +62,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         let reads = |_| [depends; 2];
         custom_gradient::<B, C, _, _>(inputs.into_list(), reads, |inputs, wanted| {
             let [_, bias] = wanted_dtypes(&inputs, wanted);
-            let task = ActivationTask {
-                x: wanted[0],
-                bias,
-                y: false,
-            };
+            let task = ActivationTask::new(wanted[0], bias, false);
             let active = B::bias_activation(BiasedRows::of_list(inputs), activation);
             (active, move |[x, bias], grad| {
                 let (x, bias) = (x.into(), bias.into());
@@ -98,12 +79,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         let inputs = inputs.into_list();
         let heads = custom_gradients::<B, C, _, _, _>(inputs, nothing, |inputs, wanted| {
             let [_, bias] = wanted_dtypes(&inputs, wanted);
-            let call = JoinCall {
-                rows: [batch, seq],
-                parts,
-                dtype,
-                bias,
-            };
+            let call = JoinCall::new([batch, seq], parts, dtype).with_sums(bias);
             let heads = B::split_heads(BiasedRows::of_list(inputs), parts);
             (heads.into_list(), move |_, grads| {
                 B::join_heads(ThreeFloats::of_list(grads), call).into_list()
@@ -118,14 +94,11 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         let x = custom_gradient::<B, C, _, _>(first, nothing, |[first], _| {
             let tensors = ThreeFloats::of_list([first, None, None]);
             (B::join_heads(tensors, call).x, move |_, x| {
-                let bias = OptFloat::None;
-                [Some(
-                    B::split_heads(BiasedRows { x, bias }, call.parts).into_one(),
-                )]
+                let heads = B::split_heads(BiasedRows::new(x, None), call.parts);
+                [Some(heads.into_one())]
             })
         });
-        let bias = OptFloat::None;
-        Joined { x, bias }
+        Joined::new(x, None)
     }
 
     fn mlp(inputs: MlpInputs<Self>, call: MlpCall) -> FloatTensor<Self> {

@@ -1,9 +1,5 @@
 //! Linear layers on CubeCL devices.
 
-use burn::tensor::{DType, FloatDType};
-use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
-
 use crate::linear::activation::kernels as activations;
 use crate::linear::activation::kind::Activation;
 use crate::linear::cube_products::Kernels;
@@ -18,8 +14,8 @@ use crate::linear::values::{
     MlpOuterSaved, MlpOuterTask,
 };
 use crate::linear::wgmma;
-use burn_blocksparse::internal::cube::uses_reference;
-use burn_blocksparse::internal::values::ThreeFloats;
+use burn_blocksparse::internal::cube::*;
+use burn_blocksparse::internal::prelude::*;
 
 /// Which kernel runs the products of a layer of `[rows, inputs, outputs]`, or why Burn's first one does.
 pub(crate) fn text(

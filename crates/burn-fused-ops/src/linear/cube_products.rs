@@ -1,18 +1,13 @@
 //! The products of linear layers on CubeCL devices.
 
 use blocksparse_cubecl::rows::{Window, column_sums, window_sums};
-use burn::backend::TensorMetadata;
-use burn::backend::cubecl::dtype_to_elem_type;
-use burn::tensor::FloatDType;
-use burn_cubecl::CubeBackend;
-use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
-use burn_cubecl::tensor::CubeTensor;
 
 use crate::kernels::rows::beside::{BesideMatrix, rounded_beside};
 use crate::linear::products::{Primitives, Products};
 use crate::linear::wgmma;
-use burn_blocksparse::internal::cube::{empty, typed};
+use burn_blocksparse::internal::cube::*;
+use burn_blocksparse::internal::prelude::*;
 
 /// Burn's matmul, called directly, and our sums over rows.
 pub(crate) struct Kernels;

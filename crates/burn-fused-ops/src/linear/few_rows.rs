@@ -1,17 +1,11 @@
 //! Linear layers of few rows on CubeCL devices.
 
-use burn::backend::cubecl::dtype_to_elem_type;
-use burn::tensor::{FloatDType, Shape};
-use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
-
 use crate::kernels::few_rows::{FewRows, FewRowsPlan, FewRowsRequest, FewRowsWeight, MOST_ROWS};
 use crate::linear::activation::kernels::kind;
 use crate::linear::products::rounded;
 use crate::linear::values::{LinearCall, LinearForm, LinearInputs, LinearOutput};
-use burn_blocksparse::internal::cube::{contiguous, empty, part_of, typed};
-use burn_blocksparse::internal::values::ThreeFloats;
+use burn_blocksparse::internal::cube::*;
+use burn_blocksparse::internal::prelude::*;
 
 /// How a layer of `[rows, inputs]` and weights of these columns runs without a backward pass, if it has few rows.
 pub(crate) fn text(

@@ -2,10 +2,6 @@
 
 use blocksparse_cubecl::rows::column_sums;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{FloatDType, Shape};
-use burn_cubecl::CubeBackend;
-use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::tensor::CubeTensor;
 
 use crate::linear::activation::kernels::kind;
 use crate::linear::cube_products::Kernels;
@@ -16,8 +12,8 @@ use crate::linear::values::{
     LinearTask, MlpOuterSaved, MlpOuterTask,
 };
 use crate::linear::wgmma;
-use burn_blocksparse::internal::cube::{as_matrix, contiguous, empty, reshaped, typed};
-use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+use burn_blocksparse::internal::cube::*;
+use burn_blocksparse::internal::prelude::*;
 
 /// As `[.., width]`.
 fn shaped(matrix: CubeTensor, like: &Shape) -> CubeTensor {
@@ -120,11 +116,8 @@ pub(crate) fn backward_of_heads(
         ..task
     };
     if rest.x.is_some() || rest.by_weights() {
-        let saved = LinearSaved {
-            x: x.filter(|_| rest.by_weights()).into(),
-            weight: weight.filter(|_| rest.x.is_some()).into(),
-            grad,
-        };
+        let x = x.filter(|_| rest.by_weights());
+        let saved = LinearSaved::new(x, weight.filter(|_| rest.x.is_some()), grad);
         let made = composed_backward::<CubeBackend, Kernels>(saved, rest);
         by_x = by_x.or(made.x.into_option());
         by_weight = by_weight.or(made.weights.first.into_option());
@@ -140,15 +133,9 @@ pub(crate) fn outer_backward(
     saved: MlpOuterSaved<CubeBackend>,
     task: MlpOuterTask,
 ) -> ActivationGrads<CubeBackend> {
-    let MlpOuterSaved {
-        hidden,
-        bias,
-        outer,
-        grad,
-    } = saved;
-    let hidden = into_contiguous(hidden);
-    let bias = contiguous(bias);
-    let grad = into_contiguous(grad);
+    let hidden = into_contiguous(saved.hidden);
+    let bias = contiguous(saved.bias);
+    let (outer, grad) = (saved.outer, into_contiguous(saved.grad));
     // Where nobody else has what came in, the activation takes its place.
     let in_place = hidden.can_mut();
     let shape = hidden.meta.shape().clone();

@@ -4,12 +4,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blocksparse_cubecl::Tuning;
 use burn::backend::ir::{FloatOperationIr, MatmulOpIr, OperationIr, TensorIr};
-use burn::tensor::DType;
-use burn_cubecl::CubeDevice;
-use burn_cubecl::tensor::CubeTensor;
 
 use crate::linear::wgmma;
-use burn_blocksparse::OpError;
+use burn_blocksparse::internal::cube::*;
+use burn_blocksparse::internal::prelude::*;
 use burn_blocksparse::internal::taken::{Taken, TakenContext, take, tensor};
 
 /// Products that ran on our kernel.

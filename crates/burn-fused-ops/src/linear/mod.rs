@@ -30,16 +30,9 @@ pub mod values;
 #[cfg(feature = "cube")]
 pub(crate) mod wgmma;
 
-use burn::backend::Dispatch;
-use burn::tensor::{DType, FloatDType, Tensor};
-
 use crate::linear::activation::Activation;
 use crate::linear::ops::LinearOps;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
-use burn_blocksparse::internal::values::ThreeFloats;
+use burn_blocksparse::internal::prelude::*;
 use values::{LinearCall, LinearForm, LinearInputs, WEIGHTS};
 
 /// Options of [`linear`]. Build them from [`Default`].

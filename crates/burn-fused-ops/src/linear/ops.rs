@@ -1,9 +1,5 @@
 //! The backend trait of linear layers: products, and what is done to their results beside them; operations that are composed of the others.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata, backend_extension};
-use burn::tensor::FloatDType;
-
 use crate::linear::activation::kind::Activation;
 use crate::linear::activation::reference as activations;
 use crate::linear::heads::reference as heads;
@@ -16,8 +12,7 @@ use crate::linear::values::{
     LinearCall, LinearForm, LinearGrads, LinearInputs, LinearOutput, LinearSaved, LinearTask,
     MlpCall, MlpInputs, MlpOuterSaved, MlpOuterTask,
 };
-use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
-use burn_blocksparse::reference_backends;
+use burn_blocksparse::internal::prelude::*;
 
 /// Linear layers as backend operations. Arguments are checked by the public functions.
 #[backend_extension(
@@ -109,12 +104,7 @@ pub(crate) fn one_part((heads, dim): (usize, usize)) -> HeadParts {
 /// A tensor by heads as rows.
 fn rows<B: LinearOps>(x: FloatTensor<B>) -> FloatTensor<B> {
     let [batch, heads, seq, dim] = x.shape().dims();
-    let call = JoinCall {
-        rows: [batch, seq],
-        parts: one_part((heads, dim)),
-        dtype: x.dtype().into(),
-        bias: None,
-    };
+    let call = JoinCall::new([batch, seq], one_part((heads, dim)), x.dtype().into());
     B::join_heads(ThreeFloats::one(x), call).x
 }
 
@@ -197,10 +187,8 @@ pub(crate) fn composed_backward<B: LinearOps, P: Products<B>>(
         ..task
     };
     let LinearGrads { x, weights } = B::linear_backward(LinearSaved { x, ..saved }, of_rows);
-    let by_x = x.into_option().map(|x| {
-        let bias = OptFloat::None;
-        B::split_heads(BiasedRows { x, bias }, one_part(heads)).into_one()
-    });
+    let by_heads = |x| B::split_heads(BiasedRows::new(x, None), one_part(heads)).into_one();
+    let by_x = x.into_option().map(by_heads);
     LinearGrads {
         x: by_x.into(),
         weights,
@@ -212,27 +200,15 @@ pub(crate) fn composed_outer_backward<B: LinearOps>(
     saved: MlpOuterSaved<B>,
     task: MlpOuterTask,
 ) -> ActivationGrads<B> {
-    let MlpOuterSaved {
-        hidden,
-        bias,
-        outer,
-        grad,
-    } = saved;
-    let widths = outer.shape().dims();
-    let by_active = by_active::<B>(Some(outer), grad, task.dtype, widths);
-    B::bias_activation_backward(
-        ActivationSaved {
-            x: OptFloat::Some(hidden),
-            bias,
-            grad: by_active,
-        },
-        task.activation,
-        ActivationTask {
-            x: true,
-            bias: task.bias,
-            y: task.active,
-        },
-    )
+    let widths = saved.outer.shape().dims();
+    let by_active = by_active::<B>(Some(saved.outer), saved.grad, task.dtype, widths);
+    let saved = ActivationSaved {
+        x: OptFloat::Some(saved.hidden),
+        bias: saved.bias,
+        grad: by_active,
+    };
+    let of_activation = ActivationTask::new(true, task.bias, task.active);
+    B::bias_activation_backward(saved, task.activation, of_activation)
 }
 
 /// `grad · W₂ᵀ`, of W₂ `[hidden, outputs]`.
@@ -242,11 +218,7 @@ pub(crate) fn by_active<B: LinearOps>(
     dtype: FloatDType,
     widths: [usize; 2],
 ) -> FloatTensor<B> {
-    let saved = LinearSaved {
-        x: OptFloat::None,
-        weight: outer.into(),
-        grad,
-    };
+    let saved = LinearSaved::new(None, outer, grad);
     let made = B::linear_backward(saved, LinearTask::one(dtype, widths, Some(dtype), None));
     made.x.into_option().expect("it was asked for")
 }
@@ -278,13 +250,7 @@ pub(crate) fn composed_mlp<B: LinearOps>(
     for_backward: bool,
     keep: bool,
 ) -> MlpForward<B> {
-    let MlpInputs {
-        x,
-        inner,
-        bias,
-        outer,
-    } = inputs;
-    let weights = ThreeFloats::one(inner);
+    let weights = ThreeFloats::one(inputs.inner);
     let form = LinearForm::Activated {
         activation: call.activation,
         keep,
@@ -293,9 +259,14 @@ pub(crate) fn composed_mlp<B: LinearOps>(
         for_backward,
         ..LinearCall::new(call.dtype, form)
     };
+    let (x, bias) = (inputs.x, inputs.bias);
     let first = B::linear_forward(LinearInputs { x, weights, bias }, of(form));
     let [active, hidden, _] = first.out.into_list();
-    let second = product::<B>(active.expect("it is made"), outer, of(LinearForm::Rows));
+    let second = product::<B>(
+        active.expect("it is made"),
+        inputs.outer,
+        of(LinearForm::Rows),
+    );
     MlpForward {
         out: second.out.into_one(),
         hidden,
@@ -308,9 +279,6 @@ pub(crate) fn composed_mlp<B: LinearOps>(
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::DType;
-
     use super::*;
     use crate::linear::values::{
         ActivationGradsMetadata, ActivationSavedMetadata, BiasedRowsMetadata, LinearGradsMetadata,

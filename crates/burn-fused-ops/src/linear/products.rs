@@ -1,12 +1,7 @@
 //! Products and their gradients, in pieces that every backend has: Burn's matmul, and sums over rows.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, Slice};
-
 use crate::linear::values::{LinearGrads, LinearOutput, LinearSaved, LinearTask};
-use burn_blocksparse::internal::dtype::accumulate_in;
-use burn_blocksparse::internal::values::ThreeFloats;
+use burn_blocksparse::internal::prelude::*;
 
 /// Rows that `xᵀ · dy` takes at a time: the product of two tall matrices has few tiles to compute and a long sum in each, so it is a product
 /// for each group of rows, and their sum.
@@ -26,14 +21,10 @@ pub(crate) trait Products<B: Backend> {
 
     /// Weights side by side, in `dtype`: `[in, Σ out]`. There is one at least.
     fn joined(weights: Vec<FloatTensor<B>>, dtype: FloatDType) -> FloatTensor<B> {
-        let mut weights: Vec<FloatTensor<B>> = weights
+        let weights = weights
             .into_iter()
-            .map(|weight| rounded::<B>(weight, dtype))
-            .collect();
-        match weights.len() {
-            1 => weights.remove(0),
-            _ => B::float_cat(weights, 1),
-        }
+            .map(|weight| Array::<B>(weight).cast(dtype));
+        Array::cat(weights, 1).0
     }
 
     /// Parts of `lhs · rhs` of matrices, in the dtype of sums, which add up to it: `[parts, rows, columns]`, if the backend has a kernel that chooses how
@@ -48,15 +39,14 @@ pub(crate) trait Products<B: Backend> {
     /// Sums over matrices `[matrices, inner, Σ widths]`: of each width the matrix `[inner, width]`, contiguous.
     fn sum_matrices(matrices: FloatTensor<B>, widths: &[usize]) -> Vec<FloatTensor<B>> {
         let [count, inner, width] = matrices.shape().dims();
-        let rows = B::float_reshape(matrices, Shape::new([count, inner * width]));
-        let sum = B::float_reshape(Self::sum_rows(rows), Shape::new([inner, width]));
+        let rows = Array::<B>(matrices).reshape([count, inner * width]);
+        let sum = Array::<B>(Self::sum_rows(rows.0)).reshape([inner, width]).0;
         let mut start = 0;
-        let mut parts = Vec::new();
-        for width in widths {
-            parts.push(columns::<B>(sum.clone(), start, *width));
+        let parts = widths.iter().map(|width| {
             start += width;
-        }
-        parts
+            columns::<B>(sum.clone(), start - width, *width)
+        });
+        parts.collect()
     }
 }
 
@@ -73,16 +63,13 @@ impl<B: Backend> Products<B> for Primitives {
 
     fn sum_rows(matrix: FloatTensor<B>) -> FloatTensor<B> {
         let width = matrix.shape()[1];
-        B::float_reshape(B::float_sum_dim(matrix, 0), Shape::new([width]))
+        Array::<B>(matrix).sum_dim(0).reshape([width]).0
     }
 }
 
 /// `tensor` in `dtype`: itself, if it is.
 pub(crate) fn rounded<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-    match FloatDType::from(tensor.dtype()) == dtype {
-        true => tensor,
-        false => B::float_cast(tensor, dtype),
-    }
+    Array::<B>(tensor).cast(dtype).0
 }
 
 /// In how many groups a gradient with respect to weights takes `rows`.
@@ -104,10 +91,6 @@ fn slices(columns: usize) -> usize {
     }
 }
 
-fn zeros<B: Backend>(like: &FloatTensor<B>, shape: Shape, dtype: FloatDType) -> FloatTensor<B> {
-    B::float_zeros(shape, &like.device(), dtype)
-}
-
 /// `x · weight`, `[rows, in]` and `[in, out]`.
 pub(crate) fn outputs<B: Backend, P: Products<B>>(
     x: FloatTensor<B>,
@@ -117,7 +100,7 @@ pub(crate) fn outputs<B: Backend, P: Products<B>>(
     let [rows, inner] = x.shape().dims();
     let columns = weight.shape()[1];
     if [rows, inner, columns].contains(&0) {
-        return zeros::<B>(&x, Shape::new([rows, columns]), dtype);
+        return Array::<B>::zeros([rows, columns], &x.device(), dtype).0;
     }
     let made = made_in(dtype, x.dtype().into());
     rounded::<B>(P::product(x, weight, made), dtype)
@@ -144,15 +127,14 @@ pub(crate) fn input_gradient<B: Backend, P: Products<B>>(
         return outputs::<B, P>(grad, B::float_swap_dims(weight, 0, 1), dtype);
     }
     let width = columns / slices;
-    let grad = B::float_reshape(grad, Shape::new([rows, slices, width]));
-    let grad = B::float_swap_dims(grad, 0, 1);
-    let weight = B::float_reshape(weight, Shape::new([inputs, slices, width]));
-    let weight = B::float_swap_dims(B::float_swap_dims(weight, 0, 1), 1, 2);
-    let sums = accumulate_in(grad.dtype().into());
-    let parts = P::product(grad, weight, sums);
-    let parts = B::float_reshape(parts, Shape::new([slices, rows * inputs]));
-    let sum = B::float_reshape(P::sum_rows(parts), Shape::new([rows, inputs]));
-    rounded::<B>(sum, dtype)
+    let grad = Array::<B>(grad).reshape([rows, slices, width]).swap(0, 1);
+    let weight = Array::<B>(weight).reshape([inputs, slices, width]);
+    let weight = weight.swap(0, 1).swap(1, 2);
+    let sums = accumulate_in(grad.dtype());
+    let parts = Array::<B>(P::product(grad.0, weight.0, sums));
+    let parts = parts.reshape([slices, rows * inputs]);
+    let sum = Array::<B>(P::sum_rows(parts.0)).reshape([rows, inputs]);
+    sum.cast(dtype).0
 }
 
 /// `xᵀ · grad`, `[rows, in]` and `[rows, Σ widths]`, in the dtype of sums: a matrix for each width.
@@ -166,15 +148,15 @@ pub(crate) fn weight_gradients<B: Backend, P: Products<B>>(
     let dtype = accumulate_in(x.dtype().into());
     if [rows, inputs, outputs].contains(&0) {
         let widths = widths.iter();
-        let part = |width: &usize| zeros::<B>(&x, Shape::new([inputs, *width]), dtype);
+        let part = |width: &usize| Array::<B>::zeros([inputs, *width], &x.device(), dtype).0;
         return widths.map(part).collect();
     }
     let transposed = B::float_swap_dims(x.clone(), 0, 1);
     let parts = P::parts(&transposed, &grad).unwrap_or_else(|| {
         let groups = groups(rows);
-        let x = B::float_reshape(x, Shape::new([groups, rows / groups, inputs]));
-        let grad = B::float_reshape(grad, Shape::new([groups, rows / groups, outputs]));
-        P::product(B::float_swap_dims(x, 1, 2), grad, dtype)
+        let x = Array::<B>(x).reshape([groups, rows / groups, inputs]);
+        let grad = Array::<B>(grad).reshape([groups, rows / groups, outputs]);
+        P::product(x.swap(1, 2).0, grad.0, dtype)
     });
     match (parts.shape()[0], widths) {
         (1, [_]) => vec![B::float_reshape(parts, Shape::new([inputs, outputs]))],
@@ -209,7 +191,7 @@ pub(crate) fn with_width(shape: &Shape, width: usize) -> Shape {
 fn columns<B: Backend>(matrix: FloatTensor<B>, start: usize, width: usize) -> FloatTensor<B> {
     match width == matrix.shape()[1] {
         true => matrix,
-        false => B::float_slice(matrix, &[Slice::full(), Slice::from(start..start + width)]),
+        false => Array::<B>(matrix).narrow(1, start..start + width).0,
     }
 }
 

@@ -1,8 +1,5 @@
 //! Projections: products whose result lies by heads, and those of what lies by heads.
 
-use burn::backend::Dispatch;
-use burn::tensor::{FloatDType, Tensor};
-
 use crate::linear;
 use crate::linear::heads::width_of;
 use crate::linear::ops::LinearOps;
@@ -10,9 +7,7 @@ use crate::linear::ops::LinearOps;
 use crate::linear::texts;
 use crate::linear::values::{LinearCall, LinearForm, LinearInputs};
 use crate::linear::{LinearOptions, check_bias};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::op_plan::OpPlan;
-use burn_blocksparse::internal::values::ThreeFloats;
+use burn_blocksparse::internal::prelude::*;
 
 /// [`fused_linear`](crate::fused_linear) and [`split_heads`](crate::split_heads) as one step: the products of up to three weights with one x,
 /// and their bias, as tensors by heads, which attention reads. Where the product's kernel writes heads itself, nothing is copied.
@@ -104,7 +99,6 @@ impl LinearOptions {
     ///
     /// # Errors
     /// As that call.
-    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain_to_heads(
         &self,
         x: &Tensor<3>,
@@ -120,14 +114,11 @@ impl LinearOptions {
             texts::to_heads_text(device, dtype.into(), lengths, parts, bias)
         }))
     }
-}
 
-impl LinearOptions {
     /// Returns the plan of [`out_proj`].
     ///
     /// # Errors
     /// As that call.
-    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain_from_heads(&self, x: &Tensor<4>, weight: &Tensor<2>) -> Result<OpPlan, OpError> {
         let dtype = check_merge(x, weight, self)?;
         Ok(burn_blocksparse::op_plan!(&x.device(), |device| {

@@ -1,14 +1,7 @@
 //! The values that cross the backend trait of linear layers.
 
-use burn::backend::Backend;
-#[cfg(feature = "autodiff")]
-use burn::backend::TensorMetadata;
-use burn::backend::tensor::FloatTensor;
-use burn::tensor::FloatDType;
-
 use crate::linear::activation::kind::Activation;
-use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
-use burn_blocksparse::{float_list, op_values};
+use burn_blocksparse::internal::prelude::*;
 
 /// Most weights of a call.
 pub const WEIGHTS: usize = 3;
@@ -202,12 +195,8 @@ impl LinearTask {
         call: LinearCall,
         dtypes: [Option<FloatDType>; WEIGHTS + 2],
     ) -> Self {
-        let ThreeFloats {
-            first,
-            second,
-            third,
-            ..
-        } = &inputs.weights;
+        let ThreeFloats { first, second, .. } = &inputs.weights;
+        let third = &inputs.weights.third;
         let [by_x, by_first, by_second, by_third, _] = dtypes;
         let of = |weight: &OptFloat<B>, dtype| Some((weight.as_ref()?.shape()[1], dtype));
         let weight = first.as_ref().expect("a weight");
@@ -220,11 +209,8 @@ impl LinearTask {
             inputs: weight.shape()[0],
             heads,
             x: by_x,
-            weights: [
-                of(first, by_first),
-                of(second, by_second),
-                of(third, by_third),
-            ],
+            weights: [(first, by_first), (second, by_second), (third, by_third)]
+                .map(|(weight, dtype)| of(weight, dtype)),
         }
     }
 
@@ -265,6 +251,18 @@ impl LinearTask {
     }
 }
 
+impl<B: Backend> LinearSaved<B> {
+    /// x, the weights and the gradient.
+    pub(crate) fn new(
+        x: Option<FloatTensor<B>>,
+        weight: Option<FloatTensor<B>>,
+        grad: FloatTensor<B>,
+    ) -> Self {
+        let (x, weight) = (x.into(), weight.into());
+        Self { x, weight, grad }
+    }
+}
+
 op_values! {
     /// Rows, and what is added to each.
     pub struct BiasedRows {
@@ -297,6 +295,13 @@ op_values! {
 
 float_list!(BiasedRows, 2: x; bias);
 
+impl<B: Backend> BiasedRows<B> {
+    /// Rows, and a bias if there is one.
+    pub(crate) fn new(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> Self {
+        Self::of_list([Some(x), bias])
+    }
+}
+
 /// Gradients that the backward pass of an activation computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -307,6 +312,12 @@ pub struct ActivationTask {
     pub bias: Option<FloatDType>,
     /// True if the activation is wanted again. Then x's gradient is also wanted, and there is an activation.
     pub y: bool,
+}
+
+impl ActivationTask {
+    pub(crate) fn new(x: bool, bias: Option<FloatDType>, y: bool) -> Self {
+        Self { x, bias, y }
+    }
 }
 
 /// Parameters of joined heads, besides the tensors: any of them may be missing, and is 0 then.
@@ -324,6 +335,22 @@ pub struct JoinCall {
 }
 
 impl JoinCall {
+    /// Heads of batch and sequence, of a dtype, without sums.
+    pub(crate) fn new(rows: [usize; 2], parts: HeadParts, dtype: FloatDType) -> Self {
+        let bias = None;
+        Self {
+            rows,
+            parts,
+            dtype,
+            bias,
+        }
+    }
+
+    /// With the sums over all rows in a dtype, if there is one.
+    pub(crate) fn with_sums(self, bias: Option<FloatDType>) -> Self {
+        Self { bias, ..self }
+    }
+
     /// Elements of a row.
     pub fn width(&self) -> usize {
         let widths = self.parts.iter().flatten().map(|(heads, dim)| heads * dim);

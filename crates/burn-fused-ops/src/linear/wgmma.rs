@@ -6,13 +6,10 @@ use crate::kernels::linear::{
     Epilogue, EpilogueTensors, HEAD, HEAD_ROWS, MatrixView, ProductPlan, ProductRequest,
 };
 use blocksparse_cubecl::rows::ActivationKind;
-use burn::backend::{DType, TensorMetadata};
-use burn::tensor::{FloatDType, Shape};
-use burn_cubecl::CubeDevice;
-use burn_cubecl::tensor::CubeTensor;
 
 use crate::linear::values::{HeadParts, MOST_PARTS};
-use burn_blocksparse::internal::cube::{empty, part_of, reshaped};
+use burn_blocksparse::internal::cube::*;
+use burn_blocksparse::internal::prelude::*;
 
 /// Returns whether a dtype of factors is bf16, and not f16.
 pub(crate) fn is_bf16(dtype: DType) -> Result<bool, String> {

@@ -9,13 +9,6 @@ pub(crate) mod kernels {
         cross_entropy_rows,
     };
     use crate::kernels::rows::scaled::scaled;
-    use blocksparse_cubecl::KernelError;
-    use burn::backend::TensorMetadata;
-    use burn::backend::cubecl::dtype_to_elem_type;
-    use burn::tensor::{DType, FloatDType};
-    use burn_cubecl::kernel::into_contiguous;
-    use burn_cubecl::tensor::CubeTensor;
-    use burn_cubecl::{CubeBackend, CubeDevice};
 
     use crate::linear::cube_products::Kernels;
     use crate::loss::compute;
@@ -24,8 +17,8 @@ pub(crate) mod kernels {
     use crate::loss::values::{
         LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask, Reduction,
     };
-    use burn_blocksparse::internal::cube::{checked, contiguous, empty, typed, uses_reference};
-    use burn_blocksparse::internal::dtype::accumulate_in;
+    use burn_blocksparse::internal::cube::*;
+    use burn_blocksparse::internal::prelude::*;
 
     fn kind(
         dtype: DType,
@@ -113,13 +106,8 @@ pub(crate) mod kernels {
         }
 
         fn loss(self) -> [CubeTensor; 2] {
-            let Self {
-                stats,
-                targets,
-                reduction,
-                ..
-            } = self;
-            let positions = targets.meta.shape()[0];
+            let (stats, reduction) = (self.stats, self.reduction);
+            let positions = self.targets.meta.shape()[0];
             if reduction == Reduction::None {
                 return compute::of_positions::<CubeBackend>(stats, positions);
             }
@@ -194,13 +182,9 @@ pub(crate) mod kernels {
 
 #[cfg(feature = "autodiff")]
 mod steps {
-    use burn::backend::AutodiffBackend;
-    use burn::backend::autodiff::Autodiff;
-    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-
     use crate::loss::ops::LossOps;
     use crate::loss::values::{LossDtypes, LossInputs, LossOutput, LossSaved, LossTask, Reduction};
-    use burn_blocksparse::internal::custom_gradient::{custom_gradient, nothing, own_dtype, there};
+    use burn_blocksparse::internal::custom_gradient::*;
     use burn_blocksparse::internal::values::OptFloat;
 
     impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
@@ -225,17 +209,16 @@ mod steps {
                 let made = B::linear_cross_entropy(inputs, task);
                 by_count = Some(made.factor.clone());
                 (made.loss, move |_, grad| {
-                    let (factor, x, weight) = (made.factor, made.x, made.weight);
                     let grads = match kept {
                         Some(inputs) => {
                             B::position_cross_entropy_backward(inputs, grad, task, dtypes)
                         }
                         None => {
                             let saved = LossSaved {
-                                factor,
+                                factor: made.factor,
                                 grad,
-                                x,
-                                weight,
+                                x: made.x,
+                                weight: made.weight,
                             };
                             B::linear_cross_entropy_backward(saved, dtypes)
                         }

@@ -2,9 +2,8 @@
 
 use std::ops::Range;
 
-use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata, get_device_settings};
-use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Shape, Slice};
+use burn::backend::get_device_settings;
+use burn::tensor::IndexingUpdateOp;
 
 use crate::linear::products::{
     Primitives, Products, input_gradient, outputs, rounded, weight_gradient,
@@ -12,7 +11,7 @@ use crate::linear::products::{
 use crate::loss::values::{
     LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask, Reduction,
 };
-use burn_blocksparse::internal::dtype::accumulate_in;
+use burn_blocksparse::internal::prelude::*;
 
 /// How the losses of positions are made and added.
 pub(crate) trait Losses<B: Backend>: Sized {
@@ -66,7 +65,7 @@ pub(crate) fn forward<B: Backend, L: Losses<B>>(
     let mut losses = L::new(&x, targets, vocab, gradient, task);
     let as_it_is = |made, _: &Range<usize>| made;
     let [by_x, by_weight] = in_chunks(&mut losses, &x, weight, task, as_it_is, as_it_is);
-    let zeros = |shape: [usize; 2], dtype| B::float_zeros(Shape::new(shape), &x.device(), dtype);
+    let zeros = |shape: [usize; 2], dtype| Array::<B>::zeros(shape, &x.device(), dtype).0;
     let by_x = (task.by_x).then(|| by_x.unwrap_or_else(|| zeros([positions, width], dtype)));
     let by_weight = (task.by_weight)
         .then(|| by_weight.unwrap_or_else(|| zeros([width, vocab], accumulate_in(dtype))));
@@ -105,7 +104,7 @@ fn in_chunks<B: Backend, L: Losses<B>>(
         };
         if task.by_x {
             let made = input_gradient::<B, L::Products>(gradient.clone(), weight.clone(), dtype);
-            by_x.push(of_x(made, &taken));
+            by_x.push(Array::<B>(of_x(made, &taken)));
         }
         if task.by_weight {
             let made = weight_gradient::<B, L::Products>(of_rows(rows, &taken), gradient);
@@ -115,10 +114,7 @@ fn in_chunks<B: Backend, L: Losses<B>>(
             });
         }
     }
-    let by_x = match by_x.len() {
-        0 | 1 => by_x.pop(),
-        _ => Some(B::float_cat(by_x, 0)),
-    };
+    let by_x = (!by_x.is_empty()).then(|| Array::cat(by_x, 0).0);
     [by_x, by_weight]
 }
 
@@ -126,7 +122,7 @@ fn in_chunks<B: Backend, L: Losses<B>>(
 fn rows_of<B: Backend>(x: &FloatTensor<B>, rows: &Range<usize>) -> FloatTensor<B> {
     match rows.len() == x.shape()[0] {
         true => x.clone(),
-        false => B::float_slice(x.clone(), &[Slice::from(rows.clone()), Slice::full()]),
+        false => Array::<B>(x.clone()).narrow(0, rows.clone()).0,
     }
 }
 
@@ -137,8 +133,8 @@ pub(crate) fn of_positions<B: Backend>(x: FloatTensor<B>, positions: usize) -> [
     let losses = match positions {
         0 => B::float_zeros(Shape::new([0]), &device, dtype),
         _ => {
-            let column = B::float_slice(x, &[Slice::from(0..positions), Slice::from(0..1)]);
-            B::float_reshape(column, Shape::new([positions]))
+            let column = Array::<B>(x).narrow(0, 0..positions).narrow(1, 0..1);
+            column.reshape([positions]).0
         }
     };
     [losses, B::float_ones(Shape::new([1]), &device, dtype)]
@@ -158,26 +154,24 @@ pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
     let bools = get_device_settings::<B>(&device).bool_dtype;
     let [positions, width] = x.shape().dims();
     let vocab = weight.shape()[1];
-    let zeros = |shape: [usize; 2], dtype| B::float_zeros(Shape::new(shape), &device, dtype);
+    let zeros = |shape: [usize; 2], dtype| Array::<B>::zeros(shape, &device, dtype).0;
     if positions == 0 {
+        let [x, weight] = [task.by_x, task.by_weight];
         return LossGrads {
-            x: task.by_x.then(|| zeros([0, width], dtypes.x)).into(),
-            weight: (task.by_weight)
-                .then(|| zeros([width, vocab], dtypes.weight))
-                .into(),
+            x: x.then(|| zeros([0, width], dtypes.x)).into(),
+            weight: weight.then(|| zeros([width, vocab], dtypes.weight)).into(),
         };
     }
-    let by = B::float_reshape(rounded::<B>(grad, sums), Shape::new([positions, 1]));
+    let by = Array::<B>(grad).cast(sums).reshape([positions, 1]);
     // x times a gradient may be too small for f16, or too large: not as a share of the largest.
-    let largest = B::float_max(B::float_abs(by.clone()));
+    let largest = B::float_max(B::float_abs(by.0.clone()));
     let is_none = B::float_equal_elem(largest.clone(), 0.0.into(), bools);
-    let largest = B::float_mask_fill(largest, is_none, 1.0.into());
-    let largest = B::float_reshape(largest, Shape::new([1, 1]));
-    let shares = B::float_div(by.clone(), largest.clone());
+    let largest = Array::<B>(largest).fill(is_none, 1.0).reshape([1, 1]);
+    let shares = by.clone() / &largest;
     let mut losses = L::new(&x, targets, vocab, Some(dtype), task);
-    let scaled = |x: FloatTensor<B>, by: &FloatTensor<B>, dtype, taken: &Range<usize>| {
-        let by = rows_of::<B>(by, taken);
-        rounded::<B>(B::float_mul(rounded::<B>(x, sums), by), dtype)
+    let scaled = |x: FloatTensor<B>, by: &Array<B>, dtype, taken: &Range<usize>| {
+        let by = Array::<B>(rows_of::<B>(&by.0, taken));
+        (Array::<B>(x).cast(sums) * by).cast(dtype).0
     };
     let [by_x, by_weight] = in_chunks(
         &mut losses,
@@ -187,10 +181,8 @@ pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
         |made, taken| scaled(made, &by, dtypes.x, taken),
         |rows, taken| scaled(rows, &shares, dtype, taken),
     );
-    let by_weight = by_weight.map(|made| {
-        let made = B::float_mul(rounded::<B>(made, sums), largest);
-        rounded::<B>(made, dtypes.weight)
-    });
+    let of_largest = |made| (Array::<B>(made).cast(sums) * largest).cast(dtypes.weight);
+    let by_weight = by_weight.map(|made| of_largest(made).0);
     LossGrads {
         x: by_x.into(),
         weight: by_weight.into(),
@@ -199,24 +191,16 @@ pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
 
 /// The gradients of the sum times what the sum was multiplied by and the gradient with respect to the loss.
 pub(crate) fn backward<B: Backend>(saved: LossSaved<B>, dtypes: LossDtypes) -> LossGrads<B> {
-    let LossSaved {
-        factor,
-        grad,
-        x,
-        weight,
-    } = saved;
-    let sums = FloatDType::from(factor.dtype());
-    let factor = B::float_reshape(B::float_mul(factor, grad), Shape::new([1, 1]));
+    let factor = Array::<B>(saved.factor) * Array::<B>(saved.grad);
+    let factor = factor.reshape([1, 1]);
     let scaled = |tensor: FloatTensor<B>, dtype| {
-        let product = B::float_mul(rounded::<B>(tensor, sums), factor.clone());
-        rounded::<B>(product, dtype)
+        let tensor = Array::<B>(tensor).cast(factor.dtype());
+        (tensor * &factor).cast(dtype).0
     };
+    let [x, weight] = [saved.x, saved.weight].map(OptFloat::into_option);
     LossGrads {
-        x: x.into_option().map(|x| scaled(x, dtypes.x)).into(),
-        weight: weight
-            .into_option()
-            .map(|w| scaled(w, dtypes.weight))
-            .into(),
+        x: x.map(|x| scaled(x, dtypes.x)).into(),
+        weight: weight.map(|w| scaled(w, dtypes.weight)).into(),
     }
 }
 
@@ -233,7 +217,7 @@ pub(crate) struct PrimitiveLosses<B: Backend> {
     gradient: Option<FloatDType>,
     task: LossTask,
     /// Of the positions that were taken, `[rows, 1]` each: losses, and whether they count.
-    taken: Vec<[FloatTensor<B>; 2]>,
+    taken: Vec<[Array<B>; 2]>,
 }
 
 impl<B: Backend> Losses<B> for PrimitiveLosses<B> {
@@ -258,7 +242,6 @@ impl<B: Backend> Losses<B> for PrimitiveLosses<B> {
 
     fn take(&mut self, logits: FloatTensor<B>, positions: Range<usize>) -> Option<FloatTensor<B>> {
         let rows = positions.len();
-        let dtype = FloatDType::from(logits.dtype());
         let bools = get_device_settings::<B>(&logits.device()).bool_dtype;
         let targets = B::int_slice(self.targets.clone(), &[Slice::from(positions)]);
         let targets = B::int_reshape(targets, Shape::new([rows, 1]));
@@ -274,87 +257,78 @@ impl<B: Backend> Losses<B> for PrimitiveLosses<B> {
             Some(ignored) => B::int_mask_fill(targets, ignored.clone(), 0i64.into()),
             None => targets,
         };
-        let of_rows = |tensor: FloatTensor<B>, nan: bool| {
-            let shape = tensor.shape();
+        let of_rows = |mut x: Array<B>, nan: bool| {
+            let shape = x.shape();
             let spread = |mask: &BoolTensor<B>| B::bool_expand(mask.clone(), shape.clone());
-            let tensor = match nan {
-                true => B::float_mask_fill(tensor, spread(&out_of_range), f64::NAN.into()),
-                false => tensor,
-            };
+            if nan {
+                x = x.fill(spread(&out_of_range), f64::NAN);
+            }
             match &ignored {
-                Some(ignored) => B::float_mask_fill(tensor, spread(ignored), 0.0.into()),
-                None => tensor,
+                Some(ignored) => x.fill(spread(ignored), 0.0),
+                None => x,
             }
         };
 
         let smoothing = self.task.smoothing;
-        let logits = B::float_sub(logits.clone(), B::float_max_dim(logits, 1));
-        let exponentials = B::float_exp(logits.clone());
-        let sum = B::float_sum_dim(exponentials.clone(), 1);
-        let chosen = B::float_gather(1, logits.clone(), targets.clone());
-        let mut expected = B::float_mul_scalar(chosen, (1.0 - smoothing).into());
+        let share = smoothing / self.vocab as f64;
+        let logits = Array::<B>(logits);
+        let logits = logits.clone() - logits.max_dim(1);
+        let exponentials = logits.clone().exp();
+        let sum = exponentials.clone().sum_dim(1);
+        let chosen = B::float_gather(1, logits.0.clone(), targets.clone());
+        let mut expected = Array::<B>(chosen) * (1.0 - smoothing);
+        let ones = B::float_ones(Shape::new([rows, 1]), &logits.0.device(), logits.dtype());
+        let ones = Array::<B>(ones);
         if smoothing != 0.0 {
-            let all = B::float_sum_dim(logits, 1);
-            let all = B::float_mul_scalar(all, (smoothing / self.vocab as f64).into());
-            expected = B::float_add(expected, all);
+            expected = expected + logits.sum_dim(1) * share;
         }
-        let losses = B::float_sub(B::float_log(sum.clone()), expected);
-        let device = losses.device();
-        let ones = B::float_ones(Shape::new([rows, 1]), &device, dtype);
-        self.taken
-            .push([of_rows(losses, true), of_rows(ones.clone(), false)]);
+        let losses = sum.clone().log() - expected;
+        let taken = [of_rows(losses, true), of_rows(ones.clone(), false)];
+        self.taken.push(taken);
 
         let gradient = self.gradient?;
-        let mut softmax = B::float_div(exponentials, sum);
+        let mut softmax = exponentials / sum;
         if smoothing != 0.0 {
-            let share = smoothing / self.vocab as f64;
-            softmax = B::float_sub_scalar(softmax, share.into());
+            softmax = softmax - share;
         }
-        let on_target = B::float_mul_scalar(ones, (smoothing - 1.0).into());
-        let by_logits = B::float_scatter(1, softmax, targets, on_target, IndexingUpdateOp::Add);
-        Some(rounded::<B>(of_rows(by_logits, true), gradient))
+        let on_target = (ones * (smoothing - 1.0)).0;
+        let by_logits = B::float_scatter(1, softmax.0, targets, on_target, IndexingUpdateOp::Add);
+        Some(of_rows(Array::<B>(by_logits), true).cast(gradient).0)
     }
 
     fn loss(self) -> [FloatTensor<B>; 2] {
         let dtype = accumulate_in(self.like.dtype().into());
         let (device, one) = (self.like.device(), Shape::new([1]));
+        let ones = || Array::<B>(B::float_ones(one.clone(), &device, dtype));
         if self.task.reduction == Reduction::None {
-            let taken = self.taken.into_iter().map(|[losses, _]| {
-                let rows = losses.shape()[0];
-                B::float_reshape(losses, Shape::new([rows]))
-            });
+            let taken = self.taken.into_iter().map(|[losses, _]| losses.flat());
             let taken: Vec<_> = taken.collect();
             let losses = match taken.is_empty() {
-                true => B::float_zeros(Shape::new([0]), &device, dtype),
-                false => B::float_cat(taken, 0),
+                true => Array::zeros([0], &device, dtype),
+                false => Array::cat(taken, 0),
             };
-            return [losses, B::float_ones(one, &device, dtype)];
+            return [losses.0, ones().0];
         }
         // As a row: a sum of all may add with atomics.
-        let sum_of = |column: FloatTensor<B>| {
-            let row = Shape::new([1, column.shape()[0]]);
-            let sum = B::float_sum_dim(B::float_reshape(column, row), 1);
-            B::float_reshape(sum, one.clone())
+        let sum_of = |column: Array<B>| {
+            let rows = column.shape()[0];
+            column.reshape([1, rows]).sum_dim(1).reshape([1])
         };
         let sums = self.taken.into_iter().map(|taken| taken.map(sum_of));
         let sums = sums.reduce(|[losses, counted], [more, more_counted]| {
-            [
-                B::float_add(losses, more),
-                B::float_add(counted, more_counted),
-            ]
+            [losses + more, counted + more_counted]
         });
-        let zeros = || B::float_zeros(one.clone(), &device, dtype);
+        let zeros = || Array::zeros([1], &device, dtype);
         let [sum, counted] = sums.unwrap_or_else(|| [zeros(), zeros()]);
         let factor = match self.task.reduction {
-            Reduction::Sum | Reduction::None => B::float_ones(one.clone(), &device, dtype),
+            Reduction::Sum | Reduction::None => ones(),
             // Without targets that count the sum is 0.
             Reduction::Mean => {
                 let bools = get_device_settings::<B>(&device).bool_dtype;
-                let none = B::float_equal_elem(counted.clone(), 0.0.into(), bools);
-                let factor = B::float_recip(B::float_clamp_min(counted, 1.0.into()));
-                B::float_mask_fill(factor, none, 0.0.into())
+                let none = B::float_equal_elem(counted.0.clone(), 0.0.into(), bools);
+                counted.at_least(1.0).recip().fill(none, 0.0)
             }
         };
-        [B::float_mul(sum, factor.clone()), factor]
+        [(sum * &factor).0, factor.0]
     }
 }

@@ -7,15 +7,11 @@ pub(crate) mod compute;
 #[doc(hidden)]
 pub mod values;
 
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Int, IntDType, Tensor, Transaction};
+use burn::tensor::{IntDType, Transaction};
 
 use crate::linear::supported;
 use crate::loss::ops::LossOps;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::prelude::*;
 pub use values::Reduction;
 use values::{LossInputs, LossTask};
 
@@ -133,7 +129,6 @@ impl CrossEntropyOptions {
     ///
     /// # Errors
     /// As that call, but for targets out of range.
-    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<const D: usize, const T: usize>(
         &self,
         x: &Tensor<D>,

@@ -1,12 +1,9 @@
 //! The backend trait of losses.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, backend_extension};
-
 use crate::loss::compute;
 use crate::loss::compute::PrimitiveLosses;
 use crate::loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
-use burn_blocksparse::reference_backends;
+use burn_blocksparse::internal::prelude::*;
 
 /// Losses as a backend operation. Arguments are checked by the public function.
 #[backend_extension(
@@ -52,14 +49,10 @@ reference_backends!(LossOps);
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::FloatDType;
-
     use super::*;
     use crate::loss::values::{
         LossGradsMetadata, LossInputsMetadata, LossOutputMetadata, LossSavedMetadata, Reduction,
     };
-    use burn_blocksparse::internal::dtype::sums_of;
 
     pub fn forward(inputs: &LossInputsMetadata, task: &LossTask) -> LossOutputMetadata {
         let dtype = sums_of(inputs.x.dtype);

@@ -1,9 +1,6 @@
 //! The values that cross the backend trait of losses.
 
-use burn::tensor::FloatDType;
-
-use burn_blocksparse::internal::values::OptFloat;
-use burn_blocksparse::{float_list, op_values};
+use burn_blocksparse::internal::prelude::*;
 
 /// Reduction of the losses of positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

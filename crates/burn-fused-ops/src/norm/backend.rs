@@ -6,12 +6,6 @@ mod kernels {
     use crate::kernels::rows::norm::{NormBranch, NormOf};
     use crate::kernels::rows::norm_backward::{NormBackward, NormGrad, StreamGrad};
     use blocksparse::ElementDropout;
-    use blocksparse_cubecl::KernelError;
-    use burn::backend::cubecl::dtype_to_elem_type;
-    use burn::tensor::{DType, FloatDType, Shape};
-    use burn_cubecl::CubeBackend;
-    use burn_cubecl::kernel::{cast, into_contiguous};
-    use burn_cubecl::tensor::CubeTensor;
 
     use crate::by_kernels::by_kernels;
     use crate::norm::ops::NormOps;
@@ -19,11 +13,8 @@ mod kernels {
         NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
     };
     use crate::norm::{NormKind, reference};
-    use burn_blocksparse::internal::cube::{
-        contiguous, filled, matrix, part_of, shaped, typed, uses_reference,
-    };
-    use burn_blocksparse::internal::dtype::accumulate_in;
-    use burn_blocksparse::internal::values::OptFloat;
+    use burn_blocksparse::internal::cube::*;
+    use burn_blocksparse::internal::prelude::*;
 
     impl NormOps for CubeBackend {
         fn stream_dropout(x: CubeTensor, dropout: ElementDropout) -> CubeTensor {
@@ -205,18 +196,13 @@ mod kernels {
 #[cfg(feature = "autodiff")]
 mod steps {
     use blocksparse::ElementDropout;
-    use burn::backend::autodiff::Autodiff;
-    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-    use burn::backend::tensor::FloatTensor;
 
     use crate::norm::ops::NormOps;
     use crate::norm::values::{
         NormBackwardCall, NormCall, NormInputs, NormOutput, NormOutputGrads, NormSaved,
     };
-    use burn_blocksparse::internal::custom_gradient::{
-        custom_gradient, custom_gradients, nothing, own_dtype, there, wanted_dtypes,
-    };
-    use burn_blocksparse::internal::values::OptFloat;
+    use burn_blocksparse::internal::custom_gradient::*;
+    use burn_blocksparse::internal::prelude::*;
 
     impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
         /// The mask is made again.

@@ -8,17 +8,11 @@ pub(crate) mod reference;
 pub mod values;
 
 use blocksparse::ElementDropout;
-use burn::backend::Dispatch;
-use burn::tensor::{Device, FloatDType, Tensor};
 
 use crate::norm::ops::NormOps;
-use burn_blocksparse::OpError;
 use burn_blocksparse::graph::seeds;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
-use burn_blocksparse::internal::values::OptFloat;
-use values::{NormCall, NormInputs, NormOutput};
+use burn_blocksparse::internal::prelude::*;
+use values::{NormCall, NormInputs};
 
 /// Divisor of a row.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -223,7 +217,6 @@ impl AddNormOptions {
     ///
     /// # Errors
     /// As [`add_norm`].
-    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<const D: usize>(
         &self,
         stream: &Tensor<D>,
@@ -260,12 +253,9 @@ fn run<const D: usize>(
         gamma: row(gamma),
         beta: row(beta),
     };
-    let NormOutput {
-        stream: sum,
-        normed,
-        ..
-    } = <Dispatch as NormOps>::add_norm(inputs, call);
-    let sum = sum.into_option().map_or(stream, Tensor::from_dispatch);
+    let made = <Dispatch as NormOps>::add_norm(inputs, call);
+    let sum = (made.stream.into_option()).map_or(stream, Tensor::from_dispatch);
+    let normed = made.normed;
     (sum, normed.into_option().map(Tensor::from_dispatch))
 }
 
@@ -299,12 +289,8 @@ fn check<const D: usize>(
     OpError::ensure_positive("stream's width", width)?;
     if let Some(branch) = branch {
         OpError::expect_same("branch's shape", dims, "the stream's", branch.x.dims())?;
-        same_device(
-            "branch's device",
-            &device,
-            "the stream's",
-            &branch.x.device(),
-        )?;
+        let own = branch.x.device();
+        same_device("branch's device", &device, "the stream's", &own)?;
     }
     let rows = [
         branch.and_then(|branch| branch.bias.as_ref()),

@@ -1,14 +1,12 @@
 //! The backend trait of residual norms and of dropout.
 
 use blocksparse::ElementDropout;
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, backend_extension};
 
 use crate::norm::reference;
 use crate::norm::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
 };
-use burn_blocksparse::reference_backends;
+use burn_blocksparse::internal::prelude::*;
 
 /// A residual stream, what is added to it and its norm as a backend operation. Arguments are checked by the public functions.
 #[backend_extension(
@@ -47,14 +45,10 @@ reference_backends!(NormOps);
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-    use burn::tensor::FloatDType;
-
     use super::*;
     use crate::norm::values::{
         NormInputsMetadata, NormOutputGradsMetadata, NormOutputMetadata, NormSavedMetadata,
     };
-    use burn_blocksparse::internal::dtype::sums_of;
 
     pub fn forward(inputs: &NormInputsMetadata, call: &NormCall) -> NormOutputMetadata {
         let shape = &inputs.stream.shape;

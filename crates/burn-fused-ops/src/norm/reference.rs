@@ -1,17 +1,13 @@
 //! A residual norm in Burn primitives.
 
 use blocksparse::ElementDropout;
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, TensorData};
 
 use crate::norm::NormKind;
 use crate::norm::values::{
     NormBackwardCall, NormCall, NormGrads, NormInputs, NormOutput, NormOutputGrads, NormSaved,
 };
 use burn_blocksparse::graph::recording;
-use burn_blocksparse::internal::dtype::accumulate_in;
-use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::internal::prelude::*;
 
 /// Rows and width of a shape.
 pub(crate) fn matrix(shape: &Shape) -> [usize; 2] {
@@ -42,44 +38,42 @@ impl<B: Backend> Rows<B> {
     }
 
     /// `[rows, width]` in the dtype of sums.
-    fn matrix(&self, x: FloatTensor<B>) -> FloatTensor<B> {
-        let x = B::float_reshape(x, Shape::new([self.rows, self.width]));
-        B::float_cast(x, self.sums)
+    fn matrix(&self, x: FloatTensor<B>) -> Array<B> {
+        let x = Array::<B>(x).reshape([self.rows, self.width]);
+        x.cast(self.sums)
     }
 
     /// `[1, width]`, likewise.
-    fn row(&self, x: FloatTensor<B>) -> FloatTensor<B> {
-        B::float_cast(B::float_reshape(x, Shape::new([1, self.width])), self.sums)
+    fn row(&self, x: FloatTensor<B>) -> Array<B> {
+        Array::<B>(x).reshape([1, self.width]).cast(self.sums)
     }
 
-    fn result(&self, x: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-        B::float_reshape(B::float_cast(x, dtype), self.shape.clone())
+    fn result(&self, x: Array<B>, dtype: FloatDType) -> FloatTensor<B> {
+        x.cast(dtype).reshape(self.shape.clone()).0
     }
 
     fn zeros(&self, shape: impl Into<Shape>, dtype: FloatDType) -> FloatTensor<B> {
-        B::float_zeros(shape.into(), &self.device, dtype)
+        Array::<B>::zeros(shape, &self.device, dtype).0
     }
 
-    fn drop(&self, x: FloatTensor<B>, dropout: Option<ElementDropout>) -> FloatTensor<B> {
+    fn drop(&self, x: Array<B>, dropout: Option<ElementDropout>) -> Array<B> {
         let Some(dropout) = dropout else {
             return x;
         };
         recording::doom_by_upload(&self.device, "a mask of dropout");
         let mask = dropout.mask(self.rows, self.width);
         let mask = TensorData::new(mask, [self.rows, self.width]);
-        let mask = B::float_from_data(mask, &self.device);
-        let factors = B::float_mul_scalar(B::float_cast(mask, self.sums), dropout.factor().into());
-        B::float_mul(x, factors)
+        let mask = Array::<B>(B::float_from_data(mask, &self.device));
+        x * (mask.cast(self.sums) * dropout.factor())
     }
 
     /// The mean of a row's numbers, `[rows, 1]`.
-    fn mean(&self, x: FloatTensor<B>) -> FloatTensor<B> {
-        B::float_mul_scalar(B::float_sum_dim(x, 1), (1.0 / self.width as f64).into())
+    fn mean(&self, x: Array<B>) -> Array<B> {
+        x.sum_dim(1) * (1.0 / self.width as f64)
     }
 
-    fn column_sums(&self, x: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
-        let sums = B::float_reshape(B::float_sum_dim(x, 0), Shape::new([self.width]));
-        B::float_cast(sums, dtype)
+    fn column_sums(&self, x: Array<B>, dtype: FloatDType) -> FloatTensor<B> {
+        x.sum_dim(0).reshape([self.width]).cast(dtype).0
     }
 }
 
@@ -106,10 +100,9 @@ pub(crate) fn forward<B: Backend>(inputs: NormInputs<B>, call: &NormCall) -> Nor
     if let OptFloat::Some(branch) = inputs.branch {
         let mut branch = rows.matrix(branch);
         if let OptFloat::Some(bias) = inputs.bias {
-            branch = B::float_add(branch, rows.row(bias));
+            branch = branch + rows.row(bias);
         }
-        let sum = B::float_add(x, rows.drop(branch, call.dropout));
-        let sum = rows.result(sum, dtype);
+        let sum = rows.result(x + rows.drop(branch, call.dropout), dtype);
         x = rows.matrix(sum.clone());
         stream = Some(sum);
     }
@@ -122,20 +115,17 @@ pub(crate) fn forward<B: Backend>(inputs: NormInputs<B>, call: &NormCall) -> Nor
         };
     };
     if norm == NormKind::Layer {
-        x = B::float_sub(x.clone(), rows.mean(x));
+        x = x.clone() - rows.mean(x);
     }
-    let variance = rows.mean(B::float_mul(x.clone(), x.clone()));
-    let rstd = B::float_recip(B::float_sqrt(B::float_add_scalar(
-        variance,
-        call.epsilon.into(),
-    )));
-    let xhat = B::float_mul(x, rstd.clone());
-    let mut normed = B::float_mul(xhat.clone(), rows.row(gamma));
+    let variance = rows.mean(x.clone() * &x);
+    let rstd = (variance + call.epsilon).sqrt().recip();
+    let xhat = x * &rstd;
+    let mut normed = xhat.clone() * rows.row(gamma);
     if let OptFloat::Some(beta) = inputs.beta {
-        normed = B::float_add(normed, rows.row(beta));
+        normed = normed + rows.row(beta);
     }
     let kept = call.keep.then(|| {
-        let rstd = B::float_reshape(rstd, Shape::new([rows.rows]));
+        let rstd = rstd.reshape([rows.rows]).0;
         (rows.result(xhat, call.dtype), rstd)
     });
     let (xhat, rstd) = kept.unzip();
@@ -196,23 +186,19 @@ pub(crate) fn backward<B: Backend>(
     ) = (grads.normed, saved.xhat, saved.rstd, saved.gamma)
     {
         let (dh, xhat) = (rows.matrix(normed), rows.matrix(xhat));
-        let product = B::float_mul(dh.clone(), xhat.clone());
-        by_gamma = (call.gamma)
-            .map(|dtype| rows.column_sums(product, dtype))
-            .into();
-        by_beta = (call.beta)
-            .map(|dtype| rows.column_sums(dh.clone(), dtype))
-            .into();
-        let grad = B::float_mul(dh, rows.row(gamma));
-        let product = rows.mean(B::float_mul(grad.clone(), xhat.clone()));
-        let mut part = B::float_sub(grad.clone(), B::float_mul(xhat, product));
+        let sums = |x: Array<B>, dtype: Option<FloatDType>| {
+            OptFloat::from(dtype.map(|dtype| rows.column_sums(x, dtype)))
+        };
+        by_gamma = sums(dh.clone() * &xhat, call.gamma);
+        by_beta = sums(dh.clone(), call.beta);
+        let grad = dh * rows.row(gamma);
+        let mut part = grad.clone() - xhat.clone() * rows.mean(grad.clone() * &xhat);
         if call.forward.norm == Some(NormKind::Layer) {
-            part = B::float_sub(part, rows.mean(grad));
+            part = part - rows.mean(grad);
         }
-        let rstd = B::float_reshape(rstd, Shape::new([rows.rows, 1]));
-        let part = B::float_mul(part, rstd);
+        let part = part * Array::<B>(rstd).reshape([rows.rows, 1]);
         ds = Some(match ds {
-            Some(ds) => B::float_add(ds, part),
+            Some(ds) => ds + part,
             None => part,
         });
     }

@@ -1,11 +1,9 @@
 //! The values that cross the backend trait.
 
 use blocksparse::ElementDropout;
-use burn::tensor::FloatDType;
 
 use crate::norm::NormKind;
-use burn_blocksparse::internal::values::OptFloat;
-use burn_blocksparse::{float_list, op_values};
+use burn_blocksparse::internal::prelude::*;
 
 op_values! {
     /// Inputs of a residual norm.

@@ -6,15 +6,11 @@ pub(crate) mod kernels {
     use crate::kernels::optim::{AdamWTensors, FlatTensor};
     use blocksparse_cubecl::recording;
     use blocksparse_cubecl::recording::Failure;
-    use burn::backend::cubecl::dtype_to_elem_type;
-    use burn_cubecl::CubeBackend;
-    use burn_cubecl::kernel::into_contiguous;
-    use burn_cubecl::tensor::CubeTensor;
 
     use crate::optim::ops::OptimOps;
     use crate::optim::reference;
     use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
-    use burn_blocksparse::internal::cube::{checked, contiguous, empty, uses_reference, writable};
+    use burn_blocksparse::internal::cube::*;
 
     // Both count partial sums: the public functions without the kernels, too.
     const _: () = {
@@ -66,29 +62,14 @@ pub(crate) mod kernels {
             control: CubeTensor,
             numbers: AdamWHyper,
         ) -> AdamWOutput<Self> {
-            let AdamWInputs {
-                parameters,
-                gradients,
-                first,
-                second,
-                factor,
-            } = inputs;
-            let [parameters, gradients, first, second] =
-                [parameters, gradients, first, second].map(TensorList::into_vec);
+            let ([parameters, gradients, first, second], factor) = inputs.into_lists();
             if !kernels_take(&parameters) {
                 if let Some(tensor) = parameters.first() {
                     let what = "parameters of a size that no kernel takes";
                     recording::fails(&tensor.client, Failure::NotInPlace(what));
                 }
-                let [parameters, gradients, first, second] =
-                    [parameters, gradients, first, second].map(TensorList::new);
-                let inputs = AdamWInputs {
-                    parameters,
-                    gradients,
-                    first,
-                    second,
-                    factor,
-                };
+                let lists = [parameters, gradients, first, second];
+                let inputs = AdamWInputs::of_lists(lists, factor);
                 return reference::adamw::<Self>(inputs, control, numbers);
             }
             let owned = |tensors: Vec<CubeTensor>| -> Vec<CubeTensor> {
@@ -116,12 +97,7 @@ pub(crate) mod kernels {
                 },
                 dtype_to_elem_type(control.dtype),
             ));
-            let [parameters, first, second] = [parameters, first, second].map(TensorList::new);
-            AdamWOutput {
-                parameters,
-                first,
-                second,
-            }
+            AdamWOutput::of_lists([parameters, first, second])
         }
 
         fn concat(tensors: TensorList<Self>, output: CubeTensor, first: usize) -> CubeTensor {
@@ -131,12 +107,9 @@ pub(crate) mod kernels {
             }
             let tensors: Vec<_> = tensors.into_iter().map(into_contiguous).collect();
             let output = writable(output);
-            checked(optim::concat(
-                &output.client,
-                &tensors.iter().map(flat).collect::<Vec<_>>(),
-                &flat(&output),
-                first,
-            ));
+            let tensors: Vec<_> = tensors.iter().map(flat).collect();
+            let result = optim::concat(&output.client, &tensors, &flat(&output), first);
+            checked(result);
             output
         }
 

@@ -7,13 +7,9 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
 #[cfg(feature = "autodiff")]
 use burn::tensor::GradientCheckpointingStrategy;
-use burn::tensor::{DType, Device, Tensor};
 
 use crate::optim::record::{Moments, ParameterState};
-use crate::optim::sums_of;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::prelude::*;
 
 /// Looks at a module before anything of it changes: at the parameters that have a gradient, or at all.
 pub(crate) struct Survey<'a> {
@@ -85,26 +81,17 @@ impl<'a> Survey<'a> {
         let path = &self.path;
         let of_parameter = || format!("{shape:?}, that of parameter {}", path.join("."));
         if let Some(gradient) = gradient {
-            same_device(
-                "a gradient's device",
-                &device,
-                "its parameter's",
-                &gradient.device(),
-            )?;
+            let own = gradient.device();
+            same_device("a gradient's device", &device, "its parameter's", &own)?;
             let got = gradient.shape().to_vec();
             blocksparse::ensure! { OpError; got == shape => "a gradient's shape", of_parameter(), format!("{got:?}"); }
             self.found.push(gradient.into_dispatch());
         }
-        if let Some(state) = self.states.get(&param.id.val())
-            && state.shape != shape
-        {
-            return Err(OpError::argument(
-                "the record's shape",
-                of_parameter(),
-                format!("{:?}", state.shape),
-            ));
+        let state = self.states.get(&param.id.val());
+        if let Some(state) = state {
+            blocksparse::ensure! { OpError; state.shape == shape => "the record's shape", of_parameter(), format!("{:?}", state.shape); }
         }
-        let steps = (self.states.get(&param.id.val())).map_or(0, |state| state.time);
+        let steps = state.map_or(0, |state| state.time);
         let group = (steps, sums_of(parameter.dtype()));
         if !self.steps.contains(&group) {
             self.steps.push(group);
@@ -249,7 +236,7 @@ impl<'a> Take<'a> {
                     moment = moment.to_device(&device);
                 }
                 if moment.dtype() != dtype {
-                    moment = moment.cast(crate::optim::float(dtype));
+                    moment = moment.cast(FloatDType::from(dtype));
                 }
                 moment.into_dispatch()
             }),

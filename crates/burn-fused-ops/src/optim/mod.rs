@@ -14,18 +14,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::backend::{Dispatch, DispatchTensor, TensorMetadata};
+use burn::backend::DispatchTensor;
 use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+use burn::tensor::Bytes;
 
 use crate::optim::ops::OptimOps;
 use crate::optim::values::{AdamWHyper, AdamWInputs, CONTROL, GradNorm, MOST_TENSORS, TensorList};
-use burn_blocksparse::OpError;
 use burn_blocksparse::graph::recording;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::op_plan::OpPlan;
-use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::internal::prelude::*;
 use collect::{GiveBack, Held, Replace, Survey, Take};
 pub use config::FusedAdamWConfig;
 pub use control::AdamWStepState;
@@ -239,14 +236,9 @@ impl FusedAdamW {
         factor: Option<Tensor<1>>,
         numbers_of: impl Fn(Option<usize>, DType) -> Tensor<1>,
     ) -> Vec<Option<Held>> {
-        let FusedAdamWConfig {
-            beta_1,
-            beta_2,
-            epsilon,
-            weight_decay,
-            ..
-        } = self.config;
-        let numbers = AdamWHyper::new([beta_1, beta_2], epsilon, weight_decay);
+        let FusedAdamWConfig { beta_1, beta_2, .. } = self.config;
+        let (epsilon, decay) = (self.config.epsilon, self.config.weight_decay);
+        let numbers = AdamWHyper::new([beta_1, beta_2], epsilon, decay);
         let keys = held.iter().map(|held| {
             let held = held.as_ref()?;
             Some((held.time, held.moments_dtype))
@@ -255,22 +247,15 @@ impl FusedAdamW {
         let mut held = held;
         for ((time, dtype), group) in groups {
             let control = numbers_of(Some(time), dtype);
-            let factor =
-                (factor.as_ref()).map(|factor| factor.clone().cast(float(dtype)).into_dispatch());
+            let factor = (factor.as_ref())
+                .map(|factor| factor.clone().cast(FloatDType::from(dtype)).into_dispatch());
             for part in group.chunks(MOST_TENSORS) {
                 let mut lists = [(); 4].map(|()| Vec::with_capacity(part.len()));
                 for &index in part {
                     let tensors = held[index].as_mut().expect("of a group").take();
                     lists.iter_mut().zip(tensors).for_each(|(to, x)| to.push(x));
                 }
-                let [parameters, gradients, first, second] = lists.map(TensorList::new);
-                let inputs = AdamWInputs {
-                    parameters,
-                    gradients,
-                    first,
-                    second,
-                    factor: OptFloat::from(factor.clone()),
-                };
+                let inputs = AdamWInputs::<Dispatch>::of_lists(lists, factor.clone().into());
                 let control = control.clone().into_dispatch();
                 let made = <Dispatch as OptimOps>::adamw(inputs, control, numbers);
                 let [parameters, first, second] =
@@ -293,7 +278,6 @@ impl FusedAdamW {
     ///
     /// # Errors
     /// As [`step`](Self::step), but for what gradients bring.
-    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<M: Module>(&self, model: &M) -> Result<OpPlan, OpError> {
         self.config.validate()?;
         let survey = Survey::of(model, None, &self.states)?;
@@ -379,7 +363,7 @@ pub fn clip_gradients<M: Module>(
         for part in of_dtype.chunks(MOST_TENSORS) {
             let list = part.iter().filter_map(|&index| tensors[index].take());
             let list = TensorList::new(list.collect::<Vec<_>>());
-            let factor = factor.clone().cast(float(dtype)).into_dispatch();
+            let factor = factor.clone().cast(FloatDType::from(dtype)).into_dispatch();
             let made = <Dispatch as OptimOps>::scale(list, factor).into_vec();
             for (&index, tensor) in part.iter().zip(made) {
                 scaled[index] = Some(tensor);
@@ -499,13 +483,4 @@ fn numbers_on(device: &Device, numbers: Vec<f64>, dtype: DType) -> Tensor<1> {
     recording::expect_no_upload("the numbers of a step of the optimizer");
     let length = numbers.len();
     Tensor::from_data(TensorData::new(numbers, [length]), (device, dtype))
-}
-
-fn float(dtype: DType) -> burn::tensor::FloatDType {
-    dtype.into()
-}
-
-/// The dtype of sums and moments.
-fn sums_of(dtype: DType) -> DType {
-    burn_blocksparse::internal::dtype::accumulate_in(dtype.into()).into()
 }

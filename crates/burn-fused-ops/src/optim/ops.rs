@@ -1,11 +1,8 @@
 //! The backend trait of optimizers' steps.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, backend_extension};
-
 use crate::optim::reference;
 use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, TensorList};
-use burn_blocksparse::reference_backends;
+use burn_blocksparse::internal::prelude::*;
 
 /// Steps of optimizers as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions. A backend
 /// writes in place what the call alone holds, and otherwise to tensors of its own.

@@ -122,11 +122,8 @@ pub(crate) fn read(bytes: Bytes) -> Result<BTreeMap<u64, ParameterState>, OpErro
     }
     if let Some(name) = data.keys().find(|name| name.ends_with(LARGEST)) {
         let expected = "the record of AdamW without AMSGrad";
-        return Err(OpError::argument(
-            "record",
-            expected,
-            format!("one with {name}"),
-        ));
+        let got = format!("one with {name}");
+        return Err(OpError::argument("record", expected, got));
     }
     // Any field says that there is a parameter.
     let ids = (scalars.keys().chain(data.keys()))
@@ -149,11 +146,8 @@ pub(crate) fn read(bytes: Bytes) -> Result<BTreeMap<u64, ParameterState>, OpErro
         if shape != other {
             let expected =
                 format!("the record of AdamW, with moments of one shape for parameter {id}");
-            return Err(OpError::argument(
-                "record",
-                expected,
-                format!("{shape:?} and {other:?}"),
-            ));
+            let got = format!("{shape:?} and {other:?}");
+            return Err(OpError::argument("record", expected, got));
         }
         let state = ParameterState {
             time,

@@ -1,11 +1,11 @@
 //! Steps of optimizers in Burn primitives.
 
-use burn::backend::tensor::{BoolTensor, FloatTensor};
-use burn::backend::{Backend, TensorMetadata, get_device_settings};
-use burn::tensor::{FloatDType, Shape, Slice, try_read_sync};
+use burn::backend::get_device_settings;
 
 use crate::optim::partial_sums;
 use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
+use burn_blocksparse::internal::host;
+use burn_blocksparse::internal::prelude::*;
 
 /// Numbers that are added by themselves before their sums are: a sum over a long vector loses digits.
 const RUN: usize = 512;
@@ -32,10 +32,10 @@ impl Large {
     }
 
     /// Where a sum of shrunk numbers says that the sum itself is large. NaN is not.
-    fn is_sum<B: Backend>(self, shrunk: FloatTensor<B>) -> BoolTensor<B> {
-        let bools = get_device_settings::<B>(&shrunk.device()).bool_dtype;
+    fn is_sum<B: Backend>(self, shrunk: &Array<B>) -> BoolTensor<B> {
+        let bools = get_device_settings::<B>(&shrunk.0.device()).bool_dtype;
         let bound = self.sum * self.by * self.by;
-        B::float_greater_equal_elem(shrunk, bound.into(), bools)
+        B::float_greater_equal_elem(shrunk.0.clone(), bound.into(), bools)
     }
 }
 
@@ -58,53 +58,48 @@ pub(crate) fn sum_of_squares<B: Backend>(
             continue;
         }
         length += slots;
-        let x = B::float_cast(flat::<B>(tensor), dtype);
-        let sum = squares_of::<B>(x.clone());
+        let x = Array::<B>(tensor).flat().cast(dtype);
+        let mut sum = squares_of(x.clone());
         let may_be_large = !may_look || {
-            let sum = try_read_sync(B::float_into_data(sum.clone()))
-                .expect("a device that can be waited for")
-                .expect("a tensor that can be read");
-            sum.iter::<f64>().any(|sum| sum >= large.sum)
+            let sums = host::floats::<B, f64>(sum.0.clone());
+            sums.iter().any(|sum| *sum >= large.sum)
         };
-        let sum = match may_be_large {
-            false => sum,
-            true => {
-                let shrunk = squares_of::<B>(B::float_mul_scalar(x, large.by.into()));
-                let is_large = large.is_sum::<B>(shrunk.clone());
-                B::float_mask_where(sum, is_large, B::float_neg(shrunk))
-            }
-        };
+        if may_be_large {
+            let shrunk = squares_of(x * large.by);
+            let is_large = large.is_sum(&shrunk);
+            sum = sum.replace(is_large, -shrunk);
+        }
         sums.push(sum);
         if slots > 1 {
-            sums.push(B::float_zeros(Shape::new([slots - 1]), &device, dtype));
+            sums.push(Array::zeros([slots - 1], &device, dtype));
         }
     }
     match sums.is_empty() {
         true => partials,
         false => {
             let place = Slice::from(first..first + length);
-            B::float_slice_assign(partials, &[place], B::float_cat(sums, 0))
+            B::float_slice_assign(partials, &[place], Array::cat(sums, 0).0)
         }
     }
 }
 
 /// The sum of the squares of a vector.
-fn squares_of<B: Backend>(x: FloatTensor<B>) -> FloatTensor<B> {
+fn squares_of<B: Backend>(x: Array<B>) -> Array<B> {
     let elements = x.shape().num_elements();
-    let squares = B::float_mul(x.clone(), x);
+    let squares = x.clone() * x;
     let (runs, rest) = (elements / RUN, elements % RUN);
     let mut parts = Vec::new();
     if runs > 0 {
-        let whole = narrow::<B>(squares.clone(), 0, runs * RUN);
-        let rows = B::float_sum_dim(B::float_reshape(whole, Shape::new([runs, RUN])), 1);
-        parts.push(B::float_sum_dim(flat::<B>(rows), 0));
+        let rows = squares.clone().narrow(0, 0..runs * RUN);
+        let rows = rows.reshape([runs, RUN]).sum_dim(1);
+        parts.push(rows.flat().sum_dim(0));
     }
     if rest > 0 {
-        parts.push(B::float_sum_dim(narrow::<B>(squares, runs * RUN, rest), 0));
+        parts.push(squares.narrow(0, runs * RUN..elements).sum_dim(0));
     }
     match parts.len() {
         1 => parts.remove(0),
-        _ => B::float_sum_dim(B::float_cat(parts, 0), 0),
+        _ => Array::cat(parts, 0).sum_dim(0),
     }
 }
 
@@ -116,23 +111,18 @@ pub(crate) fn clip_factor<B: Backend>(
     let by = large.by;
     let bools = get_device_settings::<B>(&partials.device()).bool_dtype;
     let is_shrunk = B::float_lower_elem(partials.clone(), 0.0.into(), bools);
-    let plain = B::float_mask_fill(partials.clone(), is_shrunk.clone(), 0.0.into());
+    let partials = Array::<B>(partials);
+    let plain = partials.clone().fill(is_shrunk.clone(), 0.0);
     // No dtype has the square of the factor for all of its numbers.
-    let shrunk = B::float_mul_scalar(B::float_mul_scalar(plain.clone(), by.into()), by.into());
-    let shrunk = B::float_mask_where(shrunk, is_shrunk, B::float_neg(partials));
-    let [plain, shrunk] = [plain, shrunk].map(|sums| B::float_sum_dim(sums, 0));
-    let is_large = large.is_sum::<B>(shrunk.clone());
-    let [plain, shrunk] = [plain, shrunk].map(B::float_sqrt);
-    let limit = narrow::<B>(control, LIMIT, 1);
-    let factor = B::float_mask_where(
-        B::float_div(limit.clone(), plain.clone()),
-        is_large.clone(),
-        B::float_mul_scalar(B::float_div(limit, shrunk.clone()), by.into()),
-    );
-    let norm = B::float_mul_scalar(shrunk, (1.0 / by).into());
+    let shrunk = (plain.clone() * by * by).replace(is_shrunk, -partials);
+    let [plain, shrunk] = [plain, shrunk].map(|sums| sums.sum_dim(0));
+    let is_large = large.is_sum(&shrunk);
+    let [plain, shrunk] = [plain, shrunk].map(Array::sqrt);
+    let limit = Array::<B>(control).narrow(0, LIMIT..LIMIT + 1);
+    let factor = (limit.clone() / &plain).replace(is_large.clone(), limit / &shrunk * by);
     GradNorm {
-        norm: B::float_mask_where(plain, is_large, norm),
-        factor: B::float_clamp_max(factor, 1.0.into()),
+        norm: plain.replace(is_large, shrunk * (1.0 / by)).0,
+        factor: B::float_clamp_max(factor.0, 1.0.into()),
     }
 }
 
@@ -142,22 +132,13 @@ pub(crate) fn adamw<B: Backend>(
     numbers: AdamWHyper,
 ) -> AdamWOutput<B> {
     let [beta_1, beta_2] = numbers.betas;
-    let [rate, kept_1, kept_2] = [0, 1, 2].map(|at| narrow::<B>(control.clone(), at, 1));
-    let decay = B::float_mul_scalar(rate.clone(), (-numbers.weight_decay).into());
-    let decay = B::float_add_scalar(decay, 1.0.into());
-    let factor = inputs.factor.into_option();
-    let [parameters, gradients, first, second] = [
-        inputs.parameters,
-        inputs.gradients,
-        inputs.first,
-        inputs.second,
-    ]
-    .map(TensorList::into_vec);
+    let control = Array::<B>(control);
+    let [rate, kept_1, kept_2] = [0, 1, 2].map(|at| control.clone().narrow(0, at..at + 1));
+    let decay = rate.clone() * -numbers.weight_decay + 1.0;
+    let ([parameters, gradients, first, second], factor) = inputs.into_lists();
+    let factor = factor.into_option().map(Array::<B>);
     let mut output = [(); 3].map(|()| Vec::with_capacity(parameters.len()));
-    let tensors = parameters
-        .into_iter()
-        .zip(gradients)
-        .zip(first.into_iter().zip(second));
+    let tensors = (parameters.into_iter().zip(gradients)).zip(first.into_iter().zip(second));
     for ((parameter, gradient), (first, second)) in tensors {
         let shape = parameter.shape();
         if shape.num_elements() == 0 {
@@ -166,40 +147,22 @@ pub(crate) fn adamw<B: Backend>(
             continue;
         }
         let dtypes = [&parameter, &first].map(|x| FloatDType::from(x.dtype()));
-        let p = B::float_cast(flat::<B>(parameter), dtypes[1]);
-        let mut g = B::float_cast(flat::<B>(gradient), dtypes[1]);
-        if let Some(factor) = &factor {
-            g = B::float_mul(g, factor.clone());
-        }
-        let m = B::float_add(
-            B::float_mul_scalar(flat::<B>(first), beta_1.into()),
-            B::float_mul_scalar(g.clone(), (1.0 - beta_1).into()),
-        );
-        let squares = B::float_mul(g.clone(), g);
-        let v = B::float_add(
-            B::float_mul_scalar(flat::<B>(second), beta_2.into()),
-            B::float_mul_scalar(squares, (1.0 - beta_2).into()),
-        );
-        let root = B::float_sqrt(B::float_div(v.clone(), kept_2.clone()));
-        let moved = B::float_div(
-            B::float_div(m.clone(), kept_1.clone()),
-            B::float_add_scalar(root, numbers.epsilon.into()),
-        );
-        let p = B::float_sub(
-            B::float_mul(p, decay.clone()),
-            B::float_mul(moved, rate.clone()),
-        );
-        let made = [B::float_cast(p, dtypes[0]), m, v];
-        for (to, x) in output.iter_mut().zip(made) {
-            to.push(B::float_reshape(x, shape.clone()));
+        let [p, g, m, v] =
+            [parameter, gradient, first, second].map(|x| Array::<B>(x).flat().cast(dtypes[1]));
+        let g = match &factor {
+            Some(factor) => g * factor,
+            None => g,
+        };
+        let m = m * beta_1 + g.clone() * (1.0 - beta_1);
+        let v = v * beta_2 + g.clone() * g * (1.0 - beta_2);
+        let root = (v.clone() / &kept_2).sqrt() + numbers.epsilon;
+        let moved = m.clone() / &kept_1 / root;
+        let p = p * &decay - moved * &rate;
+        for (to, x) in output.iter_mut().zip([p.cast(dtypes[0]), m, v]) {
+            to.push(x.reshape(shape.clone()).0);
         }
     }
-    let [parameters, first, second] = output.map(TensorList::new);
-    AdamWOutput {
-        parameters,
-        first,
-        second,
-    }
+    AdamWOutput::of_lists(output)
 }
 
 pub(crate) fn concat<B: Backend>(
@@ -211,7 +174,7 @@ pub(crate) fn concat<B: Backend>(
         let end = first + tensor.shape().num_elements();
         if end > first {
             let place = Slice::from(first..end);
-            output = B::float_slice_assign(output, &[place], flat::<B>(tensor));
+            output = B::float_slice_assign(output, &[place], Array::<B>(tensor).flat().0);
         }
         first = end;
     }
@@ -219,23 +182,15 @@ pub(crate) fn concat<B: Backend>(
 }
 
 pub(crate) fn scale<B: Backend>(tensors: TensorList<B>, factor: FloatTensor<B>) -> TensorList<B> {
-    let sums = FloatDType::from(factor.dtype());
+    let factor = Array::<B>(factor);
     let tensors = tensors.into_vec().into_iter().map(|tensor| {
-        let (shape, dtype) = (tensor.shape(), FloatDType::from(tensor.dtype()));
+        let tensor = Array::<B>(tensor);
+        let (shape, dtype) = (tensor.shape(), tensor.dtype());
         if shape.num_elements() == 0 {
-            return tensor;
+            return tensor.0;
         }
-        let scaled = B::float_mul(B::float_cast(flat::<B>(tensor), sums), factor.clone());
-        B::float_reshape(B::float_cast(scaled, dtype), shape)
+        let scaled = tensor.flat().cast(factor.dtype()) * &factor;
+        scaled.cast(dtype).reshape(shape).0
     });
     TensorList::new(tensors.collect::<Vec<_>>())
-}
-
-fn flat<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
-    let elements = tensor.shape().num_elements();
-    B::float_reshape(tensor, Shape::new([elements]))
-}
-
-fn narrow<B: Backend>(tensor: FloatTensor<B>, first: usize, length: usize) -> FloatTensor<B> {
-    B::float_slice(tensor, &[Slice::from(first..first + length)])
 }

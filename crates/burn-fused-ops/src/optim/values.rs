@@ -1,10 +1,8 @@
 //! The lists of tensors and the settings that cross backends of optimizers.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, ExtensionType};
+use burn::backend::ExtensionType;
 
-use burn_blocksparse::internal::values::OptFloat;
-use burn_blocksparse::op_values;
+use burn_blocksparse::internal::prelude::*;
 
 /// Most tensors of a call.
 pub const MOST_TENSORS: usize = 32;
@@ -104,5 +102,37 @@ op_values! {
         pub norm: FloatTensor,
         /// `[1]`: `min(1, limit / norm)`.
         pub factor: FloatTensor,
+    }
+}
+
+impl<B: Backend> AdamWInputs<B> {
+    /// Of parameters, gradients, first and second moments, and the factor of the gradients.
+    pub(crate) fn of_lists(lists: [Vec<FloatTensor<B>>; 4], factor: OptFloat<B>) -> Self {
+        let [parameters, gradients, first, second] = lists.map(TensorList::new);
+        Self {
+            parameters,
+            gradients,
+            first,
+            second,
+            factor,
+        }
+    }
+
+    /// The inverse of [`Self::of_lists`].
+    pub(crate) fn into_lists(self) -> ([Vec<FloatTensor<B>>; 4], OptFloat<B>) {
+        let lists = [self.parameters, self.gradients, self.first, self.second];
+        (lists.map(TensorList::into_vec), self.factor)
+    }
+}
+
+impl<B: Backend> AdamWOutput<B> {
+    /// Of parameters and both moments.
+    pub(crate) fn of_lists(lists: [Vec<FloatTensor<B>>; 3]) -> Self {
+        let [parameters, first, second] = lists.map(TensorList::new);
+        Self {
+            parameters,
+            first,
+            second,
+        }
     }
 }

@@ -2,18 +2,13 @@
 
 #[cfg(feature = "cube")]
 mod kernels {
-    use blocksparse_cubecl::KernelError;
-    use burn_cubecl::CubeBackend;
-    use burn_cubecl::kernel::into_contiguous;
-    use burn_cubecl::tensor::CubeTensor;
-
     use crate::by_kernels::by_kernels;
     use crate::kernels::rows;
     use crate::kernels::rows::RopeTable;
     use crate::rope::ops::RopeOps;
     use crate::rope::reference;
     use crate::rope::values::{RopeCall, RopeInputs, TurnedRows};
-    use burn_blocksparse::internal::cube::{contiguous, shaped, typed};
+    use burn_blocksparse::internal::cube::*;
 
     impl RopeOps for CubeBackend {
         fn rope(inputs: RopeInputs<Self>, call: RopeCall) -> TurnedRows<Self> {
@@ -74,14 +69,10 @@ mod kernels {
 
 #[cfg(feature = "autodiff")]
 mod steps {
-    use burn::backend::autodiff::Autodiff;
-    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-    use burn::backend::tensor::FloatTensor;
-
     use crate::rope::ops::RopeOps;
     use crate::rope::values::{RopeCall, RopeInputs, TurnedRows};
-    use burn_blocksparse::internal::custom_gradient::{custom_gradient, nothing, own_dtype, there};
-    use burn_blocksparse::internal::values::OptFloat;
+    use burn_blocksparse::internal::custom_gradient::*;
+    use burn_blocksparse::internal::prelude::*;
 
     impl<B: RopeOps, C: CheckpointStrategy> RopeOps for Autodiff<B, C> {
         /// A step for each of both.

@@ -6,14 +6,9 @@ pub(crate) mod reference;
 #[doc(hidden)]
 pub mod values;
 
-use burn::backend::Dispatch;
-use burn::tensor::{FloatDType, Int, Tensor};
-
 use crate::rope::ops::RopeOps;
 use crate::rope::values::{RopeCall, RopeInputs};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::prelude::*;
 
 /// Where the rows of a tensor sit in their sequences.
 #[derive(Clone, Debug)]
@@ -84,12 +79,8 @@ pub fn rope_pair(
             => "key's shape", format!("[{batch}, {heads}, {seq}, {width}], as the queries'"), format!("{:?}", key.dims());
         key.dtype() == query.dtype() => "key's dtype", format!("{:?}, the queries'", query.dtype()), format!("{:?}", key.dtype());
     }
-    same_device(
-        "key's device",
-        &query.device(),
-        "the queries'",
-        &key.device(),
-    )?;
+    let (device, own) = (query.device(), key.device());
+    same_device("key's device", &device, "the queries'", &own)?;
     let turned = run(query, Some(key), table, positions, (dtype, back))?;
     Ok(turned.map(|turned| turned.expect("it was asked for")))
 }

@@ -1,9 +1,6 @@
 //! What crosses the backend trait of rotary position embedding.
 
-use burn::tensor::FloatDType;
-
-use burn_blocksparse::internal::values::{OptFloat, OptInt};
-use burn_blocksparse::op_values;
+use burn_blocksparse::internal::prelude::*;
 
 op_values! {
     /// Rows and the table that rotates them.

@@ -4,8 +4,6 @@
 pub(crate) mod kernels {
     use blocksparse::WeightLayout;
     use burn::tensor::{DType, FloatDType};
-    use burn_cubecl::tensor::CubeTensor;
-    use burn_cubecl::{CubeBackend, CubeDevice};
 
     use crate::linear::cube_products::Kernels;
     use crate::linear::products::Primitives;
@@ -15,7 +13,7 @@ pub(crate) mod kernels {
         Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
     };
     use crate::sparse_linear::wgmma;
-    use burn_blocksparse::internal::cube::uses_reference;
+    use burn_blocksparse::internal::cube::*;
 
     /// How the products of `rows` rows are launched, or why by Burn's operations.
     pub(crate) fn text(
@@ -77,18 +75,12 @@ pub(crate) mod kernels {
 
 #[cfg(feature = "autodiff")]
 mod steps {
-    use burn::backend::autodiff::Autodiff;
-    use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-    use burn::tensor::FloatDType;
-
     use crate::sparse_linear::ops::BlockSparseLinearOps;
     use crate::sparse_linear::values::{
         Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
     };
-    use burn_blocksparse::internal::custom_gradient::{
-        custom_gradient, own_dtype, there, wanted_dtypes,
-    };
-    use burn_blocksparse::internal::values::OptFloat;
+    use burn_blocksparse::internal::custom_gradient::*;
+    use burn_blocksparse::internal::prelude::*;
 
     impl<B: BlockSparseLinearOps, C: CheckpointStrategy> BlockSparseLinearOps for Autodiff<B, C> {
         fn block_sparse_linear_forward(

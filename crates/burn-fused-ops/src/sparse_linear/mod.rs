@@ -11,16 +11,10 @@ pub mod values;
 
 pub use blocksparse::{WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern};
 
-use burn::backend::Dispatch;
-use burn::tensor::{FloatDType, Tensor};
-
 use crate::linear::activation::{Activation, bias_activation};
 use crate::linear::{check_bias, supported};
 use crate::sparse_linear::ops::BlockSparseLinearOps;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::prelude::*;
 use values::{SparseLinearCall, SparseLinearInputs};
 
 /// Options of [`block_sparse_linear`], with its optional tensors. Build them from [`Default`].
@@ -112,7 +106,6 @@ impl BlockSparseLinearOptions {
     ///
     /// # Errors
     /// As that call.
-    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<const D: usize>(
         &self,
         x: &Tensor<D>,

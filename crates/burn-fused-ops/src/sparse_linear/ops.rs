@@ -2,10 +2,6 @@
 
 #[cfg(feature = "fusion")]
 use blocksparse::WeightLayout;
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, backend_extension};
-#[cfg(feature = "fusion")]
-use burn::tensor::Shape;
 
 use crate::linear::products::Primitives;
 #[cfg(feature = "fusion")]
@@ -15,7 +11,7 @@ use crate::sparse_linear::products::Gathered;
 use crate::sparse_linear::values::{
     Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
-use burn_blocksparse::reference_backends;
+use burn_blocksparse::internal::prelude::*;
 
 /// Products with block-sparse weights as a backend operation. Arguments are checked by the public functions.
 #[backend_extension(

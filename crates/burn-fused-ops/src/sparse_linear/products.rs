@@ -5,16 +5,13 @@
 use std::collections::BTreeMap;
 
 use blocksparse::WeightLayout;
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, TensorData};
 
 use crate::linear::products::{Products, as_rows, groups, made_in, rounded, with_width};
 use crate::sparse_linear::values::{
     Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
 };
-use burn_blocksparse::graph::recording;
-use burn_blocksparse::internal::dtype::accumulate_in;
+use burn_blocksparse::internal::prelude::*;
+use burn_blocksparse::internal::upload;
 
 /// Numbers that are gathered at a time, at most. One target's may be more; they are no more than x's.
 const CHUNK: usize = 1 << 24;
@@ -57,8 +54,8 @@ impl<B: Backend, P: Products<B>> SparseProducts<B> for Gathered<P> {
             Pass::Input => {
                 let targets = Targets::inputs(layout);
                 let order = indices::<B>(&lhs, layout.input_order().iter().copied());
-                let weight = B::float_swap_dims(B::float_select(rhs, 0, order), 1, 2);
-                targets.product::<B, P>(lhs, weight, dtype)
+                let weight = Array::<B>(rhs).select(0, order).swap(1, 2);
+                targets.product::<B, P>(lhs, weight.0, dtype)
             }
             Pass::Weight => {
                 let targets = Targets::outputs(layout);
@@ -132,23 +129,17 @@ impl<'a> Targets<'a> {
     }
 
     /// What a batch meets, of `[rows, blocks, block]`: `[rows, targets, count · block]`.
-    fn gathered<B: Backend>(
-        &self,
-        source: &FloatTensor<B>,
-        places: &[u32],
-        batch: &Batch,
-    ) -> FloatTensor<B> {
+    fn gathered<B: Backend>(&self, source: &Array<B>, places: &[u32], batch: &Batch) -> Array<B> {
         let rows = source.shape()[0];
         let met = places.iter().map(|&place| self.sources[place as usize]);
-        let blocks = B::float_select(source.clone(), 1, indices::<B>(source, met));
-        let shape = [rows, batch.targets.len(), batch.count * self.block];
-        B::float_reshape(blocks, Shape::new(shape))
+        let blocks = source.clone().select(1, indices::<B>(&source.0, met));
+        blocks.reshape([rows, batch.targets.len(), batch.count * self.block])
     }
 
     /// `[rows, sources · block]` as `[rows, sources, block]`.
-    fn cut<B: Backend>(&self, matrix: FloatTensor<B>) -> FloatTensor<B> {
+    fn cut<B: Backend>(&self, matrix: FloatTensor<B>) -> Array<B> {
         let [rows, width] = matrix.shape().dims();
-        B::float_reshape(matrix, Shape::new([rows, width / self.block, self.block]))
+        Array::<B>(matrix).reshape([rows, width / self.block, self.block])
     }
 
     /// Each target's sum of products with its kept blocks, which are `[blocks, block, block]` in the order of the targets.
@@ -159,28 +150,27 @@ impl<'a> Targets<'a> {
         dtype: FloatDType,
     ) -> FloatTensor<B> {
         let rows = source.shape()[0];
-        let source = self.cut::<B>(source);
+        let (source, weight) = (self.cut::<B>(source), Array::<B>(weight));
         let batches = self.batches(rows);
         let parts = batches.iter().map(|batch| {
             let targets = batch.targets.len();
             if batch.count == 0 {
-                let shape = Shape::new([rows, targets, self.block]);
-                return B::float_zeros(shape, &source.device(), dtype);
+                let shape = [rows, targets, self.block];
+                return Array::zeros(shape, &source.0.device(), dtype);
             }
             let places = self.places(batch);
-            let lhs = B::float_swap_dims(self.gathered::<B>(&source, &places, batch), 0, 1);
-            let rhs = B::float_select(weight.clone(), 0, indices::<B>(&weight, places));
-            let shape = [targets, batch.count * self.block, self.block];
-            let rhs = B::float_reshape(rhs, Shape::new(shape));
-            B::float_swap_dims(P::product(lhs, rhs, dtype), 0, 1)
+            let lhs = self.gathered(&source, &places, batch).swap(0, 1);
+            let rhs = weight.clone().select(0, indices::<B>(&weight.0, places));
+            let rhs = rhs.reshape([targets, batch.count * self.block, self.block]);
+            Array::<B>(P::product(lhs.0, rhs.0, dtype)).swap(0, 1)
         });
         let parts = parts.collect();
         let targets = batches
             .iter()
             .flat_map(|batch| batch.targets.iter().copied());
-        let out = in_order::<B>(parts, 1, targets.collect());
+        let out = in_order(parts, 1, targets.collect());
         let width = (self.offsets.len() - 1) * self.block;
-        B::float_reshape(out, Shape::new([rows, width]))
+        out.reshape([rows, width]).0
     }
 
     /// `sourceᵀ · grad` of each kept block: `[blocks, block, block]`, in the dtype of sums.
@@ -200,43 +190,31 @@ impl<'a> Targets<'a> {
             let (targets, height) = (batch.targets.len(), batch.count * self.block);
             let places = self.places(batch);
             // Batches of targets in groups of rows: [groups · targets, rows / groups, width].
-            let grouped = |matrix: FloatTensor<B>, width: usize| {
-                let shape = Shape::new([groups, rows / groups, targets, width]);
-                let matrix = B::float_swap_dims(B::float_reshape(matrix, shape), 1, 2);
-                let shape = Shape::new([groups * targets, rows / groups, width]);
-                B::float_reshape(matrix, shape)
+            let grouped = |matrix: Array<B>, width: usize| {
+                let matrix = matrix.reshape([groups, rows / groups, targets, width]);
+                let shape = [groups * targets, rows / groups, width];
+                matrix.swap(1, 2).reshape(shape)
             };
-            let lhs = grouped(self.gathered::<B>(&source, &places, batch), height);
+            let lhs = grouped(self.gathered(&source, &places, batch), height);
             let columns = batch.targets.iter().map(|&target| target as u32);
-            let columns = indices::<B>(&grad, columns);
-            let rhs = grouped(B::float_select(grad.clone(), 1, columns), self.block);
-            let made = P::product(B::float_swap_dims(lhs, 1, 2), rhs, dtype);
-            let made = match groups {
-                1 => made,
-                _ => {
-                    let length = targets * height * self.block;
-                    P::sum_rows(B::float_reshape(made, Shape::new([groups, length])))
-                }
-            };
-            let shape = [targets * batch.count, self.block, self.block];
-            B::float_reshape(made, Shape::new(shape))
+            let columns = indices::<B>(&grad.0, columns);
+            let rhs = grouped(grad.clone().select(1, columns), self.block);
+            let mut made = Array::<B>(P::product(lhs.swap(1, 2).0, rhs.0, dtype));
+            if groups > 1 {
+                let sums = made.reshape([groups, targets * height * self.block]);
+                made = Array::<B>(P::sum_rows(sums.0));
+            }
+            made.reshape([targets * batch.count, self.block, self.block])
         });
         let parts = parts.collect();
         let places = batches.flat_map(|batch| self.places(batch));
-        in_order::<B>(parts, 0, places.map(|place| place as usize).collect())
+        in_order(parts, 0, places.map(|place| place as usize).collect()).0
     }
 }
 
 /// Parts one after the other along `dim`, of which entry `i` belongs at `places[i]`, in their places.
-fn in_order<B: Backend>(
-    mut parts: Vec<FloatTensor<B>>,
-    dim: usize,
-    places: Vec<usize>,
-) -> FloatTensor<B> {
-    let all = match parts.len() {
-        1 => parts.remove(0),
-        _ => B::float_cat(parts, dim),
-    };
+fn in_order<B: Backend>(parts: Vec<Array<B>>, dim: usize, places: Vec<usize>) -> Array<B> {
+    let all = Array::cat(parts, dim);
     if places.is_sorted() {
         return all;
     }
@@ -244,18 +222,16 @@ fn in_order<B: Backend>(
     for (entry, place) in places.into_iter().enumerate() {
         from[place] = entry as u32;
     }
-    let from = indices::<B>(&all, from);
-    B::float_select(all, dim, from)
+    let from = indices::<B>(&all.0, from);
+    all.select(dim, from)
 }
 
 fn indices<B: Backend>(
     like: &FloatTensor<B>,
     indices: impl IntoIterator<Item = u32>,
 ) -> IntTensor<B> {
-    let indices: Vec<i32> = indices.into_iter().map(|index| index as i32).collect();
-    let length = indices.len();
-    recording::doom_by_upload(&like.device(), "indices of kept blocks");
-    B::int_from_data(TensorData::new(indices, [length]), &like.device())
+    let indices = indices.into_iter().map(|index| index as i32);
+    upload::indices::<B>(&like.device(), indices.collect())
 }
 
 /// One of the products in any dtype.

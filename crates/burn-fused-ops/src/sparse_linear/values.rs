@@ -1,10 +1,8 @@
 //! The values that cross the backend trait of products with block-sparse weights.
 
 use blocksparse::WeightLayout;
-use burn::tensor::FloatDType;
 
-use burn_blocksparse::internal::values::OptFloat;
-use burn_blocksparse::op_values;
+use burn_blocksparse::internal::prelude::*;
 
 /// The three products of a layer, of matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,13 +7,10 @@ use crate::kernels::linear::blocks::{
 use blocksparse::WeightLayout;
 use blocksparse_cubecl::rows::{Window, window_sums};
 use burn::backend::DType;
-use burn_cubecl::CubeDevice;
-use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::tensor::CubeTensor;
 
 use crate::linear::wgmma as dense;
 use crate::sparse_linear::values::Pass;
-use burn_blocksparse::internal::cube::{empty, reshaped, typed};
+use burn_blocksparse::internal::cube::*;
 
 /// Parts of the rows that add up to a gradient, `[parts, numbers]`: `[numbers]`.
 fn sum(parts: &CubeTensor) -> Option<CubeTensor> {

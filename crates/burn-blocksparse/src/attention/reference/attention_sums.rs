@@ -2,13 +2,10 @@
 
 use std::ops::Range;
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{Shape, Slice};
-
 use super::diagonals::diagonals_of;
 use super::gather::{Chunk, Problem};
 use super::scores::scores;
+use crate::base::prelude::*;
 use crate::base::values::{AccumulatedInputs, AccumulatedOutput, AttentionInputs, LayoutTensors};
 use crate::options::AttentionOptions;
 
@@ -20,26 +17,20 @@ pub(crate) fn attention_sums<B: Backend>(
     options: &AttentionOptions,
     queries: Range<usize>,
 ) -> AccumulatedOutput<B> {
-    let AccumulatedInputs {
-        q,
-        k,
-        lse,
-        scores: added,
-    } = inputs;
+    let lse = inputs.lse;
     // The values do not matter.
     let inputs = AttentionInputs {
-        v: k.clone(),
-        q,
-        k,
-        scores: added,
+        v: inputs.k.clone(),
+        q: inputs.q,
+        k: inputs.k,
+        scores: inputs.scores,
     };
     let problem = Problem::<B>::new(&inputs, layout, options);
     let tiles = problem.tile_inputs(inputs);
     // Rows without keys have no weights; whatever their lse is, ∞ must not enter.
     let empty = B::float_is_inf(lse.clone(), layout.blocked.dtype().into());
-    let lse = B::float_mask_fill(lse, empty, 0.0.into());
-    let rows = Shape::new([problem.batch, problem.heads, problem.seq_q, 1]);
-    let lse = problem.tile(B::float_reshape(lse, rows));
+    let lse = Array::<B>(lse).fill(empty, 0.0);
+    let lse = problem.tile(lse.reshape([problem.batch, problem.heads, problem.seq_q, 1]));
 
     let mut columns = problem.zeros([problem.num_columns(), problem.b]);
     let mut diagonals = problem.zeros([problem.num_diagonals(), 2 * problem.b - 1]);
@@ -50,29 +41,23 @@ pub(crate) fn attention_sums<B: Backend>(
         let q = problem.gather_queries(&tiles.q, &chunk);
         let k = problem.gather_keys(&tiles.k, &chunk);
         let s = scores(&problem, q, k, Some(&tiles), &chunk).s;
-        let p = B::float_exp(B::float_sub(s, problem.gather_queries(&lse, &chunk)));
+        let p = (s - problem.gather_queries(&lse, &chunk)).exp();
         let p = match problem.counted_rows(&chunk, &queries) {
-            Some(counted) => B::float_mul(p, counted),
+            Some(counted) => p * counted,
             None => p,
         };
-        let sums = B::float_sum_dim(p.clone(), 1);
+        let sums = p.clone().sum_dim(1);
         columns = problem.add_rows(columns, chunk.column_places(&problem), sums);
-        let sums = diagonals_of::<B>(problem.split_blocks(p, &chunk), problem.b);
+        let sums = diagonals_of(problem.split_blocks(p, &chunk), problem.b);
         diagonals = problem.add_rows(diagonals, chunk.diagonal_places(&problem), sums);
     }
+    let [batch, heads] = [problem.batch, problem.heads];
+    let length = problem.kv_blocks * problem.b;
+    let columns = columns.reshape([batch, heads, length]);
     AccumulatedOutput {
-        columns: untile_columns(&problem, columns),
-        diagonals: problem.untile_diagonals(diagonals),
+        columns: columns.narrow(2, 0..problem.seq_kv).0,
+        diagonals: problem.untile_diagonals(diagonals).0,
     }
-}
-
-/// Columns of blocks to `[batch, heads, seq_kv]`.
-fn untile_columns<B: Backend>(problem: &Problem<B>, columns: FloatTensor<B>) -> FloatTensor<B> {
-    let (batch, heads) = (problem.batch, problem.heads);
-    let length = columns.shape().num_elements() / (batch * heads);
-    let columns = B::float_reshape(columns, Shape::new([batch, heads, length]));
-    let keys = Slice::from(0..problem.seq_kv);
-    B::float_slice(columns, &[Slice::full(), Slice::full(), keys])
 }
 
 impl<B: Backend> Problem<'_, B> {
@@ -82,20 +67,11 @@ impl<B: Backend> Problem<'_, B> {
     }
 
     /// 1 for queries that count, 0 for others, if there are any in the chunk: `[T, b, 1]`.
-    fn counted_rows(&self, chunk: &Chunk, queries: &Range<usize>) -> Option<FloatTensor<B>> {
+    fn counted_rows(&self, chunk: &Chunk, queries: &Range<usize>) -> Option<Array<B>> {
         let rows = chunk.rows(self.b);
-        let counts: Vec<f64> = rows
-            .map(|row| {
-                if queries.contains(&row) || row >= self.seq_q {
-                    1.0
-                } else {
-                    0.0
-                }
-            })
-            .collect();
-        if !counts.contains(&0.0) {
-            return None;
-        }
-        Some(self.numbers(counts, [chunk.tiles.len(), self.b, 1]))
+        let counts = rows.map(|row| queries.contains(&row) || row >= self.seq_q);
+        let counts: Vec<f64> = counts.map(|counts| f64::from(u8::from(counts))).collect();
+        let shape = [chunk.tiles.len(), self.b, 1];
+        (counts.contains(&0.0)).then(|| self.numbers(counts, shape))
     }
 }

@@ -3,18 +3,18 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::backend::tensor::{BoolTensor, Device, FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
+use burn::backend::tensor::Device;
+use burn::tensor::IndexingUpdateOp;
 
 use blocksparse::{BlockLayout, Dropout};
 
 use super::plan::{Group, GroupShape, Plan, Tile, TileEntry};
 use super::tiles::{pad, tile, untile};
-use crate::base::dtype::accumulate_in;
+use crate::base::prelude::*;
 use crate::base::values::{AttentionInputs, LayoutTensors};
 use crate::graph::recording;
 use crate::options::AttentionOptions;
+use crate::upload;
 use crate::weights;
 
 /// Scores in memory at a time, at most (one tile may have more).
@@ -54,13 +54,13 @@ pub(super) struct Problem<'a, B: Backend> {
 
 /// The inputs as rows of tiles: `[tiles, b · dim]`. `q` carries the scale.
 pub(super) struct TiledInputs<B: Backend> {
-    pub q: FloatTensor<B>,
-    pub k: FloatTensor<B>,
-    pub v: FloatTensor<B>,
+    pub q: Array<B>,
+    pub k: Array<B>,
+    pub v: Array<B>,
     /// One row per block: `[blocks, rows · b]`.
-    pub bias: Option<FloatTensor<B>>,
+    pub bias: Option<Array<B>>,
     /// The biases of distances, all heads in a row.
-    pub relative: Option<FloatTensor<B>>,
+    pub relative: Option<Array<B>>,
 }
 
 /// Tiles that are computed together.
@@ -152,85 +152,71 @@ impl<'a, B: Backend> Problem<'a, B> {
         })
     }
 
-    pub fn zeros(&self, shape: [usize; 2]) -> FloatTensor<B> {
-        B::float_zeros(Shape::new(shape), &self.device, self.dtype)
+    pub fn zeros(&self, shape: impl Into<Shape>) -> Array<B> {
+        Array::zeros(shape, &self.device, self.dtype)
     }
 
-    pub fn numbers<const D: usize>(&self, numbers: Vec<f64>, shape: [usize; D]) -> FloatTensor<B> {
+    pub fn numbers<const D: usize>(&self, numbers: Vec<f64>, shape: [usize; D]) -> Array<B> {
         recording::doom_by_upload(&self.device, "indices of the reference");
         let numbers = TensorData::new(numbers, shape).convert_dtype(self.dtype.into());
-        B::float_from_data(numbers, &self.device)
+        Array::<B>(B::float_from_data(numbers, &self.device))
     }
 
     pub fn indices(&self, indices: Vec<i32>) -> IntTensor<B> {
-        recording::doom_by_upload(&self.device, "indices of the reference");
-        let length = indices.len();
-        B::int_from_data(TensorData::new(indices, [length]), &self.device)
+        upload::indices::<B>(&self.device, indices)
     }
 
-    pub fn accumulate(&self, x: FloatTensor<B>) -> FloatTensor<B> {
-        match x.dtype() == self.dtype.into() {
-            true => x,
-            false => B::float_cast(x, self.dtype),
-        }
+    /// In the dtype everything is computed in.
+    pub fn accumulate(&self, x: FloatTensor<B>) -> Array<B> {
+        Array::<B>(x).cast(self.dtype)
     }
 
     pub fn tile_inputs(&self, inputs: AttentionInputs<B>) -> TiledInputs<B> {
         let AttentionInputs { q, k, v, scores } = inputs;
-        let relative = scores.relative_bias.into_option().map(|table| {
-            let length = self.relative.iter().product::<usize>();
-            B::float_reshape(table, Shape::new([length]))
-        });
-        let q = B::float_mul_scalar(self.accumulate(q), self.scale.into());
+        let relative = scores.relative_bias.into_option();
         TiledInputs {
-            q: self.tile(q),
+            q: self.tile(self.accumulate(q) * self.scale),
             k: self.tile(self.accumulate(k)),
             v: self.tile(self.accumulate(v)),
             bias: (scores.bias.into_option()).map(|bias| self.tile_bias(self.accumulate(bias))),
-            relative,
+            relative: relative.map(|table| Array::<B>(table).flat()),
         }
     }
 
     /// `[batch, heads, seq, dim]` to `[tiles, b · dim]`.
-    pub fn tile(&self, x: FloatTensor<B>) -> FloatTensor<B> {
-        tile::<B>(x, self.b)
+    pub fn tile(&self, x: Array<B>) -> Array<B> {
+        tile(x, self.b)
     }
 
     /// Tiles of queries to `[batch, heads, seq_q, dim]`.
-    pub fn untile_queries(&self, x: FloatTensor<B>) -> FloatTensor<B> {
-        untile::<B>(x, [self.batch, self.heads, self.seq_q], self.b)
+    pub fn untile_queries(&self, x: Array<B>) -> Array<B> {
+        untile(x, [self.batch, self.heads, self.seq_q], self.b)
     }
 
     /// Tiles of keys to `[batch, kv_heads, seq_kv, dim]`.
-    pub fn untile_keys(&self, x: FloatTensor<B>) -> FloatTensor<B> {
-        untile::<B>(x, [self.batch, self.kv_heads, self.seq_kv], self.b)
+    pub fn untile_keys(&self, x: Array<B>) -> Array<B> {
+        untile(x, [self.batch, self.kv_heads, self.seq_kv], self.b)
     }
 
     /// `[T, b, dim]`
-    pub fn gather_queries(&self, tiles: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+    pub fn gather_queries(&self, tiles: &Array<B>, chunk: &Chunk) -> Array<B> {
         let dim = tiles.shape()[1] / self.b;
-        let rows = B::float_select(tiles.clone(), 0, self.indices(chunk.query_tiles(self)));
-        B::float_reshape(rows, Shape::new([chunk.tiles.len(), self.b, dim]))
+        let rows = (tiles.clone()).select(0, self.indices(chunk.query_tiles(self)));
+        rows.reshape([chunk.tiles.len(), self.b, dim])
     }
 
     /// `[T, L·b, dim]`
-    pub fn gather_keys(&self, tiles: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+    pub fn gather_keys(&self, tiles: &Array<B>, chunk: &Chunk) -> Array<B> {
         let dim = tiles.shape()[1] / self.b;
-        let rows = B::float_select(tiles.clone(), 0, self.indices(chunk.key_tiles(self)));
-        let width = chunk.shape.entries * self.b;
-        B::float_reshape(rows, Shape::new([chunk.tiles.len(), width, dim]))
+        let rows = (tiles.clone()).select(0, self.indices(chunk.key_tiles(self)));
+        rows.reshape([chunk.tiles.len(), chunk.shape.entries * self.b, dim])
     }
 
     /// Adds `rows` (reshaped to the target's width) to the target's rows `places`, in order.
-    pub fn add_rows(
-        &self,
-        target: FloatTensor<B>,
-        places: Vec<i32>,
-        rows: FloatTensor<B>,
-    ) -> FloatTensor<B> {
-        let shape = Shape::new([places.len(), target.shape()[1]]);
-        let rows = B::float_reshape(rows, shape);
-        B::float_select_assign(target, 0, self.indices(places), rows, IndexingUpdateOp::Add)
+    pub fn add_rows(&self, target: Array<B>, places: Vec<i32>, rows: Array<B>) -> Array<B> {
+        let rows = rows.reshape([places.len(), target.shape()[1]]).0;
+        let (places, add) = (self.indices(places), IndexingUpdateOp::Add);
+        Array::<B>(B::float_select_assign(target.0, 0, places, rows, add))
     }
 
     /// The pairs of the chunk's partial blocks that are not computed: `[T, b, P·b]`.
@@ -258,17 +244,17 @@ impl<'a, B: Backend> Problem<'a, B> {
     }
 
     /// `slope · |distance|` of each pair: `[T, b, L·b]`.
-    pub fn alibi_penalty(&self, slopes: &[f64], chunk: &Chunk) -> FloatTensor<B> {
+    pub fn alibi_penalty(&self, slopes: &[f64], chunk: &Chunk) -> Array<B> {
         let distances = B::int_abs(self.distances(chunk));
         let slopes: Vec<f64> = (chunk.tiles.iter())
             .map(|placed| slopes[placed.head])
             .collect();
         let slopes = self.numbers(slopes, [chunk.tiles.len(), 1, 1]);
-        B::float_mul(B::int_into_float(distances, self.dtype), slopes)
+        Array::<B>(B::int_into_float(distances, self.dtype)) * slopes
     }
 
     /// The bias of each pair's distance: `[T, b, L·b]`.
-    pub fn gather_relative(&self, table: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+    pub fn gather_relative(&self, table: &Array<B>, chunk: &Chunk) -> Array<B> {
         let [heads, width] = self.relative;
         let reach = (width / 2) as i32;
         let distances = B::int_clamp(self.distances(chunk), (-reach).into(), reach.into());
@@ -278,11 +264,11 @@ impl<'a, B: Backend> Problem<'a, B> {
         let zeros = B::int_reshape(zeros, Shape::new([chunk.tiles.len(), 1, 1]));
         let places = B::int_add(distances, zeros);
         let places = B::int_reshape(places, Shape::new([shape.num_elements()]));
-        B::float_reshape(B::float_select(table.clone(), 0, places), shape)
+        table.clone().select(0, places).reshape(shape)
     }
 
     /// Returns dropout's factors of the probabilities, if there is any: `[T, b, L·b]`.
-    pub fn dropout_factors(&self, chunk: &Chunk) -> Option<FloatTensor<B>> {
+    pub fn dropout_factors(&self, chunk: &Chunk) -> Option<Array<B>> {
         let dropout = self.dropout?;
         let dropout = Dropout::new(dropout.probability, dropout.seed.value());
         let (b, factor) = (self.b, dropout.factor());
@@ -311,32 +297,27 @@ impl<'a, B: Backend> Problem<'a, B> {
     }
 
     /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]` to one row per block, ragged ends padded with zeros.
-    fn tile_bias(&self, bias: FloatTensor<B>) -> FloatTensor<B> {
+    fn tile_bias(&self, bias: Array<B>) -> Array<B> {
         let ([batch, heads, ..], b) = (self.bias, self.b);
         let [blocks, rows] = self.bias_blocks();
-        let bias = pad::<B>(bias, 2, blocks * rows);
-        let bias = pad::<B>(bias, 3, self.kv_blocks * b);
-        let shape = [batch * heads, blocks, rows, self.kv_blocks, b];
-        let bias = B::float_permute(B::float_reshape(bias, Shape::new(shape)), &[0, 1, 3, 2, 4]);
-        let shape = [batch * heads * blocks * self.kv_blocks, rows * b];
-        B::float_reshape(bias, Shape::new(shape))
+        let bias = pad(pad(bias, 2, blocks * rows), 3, self.kv_blocks * b);
+        let bias = bias.reshape([batch * heads, blocks, rows, self.kv_blocks, b]);
+        let blocks = batch * heads * blocks * self.kv_blocks;
+        bias.swap(2, 3).reshape([blocks, rows * b])
     }
 
     /// The inverse of [`Self::tile_bias`].
-    pub fn untile_bias(&self, rows_of_blocks: FloatTensor<B>) -> FloatTensor<B> {
+    pub fn untile_bias(&self, rows_of_blocks: Array<B>) -> Array<B> {
         let ([batch, heads, seq_q, seq_kv], b) = (self.bias, self.b);
         let [blocks, rows] = self.bias_blocks();
         let shape = [batch * heads, blocks, self.kv_blocks, rows, b];
-        let bias = B::float_reshape(rows_of_blocks, Shape::new(shape));
-        let bias = B::float_permute(bias, &[0, 1, 3, 2, 4]);
-        let shape = [batch, heads, blocks * rows, self.kv_blocks * b];
-        let bias = B::float_reshape(bias, Shape::new(shape));
-        let (queries, keys) = (Slice::from(0..seq_q), Slice::from(0..seq_kv));
-        B::float_slice(bias, &[Slice::full(), Slice::full(), queries, keys])
+        let bias = rows_of_blocks.reshape(shape).swap(2, 3);
+        let bias = bias.reshape([batch, heads, blocks * rows, self.kv_blocks * b]);
+        bias.narrow(2, 0..seq_q).narrow(3, 0..seq_kv)
     }
 
     /// The bias of each pair: `[T, b, L·b]`, or `[T, 1, L·b]` if all queries share it.
-    pub fn gather_bias(&self, bias: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+    pub fn gather_bias(&self, bias: &Array<B>, chunk: &Chunk) -> Array<B> {
         let [_, rows] = self.bias_blocks();
         self.gather_blocks(bias, chunk.bias_places(self), rows, chunk)
     }
@@ -344,26 +325,22 @@ impl<'a, B: Backend> Problem<'a, B> {
     /// Blocks of as many `rows`, those of a tile beside each other: `[T, rows, L·b]`.
     fn gather_blocks(
         &self,
-        blocks: &FloatTensor<B>,
+        blocks: &Array<B>,
         places: Vec<i32>,
         rows: usize,
         chunk: &Chunk,
-    ) -> FloatTensor<B> {
+    ) -> Array<B> {
         let (tiles, entries, b) = (chunk.tiles.len(), chunk.shape.entries, self.b);
-        let blocks = B::float_select(blocks.clone(), 0, self.indices(places));
-        let blocks = B::float_reshape(blocks, Shape::new([tiles, entries, rows, b]));
-        let blocks = B::float_permute(blocks, &[0, 2, 1, 3]);
-        B::float_reshape(blocks, Shape::new([tiles, rows, entries * b]))
+        let blocks = blocks.clone().select(0, self.indices(places));
+        let blocks = blocks.reshape([tiles, entries, rows, b]).swap(1, 2);
+        blocks.reshape([tiles, rows, entries * b])
     }
 
     /// Gradients of the scores `[T, b, L·b]` as those of the bias: one row per block, summed over queries if all share it.
-    pub fn bias_rows(&self, ds: FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+    pub fn bias_rows(&self, ds: Array<B>, chunk: &Chunk) -> Array<B> {
         let (tiles, entries) = (chunk.tiles.len(), chunk.shape.entries);
         match self.bias[2] {
-            1 => {
-                let sums = B::float_sum_dim(ds, 1);
-                B::float_reshape(sums, Shape::new([tiles * entries, self.b]))
-            }
+            1 => ds.sum_dim(1).reshape([tiles * entries, self.b]),
             _ => self.split_blocks(ds, chunk),
         }
     }
@@ -386,25 +363,15 @@ impl<'a, B: Backend> Problem<'a, B> {
         [batch * blocks, b * b]
     }
 
-    pub fn shape_weights(&self, rows: FloatTensor<B>) -> FloatTensor<B> {
-        let shape = weights::shape(&self.layout.host, self.batch);
-        B::float_reshape(rows, Shape::new(shape))
-    }
-
-    pub fn tile_weights(&self, weights: FloatTensor<B>) -> FloatTensor<B> {
-        B::float_reshape(weights, Shape::new(self.weight_rows()))
-    }
-
     /// `[T, b, L·b]` to one row per block, `[T·L, b²]`.
-    pub fn split_blocks(&self, p: FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+    pub fn split_blocks(&self, p: Array<B>, chunk: &Chunk) -> Array<B> {
         let (tiles, entries, b) = (chunk.tiles.len(), chunk.shape.entries, self.b);
-        let p = B::float_reshape(p, Shape::new([tiles, b, entries, b]));
-        let p = B::float_permute(p, &[0, 2, 1, 3]);
-        B::float_reshape(p, Shape::new([tiles * entries, b * b]))
+        let p = p.reshape([tiles, b, entries, b]).swap(1, 2);
+        p.reshape([tiles * entries, b * b])
     }
 
     /// The inverse of [`Self::split_blocks`] on the stored weights.
-    pub fn gather_weights(&self, weights: &FloatTensor<B>, chunk: &Chunk) -> FloatTensor<B> {
+    pub fn gather_weights(&self, weights: &Array<B>, chunk: &Chunk) -> Array<B> {
         self.gather_blocks(weights, chunk.weight_places(self), self.b, chunk)
     }
 }

@@ -1,42 +1,72 @@
 //! Positions in blocks.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{Shape, Slice};
+use crate::base::prelude::*;
+use crate::upload::indices;
 
 /// `[batch, heads, seq, dim]` to `[tiles, b · dim]` for blocks of `b`, the ragged end padded with zeros.
-pub(crate) fn tile<B: Backend>(x: FloatTensor<B>, b: usize) -> FloatTensor<B> {
-    let [batch, heads, seq, dim] = x.shape().dims::<4>();
+pub(crate) fn tile<B: Backend>(x: Array<B>, b: usize) -> Array<B> {
+    let [batch, heads, seq, dim] = x.dims();
     let padded = seq.next_multiple_of(b);
-    let x = pad::<B>(x, 2, padded);
-    B::float_reshape(x, Shape::new([batch * heads * (padded / b), b * dim]))
+    let x = pad(x, 2, padded);
+    x.reshape([batch * heads * (padded / b), b * dim])
 }
 
 /// Zeros at the end of a dimension, so that it has `length`.
-pub(crate) fn pad<B: Backend>(x: FloatTensor<B>, dim: usize, length: usize) -> FloatTensor<B> {
+pub(crate) fn pad<B: Backend>(x: Array<B>, dim: usize, length: usize) -> Array<B> {
     let mut shape = x.shape();
     if shape[dim] == length {
         return x;
     }
     shape[dim] = length - shape[dim];
-    let padding = B::float_zeros(shape, &x.device(), x.dtype().into());
-    B::float_cat(vec![x, padding], dim)
+    let padding = Array::zeros(shape, &x.0.device(), x.dtype());
+    Array::cat([x, padding], dim)
 }
 
 /// The inverse of [`tile`].
 pub(crate) fn untile<B: Backend>(
-    x: FloatTensor<B>,
+    x: Array<B>,
     [batch, heads, seq]: [usize; 3],
     b: usize,
-) -> FloatTensor<B> {
+) -> Array<B> {
     let dim = x.shape()[1] / b;
     let padded = seq.next_multiple_of(b);
-    let x = B::float_reshape(x, Shape::new([batch, heads, padded, dim]));
+    let x = x.reshape([batch, heads, padded, dim]);
     match padded == seq {
         true => x,
-        false => {
-            let rows = Slice::from(0..seq);
-            B::float_slice(x, &[Slice::full(), Slice::full(), rows, Slice::full()])
+        false => x.narrow(2, 0..seq),
+    }
+}
+
+/// Rows that are made in another order than they lie in, and are put in place at the end.
+pub(crate) struct Scattered<B: Backend> {
+    /// The first is a row for places that nothing is made for.
+    parts: Vec<Array<B>>,
+    made: usize,
+    row_of: Vec<i32>,
+}
+
+impl<B: Backend> Scattered<B> {
+    /// So many rows, which are as `none` where nothing is made.
+    pub fn new(none: Array<B>, rows: usize) -> Self {
+        Self {
+            parts: vec![none],
+            made: 1,
+            row_of: vec![0; rows],
         }
+    }
+
+    /// Takes the rows of some places.
+    pub fn push(&mut self, places: &[i32], rows: Array<B>) {
+        for (row, &place) in (self.made..).zip(places) {
+            self.row_of[place as usize] = row as i32;
+        }
+        self.made += places.len();
+        self.parts.push(rows);
+    }
+
+    pub fn finish(self) -> Array<B> {
+        let rows = Array::cat(self.parts, 0);
+        let places = indices::<B>(&rows.0.device(), self.row_of);
+        rows.select(0, places)
     }
 }

@@ -2,19 +2,13 @@
 
 use crate::kernels::rows;
 use crate::kernels::rows::activation::ActivationBackward;
-use blocksparse_cubecl::KernelError;
 use blocksparse_cubecl::rows::ActivationKind;
-use burn::backend::cubecl::dtype_to_elem_type;
-use burn::tensor::DType;
-use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
 
 use crate::linear::activation::kind::Activation;
 use crate::linear::activation::reference;
 use crate::linear::values::{ActivationGrads, ActivationSaved, ActivationTask, BiasedRows};
-use burn_blocksparse::internal::cube::{contiguous, empty, matrix, shaped, typed, uses_reference};
-use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::internal::cube::*;
+use burn_blocksparse::internal::prelude::*;
 
 pub(crate) fn kind(activation: Activation) -> ActivationKind {
     match activation {
@@ -62,10 +56,7 @@ pub(crate) fn bias_activation(
     );
     match result {
         Ok(()) => y,
-        Err(_) => {
-            let bias = bias.into();
-            reference::forward::<CubeBackend>(BiasedRows { x, bias }, activation)
-        }
+        Err(_) => reference::forward::<CubeBackend>(BiasedRows::new(x, bias), activation),
     }
 }
 

@@ -5,14 +5,10 @@ pub(crate) mod kernels;
 pub mod kind;
 pub(crate) mod reference;
 
-use burn::tensor::Tensor;
-
 use crate::linear::check_bias;
 use crate::linear::ops::LinearOps;
 use crate::linear::values::BiasedRows;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::prelude::*;
 pub use kind::Activation;
 
 /// `f(x + bias)`, computed in f32 (f64 for f64) and rounded once.
@@ -48,10 +44,7 @@ pub fn bias_activation<const D: usize>(
     if bias.is_none() && activation == Activation::None {
         return Ok(x);
     }
-    let inputs = BiasedRows {
-        x: x.into_dispatch(),
-        bias: bias.map(Tensor::into_dispatch).into(),
-    };
+    let inputs = BiasedRows::new(x.into_dispatch(), bias.map(Tensor::into_dispatch));
     let y = <burn::backend::Dispatch as LinearOps>::bias_activation(inputs, activation);
     Ok(Tensor::from_dispatch(y))
 }
@@ -61,7 +54,6 @@ impl Activation {
     ///
     /// # Errors
     /// As [`bias_activation`].
-    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<const D: usize>(
         self,
         x: &Tensor<D>,

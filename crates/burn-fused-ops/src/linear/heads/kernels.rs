@@ -2,18 +2,13 @@
 
 use crate::kernels::rows;
 use crate::kernels::rows::heads::HeadsPart;
-use blocksparse_cubecl::KernelError;
-use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{DType, Shape};
-use burn_cubecl::kernel::into_contiguous;
-use burn_cubecl::{CubeBackend, CubeDevice};
 
 use crate::by_kernels::by_kernels;
 use crate::linear::heads::reference;
 use crate::linear::values::{BiasedRows, HeadParts, JoinCall, Joined};
-use burn_blocksparse::internal::cube::{contiguous, empty, typed};
-use burn_blocksparse::internal::values::{OptFloat, ThreeFloats};
+use burn_blocksparse::internal::cube::*;
+use burn_blocksparse::internal::prelude::*;
 
 fn part((heads, dim): (usize, usize)) -> HeadsPart {
     HeadsPart { heads, dim }
@@ -78,10 +73,8 @@ fn join(
         && only.dtype == call.dtype.into()
     {
         let shape = Shape::new([batch, seq, call.width()]);
-        return Ok(Joined {
-            x: CubeBackend::float_reshape(only.clone(), shape),
-            bias: OptFloat::None,
-        });
+        let x = CubeBackend::float_reshape(only.clone(), shape);
+        return Ok(Joined::new(x, None));
     }
     let x = empty(like, [batch, seq, call.width()], call.dtype.into());
     let sums = (call.bias).map(|dtype| empty(like, [call.width()], dtype.into()));
@@ -97,8 +90,5 @@ fn join(
         typed(&x),
         sums.as_ref().map(typed),
     )?;
-    Ok(Joined {
-        x,
-        bias: OptFloat::from(sums),
-    })
+    Ok(Joined::new(x, sums))
 }

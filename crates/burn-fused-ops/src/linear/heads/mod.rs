@@ -3,15 +3,10 @@
 pub(crate) mod kernels;
 pub(crate) mod reference;
 
-use burn::tensor::Tensor;
-
 use crate::linear::check_bias;
 use crate::linear::ops::LinearOps;
 use crate::linear::values::{BiasedRows, JoinCall, MOST_PARTS};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
-use burn_blocksparse::internal::values::ThreeFloats;
+use burn_blocksparse::internal::prelude::*;
 
 /// The rows of a product of queries, keys and values side by side as tensors by heads, which attention reads, with the product's bias added in the
 /// same pass.
@@ -45,10 +40,7 @@ pub fn split_heads(
 ) -> Result<Vec<Tensor<4>>, OpError> {
     check_split(&x, bias.as_ref(), parts)?;
     let listed = std::array::from_fn(|part| parts.get(part).copied());
-    let inputs = BiasedRows {
-        x: x.into_dispatch(),
-        bias: bias.map(Tensor::into_dispatch).into(),
-    };
+    let inputs = BiasedRows::new(x.into_dispatch(), bias.map(Tensor::into_dispatch));
     let tensors = <burn::backend::Dispatch as LinearOps>::split_heads(inputs, listed);
     let tensors = tensors.into_list().into_iter().flatten();
     Ok(tensors.map(Tensor::from_dispatch).collect())
@@ -65,12 +57,8 @@ pub fn split_heads(
 pub fn join_heads(x: Tensor<4>) -> Result<Tensor<3>, OpError> {
     served(&x.device())?;
     let [batch, heads, seq, width] = x.dims();
-    let call = JoinCall {
-        rows: [batch, seq],
-        parts: [Some((heads, width)), None, None],
-        dtype: x.dtype().into(),
-        bias: None,
-    };
+    let parts = [Some((heads, width)), None, None];
+    let call = JoinCall::new([batch, seq], parts, x.dtype().into());
     let tensors = ThreeFloats::one(x.into_dispatch());
     let joined = <burn::backend::Dispatch as LinearOps>::join_heads(tensors, call);
     Ok(Tensor::from_dispatch(joined.x))
@@ -80,7 +68,6 @@ pub fn join_heads(x: Tensor<4>) -> Result<Tensor<3>, OpError> {
 ///
 /// # Errors
 /// As [`split_heads`].
-#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub fn explain(
     x: &Tensor<3>,
     bias: Option<&Tensor<1>>,

@@ -1,12 +1,7 @@
 //! Heads in Burn's primitives.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, Slice};
-
 use crate::linear::values::{BiasedRows, HeadParts, JoinCall, Joined};
-use burn_blocksparse::internal::dtype::accumulate_in;
-use burn_blocksparse::internal::values::ThreeFloats;
+use burn_blocksparse::internal::prelude::*;
 
 pub(crate) fn split<B: Backend>(inputs: BiasedRows<B>, parts: HeadParts) -> ThreeFloats<B> {
     let BiasedRows { x, bias } = inputs;
@@ -17,26 +12,22 @@ pub(crate) fn split<B: Backend>(inputs: BiasedRows<B>, parts: HeadParts) -> Thre
         let device = x.device();
         return ThreeFloats::of_list(parts.map(|part| {
             let (heads, dim) = part?;
-            let shape = Shape::new([batch, heads, seq, dim]);
-            Some(B::float_zeros(shape, &device, dtype))
+            Some(Array::<B>::zeros([batch, heads, seq, dim], &device, dtype).0)
         }));
     }
-    let x = match bias.into_option() {
-        None => x,
-        Some(bias) => {
-            let sums = accumulate_in(dtype);
-            let bias = B::float_reshape(B::float_cast(bias, sums), Shape::new([1, 1, width]));
-            B::float_cast(B::float_add(B::float_cast(x, sums), bias), dtype)
-        }
-    };
+    let mut x = Array::<B>(x);
+    if let OptFloat::Some(bias) = bias {
+        let sums = accumulate_in(dtype);
+        let bias = Array::<B>(bias).cast(sums).reshape([1, 1, width]);
+        x = (x.cast(sums) + bias).cast(dtype);
+    }
     let mut start = 0;
     ThreeFloats::of_list(parts.map(|part| {
         let (heads, dim) = part?;
-        let columns = Slice::from(start..start + heads * dim);
+        let columns = start..start + heads * dim;
         start += heads * dim;
-        let part = B::float_slice(x.clone(), &[Slice::full(), Slice::full(), columns]);
-        let part = B::float_reshape(part, Shape::new([batch, seq, heads, dim]));
-        Some(B::float_swap_dims(part, 1, 2))
+        let part = x.clone().narrow(2, columns);
+        Some(part.reshape([batch, seq, heads, dim]).swap(1, 2).0)
     }))
 }
 
@@ -47,28 +38,20 @@ pub(crate) fn join<B: Backend>(tensors: ThreeFloats<B>, call: &JoinCall) -> Join
     let device = (tensors.iter().flatten().next())
         .expect("at least one tensor")
         .device();
-    let rows = |tensor: Option<FloatTensor<B>>, (heads, dim): (usize, usize)| {
-        let shape = Shape::new([batch, seq, heads * dim]);
+    let rows_of = |tensor: Option<FloatTensor<B>>, (heads, dim): (usize, usize)| {
+        let shape = [batch, seq, heads * dim];
         match tensor {
-            Some(tensor) => B::float_reshape(B::float_swap_dims(tensor, 1, 2), shape),
-            None => B::float_zeros(shape, &device, call.dtype),
+            Some(tensor) => Array::<B>(tensor).swap(1, 2).reshape(shape),
+            None => Array::zeros(shape, &device, call.dtype),
         }
     };
-    let mut rows: Vec<FloatTensor<B>> = (tensors.into_iter().zip(call.parts))
-        .filter_map(|(tensor, part)| Some(rows(tensor, part?)))
-        .collect();
-    let x = match rows.len() {
-        1 => rows.remove(0),
-        _ => B::float_cat(rows, 2),
-    };
+    let rows = (tensors.into_iter().zip(call.parts))
+        .filter_map(|(tensor, part)| Some(rows_of(tensor, part?)));
+    let x = Array::cat(rows, 2);
     let bias = call.bias.map(|dtype| {
-        let wide = B::float_cast(x.clone(), accumulate_in(call.dtype));
-        let wide = B::float_reshape(wide, Shape::new([batch * seq, call.width()]));
-        let sums = B::float_reshape(B::float_sum_dim(wide, 0), Shape::new([call.width()]));
-        B::float_cast(sums, dtype)
+        let wide = x.clone().cast(accumulate_in(call.dtype));
+        let sums = wide.reshape([batch * seq, call.width()]).sum_dim(0);
+        sums.reshape([call.width()]).cast(dtype).0
     });
-    Joined {
-        x,
-        bias: bias.into(),
-    }
+    Joined::new(x.0, bias)
 }

@@ -3,17 +3,12 @@
 #[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 pub(crate) mod steps;
 
-use burn::backend::Dispatch;
-use burn::tensor::{FloatDType, Tensor};
-
 use crate::linear;
 use crate::linear::activation::kind::Activation;
 use crate::linear::ops::LinearOps;
 use crate::linear::values::{MlpCall, MlpInputs};
 use crate::linear::{LinearOptions, check_bias};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::prelude::*;
 
 /// The weights of [`mlp`], and the bias between them. The second bias belongs to what the result is added to, or to
 /// `bias_activation`.
@@ -123,7 +118,6 @@ impl MlpOptions {
     ///
     /// # Errors
     /// As that call.
-    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn explain<const D: usize>(
         &self,
         x: &Tensor<D>,

@@ -1,15 +1,12 @@
 //! The backward pass of a feed-forward network, in the operations of products and activations.
 
-use burn::backend::tensor::FloatTensor;
-use burn::tensor::FloatDType;
-
 use crate::linear::activation::kind::Activation;
 use crate::linear::ops::{LinearOps, between, by_active, product};
 use crate::linear::values::{
     ActivationSaved, ActivationTask, LinearCall, LinearSaved, LinearTask, MlpCall, MlpOuterSaved,
     MlpOuterTask,
 };
-use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::internal::prelude::*;
 
 /// What a backward pass gets: factors as they were multiplied, as far as a gradient that is wanted needs them.
 pub(crate) struct SavedTensors<B: LinearOps> {
@@ -79,27 +76,15 @@ pub(crate) fn backward<B: LinearOps>(
     task: Task,
 ) -> [Option<FloatTensor<B>>; 4] {
     let [inputs, hidden_width, outputs] = task.lengths;
-    let SavedTensors {
-        x,
-        inner,
-        bias,
-        outer,
-        hidden,
-        grad,
-    } = saved;
+    let SavedTensors { x, inner, bias, .. } = saved;
+    let (outer, hidden, grad) = (saved.outer, saved.hidden, saved.grad);
     let depends = task.depends(call.activation);
     let hidden = hidden.or_else(|| {
         let factors = depends.then_some(()).and(x.clone()).zip(inner.clone());
-        factors.map(|(x, inner)| {
-            product::<B>(x, inner, LinearCall::rows(call.dtype))
-                .out
-                .into_one()
-        })
+        let rows = LinearCall::rows(call.dtype);
+        factors.map(|(x, inner)| product::<B>(x, inner, rows).out.into_one())
     });
-    let mut by_x = None;
-    let mut by_inner = None;
-    let mut by_bias = None;
-    let mut active = None;
+    let (mut by_x, mut by_inner, mut by_bias, mut active) = (None, None, None, None);
     // Without an activation, what it makes is not among the results of its backward pass.
     let together = task.before() && call.activation != Activation::None;
     if task.outer.is_some() && !together {
@@ -125,45 +110,30 @@ pub(crate) fn backward<B: LinearOps>(
             None => {
                 let widths = [hidden_width, outputs];
                 let by_active = by_active::<B>(outer, grad.clone(), call.dtype, widths);
-                B::bias_activation_backward(
-                    ActivationSaved {
-                        x: OptFloat::None,
-                        bias: OptFloat::None,
-                        grad: by_active,
-                    },
-                    Activation::None,
-                    ActivationTask {
-                        x: true,
-                        bias: task.bias,
-                        y: false,
-                    },
-                )
+                let saved = ActivationSaved {
+                    x: OptFloat::None,
+                    bias: OptFloat::None,
+                    grad: by_active,
+                };
+                let of_bias = ActivationTask::new(true, task.bias, false);
+                B::bias_activation_backward(saved, Activation::None, of_bias)
             }
         };
         by_bias = made.bias.into_option();
         active = made.y.into_option().or(active);
         if task.x.is_some() || task.inner.is_some() {
-            let made = B::linear_backward(
-                LinearSaved {
-                    x: x.filter(|_| task.inner.is_some()).into(),
-                    weight: inner.filter(|_| task.x.is_some()).into(),
-                    grad: made.x.into_option().expect("it was asked for"),
-                },
-                LinearTask::one(call.dtype, [inputs, hidden_width], task.x, task.inner),
-            );
+            let x = x.filter(|_| task.inner.is_some());
+            let inner = inner.filter(|_| task.x.is_some());
+            let grad = made.x.into_option().expect("it was asked for");
+            let of_inner = LinearTask::one(call.dtype, [inputs, hidden_width], task.x, task.inner);
+            let made = B::linear_backward(LinearSaved::new(x, inner, grad), of_inner);
             by_x = made.x.into_option();
             [by_inner, _, _] = made.weights.into_list();
         }
     }
     let by_outer = task.outer.and_then(|dtype| {
-        let made = B::linear_backward(
-            LinearSaved {
-                x: active.into(),
-                weight: OptFloat::None,
-                grad,
-            },
-            LinearTask::one(call.dtype, [hidden_width, outputs], None, Some(dtype)),
-        );
+        let of_outer = LinearTask::one(call.dtype, [hidden_width, outputs], None, Some(dtype));
+        let made = B::linear_backward(LinearSaved::new(active, None, grad), of_outer);
         let [by_outer, _, _] = made.weights.into_list();
         by_outer
     });
