@@ -7,11 +7,11 @@ use burn::tensor::{Device, Tensor};
 use burn_blocksparse::Seed;
 
 use super::routing::{RoutingHeads, RoutingHeadsConfig};
+use crate::Precision;
 use crate::error::{
-    ensure, ensure_multiple, ensure_none, ensure_positive, ensure_shape, or_panics,
+    Result, ensure, ensure_multiple, ensure_none, ensure_positive, ensure_shape, or_panics,
 };
 use crate::precision::project_heads;
-use crate::{Precision, TransformerError};
 
 const AXES: [&str; 3] = ["batch", "seq", "d_model"];
 
@@ -62,16 +62,11 @@ impl RoutingAttentionConfig {
     /// # Errors
     /// If `n_heads` does not divide `d_model`, a number is out of its range, `shared_qk` is not what `causal` needs, or the device does not compute in
     /// `precision`.
-    pub fn try_init(&self, device: &Device) -> Result<RoutingAttention, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<RoutingAttention> {
         ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
         ensure_positive("context", self.context)?;
         let shared = self.shared_qk.unwrap_or(self.causal);
-        ensure(
-            !shared || self.causal,
-            "shared_qk",
-            || "false without causal attention: queries that are keys see earlier tokens".into(),
-            shared,
-        )?;
+        ensure! { !shared || self.causal => "shared_qk", "false without causal attention: queries that are keys see earlier tokens", shared; }
         self.precision.check(device)?;
         let heads = RoutingHeadsConfig::new(self.window)
             .with_clusters(self.clusters)
@@ -179,10 +174,7 @@ impl RoutingAttention {
     ///
     /// # Errors
     /// If the shape does not fit, or there is padding.
-    pub fn try_forward(
-        &self,
-        input: RoutingAttentionInput,
-    ) -> Result<RoutingAttentionOutput, TransformerError> {
+    pub fn try_forward(&self, input: RoutingAttentionInput) -> Result<RoutingAttentionOutput> {
         let expected = "none with clusters, which would also take padding";
         ensure_none("padding", input.padded, expected)?;
         let x = input.x;
@@ -215,7 +207,7 @@ impl RoutingAttention {
     ///
     /// # Errors
     /// As [`Self::forward`], and [`RoutingHeads::settle`].
-    pub fn settle(&mut self, x: Tensor<3>, seed: impl Into<Seed>) -> Result<(), TransformerError> {
+    pub fn settle(&mut self, x: Tensor<3>, seed: impl Into<Seed>) -> Result<()> {
         self.check(&x)?;
         let heads = self.n_heads;
         let x = match &self.key {
@@ -237,7 +229,7 @@ impl RoutingAttention {
         self.heads.ema_update();
     }
 
-    fn check(&self, x: &Tensor<3>) -> Result<(), TransformerError> {
+    fn check(&self, x: &Tensor<3>) -> Result<()> {
         let expected = [None, None, Some(self.d_model)];
         ensure_shape("x", x.dims(), expected, AXES)
     }

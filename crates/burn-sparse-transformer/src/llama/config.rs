@@ -5,8 +5,8 @@ use burn_blocksparse::Pattern;
 use burn_sparse_select::Selection;
 
 use super::model::{Llama, LlamaBlock, LlamaMlp};
-use crate::error::{ensure_above_zero, ensure_positive, or_panics};
-use crate::{Precision, QkNorm, RopeScaling, SparseMultiHeadAttentionConfig, TransformerError};
+use crate::error::{Result, ensure_above_zero, ensure_positive, or_panics};
+use crate::{Precision, QkNorm, RopeScaling, SparseMultiHeadAttentionConfig};
 
 /// Configuration of [`Llama`].
 ///
@@ -94,7 +94,7 @@ impl LlamaConfig {
     ///
     /// # Errors
     /// If a size is 0, and as [`SparseMultiHeadAttentionConfig::try_init`].
-    pub fn try_init(&self, device: &Device) -> Result<Llama, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<Llama> {
         ensure_positive("vocab_size", self.vocab_size)?;
         ensure_positive("n_layers", self.n_layers)?;
         ensure_positive("context", self.context)?;

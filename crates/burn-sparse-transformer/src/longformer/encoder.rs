@@ -8,9 +8,8 @@ use burn::tensor::{Bool, Device, Int, Tensor};
 use burn_fused_ops::{Activation, MlpOptions, MlpParams, embedding, mlp};
 
 use super::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
-use crate::TransformerError;
 use crate::error::{
-    ensure, ensure_above_zero, ensure_dropout, ensure_positive, ensure_shape, or_panics,
+    Result, ensure, ensure_above_zero, ensure_dropout, ensure_positive, ensure_shape, or_panics,
 };
 use crate::stream::{Projected, Stream};
 
@@ -55,7 +54,7 @@ impl LongformerEncoderConfig {
     /// # Errors
     /// As [`LongformerAttentionConfig::init`]; also if a size is 0, there are not as many `patterns` as layers, `dropout` is outside `[0, 1)` or
     /// `layer_norm_eps` is not positive.
-    pub fn try_init(&self, device: &Device) -> Result<LongformerEncoder, TransformerError> {
+    pub fn try_init(&self, device: &Device) -> Result<LongformerEncoder> {
         let d_model = self.attention.attention.d_model;
         let d_ff = self.d_ff.unwrap_or(d_model.saturating_mul(4));
         for (argument, size) in [
@@ -70,12 +69,7 @@ impl LongformerEncoderConfig {
         ensure_dropout(self.dropout)?;
         ensure_above_zero("layer_norm_eps", self.layer_norm_eps)?;
         let patterns = self.patterns.as_ref();
-        ensure(
-            patterns.is_none_or(|patterns| patterns.len() == self.n_layers),
-            "patterns",
-            || format!("{}, one for each layer", self.n_layers),
-            patterns.map_or(0, Vec::len),
-        )?;
+        ensure! { patterns.is_none_or(|patterns| patterns.len() == self.n_layers) => "patterns", format!("{}, one for each layer", self.n_layers), patterns.map_or(0, Vec::len); }
         let table = |rows| EmbeddingConfig::new(rows, d_model).init(device);
         let norm = LayerNormConfig::new(d_model).with_epsilon(self.layer_norm_eps);
         let dropout = DropoutConfig::new(self.dropout);
@@ -99,9 +93,7 @@ impl LongformerEncoderConfig {
             position_embedding: table(self.context),
             type_embedding: table(self.token_types),
             norm: norm.init(device),
-            layers: (0..self.n_layers)
-                .map(layer)
-                .collect::<Result<_, TransformerError>>()?,
+            layers: (0..self.n_layers).map(layer).collect::<Result<_>>()?,
             dropout: dropout.init(),
             layer_norm_eps: self.layer_norm_eps,
         })
@@ -174,24 +166,19 @@ impl LongformerEncoderInput {
         }
     }
 
-    /// Sets the tokens' types, `[batch, seq]`; all are 0 without it.
-    pub fn types(mut self, types: Tensor<2, Int>) -> Self {
-        self.types = Some(types);
-        self
+    blocksparse::setters! {
+        /// Sets the tokens' types, `[batch, seq]`; all are 0 without it.
+        types: Some(Tensor<2, Int>),
+        /// Sets which positions are padding, which has to be at the end: positions are counted from the first one.
+        ///
+        /// # Shapes
+        /// - `mask`: `[batch, seq]`, `true` = padding
+        mask_pad => padding: Some(Tensor<2, Bool>),
     }
 
     /// Sets the positions of the global tokens of each batch entry.
     pub fn global_per_entry(mut self, tokens: impl IntoIterator<Item = Vec<usize>>) -> Self {
         self.global = Some(tokens.into_iter().collect());
-        self
-    }
-
-    /// Sets which positions are padding, which has to be at the end: positions are counted from the first one.
-    ///
-    /// # Shapes
-    /// - `mask`: `[batch, seq]`, `true` = padding
-    pub fn mask_pad(mut self, mask: Tensor<2, Bool>) -> Self {
-        self.padding = Some(mask);
         self
     }
 }
@@ -209,18 +196,10 @@ impl LongformerEncoder {
     ///
     /// # Errors
     /// If `seq` is 0 or above the context, the types' shape is not the tokens', or as [`LongformerAttention::forward`].
-    pub fn try_forward(
-        &self,
-        input: LongformerEncoderInput,
-    ) -> Result<Tensor<3>, TransformerError> {
+    pub fn try_forward(&self, input: LongformerEncoderInput) -> Result<Tensor<3>> {
         let [batch, seq] = input.tokens.dims();
         let [context, _] = self.position_embedding.weight.dims();
-        ensure(
-            (1..=context).contains(&seq),
-            "tokens' seq",
-            || format!("between 1 and {context}, the context"),
-            seq,
-        )?;
+        ensure! { (1..=context).contains(&seq) => "tokens' seq", format!("between 1 and {context}, the context"), seq; }
         let tokens = embedding(self.token_embedding.weight.val(), input.tokens)?;
         let positions = self.position_embedding.weight.val().narrow(0, 0, seq);
         let types = match input.types {
@@ -257,23 +236,22 @@ impl LongformerLayer {
         ///
         /// # Shapes
         /// - input and output: `[batch, seq, d_model]`
-        pub fn forward(&self, input: LongformerInput) -> Tensor<3> = try_forward;
-    }
+        pub fn forward(&self, input: LongformerInput) -> Tensor<3>;
 
-    /// [`Self::forward`] that returns its error.
-    pub fn try_forward(&self, input: LongformerInput) -> Result<Tensor<3>, TransformerError> {
-        let x = input.tensor().clone();
-        let attended = self.attention.try_forward(input)?.context;
-        let x = self.add(x, attended, None, &self.norm_1)?;
-        let mut params = MlpParams::new(
-            self.linear_inner.weight.val(),
-            self.linear_outer.weight.val(),
-        );
-        params.bias = self.linear_inner.bias.as_ref().map(|bias| bias.val());
-        let options = MlpOptions::default().dtype(x.dtype().into());
-        let branch = mlp(x.clone(), params, Activation::GeluErf, &options)?;
-        let bias = self.linear_outer.bias.as_ref().map(|bias| bias.val());
-        self.add(x, branch, bias, &self.norm_2)
+        pub fn try_forward {
+            let x = input.tensor().clone();
+            let attended = self.attention.try_forward(input)?.context;
+            let x = self.add(x, attended, None, &self.norm_1)?;
+            let mut params = MlpParams::new(
+                self.linear_inner.weight.val(),
+                self.linear_outer.weight.val(),
+            );
+            params.bias = self.linear_inner.bias.as_ref().map(|bias| bias.val());
+            let options = MlpOptions::default().dtype(x.dtype().into());
+            let branch = mlp(x.clone(), params, Activation::GeluErf, &options)?;
+            let bias = self.linear_outer.bias.as_ref().map(|bias| bias.val());
+            self.add(x, branch, bias, &self.norm_2)
+        }
     }
 
     /// The norm of the stream with a branch.
@@ -283,7 +261,7 @@ impl LongformerLayer {
         branch: Tensor<3>,
         bias: Option<Tensor<1>>,
         norm: &LayerNorm,
-    ) -> Result<Tensor<3>, TransformerError> {
+    ) -> Result<Tensor<3>> {
         let dtype = x.dtype().into();
         // What is dropped is the branch with its bias.
         let branch = match bias {
