@@ -118,9 +118,12 @@ pub fn or_panic<T, E: fmt::Display>(result: Result<T, E>) -> T {
     }
 }
 
-/// The twin of a method that returns an error: `pub fn init(&self, device: &Device) -> Llama = try_init;` panics with its text.
+/// A method that panics with the text of its twin's error, and the twin with what is done.
 macro_rules! or_panics {
-    ($(#[$doc:meta])* pub fn $name:ident $(<const $dims:ident: usize>)? (&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty = $tried:ident;) => {
+    (
+        $(#[$doc:meta])* pub fn $name:ident $(<const $dims:ident: usize>)? (&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty;
+        $(#[$tried_doc:meta])* pub fn $tried:ident $body:block
+    ) => {
         $(#[$doc])*
         ///
         /// # Panics
@@ -129,22 +132,10 @@ macro_rules! or_panics {
         pub fn $name $(<const $dims: usize>)? (&$self $(, $given: $kind)*) -> $made {
             $crate::error::or_panic($self.$tried($($given),*))
         }
-    };
-    // Both, with what is done.
-    (
-        $(#[$doc:meta])* pub fn $name:ident $(<const $dims:ident: usize>)? (&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty;
-        $(#[$tried_doc:meta])* pub fn $tried:ident $body:block
-    ) => {
-        $crate::error::or_panics! {
-            $(#[$doc])*
-            pub fn $name $(<const $dims: usize>)? (&$self $(, $given: $kind)*) -> $made = $tried;
-        }
 
         #[doc = concat!("[`Self::", stringify!($name), "`] that returns its error.\n")]
         $(#[$tried_doc])*
-        pub fn $tried $(<const $dims: usize>)? (&$self $(, $given: $kind)*) -> $crate::error::Result<$made> {
-            $body
-        }
+        pub fn $tried $(<const $dims: usize>)? (&$self $(, $given: $kind)*) -> $crate::error::Result<$made> $body
     };
 }
 pub(crate) use or_panics;

@@ -136,41 +136,39 @@ impl SparseTransformerConfig {
         /// otherwise: tokens `N(0, 0.125 / √d)`, positions `N(0, 0.125 / √(2d))` (`√(3d)` in pictures), other weights
         /// `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by
         /// `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
-        pub fn init(&self, device: &Device) -> SparseTransformer = try_init;
-    }
+        pub fn init(&self, device: &Device) -> SparseTransformer;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// If a size is 0, `embedding_width` exceeds `context`, or a block refuses its part of the
-    /// configuration (see [`SparseTransformerBlockConfig::init`]).
-    pub fn try_init(&self, device: &Device) -> Result<SparseTransformer> {
-        self.validate()?;
-        let (context, d_model) = (self.context, self.d_model);
-        Ok(SparseTransformer {
-            token_embedding: Embedding {
-                weight: init::embedding(self.vocab_size, d_model, 1, self.init_scale, device),
-            },
-            position_embedding: self.embeds_positions().then(|| {
-                let (width, scale) = (self.embedding_width(), self.init_scale);
-                PositionEmbedding::new(
-                    context,
-                    width,
-                    self.embedding_channels,
-                    d_model,
-                    scale,
-                    device,
-                )
-            }),
-            blocks: self.init_blocks(device)?,
-            norm: LayerNormConfig::new(d_model)
-                .with_epsilon(self.layer_norm_eps)
-                .init(device),
-            output: init::zero_linear(d_model, self.vocab_size, device),
-            context,
-            layer_norm_eps: self.layer_norm_eps,
-            precision: self.precision,
-        })
+        /// # Errors
+        /// If a size is 0, `embedding_width` exceeds `context`, or a block refuses its part of the
+        /// configuration (see [`SparseTransformerBlockConfig::init`]).
+        pub fn try_init {
+            self.validate()?;
+            let (context, d_model) = (self.context, self.d_model);
+            Ok(SparseTransformer {
+                token_embedding: Embedding {
+                    weight: init::embedding(self.vocab_size, d_model, 1, self.init_scale, device),
+                },
+                position_embedding: self.embeds_positions().then(|| {
+                    let (width, scale) = (self.embedding_width(), self.init_scale);
+                    PositionEmbedding::new(
+                        context,
+                        width,
+                        self.embedding_channels,
+                        d_model,
+                        scale,
+                        device,
+                    )
+                }),
+                blocks: self.init_blocks(device)?,
+                norm: LayerNormConfig::new(d_model)
+                    .with_epsilon(self.layer_norm_eps)
+                    .init(device),
+                output: init::zero_linear(d_model, self.vocab_size, device),
+                context,
+                layer_norm_eps: self.layer_norm_eps,
+                precision: self.precision,
+            })
+        }
     }
 
     fn embedding_width(&self) -> usize {

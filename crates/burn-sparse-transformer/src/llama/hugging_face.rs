@@ -166,17 +166,13 @@ struct JsonKeys<'a>(&'a Value);
 
 impl<'a> JsonKeys<'a> {
     fn text(&self, key: &'static str) -> Result<Option<&'a str>> {
-        let read = |value: &'a Value| value.as_str().ok_or_else(|| self.refused(key, "a text"));
-        self.get(key).map(read).transpose()
+        self.read(key, "a text", Value::as_str)
     }
 
     /// False if it is not there.
     fn flag(&self, key: &'static str) -> Result<bool> {
-        let read = |value: &Value| {
-            let flag = value.as_bool();
-            flag.ok_or_else(|| self.refused(key, "true or false"))
-        };
-        self.get(key).map_or(Ok(false), read)
+        let flag = self.read(key, "true or false", Value::as_bool)?;
+        Ok(flag.unwrap_or(false))
     }
 }
 
@@ -214,9 +210,19 @@ pub(crate) trait Keys<'a> {
         TransformerError::argument(key, expected, got)
     }
 
-    fn number(&self, key: &'static str) -> Result<Option<f64>> {
-        let read = |value| Self::as_f64(value).ok_or_else(|| self.refused(key, "a number"));
+    /// What is there, which must be as `expected`.
+    fn read<T>(
+        &self,
+        key: &'static str,
+        expected: &str,
+        of: impl Fn(&'a Self::Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let read = |value| of(value).ok_or_else(|| self.refused(key, expected));
         self.get(key).map(read).transpose()
+    }
+
+    fn number(&self, key: &'static str) -> Result<Option<f64>> {
+        self.read(key, "a number", Self::as_f64)
     }
 
     fn required(&self, key: &'static str) -> Result<f64> {
@@ -225,11 +231,8 @@ pub(crate) trait Keys<'a> {
     }
 
     fn maybe_count(&self, key: &'static str) -> Result<Option<usize>> {
-        let read = |value| {
-            let count = Self::as_u64(value).and_then(|count| usize::try_from(count).ok());
-            count.ok_or_else(|| self.refused(key, "a whole number"))
-        };
-        self.get(key).map(read).transpose()
+        let count = |value| usize::try_from(Self::as_u64(value)?).ok();
+        self.read(key, "a whole number", count)
     }
 
     fn count(&self, key: &'static str) -> Result<usize> {

@@ -46,57 +46,55 @@ pub struct LongformerEncoderConfig {
 impl LongformerEncoderConfig {
     or_panics! {
         /// Creates the encoder, initialised as burn-nn's layers are.
-        pub fn init(&self, device: &Device) -> LongformerEncoder = try_init;
-    }
+        pub fn init(&self, device: &Device) -> LongformerEncoder;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`LongformerAttentionConfig::init`]; also if a size is 0, there are not as many `patterns` as layers, `dropout` is outside `[0, 1)` or
-    /// `layer_norm_eps` is not positive.
-    pub fn try_init(&self, device: &Device) -> Result<LongformerEncoder> {
-        let d_model = self.attention.attention.d_model;
-        let d_ff = self.d_ff.unwrap_or(d_model.saturating_mul(4));
-        for (argument, size) in [
-            ("vocab_size", self.vocab_size),
-            ("context", self.context),
-            ("n_layers", self.n_layers),
-            ("token_types", self.token_types),
-            ("d_ff", d_ff),
-        ] {
-            ensure_positive(argument, size)?;
-        }
-        ensure_dropout(self.dropout)?;
-        ensure_above_zero("layer_norm_eps", self.layer_norm_eps)?;
-        let patterns = self.patterns.as_ref();
-        ensure! { patterns.is_none_or(|patterns| patterns.len() == self.n_layers) => "patterns", format!("{}, one for each layer", self.n_layers), patterns.map_or(0, Vec::len); }
-        let table = |rows| EmbeddingConfig::new(rows, d_model).init(device);
-        let norm = LayerNormConfig::new(d_model).with_epsilon(self.layer_norm_eps);
-        let dropout = DropoutConfig::new(self.dropout);
-        let layer = |layer: usize| {
-            let mut attention = self.attention.clone();
-            if let Some(patterns) = patterns {
-                attention.attention.pattern = patterns[layer].clone();
+        /// # Errors
+        /// As [`LongformerAttentionConfig::init`]; also if a size is 0, there are not as many `patterns` as layers, `dropout` is outside `[0, 1)` or
+        /// `layer_norm_eps` is not positive.
+        pub fn try_init {
+            let d_model = self.attention.attention.d_model;
+            let d_ff = self.d_ff.unwrap_or(d_model.saturating_mul(4));
+            for (argument, size) in [
+                ("vocab_size", self.vocab_size),
+                ("context", self.context),
+                ("n_layers", self.n_layers),
+                ("token_types", self.token_types),
+                ("d_ff", d_ff),
+            ] {
+                ensure_positive(argument, size)?;
             }
-            Ok(LongformerLayer {
-                attention: attention.try_init(device)?,
-                norm_1: norm.init(device),
-                linear_inner: LinearConfig::new(d_model, d_ff).init(device),
-                linear_outer: LinearConfig::new(d_ff, d_model).init(device),
-                norm_2: norm.init(device),
+            ensure_dropout(self.dropout)?;
+            ensure_above_zero("layer_norm_eps", self.layer_norm_eps)?;
+            let patterns = self.patterns.as_ref();
+            ensure! { patterns.is_none_or(|patterns| patterns.len() == self.n_layers) => "patterns", format!("{}, one for each layer", self.n_layers), patterns.map_or(0, Vec::len); }
+            let table = |rows| EmbeddingConfig::new(rows, d_model).init(device);
+            let norm = LayerNormConfig::new(d_model).with_epsilon(self.layer_norm_eps);
+            let dropout = DropoutConfig::new(self.dropout);
+            let layer = |layer: usize| {
+                let mut attention = self.attention.clone();
+                if let Some(patterns) = patterns {
+                    attention.attention.pattern = patterns[layer].clone();
+                }
+                Ok(LongformerLayer {
+                    attention: attention.try_init(device)?,
+                    norm_1: norm.init(device),
+                    linear_inner: LinearConfig::new(d_model, d_ff).init(device),
+                    linear_outer: LinearConfig::new(d_ff, d_model).init(device),
+                    norm_2: norm.init(device),
+                    dropout: dropout.init(),
+                    layer_norm_eps: self.layer_norm_eps,
+                })
+            };
+            Ok(LongformerEncoder {
+                token_embedding: table(self.vocab_size),
+                position_embedding: table(self.context),
+                type_embedding: table(self.token_types),
+                norm: norm.init(device),
+                layers: (0..self.n_layers).map(layer).collect::<Result<_>>()?,
                 dropout: dropout.init(),
                 layer_norm_eps: self.layer_norm_eps,
             })
-        };
-        Ok(LongformerEncoder {
-            token_embedding: table(self.vocab_size),
-            position_embedding: table(self.context),
-            type_embedding: table(self.token_types),
-            norm: norm.init(device),
-            layers: (0..self.n_layers).map(layer).collect::<Result<_>>()?,
-            dropout: dropout.init(),
-            layer_norm_eps: self.layer_norm_eps,
-        })
+        }
     }
 }
 
@@ -189,44 +187,42 @@ impl LongformerEncoder {
         ///
         /// # Shapes
         /// - output: `[batch, seq, d_model]`; what is at padded positions means nothing
-        pub fn forward(&self, input: LongformerEncoderInput) -> Tensor<3> = try_forward;
-    }
+        pub fn forward(&self, input: LongformerEncoderInput) -> Tensor<3>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If `seq` is 0 or above the context, the types' shape is not the tokens', or as [`LongformerAttention::forward`].
-    pub fn try_forward(&self, input: LongformerEncoderInput) -> Result<Tensor<3>> {
-        let [batch, seq] = input.tokens.dims();
-        let [context, _] = self.position_embedding.weight.dims();
-        ensure! { (1..=context).contains(&seq) => "tokens' seq", format!("between 1 and {context}, the context"), seq; }
-        let tokens = embedding(self.token_embedding.weight.val(), input.tokens)?;
-        let positions = self.position_embedding.weight.val().narrow(0, 0, seq);
-        let types = match input.types {
-            Some(types) => {
-                let expected = [Some(batch), Some(seq)];
-                ensure_shape("types", types.dims(), expected, ["batch", "seq"])?;
-                embedding(self.type_embedding.weight.val(), types)?
+        /// # Errors
+        /// If `seq` is 0 or above the context, the types' shape is not the tokens', or as [`LongformerAttention::forward`].
+        pub fn try_forward {
+            let [batch, seq] = input.tokens.dims();
+            let [context, _] = self.position_embedding.weight.dims();
+            ensure! { (1..=context).contains(&seq) => "tokens' seq", format!("between 1 and {context}, the context"), seq; }
+            let tokens = embedding(self.token_embedding.weight.val(), input.tokens)?;
+            let positions = self.position_embedding.weight.val().narrow(0, 0, seq);
+            let types = match input.types {
+                Some(types) => {
+                    let expected = [Some(batch), Some(seq)];
+                    ensure_shape("types", types.dims(), expected, ["batch", "seq"])?;
+                    embedding(self.type_embedding.weight.val(), types)?
+                }
+                None => (self.type_embedding.weight.val())
+                    .narrow(0, 0, 1)
+                    .unsqueeze(),
+            };
+            let x = tokens + positions.unsqueeze::<3>() + types;
+            let dtype = x.dtype().into();
+            let (_, x) = Stream::new(x).norm(&self.norm, self.layer_norm_eps, dtype)?;
+            let mut x = self.dropout.forward(x);
+            for layer in &self.layers {
+                let mut attended = LongformerInput::new(x);
+                if let Some(global) = &input.global {
+                    attended = attended.global_per_entry(global.clone());
+                }
+                if let Some(padding) = &input.padding {
+                    attended = attended.mask_pad(padding.clone());
+                }
+                x = layer.try_forward(attended)?;
             }
-            None => (self.type_embedding.weight.val())
-                .narrow(0, 0, 1)
-                .unsqueeze(),
-        };
-        let x = tokens + positions.unsqueeze::<3>() + types;
-        let dtype = x.dtype().into();
-        let (_, x) = Stream::new(x).norm(&self.norm, self.layer_norm_eps, dtype)?;
-        let mut x = self.dropout.forward(x);
-        for layer in &self.layers {
-            let mut attended = LongformerInput::new(x);
-            if let Some(global) = &input.global {
-                attended = attended.global_per_entry(global.clone());
-            }
-            if let Some(padding) = &input.padding {
-                attended = attended.mask_pad(padding.clone());
-            }
-            x = layer.try_forward(attended)?;
+            Ok(x)
         }
-        Ok(x)
     }
 }
 

@@ -193,43 +193,41 @@ impl LongformerAttention {
         /// let input = LongformerInput::new(x).global_per_entry([(0..10).collect(), vec![0]]);
         /// assert_eq!(longformer.forward(input).context.dims(), [2, 200, 64]);
         /// ```
-        pub fn forward(&self, input: LongformerInput) -> SparseMhaOutput = try_forward;
-    }
+        pub fn forward(&self, input: LongformerInput) -> SparseMhaOutput;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If the shape does not fit, there is no layout for `seq`, or a global token or the padding is outside of the input.
-    pub fn try_forward(&self, input: LongformerInput) -> Result<SparseMhaOutput> {
-        self.mha.check_input("tensor", &input.tensor)?;
-        let [batch, seq, _] = input.tensor.dims();
-        let tokens = input.tokens(batch, seq)?;
-        let x = input.tensor;
-        let mut ordinary = SparseMhaInput::self_attn(x.clone());
-        ordinary.padding = input.padding;
-        let padded = ordinary.padding(batch, seq, seq)?;
-        let rows = GlobalRows::new(&tokens, padded.as_ref(), seq);
+        /// # Errors
+        /// If the shape does not fit, there is no layout for `seq`, or a global token or the padding is outside of the input.
+        pub fn try_forward {
+            self.mha.check_input("tensor", &input.tensor)?;
+            let [batch, seq, _] = input.tensor.dims();
+            let tokens = input.tokens(batch, seq)?;
+            let x = input.tensor;
+            let mut ordinary = SparseMhaInput::self_attn(x.clone());
+            ordinary.padding = input.padding;
+            let padded = ordinary.padding(batch, seq, seq)?;
+            let rows = GlobalRows::new(&tokens, padded.as_ref(), seq);
 
-        let mut request = Request::new(seq, seq);
-        request.restrictions = match &padded {
-            Some(padded) => padded.restrictions(),
-            None => vec![PaddingMask::default(); batch],
-        };
-        for (entry, tokens) in request.restrictions.iter_mut().zip(&tokens) {
-            let queries = entry.queries.get_or_insert_with(|| vec![true; seq]);
-            tokens.iter().for_each(|&token| queries[token] = false);
+            let mut request = Request::new(seq, seq);
+            request.restrictions = match &padded {
+                Some(padded) => padded.restrictions(),
+                None => vec![PaddingMask::default(); batch],
+            };
+            for (entry, tokens) in request.restrictions.iter_mut().zip(&tokens) {
+                let queries = entry.queries.get_or_insert_with(|| vec![true; seq]);
+                tokens.iter().for_each(|&token| queries[token] = false);
+            }
+            request.global = tokens;
+            let layout = self.mha.layouts.get(&request)?;
+            let call = Call::new(&ordinary, padded)?;
+            let heads = self.mha.project(ordinary, &call)?;
+            let context = self.mha.attend(heads, &layout, &call)?;
+            let mut joined = join_heads(context)?;
+            if rows.width > 0 {
+                let global = self.global_rows(x, &rows)?;
+                joined = rows.write(joined, global)?;
+            }
+            self.mha.project_output(joined, &call)
         }
-        request.global = tokens;
-        let layout = self.mha.layouts.get(&request)?;
-        let call = Call::new(&ordinary, padded)?;
-        let heads = self.mha.project(ordinary, &call)?;
-        let context = self.mha.attend(heads, &layout, &call)?;
-        let mut joined = join_heads(context)?;
-        if rows.width > 0 {
-            let global = self.global_rows(x, &rows)?;
-            joined = rows.write(joined, global)?;
-        }
-        self.mha.project_output(joined, &call)
     }
 
     /// What the global tokens see, `[batch, width, d_model]`; rows beyond an entry's tokens are 0.
