@@ -97,7 +97,8 @@ impl SparseMhaCache {
             let [cached, cached_heads, _, cached_width] = key.dims();
             ensure! {
                 batch == cached => "batch", format!("{cached}, the cache's"), batch;
-                (kv_heads, width) == (cached_heads, cached_width) => "cache", format!("of {kv_heads} heads {width} wide, the module's"), format!("{cached_heads} heads {cached_width} wide");
+                (kv_heads, width) == (cached_heads, cached_width) =>
+                    "cache", format!("of {kv_heads} heads {width} wide, the module's"), format!("{cached_heads} heads {cached_width} wide");
             }
         }
         let total = self.len + new;
@@ -192,7 +193,8 @@ impl SparseTransformerCache {
         run: impl FnOnce(usize, &mut [SparseMhaCache]) -> Result<T>,
     ) -> Result<T> {
         let (own, start) = (self.blocks.len(), self.position);
-        ensure! { own == blocks => "cache", format!("of {blocks} blocks, the model's"), format!("{own} blocks"); }
+        ensure! { own == blocks =>
+            "cache", format!("of {blocks} blocks, the model's"), format!("{own} blocks"); }
         let result = run(start, &mut self.blocks);
         match &result {
             Ok(_) => self.position += new,

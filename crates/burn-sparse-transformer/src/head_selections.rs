@@ -211,7 +211,8 @@ impl SparseMultiHeadAttention {
     fn check_head_selections(&self, heads: &HeadSelections) -> Result<()> {
         self.ensure_no_content()?;
         let by_head = self.pattern().is_by_head();
-        ensure! { !by_head => "pattern", "one for all heads where heads choose in different ways", self.pattern(); }
+        ensure! { !by_head =>
+            "pattern", "one for all heads where heads choose in different ways", self.pattern(); }
         let expected = "none where heads choose in different ways";
         ensure_none("selection", self.selection.is_some(), expected)?;
         let sinks = self.sinks.is_some() || self.quiet_softmax;
@@ -282,7 +283,8 @@ impl SparseTransformer {
     }
 
     fn ensure_layers(&self, count: usize) -> Result<()> {
-        ensure! { count == self.blocks.len() => "layers", format!("{}, the model's", self.blocks.len()), count; }
+        ensure! { count == self.blocks.len() =>
+            "layers", format!("{}, the model's", self.blocks.len()), count; }
         Ok(())
     }
 

@@ -237,10 +237,12 @@ const MAX_POSITIONS: usize = 1 << 24;
 /// What would make `config` panic, or not fit heads of width `d_k`.
 pub(crate) fn validate_rope(config: &RotaryEncodingConfig, d_k: usize) -> Result<()> {
     ensure! {
-        (1..=MAX_POSITIONS).contains(&config.max_sequence_length) => "rope.max_sequence_length", format!("between 1 and {MAX_POSITIONS}"), config.max_sequence_length;
+        (1..=MAX_POSITIONS).contains(&config.max_sequence_length) =>
+            "rope.max_sequence_length", format!("between 1 and {MAX_POSITIONS}"), config.max_sequence_length;
         config.d_model == d_k => "rope.d_model", format!("{d_k}, the width of a query head"), config.d_model;
     }
     ensure_multiple("rope.d_model", config.d_model, "the rotated pairs", 2)?;
-    ensure! { config.theta > 0.0 && config.theta.is_finite() => "rope.theta", "positive and finite", config.theta; }
+    ensure! { config.theta > 0.0 && config.theta.is_finite() =>
+        "rope.theta", "positive and finite", config.theta; }
     Ok(())
 }

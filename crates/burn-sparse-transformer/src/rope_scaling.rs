@@ -68,7 +68,8 @@ impl RopeScaling {
             }
             Self::Factors { factors } => return check_factors(factors, width),
         };
-        ensure! { factor.is_finite() && factor >= 1.0 => "rope_scaling.factor", "finite and at least 1", factor; }
+        ensure! { factor.is_finite() && factor >= 1.0 =>
+            "rope_scaling.factor", "finite and at least 1", factor; }
         if let Self::Yarn {
             attention_factor: Some(factor),
             ..
@@ -97,7 +98,8 @@ impl RopeScaling {
         };
         ensure! {
             original > 0 => "rope_scaling.original_max_position_embeddings", "at least 1", original;
-            0.0 < low && low < high && high.is_finite() => "rope_scaling", "bounds above 0, the lower one first", format!("{low} and {high}");
+            0.0 < low && low < high && high.is_finite() =>
+                "rope_scaling", "bounds above 0, the lower one first", format!("{low} and {high}");
         }
         Ok(())
     }
@@ -178,7 +180,8 @@ impl RopeScaling {
 
 fn check_factors(factors: &[f64], width: usize) -> Result<()> {
     let count = factors.len();
-    ensure! { count == width / 2 => "the number of rope_scaling.factors", format!("{}, half the width of a head", width / 2), count; }
+    ensure! { count == width / 2 =>
+        "the number of rope_scaling.factors", format!("{}, half the width of a head", width / 2), count; }
     let wrong = (factors.iter()).find(|factor| !(factor.is_finite() && **factor > 0.0));
     ensure! { wrong.is_none() => "rope_scaling.factors", "finite and above 0", wrong.unwrap_or(&0.0); }
     Ok(())

@@ -386,7 +386,8 @@ impl LshHeadsConfig {
         ensure_positive("bucket", self.bucket)?;
         ensure_positive("rounds", self.rounds)?;
         if let Some(buckets) = self.n_buckets {
-            ensure! { buckets > 0 && buckets.is_multiple_of(2) && buckets <= 1 << 20 => "n_buckets", "even, from 2 to 2²⁰: half of the buckets are opposite to the others", buckets; }
+            ensure! { buckets > 0 && buckets.is_multiple_of(2) && buckets <= 1 << 20 =>
+                "n_buckets", "even, from 2 to 2²⁰: half of the buckets are opposite to the others", buckets; }
         }
         Ok(())
     }

@@ -78,7 +78,8 @@ pub(super) fn settled(
     ensure_not_capturing("which tokens clusters begin with")?;
     let [batch, heads, length, dim] = x.dims();
     let tokens = batch * length;
-    ensure! { tokens >= clusters => "x", format!("of {clusters} tokens at least, as many as clusters"), tokens; }
+    ensure! { tokens >= clusters =>
+        "x", format!("of {clusters} tokens at least, as many as clusters"), tokens; }
     let x = (x.swap_dims(0, 1)).reshape([1, heads, tokens, dim]);
     let rows = x.clone().reshape([heads * tokens, dim]);
     let mut drawn = Vec::with_capacity(heads * clusters);

@@ -49,7 +49,8 @@ impl RoutingHeadsConfig {
         let clusters = self.clusters.unwrap_or(context.div_ceil(self.window));
         ensure_positive("clusters", clusters)?;
         let places = clusters.checked_mul(self.window);
-        ensure! { places.is_some_and(|places| places <= 1 << 30) => "clusters", "such that clusters · window is at most 2³⁰", clusters; }
+        ensure! { places.is_some_and(|places| places <= 1 << 30) =>
+            "clusters", "such that clusters · window is at most 2³⁰", clusters; }
         Ok(clusters)
     }
 

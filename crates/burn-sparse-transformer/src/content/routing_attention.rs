@@ -63,7 +63,8 @@ impl RoutingAttentionConfig {
             ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
             ensure_positive("context", self.context)?;
             let shared = self.shared_qk.unwrap_or(self.causal);
-            ensure! { !shared || self.causal => "shared_qk", "false without causal attention: queries that are keys see earlier tokens", shared; }
+            ensure! { !shared || self.causal =>
+                "shared_qk", "false without causal attention: queries that are keys see earlier tokens", shared; }
             self.precision.check(device)?;
             let heads = RoutingHeadsConfig::new(self.window)
                 .with_clusters(self.clusters)

@@ -73,7 +73,8 @@ impl BlockSparseLinearConfig {
                 [self.d_input, self.d_output],
                 [layout.inputs(), layout.outputs()],
             );
-            ensure! { shape == expected => "layout", format!("of a weight {expected:?}"), format!("{shape:?}"); }
+            ensure! { shape == expected =>
+                "layout", format!("of a weight {expected:?}"), format!("{shape:?}"); }
             let [fan_in, fan_out] = fans(&layout).map(|width| (width.round() as usize).max(1));
             let bias = self.bias.then(|| {
                 let (fan_in, fan_out) = (Some(fan_in), Some(fan_out));
@@ -204,7 +205,8 @@ impl BlockSparseLinear {
         }
         let shape = [layout.inputs(), layout.outputs()];
         let fewer = WeightLayout::by_magnitude(shape, layout.block(), &norms, density)?;
-        ensure! { fewer.len() <= layout.len() => "density", format!("at most {}, the layer's", layout.density()), density; }
+        ensure! { fewer.len() <= layout.len() =>
+            "density", format!("at most {}, the layer's", layout.density()), density; }
         let stay: Vec<usize> = fewer
             .kept_blocks()
             .filter_map(|(input, output)| layout.index_of(input as usize, output as usize))

@@ -66,7 +66,8 @@ impl LongformerEncoderConfig {
             ensure_dropout(self.dropout)?;
             ensure_above_zero("layer_norm_eps", self.layer_norm_eps)?;
             let patterns = self.patterns.as_ref();
-            ensure! { patterns.is_none_or(|patterns| patterns.len() == self.n_layers) => "patterns", format!("{}, one for each layer", self.n_layers), patterns.map_or(0, Vec::len); }
+            ensure! { patterns.is_none_or(|patterns| patterns.len() == self.n_layers) =>
+                "patterns", format!("{}, one for each layer", self.n_layers), patterns.map_or(0, Vec::len); }
             let table = |rows| EmbeddingConfig::new(rows, d_model).init(device);
             let norm = LayerNormConfig::new(d_model).with_epsilon(self.layer_norm_eps);
             let dropout = DropoutConfig::new(self.dropout);
@@ -194,7 +195,8 @@ impl LongformerEncoder {
         pub fn try_forward {
             let [batch, seq] = input.tokens.dims();
             let [context, _] = self.position_embedding.weight.dims();
-            ensure! { (1..=context).contains(&seq) => "tokens' seq", format!("between 1 and {context}, the context"), seq; }
+            ensure! { (1..=context).contains(&seq) =>
+                "tokens' seq", format!("between 1 and {context}, the context"), seq; }
             let tokens = embedding(self.token_embedding.weight.val(), input.tokens)?;
             let positions = self.position_embedding.weight.val().narrow(0, 0, seq);
             let types = match input.types {
