@@ -10,15 +10,13 @@ use burn_sparse_select::Selection;
 use crate::call::{Call, Seen};
 use crate::content::ContentHeads;
 use crate::dropout::{Seeds, training_dropout};
-use crate::error::{ensure, ensure_none, ensure_shape, or_panics};
+use crate::error::{Result, ensure, ensure_none, ensure_shape, or_panics};
 use crate::heads::{Positions, rotate, rotate_both};
 use crate::layouts::{Layouts, Request};
 use crate::precision::project_heads;
 use crate::shared_choice::{ChoiceSharing, SharedChoice};
 use crate::stream::Projected;
-use crate::{
-    HeadNorm, HeadSelections, Precision, SparseMhaCache, SparseMhaInput, TransformerError,
-};
+use crate::{HeadNorm, HeadSelections, Precision, SparseMhaCache, SparseMhaInput};
 
 const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
 
@@ -112,19 +110,16 @@ impl SparseMultiHeadAttention {
         /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
         /// `rope`, or there is padding next to heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
         /// heads also refuse a bias, and queries that are not the keys' tokens.
-        pub fn try_forward = self.finish_seen(self.context(input)?);
+        pub fn try_forward { self.finish_seen(self.context(input)?) }
     }
 
     /// [`Self::forward`] without the output's bias, and with nothing done about padding.
-    pub(crate) fn forward_projected(
-        &self,
-        input: SparseMhaInput,
-    ) -> Result<Projected, TransformerError> {
+    pub(crate) fn forward_projected(&self, input: SparseMhaInput) -> Result<Projected> {
         self.project_seen(self.context(input)?)
     }
 
     /// What the heads see.
-    pub(crate) fn context(&self, input: SparseMhaInput) -> Result<(Seen, Call), TransformerError> {
+    pub(crate) fn context(&self, input: SparseMhaInput) -> Result<(Seen, Call)> {
         self.context_with(input, None)
     }
 
@@ -132,7 +127,7 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
-    ) -> Result<(Seen, Call), TransformerError> {
+    ) -> Result<(Seen, Call)> {
         let kind = self.kind();
         kind.check_input(&input)?;
         let (seen, call) = kind.context(self, input, cache)?;
@@ -148,30 +143,23 @@ impl SparseMultiHeadAttention {
     or_panics! {
         /// [`Self::forward`], which also returns the attention weights of the kept blocks: after biases, before dropout, and with sinks or
         /// the quiet softmax less than 1 in all.
-        pub fn forward_with_weights(
-            &self,
-            input: SparseMhaInput,
-        ) -> (SparseMhaOutput, BlockSparseTensor) = try_forward_with_weights;
-    }
+        pub fn forward_with_weights(&self, input: SparseMhaInput) -> (SparseMhaOutput, BlockSparseTensor);
 
-    /// [`Self::forward_with_weights`] that returns its error.
-    pub fn try_forward_with_weights(
-        &self,
-        input: SparseMhaInput,
-    ) -> Result<(SparseMhaOutput, BlockSparseTensor), TransformerError> {
-        self.kind().ensure_pattern()?;
-        let (call, request) = self.prepare(&input, 0)?;
-        let layout = self.layouts.get(&request)?;
-        let (query, key, value) = self.project(input, &call)?;
-        let tensors = self.tensors_of(&query, &call);
-        let options = self.options_of(&query, &call);
-        let attention = SparseAttentionCall::new(query, key, value, &layout)
-            .tensors(tensors)
-            .options(options)
-            .weights()
-            .run()?;
-        let weights = attention.weights.expect("the call asks for weights");
-        Ok((self.finish(attention.out, &call)?, weights))
+        pub fn try_forward_with_weights {
+            self.kind().ensure_pattern()?;
+            let (call, request) = self.prepare(&input, 0)?;
+            let layout = self.layouts.get(&request)?;
+            let (query, key, value) = self.project(input, &call)?;
+            let tensors = self.tensors_of(&query, &call);
+            let options = self.options_of(&query, &call);
+            let attention = SparseAttentionCall::new(query, key, value, &layout)
+                .tensors(tensors)
+                .options(options)
+                .weights()
+                .run()?;
+            let weights = attention.weights.expect("the call asks for weights");
+            Ok((self.finish(attention.out, &call)?, weights))
+        }
     }
 
     or_panics! {
@@ -197,23 +185,15 @@ impl SparseMultiHeadAttention {
 
         /// # Errors
         /// If the shape does not fit, `cu_seqlens` does not rise from 0 to `total`, or a sequence is longer than `rope`'s table.
-        pub fn try_forward_packed = self.finish_seen(self.packed_context(SparseMhaInput::self_attn(x), cu_seqlens)?);
+        pub fn try_forward_packed { self.finish_seen(self.packed_context(SparseMhaInput::self_attn(x), cu_seqlens)?) }
     }
 
-    /// [`Self::forward_packed`] without the output's bias.
-    pub(crate) fn forward_packed_projected(
+    /// What heads see of packed sequences.
+    pub(crate) fn packed_context(
         &self,
         input: SparseMhaInput,
         cu_seqlens: &[usize],
-    ) -> Result<Projected, TransformerError> {
-        self.project_seen(self.packed_context(input, cu_seqlens)?)
-    }
-
-    fn packed_context(
-        &self,
-        input: SparseMhaInput,
-        cu_seqlens: &[usize],
-    ) -> Result<(Seen, Call), TransformerError> {
+    ) -> Result<(Seen, Call)> {
         self.kind().ensure_pattern()?;
         let (call, request) = self.prepare_packed(&input, cu_seqlens)?;
         let layout = self.layouts.get(&request)?;
@@ -245,7 +225,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If there is no layout for these lengths.
-    pub fn layout(&self, seq_q: usize, seq_kv: usize) -> Result<BlockLayout, TransformerError> {
+    pub fn layout(&self, seq_q: usize, seq_kv: usize) -> Result<BlockLayout> {
         self.layouts.get(&Request::new(seq_q, seq_kv))
     }
 
@@ -262,7 +242,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// The lengths `(seq_q, seq_kv)`, once every shape fits.
-    pub(crate) fn check(&self, input: &SparseMhaInput) -> Result<(usize, usize), TransformerError> {
+    pub(crate) fn check(&self, input: &SparseMhaInput) -> Result<(usize, usize)> {
         self.check_input("query", &input.query)?;
         let [batch, seq_q, _] = input.query.dims();
         let [_, seq_kv, _] = input.key.dims();
@@ -274,21 +254,13 @@ impl SparseMultiHeadAttention {
     }
 
     /// `x` must be `[batch, seq, d_model]` and not empty.
-    pub(crate) fn check_input(
-        &self,
-        name: &'static str,
-        x: &Tensor<3>,
-    ) -> Result<(), TransformerError> {
+    pub(crate) fn check_input(&self, name: &'static str, x: &Tensor<3>) -> Result<()> {
         let expected = [None, None, Some(self.d_model)];
         ensure_shape(name, x.dims(), expected, INPUT_AXES)
     }
 
     /// A call and the layout that it asks for, once its input is in order; nothing is computed yet. `cached` keys precede the input's.
-    pub(crate) fn prepare(
-        &self,
-        input: &SparseMhaInput,
-        cached: usize,
-    ) -> Result<(Call, Request), TransformerError> {
+    pub(crate) fn prepare(&self, input: &SparseMhaInput, cached: usize) -> Result<(Call, Request)> {
         let (seq_q, new) = self.check(input)?;
         let unwanted = input.choice.is_some() && !self.takes_choice();
         let expected = "none for a layer that chooses its keys itself, or by its pattern";
@@ -302,14 +274,9 @@ impl SparseMultiHeadAttention {
         }
         let (mut query, key) = (Positions::From(0), Positions::From(cached));
         if let Some(rope) = &self.rope {
-            let Some(first) = seq_kv.checked_sub(seq_q) else {
-                return Err(TransformerError::argument(
-                    "query",
-                    format!("at most {seq_kv} positions, as many as keys, with rope"),
-                    seq_q,
-                ));
-            };
-            query = Positions::From(first);
+            ensure! { seq_q <= seq_kv =>
+                "query", format!("at most {seq_kv} positions, as many as keys, with rope"), seq_q; }
+            query = Positions::From(seq_kv - seq_q);
             query.check(rope, seq_q)?;
             key.check(rope, new)?;
         }
@@ -325,19 +292,15 @@ impl SparseMultiHeadAttention {
         &self,
         input: &SparseMhaInput,
         cu_seqlens: &[usize],
-    ) -> Result<(Call, Request), TransformerError> {
+    ) -> Result<(Call, Request)> {
         let dims = input.query.dims();
         let [_, total, _] = dims;
         let expected = [Some(1), None, Some(self.d_model)];
         ensure_shape("x", dims, expected, INPUT_AXES)?;
         let rises = cu_seqlens.windows(2).all(|pair| pair[0] <= pair[1]);
         let ends = (cu_seqlens.first(), cu_seqlens.last());
-        ensure(
-            rises && ends == (Some(&0), Some(&total)),
-            "cu_seqlens",
-            || format!("rising from 0 to {total}, the length of x"),
-            format!("{cu_seqlens:?}"),
-        )?;
+        ensure! { rises && ends == (Some(&0), Some(&total)) =>
+            "cu_seqlens", format!("rising from 0 to {total}, the length of x"), format!("{cu_seqlens:?}"); }
         let sequences = cu_seqlens.windows(2).filter(|pair| pair[0] < pair[1]);
         let mut request = Request::new(total, total);
         request.documents = sequences.clone().map(|pair| pair[0]).collect();
@@ -345,12 +308,7 @@ impl SparseMultiHeadAttention {
         if let Some(rope) = &self.rope {
             positions.check(rope, total)?;
         }
-        let call = Call {
-            query: positions.clone(),
-            key: positions,
-            ..Call::new(input, None)?
-        };
-        Ok((call, request))
+        Ok((Call::at(input, positions)?, request))
     }
 
     /// Queries, keys and values by heads, normalised and rotated.
@@ -358,7 +316,7 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
         call: &Call,
-    ) -> Result<(Tensor<4>, Tensor<4>, Tensor<4>), TransformerError> {
+    ) -> Result<(Tensor<4>, Tensor<4>, Tensor<4>)> {
         let [key_heads, value_heads] = self.kv_heads();
         let same_rows = input.is_self_attention();
         let (query, key, value) = match same_rows {
@@ -370,7 +328,7 @@ impl SparseMultiHeadAttention {
                 (q, k, v)
             }
             false => {
-                let one = |layer, x, heads| -> Result<Tensor<4>, TransformerError> {
+                let one = |layer, x, heads| -> Result<Tensor<4>> {
                     let [x] = project_heads(self.precision, [layer], x, [heads])?;
                     Ok(x)
                 };
@@ -400,7 +358,7 @@ impl SparseMultiHeadAttention {
         (query, key, value): (Tensor<4>, Tensor<4>, Tensor<4>),
         layout: impl Into<Layout<'a>>,
         call: &Call,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         let tensors = self.tensors_of(&query, call);
         let options = self.options_of(&query, call);
         let heads = [query, key, value];
@@ -440,23 +398,18 @@ impl SparseMultiHeadAttention {
         x: Tensor<4>,
         norm: &Option<HeadNorm>,
         positions: &Positions,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         self.place_by(rotate, x, norm, positions)
     }
 
     /// [`Self::place`] with a way of rotating: [`rotate`] or [`rotate_apart`](crate::heads::rotate_apart).
     pub(crate) fn place_by(
         &self,
-        rotate: impl FnOnce(
-            &RotaryEncoding,
-            Tensor<4>,
-            &Positions,
-            DType,
-        ) -> Result<Tensor<4>, TransformerError>,
+        rotate: impl FnOnce(&RotaryEncoding, Tensor<4>, &Positions, DType) -> Result<Tensor<4>>,
         x: Tensor<4>,
         norm: &Option<HeadNorm>,
         positions: &Positions,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         let dtype = x.dtype();
         let x = self.normed(x, norm)?;
         match &self.rope {
@@ -465,7 +418,7 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    fn normed(&self, x: Tensor<4>, norm: &Option<HeadNorm>) -> Result<Tensor<4>, TransformerError> {
+    fn normed(&self, x: Tensor<4>, norm: &Option<HeadNorm>) -> Result<Tensor<4>> {
         Ok(match norm {
             Some(norm) => norm.forward(x, self.qk_norm_eps)?,
             None => x,
@@ -473,17 +426,14 @@ impl SparseMultiHeadAttention {
     }
 
     /// The output projection of what the heads see, without its bias.
-    pub(crate) fn output_product(&self, context: Tensor<4>) -> Result<Projected, TransformerError> {
+    pub(crate) fn output_product(&self, context: Tensor<4>) -> Result<Projected> {
         let x = (self.precision).merged(&self.output, context)?;
         let bias = self.output.bias.as_ref().map(Param::val);
         Ok(Projected::new(x, bias))
     }
 
     /// [`Self::output_product`] with what else heads give.
-    pub(crate) fn project_seen(
-        &self,
-        (seen, _): (Seen, Call),
-    ) -> Result<Projected, TransformerError> {
+    pub(crate) fn project_seen(&self, (seen, _): (Seen, Call)) -> Result<Projected> {
         Ok(Projected {
             aux_loss: seen.aux_loss,
             choice: seen.choice,
@@ -492,10 +442,7 @@ impl SparseMultiHeadAttention {
     }
 
     /// [`Self::finish`] with what else heads give.
-    pub(crate) fn finish_seen(
-        &self,
-        (seen, call): (Seen, Call),
-    ) -> Result<SparseMhaOutput, TransformerError> {
+    pub(crate) fn finish_seen(&self, (seen, call): (Seen, Call)) -> Result<SparseMhaOutput> {
         Ok(SparseMhaOutput {
             aux_loss: seen.aux_loss,
             choice: seen.choice,
@@ -503,24 +450,16 @@ impl SparseMultiHeadAttention {
         })
     }
 
-    pub(crate) fn finish(
-        &self,
-        context: Tensor<4>,
-        call: &Call,
-    ) -> Result<SparseMhaOutput, TransformerError> {
+    pub(crate) fn finish(&self, context: Tensor<4>, call: &Call) -> Result<SparseMhaOutput> {
         self.padded(self.output_projection(context)?, call)
     }
 
-    pub(crate) fn project_output(
-        &self,
-        joined: Tensor<3>,
-        call: &Call,
-    ) -> Result<SparseMhaOutput, TransformerError> {
+    pub(crate) fn project_output(&self, joined: Tensor<3>, call: &Call) -> Result<SparseMhaOutput> {
         self.padded(self.precision.linear(&self.output, joined)?, call)
     }
 
     /// The result of a call, with zeros for queries that are padding.
-    fn padded(&self, context: Tensor<3>, call: &Call) -> Result<SparseMhaOutput, TransformerError> {
+    fn padded(&self, context: Tensor<3>, call: &Call) -> Result<SparseMhaOutput> {
         let context = context.cast(call.dtype);
         Ok(SparseMhaOutput {
             aux_loss: None,

@@ -3,8 +3,7 @@
 use burn_blocksparse::layout::LastUse;
 
 use crate::call::{Call, Seen};
-use crate::error::or_panics;
-use crate::stream::Projected;
+use crate::error::{Result, or_panics};
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, TransformerError,
 };
@@ -26,28 +25,18 @@ impl SparseMultiHeadAttention {
         /// # Errors
         /// As [`Self::try_forward`]; also if the batch differs from the cache's, or the cache is full; [`TransformerError::Boundary`] if the cache
         /// cannot stop where the input begins or ends; and if later tokens take part in what earlier ones see, by a selection or by heads that choose by content.
-        pub fn try_forward_cache = self.finish_seen(self.cached_context(input, cache, false)?);
+        pub fn try_forward_cache { self.finish_seen(self.cached_context(input, cache, false)?) }
     }
 
     or_panics! {
         /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
         pub fn forward_cache_last(&self, input: SparseMhaInput, cache: &mut SparseMhaCache) -> SparseMhaOutput;
 
-        pub fn try_forward_cache_last = self.finish_seen(self.cached_context(input, cache, true)?);
-    }
-
-    /// [`Self::forward_cache`] or, with `last`, [`Self::forward_cache_last`], without the output's bias.
-    pub(crate) fn forward_cache_projected(
-        &self,
-        input: SparseMhaInput,
-        cache: &mut SparseMhaCache,
-        last: bool,
-    ) -> Result<Projected, TransformerError> {
-        self.project_seen(self.cached_context(input, cache, last)?)
+        pub fn try_forward_cache_last { self.finish_seen(self.cached_context(input, cache, true)?) }
     }
 
     /// That a cache may stop at a position.
-    fn check_boundary(&self, position: usize) -> Result<(), TransformerError> {
+    fn check_boundary(&self, position: usize) -> Result<()> {
         let pattern = self.layouts.pattern();
         let last = match pattern.furthest_key(self.n_heads, position) {
             LastUse::Never => return Ok(()),
@@ -61,12 +50,13 @@ impl SparseMultiHeadAttention {
         })
     }
 
+    /// What heads see of new positions and a cache; with `last` a sequence may end there.
     pub(crate) fn cached_context(
         &self,
         input: SparseMhaInput,
         cache: &mut SparseMhaCache,
         last: bool,
-    ) -> Result<(Seen, Call), TransformerError> {
+    ) -> Result<(Seen, Call)> {
         let (_, new) = self.check(&input)?;
         let [batch, ..] = input.key.dims();
         let after = cache.check([batch, self.n_kv_heads, self.d_k()], new)?;

@@ -8,14 +8,14 @@ use burn_sparse_select::Selection;
 use crate::content::{ContentAttention, ContentHeads};
 use crate::dropout::Seeds;
 use crate::error::{
-    ensure, ensure_above_zero, ensure_dropout, ensure_multiple, ensure_none, ensure_positive,
-    ensure_scores, or_panics,
+    Result, ensure, ensure_above_zero, ensure_dropout, ensure_multiple, ensure_none,
+    ensure_positive, ensure_scores, or_panics,
 };
 use crate::heads::validate_rope;
 use crate::layouts::Layouts;
 use crate::selected::check_selection;
 use crate::shared_choice::ChoiceSharing;
-use crate::{HeadNorm, Precision, QkNorm, RopeScaling, SparseMultiHeadAttention, TransformerError};
+use crate::{HeadNorm, Precision, QkNorm, RopeScaling, SparseMultiHeadAttention};
 
 /// Configuration of [`SparseMultiHeadAttention`].
 ///
@@ -116,20 +116,18 @@ pub struct SparseMultiHeadAttentionConfig {
 impl SparseMultiHeadAttentionConfig {
     or_panics! {
         /// Creates the module, with parameters that are initialised on first use.
-        pub fn init(&self, device: &Device) -> SparseMultiHeadAttention = try_init;
-    }
+        pub fn init(&self, device: &Device) -> SparseMultiHeadAttention;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// If `n_heads` does not divide `d_model`, `d_key` or `d_value`, there are these and `head_dim`, `rope_scaling` is out of its range, `n_kv_heads` does not divide `n_heads`,
-    /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
-    /// than 2³⁰ numbers, there is something beside `content` that its heads do not have, `local_heads` leaves no heads of one kind, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
-    /// compute in `precision`.
-    pub fn try_init(&self, device: &Device) -> Result<SparseMultiHeadAttention, TransformerError> {
-        self.validate()?;
-        let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;
-        self.init_with(layouts, device)
+        /// # Errors
+        /// If `n_heads` does not divide `d_model`, `d_key` or `d_value`, there are these and `head_dim`, `rope_scaling` is out of its range, `n_kv_heads` does not divide `n_heads`,
+        /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
+        /// than 2³⁰ numbers, there is something beside `content` that its heads do not have, `local_heads` leaves no heads of one kind, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
+        /// compute in `precision`.
+        pub fn try_init {
+            self.validate()?;
+            let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;
+            self.init_with(layouts, device)
+        }
     }
 
     /// [`Self::init`] with layouts that other blocks may share.
@@ -137,7 +135,7 @@ impl SparseMultiHeadAttentionConfig {
         &self,
         layouts: Layouts,
         device: &Device,
-    ) -> Result<SparseMultiHeadAttention, TransformerError> {
+    ) -> Result<SparseMultiHeadAttention> {
         self.validate()?;
         self.precision.check(device)?;
         let n_kv_heads = self.n_kv_heads.unwrap_or(self.n_heads);
@@ -200,34 +198,25 @@ impl SparseMultiHeadAttentionConfig {
         /// let config = SparseMultiHeadAttentionConfig::new(64, 4, Pattern::streaming(128, 4));
         /// assert_eq!(config.init_many(12, &Device::flex()).len(), 12);
         /// ```
-        pub fn init_many(
-            &self,
-            layers: usize,
-            device: &Device,
-        ) -> Vec<SparseMultiHeadAttention> = try_init_many;
-    }
+        pub fn init_many(&self, layers: usize, device: &Device) -> Vec<SparseMultiHeadAttention>;
 
-    /// [`Self::init_many`] that returns its error.
-    pub fn try_init_many(
-        &self,
-        layers: usize,
-        device: &Device,
-    ) -> Result<Vec<SparseMultiHeadAttention>, TransformerError> {
-        self.validate()?;
-        let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;
-        // Tables that the first layer's take the place of are one row long.
-        let mut later = self.clone();
-        if let Some(rope) = &mut later.rope {
-            rope.max_sequence_length = 1;
+        pub fn try_init_many {
+            self.validate()?;
+            let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;
+            // Tables that the first layer's take the place of are one row long.
+            let mut later = self.clone();
+            if let Some(rope) = &mut later.rope {
+                rope.max_sequence_length = 1;
+            }
+            let mut tables = RopeTables::default();
+            let layer = |index| {
+                let config = if index == 0 { self } else { &later };
+                let mut layer = config.init_with(layouts.clone(), device)?;
+                tables.share_with(&mut layer);
+                Ok(layer)
+            };
+            (0..layers).map(layer).collect()
         }
-        let mut tables = RopeTables::default();
-        let layer = |index| {
-            let config = if index == 0 { self } else { &later };
-            let mut layer = config.init_with(layouts.clone(), device)?;
-            tables.share_with(&mut layer);
-            Ok(layer)
-        };
-        (0..layers).map(layer).collect()
     }
 
     pub(crate) fn head_widths(&self) -> [usize; 2] {
@@ -258,7 +247,7 @@ impl SparseMultiHeadAttentionConfig {
         options
     }
 
-    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+    pub(crate) fn validate(&self) -> Result<()> {
         ensure_positive("n_heads", self.n_heads)?;
         check_selection(&self.pattern, self.selection.as_ref())?;
         self.validate_content()?;
@@ -298,12 +287,8 @@ impl SparseMultiHeadAttentionConfig {
         ensure_none("sinks", twice, "none with quiet_softmax, which is one")?;
         let reach = self.relative_reach.unwrap_or(0);
         let most = (AttentionTensors::MAX_DISTANCES / self.n_heads).saturating_sub(1) / 2;
-        ensure(
-            reach <= most,
-            "relative_reach",
-            || format!("at most {most} with {} heads", self.n_heads),
-            reach,
-        )?;
+        ensure! { reach <= most =>
+            "relative_reach", format!("at most {most} with {} heads", self.n_heads), reach; }
         ensure_scores(self.scale, self.softcap)?;
         ensure_above_zero("softmax_threshold", self.softmax_threshold.unwrap_or(1.0))?;
         ensure_above_zero("qk_norm_eps", self.qk_norm_eps)

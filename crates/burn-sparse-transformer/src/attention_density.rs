@@ -3,7 +3,7 @@
 use burn_blocksparse::layout::PaddingMask;
 use burn_sparse_select::{Budget, Rule, Selection};
 
-use crate::error::ensure;
+use crate::error::{Result, ensure};
 use crate::selected::is_by_query;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, TransformerError};
 
@@ -31,15 +31,15 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// As [`Self::forward`], if heads choose in different ways or by [`content`](crate::content), and if the device gives nothing back.
-    pub fn attention_density(&self, input: SparseMhaInput) -> Result<f64, TransformerError> {
+    pub fn attention_density(&self, input: SparseMhaInput) -> Result<f64> {
         self.kind().ensure_replaceable()?;
         let (_, request) = self.prepare(&input, 0)?;
         let causal = self.pattern().is_causal();
         let sizes = [request.seq_q, request.seq_kv];
         let (kept, entries) = match self.selection() {
             Some(selection) if is_by_query(selection) => {
-                let expected = || "causal where every query chooses for itself".into();
-                ensure(causal, "pattern", expected, self.pattern())?;
+                ensure! { causal =>
+                    "pattern", "causal where every query chooses for itself", self.pattern(); }
                 // What a query sees lies before it, and padding behind: each entry is as if it were alone.
                 let of = |sizes| pairs_by_query(selection, sizes).map(|pairs| pairs as f64);
                 let kept = match self.cut(selection, &request)?.lengths {
@@ -69,10 +69,7 @@ impl SparseMultiHeadAttention {
 }
 
 /// Pairs of one sequence of which each query keeps a number of blocks of its own.
-fn pairs_by_query(
-    selection: &Selection,
-    [seq_q, seq_kv]: [usize; 2],
-) -> Result<u64, TransformerError> {
+fn pairs_by_query(selection: &Selection, [seq_q, seq_kv]: [usize; 2]) -> Result<u64> {
     let Rule { keep, forced, .. } = selection.rule();
     let keep = match keep {
         Budget::TopK(keep) if forced.local > 0 => keep,

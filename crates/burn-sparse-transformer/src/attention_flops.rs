@@ -1,7 +1,8 @@
 //! Operations of attention layers.
 
+use crate::SparseMultiHeadAttention;
+use crate::error::Result;
 use crate::linear::linear_flops;
-use crate::{SparseMultiHeadAttention, TransformerError};
 
 impl SparseMultiHeadAttention {
     /// Operations of the four projections for one position, forward: two per weight.
@@ -16,7 +17,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If there is no layout for this length.
-    pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
+    pub fn attention_flops(&self, seq: usize) -> Result<u64> {
         let pairs = self.kind().pairs(self, seq)?;
         Ok(2 * pairs * (self.d_k() + self.d_v) as u64 + self.kind().score_flops(seq))
     }

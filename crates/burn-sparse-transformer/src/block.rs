@@ -9,7 +9,7 @@ use burn_sparse_select::Selection;
 use crate::block_shard::ShardOfBlock;
 use crate::content::{ContentAttention, ContentHeads};
 use crate::dropout::{Seeds, dropped};
-use crate::error::{ensure_above_zero, ensure_dropout, ensure_positive, or_panics};
+use crate::error::{Result, ensure_above_zero, ensure_dropout, ensure_positive, or_panics};
 use crate::feed_forward::{
     FeedForward, FeedForwardActivation, FeedForwardLinear, FeedForwardSparsity,
 };
@@ -19,7 +19,7 @@ use crate::shared_choice::ChoiceSharing;
 use crate::stream::{Projected, Stream};
 use crate::{
     BlockAttentionConfig, Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, TransformerError, init,
+    SparseMultiHeadAttentionConfig, init,
 };
 
 /// Configuration of [`SparseTransformerBlock`].
@@ -88,20 +88,18 @@ impl SparseTransformerBlockConfig {
         /// Creates the block, with parameters that are initialised on first use.
         ///
         /// Weights are drawn from `N(0, init_scale / √d_input)`, biases are 0 (Child et al., 2019, §6).
-        pub fn init(&self, device: &Device) -> SparseTransformerBlock = try_init;
-    }
+        pub fn init(&self, device: &Device) -> SparseTransformerBlock;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttentionConfig::init`]; also if `d_ff` or `n_layers` is 0, `dropout` is
-    /// outside `[0, 1)`, `layer_norm_eps` or `init_scale` is not positive, `feed_forward_sparsity` gives no layout for
-    /// `d_model` and `d_ff`, or there is `rope_theta`, but
-    /// no `context`.
-    pub fn try_init(&self, device: &Device) -> Result<SparseTransformerBlock, TransformerError> {
-        self.validate()?;
-        let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads()?, self.block_size)?;
-        self.init_with(layouts, device)
+        /// # Errors
+        /// As [`SparseMultiHeadAttentionConfig::init`]; also if `d_ff` or `n_layers` is 0, `dropout` is
+        /// outside `[0, 1)`, `layer_norm_eps` or `init_scale` is not positive, `feed_forward_sparsity` gives no layout for
+        /// `d_model` and `d_ff`, or there is `rope_theta`, but
+        /// no `context`.
+        pub fn try_init {
+            self.validate()?;
+            let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads()?, self.block_size)?;
+            self.init_with(layouts, device)
+        }
     }
 
     /// [`Self::init`] with layouts that other blocks may share.
@@ -109,7 +107,7 @@ impl SparseTransformerBlockConfig {
         &self,
         layouts: Layouts,
         device: &Device,
-    ) -> Result<SparseTransformerBlock, TransformerError> {
+    ) -> Result<SparseTransformerBlock> {
         self.validate()?;
         let residual_scale = self.init_scale / ((2 * self.n_layers) as f64).sqrt();
         let norm = LayerNormConfig::new(self.d_model).with_epsilon(self.layer_norm_eps);
@@ -136,7 +134,7 @@ impl SparseTransformerBlockConfig {
         matrix: u64,
         scale: f64,
         device: &Device,
-    ) -> Result<FeedForwardLinear, TransformerError> {
+    ) -> Result<FeedForwardLinear> {
         let mut shape = [self.d_model, self.d_ff()];
         if matrix == 1 {
             shape.reverse();
@@ -157,7 +155,7 @@ impl SparseTransformerBlockConfig {
         layouts: Layouts,
         residual_scale: f64,
         device: &Device,
-    ) -> Result<SparseMultiHeadAttention, TransformerError> {
+    ) -> Result<SparseMultiHeadAttention> {
         let mut mha = self.mha()?.init_with(layouts, device)?;
         for projection in [&mut mha.query, &mut mha.key, &mut mha.value] {
             let [d_input, d_output] = projection.weight.lazy_shape().dims();
@@ -173,7 +171,7 @@ impl SparseTransformerBlockConfig {
         Ok(mha)
     }
 
-    fn mha(&self) -> Result<SparseMultiHeadAttentionConfig, TransformerError> {
+    fn mha(&self) -> Result<SparseMultiHeadAttentionConfig> {
         let (d_model, pattern) = (self.d_model, self.pattern.clone());
         let mha = SparseMultiHeadAttentionConfig::new(d_model, self.n_heads, pattern)
             .with_selection(self.selection.clone())
@@ -194,7 +192,7 @@ impl SparseTransformerBlockConfig {
     }
 
     /// Of heads that are not the pattern's.
-    fn content(&self) -> Result<Option<ContentAttention>, TransformerError> {
+    fn content(&self) -> Result<Option<ContentAttention>> {
         match (&self.content, self.context) {
             (Some(_), _) if self.local_heads == Some(self.n_heads) => Ok(None),
             (Some(content), Some(context)) => content.clone().for_context(context).map(Some),
@@ -202,7 +200,7 @@ impl SparseTransformerBlockConfig {
         }
     }
 
-    pub(crate) fn pattern_heads(&self) -> Result<usize, TransformerError> {
+    pub(crate) fn pattern_heads(&self) -> Result<usize> {
         Ok(self.mha()?.pattern_heads())
     }
 
@@ -210,7 +208,7 @@ impl SparseTransformerBlockConfig {
         self.d_ff.unwrap_or(self.d_model.saturating_mul(4))
     }
 
-    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+    pub(crate) fn validate(&self) -> Result<()> {
         self.mha()?.validate()?;
         ensure_positive("d_ff", self.d_ff())?;
         ensure_positive("n_layers", self.n_layers)?;
@@ -257,20 +255,18 @@ impl SparseTransformerBlock {
         ///
         /// # Shapes
         /// - input and output: `[batch, seq, d_model]`
-        pub fn forward(&self, x: Tensor<3>) -> Tensor<3> = try_forward;
-    }
+        pub fn forward(&self, x: Tensor<3>) -> Tensor<3>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If the shape does not fit, or the pattern has no layout for `seq`.
-    pub fn try_forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
-        let pass = self.pass(x.is_autodiff());
-        self.step(Stream::new(x), pass)?.finish()
+        /// # Errors
+        /// If the shape does not fit, or the pattern has no layout for `seq`.
+        pub fn try_forward {
+            let pass = self.pass(x.is_autodiff());
+            self.step(Stream::new(x), pass)?.finish()
+        }
     }
 
     /// [`Self::forward`] on a stream that may have a branch pending, with `pass` in place of the block's own.
-    pub(crate) fn step(&self, stream: Stream, mut pass: Pass) -> Result<Stream, TransformerError> {
+    pub(crate) fn step(&self, stream: Stream, mut pass: Pass) -> Result<Stream> {
         let results = std::mem::take(&mut pass.results);
         let (seed, shard) = (pass.seed, pass.shard.take());
         let attend = |mut input: SparseMhaInput| {
@@ -291,14 +287,14 @@ impl SparseTransformerBlock {
         /// - input and output: `[batch, new, d_model]`
         pub fn forward_cache(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3>;
 
-        pub fn try_forward_cache = self.cached(Stream::new(x), cache, false)?.finish();
+        pub fn try_forward_cache { self.cached(Stream::new(x), cache, false)?.finish() }
     }
 
     or_panics! {
         /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
         pub fn forward_cache_last(&self, x: Tensor<3>, cache: &mut SparseMhaCache) -> Tensor<3>;
 
-        pub fn try_forward_cache_last = self.cached(Stream::new(x), cache, true)?.finish();
+        pub fn try_forward_cache_last { self.cached(Stream::new(x), cache, true)?.finish() }
     }
 
     pub(crate) fn cached(
@@ -306,10 +302,10 @@ impl SparseTransformerBlock {
         stream: Stream,
         cache: &mut SparseMhaCache,
         last: bool,
-    ) -> Result<Stream, TransformerError> {
+    ) -> Result<Stream> {
         let pass = self.pass(stream.x().is_autodiff());
-        let attend = |input| self.mha.forward_cache_projected(input, cache, last);
-        self.residual(stream, attend, pass)
+        let mut seen = |input| self.mha.cached_context(input, cache, last);
+        self.residual(stream, |input| self.mha.project_seen(seen(input)?), pass)
     }
 
     or_panics! {
@@ -318,26 +314,21 @@ impl SparseTransformerBlock {
         /// # Shapes
         /// - input and output: `[1, total, d_model]`
         /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`]
-        pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3> = try_forward_packed;
-    }
+        pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3>;
 
-    /// [`Self::forward_packed`] that returns its error.
-    pub fn try_forward_packed(
-        &self,
-        x: Tensor<3>,
-        cu_seqlens: &[usize],
-    ) -> Result<Tensor<3>, TransformerError> {
-        let pass = self.pass(x.is_autodiff());
-        let attend = |input| self.mha.forward_packed_projected(input, cu_seqlens);
-        self.residual(Stream::new(x), attend, pass)?.finish()
+        pub fn try_forward_packed {
+            let pass = self.pass(x.is_autodiff());
+            let attend = |input| self.mha.project_seen(self.mha.packed_context(input, cu_seqlens)?);
+            self.residual(Stream::new(x), attend, pass)?.finish()
+        }
     }
 
     pub(crate) fn residual(
         &self,
         mut stream: Stream,
-        attend: impl FnOnce(SparseMhaInput) -> Result<Projected, TransformerError>,
+        attend: impl FnOnce(SparseMhaInput) -> Result<Projected>,
         pass: Pass,
-    ) -> Result<Stream, TransformerError> {
+    ) -> Result<Stream> {
         let choice = stream.choice.take();
         let (stream, normed) = self.norm(stream, &self.norm_1)?;
         let mut input = SparseMhaInput::self_attn(normed);
@@ -350,11 +341,7 @@ impl SparseTransformerBlock {
         stream.push(branch, pass.branch(1))
     }
 
-    fn norm(
-        &self,
-        stream: Stream,
-        norm: &LayerNorm,
-    ) -> Result<(Stream, Tensor<3>), TransformerError> {
+    fn norm(&self, stream: Stream, norm: &LayerNorm) -> Result<(Stream, Tensor<3>)> {
         let x = stream.x();
         self.mha.check_input("x", x)?;
         let dtype = self.precision.dtype(x.dtype());
@@ -370,12 +357,7 @@ impl SparseTransformerBlock {
     }
 
     pub(crate) fn pass_of(&self, seed: Seed) -> Pass {
-        Pass {
-            seed: Some(seed),
-            weights: self.mha.training_dropout(|| seed),
-            branches: dropped(&self.dropout).map(|probability| (probability, seed)),
-            ..Pass::default()
-        }
+        Pass::new(&self.mha, &self.dropout, seed)
     }
 
     /// Operations of the matrix products outside attention for one position, forward.
@@ -403,8 +385,18 @@ pub(crate) struct Pass {
 }
 
 impl Pass {
+    /// One of training, of a layer with this attention and this dropout of its branches.
+    pub(crate) fn new(mha: &SparseMultiHeadAttention, branches: &Dropout, seed: Seed) -> Self {
+        Self {
+            seed: Some(seed),
+            weights: mha.training_dropout(|| seed),
+            branches: dropped(branches).map(|probability| (probability, seed)),
+            ..Self::default()
+        }
+    }
+
     /// Of the branch of the attention (0) or of the feed-forward network (1).
-    fn branch(&self, site: u32) -> Option<ElementDropout> {
+    pub(crate) fn branch(&self, site: u32) -> Option<ElementDropout> {
         (self.branches).map(|(probability, seed)| {
             ElementDropout::new(probability, seed, site).with_first_row(self.first_row)
         })

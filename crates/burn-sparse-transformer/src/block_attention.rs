@@ -1,8 +1,8 @@
 use burn::config::Config;
 use burn::nn::RotaryEncodingConfig;
 
-use crate::error::ensure;
-use crate::{QkNorm, SparseMultiHeadAttentionConfig, TransformerError};
+use crate::error::{Result, ensure};
+use crate::{QkNorm, SparseMultiHeadAttentionConfig};
 
 /// Options of the attention of a [`SparseTransformerBlock`](crate::SparseTransformerBlock), or of all blocks of a
 /// [`SparseTransformer`](crate::SparseTransformer), that the paper's does not have. Everything is off by default.
@@ -56,10 +56,9 @@ impl BlockAttentionConfig {
         &self,
         config: SparseMultiHeadAttentionConfig,
         context: Option<usize>,
-    ) -> Result<SparseMultiHeadAttentionConfig, TransformerError> {
-        let expected = || "given with rope_theta".into();
+    ) -> Result<SparseMultiHeadAttentionConfig> {
         let known = self.rope_theta.is_none() || context.is_some();
-        ensure(known, "context", expected, "none")?;
+        ensure! { known => "context", "given with rope_theta", "none"; }
         // No heads are an error of the attention's.
         let d_k = (config.d_key.unwrap_or(config.d_model)).checked_div(config.n_heads);
         let rope = self.rope_theta.zip(context).map(|(theta, context)| {

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use burn_blocksparse::SequenceShard;
 
 use crate::call::Call;
+use crate::error::Result;
 use crate::heads::Positions;
 use crate::stream::Projected;
-use crate::{SparseMhaInput, SparseMultiHeadAttention, TransformerError};
+use crate::{SparseMhaInput, SparseMultiHeadAttention};
 
 /// What one block needs of a shard.
 #[derive(Clone, Debug)]
@@ -22,7 +23,7 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
         ShardOfBlock { shard, positions }: &ShardOfBlock,
-    ) -> Result<Projected, TransformerError> {
+    ) -> Result<Projected> {
         let call = Call::at(&input, positions.clone())?;
         let (query, key, value) = self.project(input, &call)?;
         let [key, value] = shard.gather(key, value)?;

@@ -1,7 +1,7 @@
 use burn::tensor::Tensor;
 
 use crate::TransformerError;
-use crate::error::ensure;
+use crate::error::{Result, ensure};
 use crate::nsa::BranchCaches;
 
 /// Initial capacity of a buffer, in positions.
@@ -92,25 +92,14 @@ impl SparseMhaCache {
     }
 
     /// The length after `new` more positions of keys `[batch, kv_heads, _, width]`, if they fit.
-    pub(crate) fn check(
-        &self,
-        [batch, kv_heads, width]: [usize; 3],
-        new: usize,
-    ) -> Result<usize, TransformerError> {
+    pub(crate) fn check(&self, [batch, kv_heads, width]: [usize; 3], new: usize) -> Result<usize> {
         if let Some([key, _]) = &self.buffers {
             let [cached, cached_heads, _, cached_width] = key.dims();
-            ensure(
-                batch == cached,
-                "batch",
-                || format!("{cached}, the cache's"),
-                batch,
-            )?;
-            ensure(
-                (kv_heads, width) == (cached_heads, cached_width),
-                "cache",
-                || format!("of {kv_heads} heads {width} wide, the module's"),
-                format!("{cached_heads} heads {cached_width} wide"),
-            )?;
+            ensure! {
+                batch == cached => "batch", format!("{cached}, the cache's"), batch;
+                (kv_heads, width) == (cached_heads, cached_width) =>
+                    "cache", format!("of {kv_heads} heads {width} wide, the module's"), format!("{cached_heads} heads {cached_width} wide");
+            }
         }
         let total = self.len + new;
         match self.context {
@@ -201,11 +190,11 @@ impl SparseTransformerCache {
         &mut self,
         blocks: usize,
         new: usize,
-        run: impl FnOnce(usize, &mut [SparseMhaCache]) -> Result<T, TransformerError>,
-    ) -> Result<T, TransformerError> {
+        run: impl FnOnce(usize, &mut [SparseMhaCache]) -> Result<T>,
+    ) -> Result<T> {
         let (own, start) = (self.blocks.len(), self.position);
-        let expected = || format!("of {blocks} blocks, the model's");
-        ensure(own == blocks, "cache", expected, format!("{own} blocks"))?;
+        ensure! { own == blocks =>
+            "cache", format!("of {blocks} blocks, the model's"), format!("{own} blocks"); }
         let result = run(start, &mut self.blocks);
         match &result {
             Ok(_) => self.position += new,

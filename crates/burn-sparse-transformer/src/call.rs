@@ -3,11 +3,12 @@
 use burn::tensor::{Bool, DType, Tensor};
 use burn_blocksparse::Dropout as WeightDropout;
 
+use crate::error::Result;
 use crate::heads::Positions;
 use crate::input::PaddedBatch;
 use crate::results::Results;
 use crate::shared_choice::SharedChoice;
-use crate::{Seed, SparseMhaInput, TransformerError};
+use crate::{Seed, SparseMhaInput};
 
 /// What a call computes, decided before it.
 pub(crate) struct Call {
@@ -43,10 +44,7 @@ impl Call {
     }
 
     /// One whose queries and keys are the same rows, at these positions.
-    pub(crate) fn at(
-        input: &SparseMhaInput,
-        positions: Positions,
-    ) -> Result<Self, TransformerError> {
+    pub(crate) fn at(input: &SparseMhaInput, positions: Positions) -> Result<Self> {
         Ok(Self {
             query: positions.clone(),
             key: positions,
@@ -55,25 +53,20 @@ impl Call {
     }
 
     /// One whose positions count from 0.
-    pub(crate) fn new(
-        input: &SparseMhaInput,
-        padded: Option<PaddedBatch>,
-    ) -> Result<Self, TransformerError> {
+    pub(crate) fn new(input: &SparseMhaInput, padded: Option<PaddedBatch>) -> Result<Self> {
         let device = input.query.device();
         let padding = match padded {
             Some(padded) => padded.queries_mask(&device)?,
             None => None,
         };
         Ok(Self {
-            query: Positions::From(0),
-            key: Positions::From(0),
             padding,
-            dtype: input.query.dtype(),
             bias: input.bias.clone(),
             dropout_seed: input.dropout_seed,
             dropout: input.dropout,
             results: input.results.clone(),
             choice: input.choice.clone(),
+            ..Self::of_heads(input.query.dtype())
         })
     }
 }

@@ -3,6 +3,7 @@
 use burn_sparse_select::token_sparse_attention;
 
 use crate::call::{Call, Seen};
+use crate::error::Result;
 use crate::kind::Heads;
 use crate::shared_choice::{ChoiceSharing, Chosen, SharedChoice};
 use crate::{SparseMultiHeadAttention, TransformerError};
@@ -14,7 +15,7 @@ impl SharedChoice {
         mha: &SparseMultiHeadAttention,
         heads: Heads,
         call: &Call,
-    ) -> Result<Seen, TransformerError> {
+    ) -> Result<Seen> {
         let heads = match &self.0 {
             Chosen::Layout(layout) => mha.attend(heads, layout, call)?,
             Chosen::Blocks(selection, lists) => {
@@ -39,15 +40,11 @@ impl SharedChoice {
 
 impl Call {
     /// What heads of a layer see that takes the choice of an earlier one, and hands it on.
-    pub(crate) fn taken_by(
-        &self,
-        mha: &SparseMultiHeadAttention,
-        heads: Heads,
-    ) -> Result<Seen, TransformerError> {
+    pub(crate) fn taken_by(&self, mha: &SparseMultiHeadAttention, heads: Heads) -> Result<Seen> {
         self.taken()?.clone().attend(mha, heads, self)
     }
 
-    pub(crate) fn taken(&self) -> Result<&SharedChoice, TransformerError> {
+    pub(crate) fn taken(&self) -> Result<&SharedChoice> {
         let expected = "that of an earlier layer, for one that takes it";
         let choice = self.choice.as_ref();
         choice.ok_or_else(|| TransformerError::argument("choice", expected, "none"))

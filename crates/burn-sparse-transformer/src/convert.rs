@@ -1,12 +1,11 @@
 //! From burn-nn's modules to these: the same weights, a pattern in place of masks.
 
-use burn::nn::Linear;
 use burn::nn::attention::MultiHeadAttention;
 use burn_blocksparse::Pattern;
 
-use crate::error::ensure_shape;
+use crate::error::{Result, ensure_shape};
 use crate::layouts::Layouts;
-use crate::{SparseMultiHeadAttention, SparseMultiHeadAttentionConfig, TransformerError};
+use crate::{SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
 
 impl SparseMultiHeadAttention {
     /// burn-nn's attention with a pattern: the parameters of `mha`, shared and under their identities, so that an optimizer's state
@@ -30,16 +29,13 @@ impl SparseMultiHeadAttention {
         mha: &MultiHeadAttention,
         pattern: Pattern,
         block_size: usize,
-    ) -> Result<Self, TransformerError> {
+    ) -> Result<Self> {
         let layouts = Layouts::new(pattern, mha.n_heads, block_size)?;
         Self::from_dense_with(mha, layouts)
     }
 
     /// [`Self::from_dense`] with layouts that other layers may share.
-    pub(crate) fn from_dense_with(
-        mha: &MultiHeadAttention,
-        layouts: Layouts,
-    ) -> Result<Self, TransformerError> {
+    pub(crate) fn from_dense_with(mha: &MultiHeadAttention, layouts: Layouts) -> Result<Self> {
         let d_model = mha.d_model;
         for (name, linear) in [
             ("query", &mha.query),
@@ -48,7 +44,8 @@ impl SparseMultiHeadAttention {
             ("output", &mha.output),
         ] {
             let expected = [Some(d_model); 2];
-            ensure_shape(name, weight_dims(linear), expected, ["d_model"; 2])?;
+            let dims = linear.weight.lazy_shape().dims();
+            ensure_shape(name, dims, expected, ["d_model"; 2])?;
         }
         let pattern = layouts.pattern().clone();
         let config = SparseMultiHeadAttentionConfig::new(d_model, mha.n_heads, pattern)
@@ -68,11 +65,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If the pattern does not fit the heads, the block size or the module's selection.
-    pub fn with_pattern(
-        self,
-        pattern: Pattern,
-        block_size: usize,
-    ) -> Result<Self, TransformerError> {
+    pub fn with_pattern(self, pattern: Pattern, block_size: usize) -> Result<Self> {
         self.kind().check_pattern(&pattern)?;
         let layouts = Layouts::new(pattern, self.pattern_heads(), block_size)?;
         Ok(self.with_layouts(layouts))
@@ -82,8 +75,4 @@ impl SparseMultiHeadAttention {
         self.layouts = layouts;
         self
     }
-}
-
-fn weight_dims(linear: &Linear) -> [usize; 2] {
-    linear.weight.lazy_shape().dims()
 }

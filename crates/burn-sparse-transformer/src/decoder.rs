@@ -6,13 +6,14 @@ use burn::module::Module;
 use burn::tensor::{Int, Tensor};
 
 use crate::block::Pass;
+use crate::error::Result;
 use crate::stream::Stream;
-use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
+use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer};
 
 /// Callback by which a [`Decoder`] runs each layer's attention: the layer's number, its attention and what it reads, `[batch, seq, d_model]`, give what its heads see,
 /// `[batch, heads, seq, d_v]`.
-pub type Attend<'a> = dyn FnMut(usize, &SparseMultiHeadAttention, Tensor<3>) -> Result<Tensor<4>, TransformerError>
-    + 'a;
+pub type Attend<'a> =
+    dyn FnMut(usize, &SparseMultiHeadAttention, Tensor<3>) -> Result<Tensor<4>> + 'a;
 
 /// A model that says where its attention stands and leaves it to the caller: dense, from a cache, or from the pages of `burn-paged-attention`, which needs no
 /// more of a model to decode, evict and write texts with it.
@@ -82,10 +83,10 @@ pub trait Decoder: Module {
         tokens: Tensor<2, Int>,
         positions: &Positions,
         attend: &mut Attend,
-    ) -> Result<Tensor<3>, TransformerError>;
+    ) -> Result<Tensor<3>>;
 
     /// Logits `[batch, seq, vocab_size]` of some rows of what [`Self::hidden`] gives.
-    fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>, TransformerError>;
+    fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>>;
 
     /// Size of the vocabulary.
     fn vocab_size(&self) -> usize;
@@ -106,7 +107,7 @@ impl Decoder for SparseTransformer {
         tokens: Tensor<2, Int>,
         positions: &Positions,
         attend: &mut Attend,
-    ) -> Result<Tensor<3>, TransformerError> {
+    ) -> Result<Tensor<3>> {
         let mut stream = Stream::new(self.embed_at(tokens, positions)?);
         for (layer, block) in self.blocks.iter().enumerate() {
             let attend = |input: SparseMhaInput| {
@@ -118,7 +119,7 @@ impl Decoder for SparseTransformer {
         stream.finish()
     }
 
-    fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+    fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>> {
         self.head_logits(Stream::new(hidden))
     }
 

@@ -4,13 +4,12 @@ use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig};
 use burn::tensor::{Bool, Device, Tensor};
 use burn_blocksparse::Pattern;
 
-use crate::error::{ensure, ensure_above_zero, ensure_dropout, ensure_positive, or_panics};
+use crate::error::{Result, ensure, ensure_above_zero, ensure_dropout, ensure_positive, or_panics};
 use crate::input::Padding;
 use crate::layouts::Layouts;
 use crate::stream::Stream;
 use crate::{
     Precision, SparseMhaCache, SparseMultiHeadAttentionConfig, SparseTransformerEncoderLayer,
-    TransformerError,
 };
 
 /// Configuration of [`SparseTransformerEncoder`].
@@ -29,24 +28,22 @@ pub struct SparseTransformerEncoderConfig {
 impl SparseTransformerEncoderConfig {
     or_panics! {
         /// Creates the module, initialised as burn-nn's.
-        pub fn init(&self, device: &Device) -> SparseTransformerEncoder = try_init;
-    }
+        pub fn init(&self, device: &Device) -> SparseTransformerEncoder;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseTransformerEncoder::from_dense`]; also if a size is 0 or the heads do not divide the width, `dropout` is outside
-    /// `[0, 1)`, or `layer_norm_eps` is not positive.
-    pub fn try_init(&self, device: &Device) -> Result<SparseTransformerEncoder, TransformerError> {
-        let encoder = &self.encoder;
-        let (d_model, n_heads) = (encoder.d_model, encoder.n_heads);
-        SparseMultiHeadAttentionConfig::new(d_model, n_heads, self.pattern.clone()).validate()?;
-        ensure_positive("d_ff", encoder.d_ff)?;
-        let (dropout, epsilon) = (encoder.dropout, encoder.layer_norm_eps);
-        ensure_dropout(dropout)?;
-        ensure_above_zero("layer_norm_eps", epsilon)?;
-        let dense = encoder.init(device);
-        SparseTransformerEncoder::from_dense(&dense, self.pattern.clone(), self.block_size)
+        /// # Errors
+        /// As [`SparseTransformerEncoder::from_dense`]; also if a size is 0 or the heads do not divide the width, `dropout` is outside
+        /// `[0, 1)`, or `layer_norm_eps` is not positive.
+        pub fn try_init {
+            let encoder = &self.encoder;
+            let (d_model, n_heads) = (encoder.d_model, encoder.n_heads);
+            SparseMultiHeadAttentionConfig::new(d_model, n_heads, self.pattern.clone()).validate()?;
+            ensure_positive("d_ff", encoder.d_ff)?;
+            let (dropout, epsilon) = (encoder.dropout, encoder.layer_norm_eps);
+            ensure_dropout(dropout)?;
+            ensure_above_zero("layer_norm_eps", epsilon)?;
+            let dense = encoder.init(device);
+            SparseTransformerEncoder::from_dense(&dense, self.pattern.clone(), self.block_size)
+        }
     }
 }
 
@@ -104,7 +101,7 @@ impl SparseTransformerEncoder {
         encoder: &TransformerEncoder,
         pattern: Pattern,
         block_size: usize,
-    ) -> Result<Self, TransformerError> {
+    ) -> Result<Self> {
         ensure_positive("n_layers", encoder.layers.len())?;
         let layouts = Layouts::new(pattern, encoder.n_heads, block_size)?;
         let layers = encoder.layers.iter();
@@ -119,8 +116,8 @@ impl SparseTransformerEncoder {
     /// norms' statistics stay what they are.
     ///
     /// # Errors
-    /// [`TransformerError::Precision`] if the parameters' device does not compute in it.
-    pub fn with_precision(mut self, precision: Precision) -> Result<Self, TransformerError> {
+    /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the parameters' device does not compute in it.
+    pub fn with_precision(mut self, precision: Precision) -> Result<Self> {
         for layer in &mut self.layers {
             precision.check(&layer.norm_1.gamma.device())?;
             layer.set_precision(precision);
@@ -132,11 +129,7 @@ impl SparseTransformerEncoder {
     ///
     /// # Errors
     /// If the pattern does not fit the heads and the block size.
-    pub fn with_pattern(
-        mut self,
-        pattern: Pattern,
-        block_size: usize,
-    ) -> Result<Self, TransformerError> {
+    pub fn with_pattern(mut self, pattern: Pattern, block_size: usize) -> Result<Self> {
         let n_heads = self.layers.first().map_or(1, |layer| layer.mha.n_heads());
         let layouts = Layouts::new(pattern, n_heads, block_size)?;
         for layer in &mut self.layers {
@@ -150,26 +143,21 @@ impl SparseTransformerEncoder {
         ///
         /// # Shapes
         /// - input and output: `[batch, seq, d_model]`
-        pub fn forward(&self, input: SparseTransformerEncoderInput) -> Tensor<3> = try_forward;
-    }
+        pub fn forward(&self, input: SparseTransformerEncoderInput) -> Tensor<3>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttention::try_forward`](crate::SparseMultiHeadAttention::forward).
-    pub fn try_forward(
-        &self,
-        input: SparseTransformerEncoderInput,
-    ) -> Result<Tensor<3>, TransformerError> {
-        let mut stream = Stream::new(input.tensor);
-        let padding = input.padding.map(Padding::read);
-        for layer in &self.layers {
-            stream = layer.residual(stream, |mut input| {
-                input.padding = padding.clone();
-                layer.mha.forward_projected(input)
-            })?;
+        /// # Errors
+        /// As [`SparseMultiHeadAttention::try_forward`](crate::SparseMultiHeadAttention::forward).
+        pub fn try_forward {
+            let mut stream = Stream::new(input.tensor);
+            let padding = input.padding.map(Padding::read);
+            for layer in &self.layers {
+                stream = layer.residual(stream, |mut input| {
+                    input.padding = padding.clone();
+                    layer.mha.forward_projected(input)
+                })?;
+            }
+            stream.finish()
         }
-        stream.finish()
     }
 
     or_panics! {
@@ -178,24 +166,18 @@ impl SparseTransformerEncoder {
         /// # Shapes
         /// - `x` and output: `[1, total, d_model]`
         /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`](crate::SparseMultiHeadAttention::forward_packed)
-        pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3> = try_forward_packed;
-    }
+        pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3>;
 
-    /// [`Self::forward_packed`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`SparseMultiHeadAttention::try_forward_packed`](crate::SparseMultiHeadAttention::forward_packed).
-    pub fn try_forward_packed(
-        &self,
-        x: Tensor<3>,
-        cu_seqlens: &[usize],
-    ) -> Result<Tensor<3>, TransformerError> {
-        let stream = (self.layers.iter()).try_fold(Stream::new(x), |stream, layer| {
-            layer.residual(stream, |input| {
-                layer.mha.forward_packed_projected(input, cu_seqlens)
-            })
-        });
-        stream?.finish()
+        /// # Errors
+        /// As [`SparseMultiHeadAttention::try_forward_packed`](crate::SparseMultiHeadAttention::forward_packed).
+        pub fn try_forward_packed {
+            let stream = (self.layers.iter()).try_fold(Stream::new(x), |stream, layer| {
+                layer.residual(stream, |input| {
+                    layer.mha.project_seen(layer.mha.packed_context(input, cu_seqlens)?)
+                })
+            });
+            stream?.finish()
+        }
     }
 
     or_panics! {
@@ -207,34 +189,25 @@ impl SparseTransformerEncoder {
 
         /// # Errors
         /// As [`SparseMultiHeadAttention::try_forward_cache`](crate::SparseMultiHeadAttention::forward_cache); the caches are then as they were.
-        pub fn try_forward_cache = self.cached(x, caches, false);
+        pub fn try_forward_cache { self.cached(x, caches, false) }
     }
 
     or_panics! {
         /// [`Self::forward_cache`] for the last positions of a sequence, which may end anywhere.
         pub fn forward_cache_last(&self, x: Tensor<3>, caches: &mut [SparseMhaCache]) -> Tensor<3>;
 
-        pub fn try_forward_cache_last = self.cached(x, caches, true);
+        pub fn try_forward_cache_last { self.cached(x, caches, true) }
     }
 
-    fn cached(
-        &self,
-        x: Tensor<3>,
-        caches: &mut [SparseMhaCache],
-        last: bool,
-    ) -> Result<Tensor<3>, TransformerError> {
-        ensure(
-            caches.len() == self.layers.len(),
-            "caches",
-            || format!("{}, one for each layer", self.layers.len()),
-            caches.len(),
-        )?;
+    fn cached(&self, x: Tensor<3>, caches: &mut [SparseMhaCache], last: bool) -> Result<Tensor<3>> {
+        ensure! { caches.len() == self.layers.len() =>
+            "caches", format!("{}, one for each layer", self.layers.len()), caches.len(); }
         let before: Vec<usize> = caches.iter().map(SparseMhaCache::len).collect();
         let mut layers = self.layers.iter().zip(caches.iter_mut());
         let result = layers
             .try_fold(Stream::new(x), |stream, (layer, cache)| {
                 layer.residual(stream, |input| {
-                    layer.mha.forward_cache_projected(input, cache, last)
+                    (layer.mha).project_seen(layer.mha.cached_context(input, cache, last)?)
                 })
             })
             .and_then(Stream::finish);

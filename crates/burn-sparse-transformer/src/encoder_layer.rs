@@ -5,16 +5,16 @@ use burn::nn::activation::Activation as DenseActivation;
 use burn::nn::transformer::{PositionWiseFeedForward, TransformerEncoderLayer};
 use burn::nn::{Dropout, LayerNorm, Linear};
 use burn::tensor::Tensor;
-use burn_blocksparse::{Dropout as WeightDropout, Seed};
 use burn_fused_ops::{
     Activation, ElementDropout, MlpOptions, MlpParams, bias_activation, dropout, mlp,
 };
 
+use crate::block::Pass;
 use crate::dropout::{Seeds, dropped};
-use crate::error::ensure;
+use crate::error::{Result, ensure};
 use crate::layouts::Layouts;
 use crate::stream::{Projected, Stream};
-use crate::{Precision, SparseMhaInput, SparseMultiHeadAttention, TransformerError};
+use crate::{Precision, SparseMhaInput, SparseMultiHeadAttention};
 
 /// A layer of [`SparseTransformerEncoder`](crate::SparseTransformerEncoder). As in burn-nn, `norm_2` is the attention's with `norm_first`, and
 /// the feed-forward network's without.
@@ -41,10 +41,7 @@ pub struct SparseTransformerEncoderLayer {
 }
 
 impl SparseTransformerEncoderLayer {
-    pub(crate) fn from_dense(
-        layer: &TransformerEncoderLayer,
-        layouts: Layouts,
-    ) -> Result<Self, TransformerError> {
+    pub(crate) fn from_dense(layer: &TransformerEncoderLayer, layouts: Layouts) -> Result<Self> {
         Ok(Self {
             mha: SparseMultiHeadAttention::from_dense_with(&layer.mha, layouts)?,
             pwff: layer.pwff.clone(),
@@ -66,11 +63,16 @@ impl SparseTransformerEncoderLayer {
     pub(crate) fn residual(
         &self,
         stream: Stream,
-        attend: impl FnOnce(SparseMhaInput) -> Result<Projected, TransformerError>,
-    ) -> Result<Stream, TransformerError> {
+        attend: impl FnOnce(SparseMhaInput) -> Result<Projected>,
+    ) -> Result<Stream> {
         let x = stream.x();
         self.mha.check_input("x", x)?;
-        let drops = self.drops(x.is_autodiff());
+        let seed = x.is_autodiff().then(|| self.seeds.next());
+        let drops = seed.map_or_else(Pass::default, |seed| {
+            Pass::new(&self.mha, &self.dropout, seed)
+        });
+        let inner = seed.zip(dropped(&self.pwff.dropout));
+        let inner = inner.map(|(seed, of)| ElementDropout::new(of, seed, INNER));
         let attend = |x: Tensor<3>| {
             let mut input = SparseMhaInput::self_attn(x);
             input.dropout = drops.weights;
@@ -83,29 +85,25 @@ impl SparseTransformerEncoderLayer {
             let (stream, normed) = stream.norm(&self.norm_2, second, dtype)?;
             let stream = stream.push(attend(normed)?, drops.branch(ATTENTION))?;
             let (stream, normed) = stream.norm(&self.norm_1, first, dtype)?;
-            let branch = self.feed_forward(normed, drops)?;
+            let branch = self.feed_forward(normed, inner)?;
             return stream.push(branch, drops.branch(FEED_FORWARD));
         }
         // What is normed is the stream from there on.
         let x = stream.finish()?;
         let stream = Stream::new(x.clone()).push(attend(x)?, drops.branch(ATTENTION))?;
         let (_, x) = stream.norm(&self.norm_1, first, own)?;
-        let branch = self.feed_forward(x.clone(), drops)?;
+        let branch = self.feed_forward(x.clone(), inner)?;
         let stream = Stream::new(x).push(branch, drops.branch(FEED_FORWARD))?;
         let (_, x) = stream.norm(&self.norm_2, second, own)?;
         Ok(Stream::new(x))
     }
 
-    /// The network without its last bias.
-    fn feed_forward(&self, x: Tensor<3>, drops: Drops) -> Result<Projected, TransformerError> {
-        let PositionWiseFeedForward {
-            linear_inner,
-            linear_outer,
-            activation,
-            ..
-        } = &self.pwff;
+    /// The network without its last bias; `drop` says what is dropped inside.
+    fn feed_forward(&self, x: Tensor<3>, drop: Option<ElementDropout>) -> Result<Projected> {
+        let (linear_inner, linear_outer) = (&self.pwff.linear_inner, &self.pwff.linear_outer);
+        let activation = &self.pwff.activation;
         let bias = |layer: &Linear| layer.bias.as_ref().map(|bias| bias.val());
-        let x = match (ours(activation), drops.inner) {
+        let x = match (ours(activation), drop) {
             (Some(activation), None) => {
                 let mut params =
                     MlpParams::new(linear_inner.weight.val(), linear_outer.weight.val());
@@ -130,39 +128,12 @@ impl SparseTransformerEncoderLayer {
         };
         Ok(Projected::new(x, bias(linear_outer)))
     }
-
-    /// What one more pass drops, if it is one of training.
-    fn drops(&self, training: bool) -> Drops {
-        if !training {
-            return Drops::default();
-        }
-        let seed = self.seeds.next();
-        Drops {
-            weights: self.mha.training_dropout(|| seed),
-            branches: dropped(&self.dropout).map(|probability| (probability, seed)),
-            inner: dropped(&self.pwff.dropout)
-                .map(|probability| ElementDropout::new(probability, seed, INNER)),
-        }
-    }
 }
 
 /// Sites of a layer's dropouts.
 const ATTENTION: u32 = 0;
 const FEED_FORWARD: u32 = 1;
 const INNER: u32 = 2;
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Drops {
-    weights: Option<WeightDropout>,
-    branches: Option<(f64, Seed)>,
-    inner: Option<ElementDropout>,
-}
-
-impl Drops {
-    fn branch(&self, site: u32) -> Option<ElementDropout> {
-        (self.branches).map(|(probability, seed)| ElementDropout::new(probability, seed, site))
-    }
-}
 
 /// The activation that does the same, if there is one.
 fn ours(activation: &DenseActivation) -> Option<Activation> {
@@ -176,18 +147,13 @@ fn ours(activation: &DenseActivation) -> Option<Activation> {
 }
 
 /// What a norm of burn-nn's adds to the variance. The field is private, but burn-nn prints it.
-fn epsilon(norm: &LayerNorm) -> Result<f64, TransformerError> {
+fn epsilon(norm: &LayerNorm) -> Result<f64> {
     let text = norm.to_string();
     let number = text.split_once("epsilon: ").and_then(|(_, rest)| {
         let end = rest.find([',', '\n', '}']).unwrap_or(rest.len());
         rest[..end].trim().parse().ok()
     });
-    ensure(
-        number.is_some(),
-        "a layer norm",
-        || "burn-nn's, which prints its epsilon".into(),
-        &text,
-    )?;
+    ensure! { number.is_some() => "a layer norm", "burn-nn's, which prints its epsilon", &text; }
     Ok(number.unwrap_or_default())
 }
 

@@ -4,6 +4,9 @@ use burn_blocksparse::{LayoutError, OpError};
 
 use crate::Precision;
 
+/// What most functions of this crate return.
+pub type Result<T, E = TransformerError> = std::result::Result<T, E>;
+
 /// Errors of configurations, inputs and caches.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
@@ -76,52 +79,33 @@ impl TransformerError {
     }
 }
 
-/// `Ok` if `valid`, otherwise the error that says what `argument` had to be.
-pub fn ensure(
-    valid: bool,
-    argument: &'static str,
-    expected: impl FnOnce() -> String,
-    got: impl ToString,
-) -> Result<(), TransformerError> {
-    match valid {
-        true => Ok(()),
-        false => Err(TransformerError::argument(argument, expected(), got)),
-    }
+/// Rows of what arguments must be, of this crate's error: see [`blocksparse::ensure`].
+macro_rules! ensure {
+    ($($rows:tt)+) => {
+        blocksparse::ensure! { $crate::TransformerError; $($rows)+ }
+    };
 }
+pub(crate) use ensure;
 
 /// Checks that an argument is absent: `expected` says so.
-pub fn ensure_none(
-    argument: &'static str,
-    given: bool,
-    expected: &str,
-) -> Result<(), TransformerError> {
-    ensure(!given, argument, || expected.to_string(), "some")
+pub fn ensure_none(argument: &'static str, given: bool, expected: &str) -> Result<()> {
+    ensure! { !given => argument, expected, "some"; }
+    Ok(())
 }
 
-pub(crate) fn ensure_dropout(dropout: f64) -> Result<(), TransformerError> {
-    ensure(
-        (0.0..1.0).contains(&dropout),
-        "dropout",
-        || "at least 0 and below 1".into(),
-        dropout,
-    )
+pub(crate) fn ensure_dropout(dropout: f64) -> Result<()> {
+    ensure! { (0.0..1.0).contains(&dropout) => "dropout", "at least 0 and below 1", dropout; }
+    Ok(())
 }
 
-pub(crate) fn ensure_above_zero(
-    argument: &'static str,
-    value: f64,
-) -> Result<(), TransformerError> {
-    let valid = value > 0.0 && value.is_finite();
-    ensure(valid, argument, || "positive and finite".into(), value)
+pub(crate) fn ensure_above_zero(argument: &'static str, value: f64) -> Result<()> {
+    ensure! { value > 0.0 && value.is_finite() => argument, "positive and finite", value; }
+    Ok(())
 }
 
-pub(crate) fn ensure_scores(
-    scale: Option<f64>,
-    softcap: Option<f64>,
-) -> Result<(), TransformerError> {
+pub(crate) fn ensure_scores(scale: Option<f64>, softcap: Option<f64>) -> Result<()> {
     let scale = scale.unwrap_or(1.0);
-    let finite = (scale as f32).is_finite();
-    ensure(finite, "scale", || "finite, as f32".into(), scale)?;
+    ensure! { (scale as f32).is_finite() => "scale", "finite, as f32", scale; }
     ensure_above_zero("softcap", softcap.unwrap_or(1.0))
 }
 
@@ -134,33 +118,24 @@ pub fn or_panic<T, E: fmt::Display>(result: Result<T, E>) -> T {
     }
 }
 
-/// The twin of a method that returns an error: `pub fn init(&self, device: &Device) -> Llama = try_init;` panics with its text.
+/// A method that panics with the text of its twin's error, and the twin with what is done.
 macro_rules! or_panics {
-    ($(#[$doc:meta])* pub fn $name:ident(&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty = $tried:ident;) => {
+    (
+        $(#[$doc:meta])* pub fn $name:ident $(<const $dims:ident: usize>)? (&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty;
+        $(#[$tried_doc:meta])* pub fn $tried:ident $body:block
+    ) => {
         $(#[$doc])*
         ///
         /// # Panics
         #[doc = concat!("With the text of [`Self::", stringify!($tried), "`]'s error.")]
         #[track_caller]
-        pub fn $name(&$self $(, $given: $kind)*) -> $made {
+        pub fn $name $(<const $dims: usize>)? (&$self $(, $given: $kind)*) -> $made {
             $crate::error::or_panic($self.$tried($($given),*))
-        }
-    };
-    // Both, where one line says what is done.
-    (
-        $(#[$doc:meta])* pub fn $name:ident(&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty;
-        $(#[$tried_doc:meta])* pub fn $tried:ident = $result:expr;
-    ) => {
-        $crate::error::or_panics! {
-            $(#[$doc])*
-            pub fn $name(&$self $(, $given: $kind)*) -> $made = $tried;
         }
 
         #[doc = concat!("[`Self::", stringify!($name), "`] that returns its error.\n")]
         $(#[$tried_doc])*
-        pub fn $tried(&$self $(, $given: $kind)*) -> Result<$made, $crate::TransformerError> {
-            $result
-        }
+        pub fn $tried $(<const $dims: usize>)? (&$self $(, $given: $kind)*) -> $crate::error::Result<$made> $body
     };
 }
 pub(crate) use or_panics;
@@ -169,14 +144,12 @@ pub(crate) use or_panics;
 const MAX_SIZE: usize = 1 << 30;
 
 /// A size that must be at least 1.
-pub fn ensure_positive(argument: &'static str, value: usize) -> Result<(), TransformerError> {
-    ensure(value > 0, argument, || "at least 1".into(), value)?;
-    ensure(
-        value <= MAX_SIZE,
-        argument,
-        || format!("at most {MAX_SIZE}"),
-        value,
-    )
+pub fn ensure_positive(argument: &'static str, value: usize) -> Result<()> {
+    ensure! {
+        value > 0 => argument, "at least 1", value;
+        value <= MAX_SIZE => argument, format!("at most {MAX_SIZE}"), value;
+    }
+    Ok(())
 }
 
 pub(crate) fn ensure_multiple(
@@ -184,13 +157,9 @@ pub(crate) fn ensure_multiple(
     value: usize,
     divisor_name: &str,
     divisor: usize,
-) -> Result<(), TransformerError> {
-    ensure(
-        value > 0 && divisor > 0 && value.is_multiple_of(divisor),
-        argument,
-        || format!("a positive multiple of {divisor_name} = {divisor}"),
-        value,
-    )?;
+) -> Result<()> {
+    let divides = value > 0 && divisor > 0 && value.is_multiple_of(divisor);
+    ensure! { divides => argument, format!("a positive multiple of {divisor_name} = {divisor}"), value; }
     ensure_positive(argument, value)
 }
 
@@ -200,17 +169,13 @@ pub fn ensure_shape<const D: usize>(
     dims: [usize; D],
     expected: [Option<usize>; D],
     names: [&'static str; D],
-) -> Result<(), TransformerError> {
+) -> Result<()> {
     let fits = dims
         .iter()
         .zip(&expected)
         .all(|(dim, expected)| expected.map_or(*dim > 0, |expected| *dim == expected));
-    ensure(
-        fits,
-        argument,
-        || describe(expected, names),
-        format!("{dims:?}"),
-    )
+    ensure! { fits => argument, describe(expected, names), format!("{dims:?}"); }
+    Ok(())
 }
 
 /// `[batch = 2, seq ≥ 1, d_model = 64]`.

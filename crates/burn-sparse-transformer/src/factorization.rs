@@ -3,7 +3,7 @@ use std::fmt;
 use burn_blocksparse::Pattern;
 use serde::{Deserialize, Serialize};
 
-use crate::TransformerError;
+use crate::error::{Result, ensure};
 
 /// Use of a factorisation of attention into `p` patterns (Child et al., 2019, §4.2).
 ///
@@ -42,20 +42,15 @@ impl Factorization {
     ///
     /// # Errors
     /// If there are no patterns.
-    pub fn pattern(&self, layer: usize) -> Result<Pattern, TransformerError> {
-        match self.patterns() {
-            [] => Err(TransformerError::argument(
-                "factorization",
-                "at least one pattern",
-                "none",
-            )),
-            [pattern] => Ok(pattern.clone()),
-            patterns => Ok(match self {
-                Self::Interleaved(_) => patterns[layer % patterns.len()].clone(),
-                Self::Merged(_) => Pattern::union(patterns.iter().cloned()),
-                Self::MultiHead(_) => Pattern::per_head(patterns.iter().cloned()),
-            }),
-        }
+    pub fn pattern(&self, layer: usize) -> Result<Pattern> {
+        let patterns = self.patterns();
+        ensure! { !patterns.is_empty() => "factorization", "at least one pattern", "none"; }
+        Ok(match self {
+            Self::Interleaved(_) => patterns[layer % patterns.len()].clone(),
+            _ if patterns.len() == 1 => patterns[0].clone(),
+            Self::Merged(_) => Pattern::union(patterns.iter().cloned()),
+            Self::MultiHead(_) => Pattern::per_head(patterns.iter().cloned()),
+        })
     }
 }
 

@@ -13,10 +13,10 @@ use burn_fused_ops::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::or_panics;
+use crate::Precision;
+use crate::error::{Result, or_panics};
 use crate::linear::{BlockSparseLinear, linear_flops};
 use crate::stream::Projected;
-use crate::{Precision, TransformerError};
 
 /// Retained blocks of feed-forward networks' weights: the same share of both, drawn with different seeds.
 ///
@@ -57,11 +57,7 @@ impl FeedForwardSparsity {
     }
 
     /// The layout of the inner (0) or the outer weight (1).
-    pub(crate) fn layout(
-        &self,
-        shape: [usize; 2],
-        matrix: u64,
-    ) -> Result<WeightLayout, TransformerError> {
+    pub(crate) fn layout(&self, shape: [usize; 2], matrix: u64) -> Result<WeightLayout> {
         let seed = self.seed.wrapping_add(matrix);
         Ok((self.pattern).layout(shape, self.block, self.density, seed)?)
     }
@@ -117,7 +113,7 @@ impl FeedForwardLinear {
     }
 
     /// `x · W`, without the bias, in `dtype`.
-    fn product(&self, x: Tensor<3>, dtype: FloatDType) -> Result<Tensor<3>, TransformerError> {
+    fn product(&self, x: Tensor<3>, dtype: FloatDType) -> Result<Tensor<3>> {
         match self {
             Self::Dense(layer) => {
                 let options = LinearOptions::default().dtype(dtype);
@@ -237,25 +233,19 @@ impl FeedForward {
         ///
         /// # Shapes
         /// - input and output: `[batch, seq, d_model]`
-        pub fn forward(&self, x: Tensor<3>) -> Tensor<3> = try_forward;
-    }
+        pub fn forward(&self, x: Tensor<3>) -> Tensor<3>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If the last axis is not `d_model`.
-    pub fn try_forward(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
-        let dtype = x.dtype();
-        let Projected { x, bias, .. } = self.forward_projected(x, false)?;
-        Ok(bias_activation(x, bias, Activation::None)?.cast(dtype))
+        /// # Errors
+        /// If the last axis is not `d_model`.
+        pub fn try_forward {
+            let dtype = x.dtype();
+            let Projected { x, bias, .. } = self.forward_projected(x, false)?;
+            Ok(bias_activation(x, bias, Activation::None)?.cast(dtype))
+        }
     }
 
     /// [`Self::forward`] without its last bias; with `recompute` the backward pass computes the first product again, if both layers are dense.
-    pub(crate) fn forward_projected(
-        &self,
-        x: Tensor<3>,
-        recompute: bool,
-    ) -> Result<Projected, TransformerError> {
+    pub(crate) fn forward_projected(&self, x: Tensor<3>, recompute: bool) -> Result<Projected> {
         let (inner, outer) = (&self.linear_inner, &self.linear_outer);
         let dtype = self.precision.dtype(x.dtype());
         let inner_bias = inner.bias().map(Param::val);

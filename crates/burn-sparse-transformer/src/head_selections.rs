@@ -10,7 +10,7 @@ use burn_sparse_select::{Selection, SelectionQuality};
 use serde::{Deserialize, Serialize};
 
 use crate::call::{Call, Seen};
-use crate::error::{ensure, ensure_none};
+use crate::error::{Result, ensure, ensure_none};
 use crate::kind::{AttentionKind, Heads};
 use crate::layouts::Request;
 use crate::selected::check_selection;
@@ -41,9 +41,9 @@ impl HeadSelections {
     ///
     /// # Errors
     /// If there is none.
-    pub fn new(choices: Vec<Option<Selection>>) -> Result<Self, TransformerError> {
+    pub fn new(choices: Vec<Option<Selection>>) -> Result<Self> {
         let count = choices.len();
-        ensure(count > 0, "choices", || "at least 1".into(), count)?;
+        ensure! { count > 0 => "choices", "at least 1", count; }
         Ok(Self(choices))
     }
 
@@ -93,12 +93,12 @@ impl fmt::Display for HeadSelections {
 impl FromStr for HeadSelections {
     type Err = TransformerError;
 
-    fn from_str(text: &str) -> Result<Self, TransformerError> {
+    fn from_str(text: &str) -> Result<Self> {
         let choices = text.split('/').map(|part| match part.trim() {
             PATTERN => Ok(None),
             part => Ok(Some(part.parse()?)),
         });
-        Self::new(choices.collect::<Result<_, TransformerError>>()?)
+        Self::new(choices.collect::<Result<_>>()?)
     }
 }
 
@@ -111,7 +111,7 @@ impl From<HeadSelections> for String {
 impl TryFrom<String> for HeadSelections {
     type Error = TransformerError;
 
-    fn try_from(text: String) -> Result<Self, TransformerError> {
+    fn try_from(text: String) -> Result<Self> {
         text.parse()
     }
 }
@@ -124,7 +124,7 @@ impl AttentionKind for HeadSelections {
         (query, key, value): Heads,
         request: &Request,
         call: &Call,
-    ) -> Result<Seen, TransformerError> {
+    ) -> Result<Seen> {
         let expected = "none where heads choose in different ways";
         ensure_none("bias", call.bias.is_some(), expected)?;
         let dropout = mha.options_of(&query, call).dropout.is_some();
@@ -158,16 +158,16 @@ impl AttentionKind for HeadSelections {
         true
     }
 
-    fn check_pattern(&self, _: &Pattern) -> Result<(), TransformerError> {
+    fn check_pattern(&self, _: &Pattern) -> Result<()> {
         self.ensure_replaceable()
     }
 
-    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
+    fn ensure_replaceable(&self) -> Result<()> {
         let expected = "none here: take it out by `with_head_selections(None)`";
         ensure_none("head_selections", true, expected)
     }
 
-    fn ensure_decodable(&self) -> Result<(), TransformerError> {
+    fn ensure_decodable(&self) -> Result<()> {
         self.ensure_replaceable()
     }
 
@@ -195,10 +195,7 @@ impl SparseMultiHeadAttention {
     /// # Errors
     /// If the pattern differs by head, a choice does not serve the pattern, or the module has a selection, heads that choose single keys by content, sinks,
     /// biases of distances, ALiBi or the quiet softmax.
-    pub fn with_head_selections(
-        mut self,
-        heads: Option<HeadSelections>,
-    ) -> Result<Self, TransformerError> {
+    pub fn with_head_selections(mut self, heads: Option<HeadSelections>) -> Result<Self> {
         if let Some(heads) = &heads {
             self.check_head_selections(heads)?;
         }
@@ -211,11 +208,11 @@ impl SparseMultiHeadAttention {
         self.head_selections.as_ref()
     }
 
-    fn check_head_selections(&self, heads: &HeadSelections) -> Result<(), TransformerError> {
+    fn check_head_selections(&self, heads: &HeadSelections) -> Result<()> {
         self.ensure_no_content()?;
         let by_head = self.pattern().is_by_head();
-        let expected = "one for all heads where heads choose in different ways";
-        ensure(!by_head, "pattern", || expected.into(), self.pattern())?;
+        ensure! { !by_head =>
+            "pattern", "one for all heads where heads choose in different ways", self.pattern(); }
         let expected = "none where heads choose in different ways";
         ensure_none("selection", self.selection.is_some(), expected)?;
         let sinks = self.sinks.is_some() || self.quiet_softmax;
@@ -236,7 +233,7 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
         heads: &HeadSelections,
-    ) -> Result<Vec<SelectionQuality>, TransformerError> {
+    ) -> Result<Vec<SelectionQuality>> {
         ensure_none("padding", input.padding.is_some(), "none")?;
         self.check_head_selections(heads)?;
         let (call, request) = self.prepare(&input, 0)?;
@@ -278,16 +275,17 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         layers: &[HeadSelections],
-    ) -> Result<Vec<Vec<SelectionQuality>>, TransformerError> {
+    ) -> Result<Vec<Vec<SelectionQuality>>> {
         self.ensure_layers(layers.len())?;
         self.quality_by_layer(tokens, |layer, mha, input| {
             mha.head_selection_quality(input, &layers[layer])
         })
     }
 
-    fn ensure_layers(&self, count: usize) -> Result<(), TransformerError> {
-        let expected = || format!("{}, the model's", self.blocks.len());
-        ensure(count == self.blocks.len(), "layers", expected, count)
+    fn ensure_layers(&self, count: usize) -> Result<()> {
+        ensure! { count == self.blocks.len() =>
+            "layers", format!("{}, the model's", self.blocks.len()), count; }
+        Ok(())
     }
 
     /// Sets how each head of each layer chooses its keys by content: an entry for each layer, `None` for one that leaves it to its pattern. The layers'
@@ -295,10 +293,7 @@ impl SparseTransformer {
     ///
     /// # Errors
     /// If there are not as many entries as layers, and as [`SparseMultiHeadAttention::with_head_selections`].
-    pub fn with_head_selections(
-        self,
-        layers: Vec<Option<HeadSelections>>,
-    ) -> Result<Self, TransformerError> {
+    pub fn with_head_selections(self, layers: Vec<Option<HeadSelections>>) -> Result<Self> {
         let mut model = self.with_selections(&[], 0)?;
         model.ensure_layers(layers.len())?;
         for (block, heads) in model.blocks.iter_mut().zip(layers) {

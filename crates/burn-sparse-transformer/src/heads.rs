@@ -13,7 +13,7 @@ use burn_fused_ops::{
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;
-use crate::error::{ensure, ensure_multiple};
+use crate::error::{Result, ensure, ensure_multiple};
 use crate::stream::layer_norm_params;
 
 /// Normalisation of every query and key head, before the rotation (Dehghani et al., 2023, §2).
@@ -93,7 +93,7 @@ impl Positions {
         }
     }
 
-    pub(crate) fn check(&self, rope: &RotaryEncoding, seq: usize) -> Result<(), TransformerError> {
+    pub(crate) fn check(&self, rope: &RotaryEncoding, seq: usize) -> Result<()> {
         let [context, ..] = rope.freq_complex.dims();
         let end = self.end(seq);
         let start = match self {
@@ -118,7 +118,7 @@ pub(crate) fn rotate(
     x: Tensor<4>,
     positions: &Positions,
     dtype: DType,
-) -> Result<Tensor<4>, TransformerError> {
+) -> Result<Tensor<4>> {
     turned(rope, x, positions, dtype, false)
 }
 
@@ -127,7 +127,7 @@ pub(crate) fn rotate_first(
     rope: &Option<RotaryEncoding>,
     x: Tensor<4>,
     positions: &Positions,
-) -> Result<Tensor<4>, TransformerError> {
+) -> Result<Tensor<4>> {
     let Some(rope) = rope else { return Ok(x) };
     let [.., width] = x.dims();
     let [_, turned, _] = rope.freq_complex.dims();
@@ -140,11 +140,7 @@ pub(crate) fn rotate_first(
 }
 
 /// The other way round: what was rotated at a position as if that were so much less.
-pub fn rotate_back(
-    rope: &RotaryEncoding,
-    x: Tensor<4>,
-    by: &Positions,
-) -> Result<Tensor<4>, TransformerError> {
+pub fn rotate_back(rope: &RotaryEncoding, x: Tensor<4>, by: &Positions) -> Result<Tensor<4>> {
     let dtype = x.dtype();
     turned(rope, x, by, dtype, true)
 }
@@ -155,7 +151,7 @@ fn turned(
     positions: &Positions,
     dtype: DType,
     back: bool,
-) -> Result<Tensor<4>, TransformerError> {
+) -> Result<Tensor<4>> {
     let table = rope.freq_complex.clone();
     let positions = places_in(&table, positions)?;
     Ok(rope_op(x, table, positions, dtype.into(), back)?)
@@ -167,7 +163,7 @@ pub(crate) fn rotate_both(
     [query, key]: [Tensor<4>; 2],
     positions: &Positions,
     dtype: DType,
-) -> Result<[Tensor<4>; 2], TransformerError> {
+) -> Result<[Tensor<4>; 2]> {
     if query.dtype() != key.dtype() {
         let query = rotate(rope, query, positions, dtype)?;
         return Ok([query, rotate(rope, key, positions, dtype)?]);
@@ -184,7 +180,7 @@ pub(crate) fn rotate_both(
     )?)
 }
 
-fn places_in(table: &Tensor<3>, positions: &Positions) -> Result<RopePositions, TransformerError> {
+fn places_in(table: &Tensor<3>, positions: &Positions) -> Result<RopePositions> {
     Ok(match positions {
         Positions::From(start) => RopePositions::From(*start),
         Positions::Documents(lengths) => RopePositions::Of(Box::new(of_documents(lengths, table)?)),
@@ -192,7 +188,7 @@ fn places_in(table: &Tensor<3>, positions: &Positions) -> Result<RopePositions, 
     })
 }
 
-fn of_documents(lengths: &[usize], table: &Tensor<3>) -> Result<Tensor<1, Int>, TransformerError> {
+fn of_documents(lengths: &[usize], table: &Tensor<3>) -> Result<Tensor<1, Int>> {
     ensure_not_capturing("positions in documents")?;
     let places: Vec<i64> = (lengths.iter()).flat_map(|&n| 0..n as i64).collect();
     let count = places.len();
@@ -207,7 +203,7 @@ pub(crate) fn rotate_apart(
     x: Tensor<4>,
     positions: &Positions,
     dtype: DType,
-) -> Result<Tensor<4>, TransformerError> {
+) -> Result<Tensor<4>> {
     let [batch, heads, seq, width] = x.dims();
     let table = rope.freq_complex.clone();
     // `[batch or 1, seq, width, 2]`: cosine and sine, for both channels of a pair.
@@ -239,27 +235,14 @@ pub(crate) fn rotate_apart(
 const MAX_POSITIONS: usize = 1 << 24;
 
 /// What would make `config` panic, or not fit heads of width `d_k`.
-pub(crate) fn validate_rope(
-    config: &RotaryEncodingConfig,
-    d_k: usize,
-) -> Result<(), TransformerError> {
-    ensure(
-        (1..=MAX_POSITIONS).contains(&config.max_sequence_length),
-        "rope.max_sequence_length",
-        || format!("between 1 and {MAX_POSITIONS}"),
-        config.max_sequence_length,
-    )?;
-    ensure(
-        config.d_model == d_k,
-        "rope.d_model",
-        || format!("{d_k}, the width of a query head"),
-        config.d_model,
-    )?;
+pub(crate) fn validate_rope(config: &RotaryEncodingConfig, d_k: usize) -> Result<()> {
+    ensure! {
+        (1..=MAX_POSITIONS).contains(&config.max_sequence_length) =>
+            "rope.max_sequence_length", format!("between 1 and {MAX_POSITIONS}"), config.max_sequence_length;
+        config.d_model == d_k => "rope.d_model", format!("{d_k}, the width of a query head"), config.d_model;
+    }
     ensure_multiple("rope.d_model", config.d_model, "the rotated pairs", 2)?;
-    ensure(
-        config.theta > 0.0 && config.theta.is_finite(),
-        "rope.theta",
-        || "positive and finite".into(),
-        config.theta,
-    )
+    ensure! { config.theta > 0.0 && config.theta.is_finite() =>
+        "rope.theta", "positive and finite", config.theta; }
+    Ok(())
 }

@@ -5,8 +5,7 @@ use burn_blocksparse::graph::ensure_not_capturing;
 use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::{Dropout, Seed};
 
-use crate::TransformerError;
-use crate::error::{ensure, ensure_shape};
+use crate::error::{Result, ensure, ensure_shape};
 use crate::results::Results;
 use crate::shared_choice::SharedChoice;
 
@@ -51,7 +50,7 @@ impl Padding {
     }
 
     /// Which of `[batch, seq_kv]` keys take part.
-    fn keys(&self, batch: usize, seq_kv: usize) -> Result<Vec<Vec<bool>>, TransformerError> {
+    fn keys(&self, batch: usize, seq_kv: usize) -> Result<Vec<Vec<bool>>> {
         let check = |dims| {
             let expected = [Some(batch), Some(seq_kv)];
             ensure_shape("mask_pad", dims, expected, ["batch", "seq_kv"])
@@ -69,19 +68,11 @@ impl Padding {
                     .collect()
             }
             Self::Lengths(lengths) => {
-                ensure(
-                    lengths.len() == batch,
-                    "lengths",
-                    || format!("of {batch} batch entries"),
-                    lengths.len(),
-                )?;
-                if let Some(length) = lengths.iter().find(|&&length| length > seq_kv) {
-                    return Err(TransformerError::argument(
-                        "lengths",
-                        format!("at most {seq_kv}, the number of keys"),
-                        length,
-                    ));
-                }
+                ensure! { lengths.len() == batch =>
+                    "lengths", format!("of {batch} batch entries"), lengths.len(); }
+                let over = lengths.iter().find(|&&length| length > seq_kv);
+                ensure! { over.is_none() =>
+                    "lengths", format!("at most {seq_kv}, the number of keys"), over.unwrap_or(&0); }
                 let entries = lengths.iter();
                 entries
                     .map(|&length| (0..seq_kv).map(|j| j < length).collect())
@@ -142,13 +133,16 @@ impl SparseMhaInput {
         self
     }
 
-    /// Sets a bias of the scores, added after scale and softcap, with gradient. Values must be finite: the pattern masks.
-    ///
-    /// # Shapes
-    /// - `bias`: `[batch or 1, n_heads or 1, seq_q or 1, seq_kv]`; with a cache `seq_kv` includes its positions
-    pub fn bias(mut self, bias: Tensor<4>) -> Self {
-        self.bias = Some(bias);
-        self
+    blocksparse::setters! {
+        /// Sets a bias of the scores, added after scale and softcap, with gradient. Values must be finite: the pattern masks.
+        ///
+        /// # Shapes
+        /// - `bias`: `[batch or 1, n_heads or 1, seq_q or 1, seq_kv]`; with a cache `seq_kv` includes its positions
+        bias: Some(Tensor<4>),
+        /// Sets the keys that queries attend to: those that an earlier layer chose for the same tokens
+        /// ([`SparseMhaOutput::choice`](crate::SparseMhaOutput::choice)), for a layer that takes them
+        /// ([`ChoiceSharing::Takes`](crate::content::ChoiceSharing::Takes)).
+        choice: Some(SharedChoice),
     }
 
     /// Sets the seed of the module's dropout, of which the mask is a function
@@ -156,14 +150,6 @@ impl SparseMhaInput {
     /// not of training are always the same then.
     pub fn dropout_seed(mut self, seed: impl Into<Seed>) -> Self {
         self.dropout_seed = Some(seed.into());
-        self
-    }
-
-    /// Sets the keys that queries attend to: those that an earlier layer chose for the same tokens
-    /// ([`SparseMhaOutput::choice`](crate::SparseMhaOutput::choice)), for a layer that takes them
-    /// ([`ChoiceSharing::Takes`](crate::content::ChoiceSharing::Takes)).
-    pub fn choice(mut self, choice: SharedChoice) -> Self {
-        self.choice = Some(choice);
         self
     }
 
@@ -176,7 +162,7 @@ impl SparseMhaInput {
         batch: usize,
         seq_q: usize,
         seq_kv: usize,
-    ) -> Result<Option<PaddedBatch>, TransformerError> {
+    ) -> Result<Option<PaddedBatch>> {
         let Some(padding) = &self.padding else {
             return Ok(None);
         };
@@ -219,10 +205,7 @@ impl PaddedBatch {
     }
 
     /// The queries that are padding, `[batch, seq_q, 1]`.
-    pub(crate) fn queries_mask(
-        &self,
-        device: &Device,
-    ) -> Result<Option<Tensor<3, Bool>>, TransformerError> {
+    pub(crate) fn queries_mask(&self, device: &Device) -> Result<Option<Tensor<3, Bool>>> {
         let Some(queries) = self.queries.as_ref() else {
             return Ok(None);
         };

@@ -5,9 +5,9 @@ use burn::tensor::Tensor;
 use burn_blocksparse::Pattern;
 
 use crate::call::{Call, Seen};
-use crate::error::{ensure, ensure_none};
+use crate::error::{Result, ensure, ensure_none};
 use crate::layouts::Request;
-use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError};
+use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention};
 
 pub(crate) type Heads = (Tensor<4>, Tensor<4>, Tensor<4>);
 
@@ -15,7 +15,7 @@ pub(crate) type Heads = (Tensor<4>, Tensor<4>, Tensor<4>);
 /// [`SparseMultiHeadAttention::kind`].
 pub(crate) trait AttentionKind {
     /// That an input has nothing that the kind does not know.
-    fn check_input(&self, _: &SparseMhaInput) -> Result<(), TransformerError> {
+    fn check_input(&self, _: &SparseMhaInput) -> Result<()> {
         Ok(())
     }
 
@@ -25,7 +25,7 @@ pub(crate) trait AttentionKind {
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
-    ) -> Result<(Seen, Call), TransformerError> {
+    ) -> Result<(Seen, Call)> {
         self.attend_projected(mha, input, cache)
     }
 
@@ -35,7 +35,7 @@ pub(crate) trait AttentionKind {
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
-    ) -> Result<(Seen, Call), TransformerError> {
+    ) -> Result<(Seen, Call)> {
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, request) = mha.prepare(&input, before)?;
         let (query, key, value) = mha.project(input, &call)?;
@@ -50,7 +50,7 @@ pub(crate) trait AttentionKind {
         heads: Heads,
         request: &Request,
         call: &Call,
-    ) -> Result<Seen, TransformerError> {
+    ) -> Result<Seen> {
         Ok((mha.attend(heads, &mha.layouts.get(request)?, call)?).into())
     }
 
@@ -65,27 +65,27 @@ pub(crate) trait AttentionKind {
     }
 
     /// That another pattern can take the place of the layer's.
-    fn check_pattern(&self, _: &Pattern) -> Result<(), TransformerError> {
+    fn check_pattern(&self, _: &Pattern) -> Result<()> {
         Ok(())
     }
 
     /// That a call may choose in its own way.
-    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
+    fn ensure_replaceable(&self) -> Result<()> {
         Ok(())
     }
 
     /// That layouts are the pattern's, for calls that know nothing else.
-    fn ensure_pattern(&self) -> Result<(), TransformerError> {
+    fn ensure_pattern(&self) -> Result<()> {
         self.ensure_replaceable()
     }
 
     /// That tokens that come later change no choice.
-    fn ensure_decodable(&self) -> Result<(), TransformerError> {
+    fn ensure_decodable(&self) -> Result<()> {
         Ok(())
     }
 
     /// Pairs that are computed for a sequence, of all heads.
-    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
+    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64> {
         Ok(mha.layout(seq, seq)?.allowed_pairs())
     }
 
@@ -104,13 +104,13 @@ pub(crate) trait AttentionKind {
 }
 
 /// That an input is self-attention without padding and biases, which heads by content do not know.
-pub(crate) fn check_input(name: &str, input: &SparseMhaInput) -> Result<(), TransformerError> {
+pub(crate) fn check_input(name: &str, input: &SparseMhaInput) -> Result<()> {
     let none = format!("none with {name}");
     ensure_none("padding", input.padding.is_some(), &none)?;
     ensure_none("bias", input.bias.is_some(), &none)?;
-    let expected = || format!("self-attention with {name}");
     let is_own = input.is_self_attention();
-    ensure(is_own, "input", expected, "another key or value")
+    ensure! { is_own => "input", format!("self-attention with {name}"), "another key or value"; }
+    Ok(())
 }
 
 /// Keys and values behind those of a cache, which has them then.
@@ -126,9 +126,9 @@ pub(crate) fn appended(
 }
 
 /// That a pattern can stand in a layer with heads that choose by content.
-pub(crate) fn check_causal(pattern: &Pattern) -> Result<(), TransformerError> {
-    let expected = || "causal next to content-based heads".into();
-    ensure(pattern.is_causal(), "pattern", expected, pattern)
+pub(crate) fn check_causal(pattern: &Pattern) -> Result<()> {
+    ensure! { pattern.is_causal() => "pattern", "causal next to content-based heads", pattern; }
+    Ok(())
 }
 
 /// Which keys are seen is the pattern's alone.

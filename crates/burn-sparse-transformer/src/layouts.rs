@@ -5,6 +5,7 @@ use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::{BlockLayout, LayoutError, LayoutShape, Pattern};
 
 use crate::TransformerError;
+use crate::error::Result;
 
 /// Layouts kept at most, unless [`Layouts::keep`] says otherwise. Training, evaluation and decoding each need one at a time; decoding
 /// asks for a new `(1, n)` at every step and would grow the list without bound.
@@ -92,11 +93,7 @@ impl Request {
 }
 
 impl Layouts {
-    pub(crate) fn new(
-        pattern: Pattern,
-        heads: usize,
-        block_size: usize,
-    ) -> Result<Self, TransformerError> {
+    pub(crate) fn new(pattern: Pattern, heads: usize, block_size: usize) -> Result<Self> {
         let layouts = Self::unchecked(pattern, heads, block_size);
         // The smallest layout meets every check that does not depend on the lengths.
         layouts.build(&Request::new(1, 1))?;
@@ -104,10 +101,7 @@ impl Layouts {
     }
 
     /// Layouts whose requests name their heads.
-    pub(crate) fn of_any_heads(
-        pattern: Pattern,
-        block_size: usize,
-    ) -> Result<Self, TransformerError> {
+    pub(crate) fn of_any_heads(pattern: Pattern, block_size: usize) -> Result<Self> {
         let layouts = Self::unchecked(pattern, 1, block_size);
         match layouts.build(&Request::new(1, 1)) {
             // Other numbers of heads may fit.
@@ -145,11 +139,7 @@ impl Layouts {
     }
 
     /// The layouts of the same pattern for so many heads, in blocks of this size.
-    pub(crate) fn of_shape(
-        &self,
-        heads: usize,
-        block_size: usize,
-    ) -> Result<Self, TransformerError> {
+    pub(crate) fn of_shape(&self, heads: usize, block_size: usize) -> Result<Self> {
         let is_it = |of: &Self| of.block_size == block_size && of.heads == heads;
         if is_it(self) {
             return Ok(self.clone());
@@ -169,7 +159,7 @@ impl Layouts {
         built.forget();
     }
 
-    pub(crate) fn get(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
+    pub(crate) fn get(&self, request: &Request) -> Result<BlockLayout> {
         let slot = self.built().slot(request);
         let layout = self.fill(&slot, request);
         drop(slot);
@@ -182,11 +172,7 @@ impl Layouts {
         layout
     }
 
-    fn fill(
-        &self,
-        slot: &Mutex<Option<BlockLayout>>,
-        request: &Request,
-    ) -> Result<BlockLayout, TransformerError> {
+    fn fill(&self, slot: &Mutex<Option<BlockLayout>>, request: &Request) -> Result<BlockLayout> {
         let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(layout) = &*slot {
             return Ok(layout.clone());
@@ -209,7 +195,7 @@ impl Layouts {
         self.built.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn build(&self, request: &Request) -> Result<BlockLayout, TransformerError> {
+    fn build(&self, request: &Request) -> Result<BlockLayout> {
         let shape = LayoutShape::new(
             request.heads.unwrap_or(self.heads),
             [request.seq_q, request.seq_kv],
@@ -254,7 +240,7 @@ impl LayoutPool {
         pattern: &Pattern,
         heads: usize,
         block_size: usize,
-    ) -> Result<Layouts, TransformerError> {
+    ) -> Result<Layouts> {
         let same =
             |l: &&Layouts| l.pattern == *pattern && l.heads == heads && l.block_size == block_size;
         if let Some(layouts) = self.0.iter().find(same) {

@@ -89,6 +89,7 @@ pub mod linear;
 pub mod llama;
 pub mod longformer;
 pub mod msa;
+mod notation;
 pub mod nsa;
 mod parts;
 mod precision;

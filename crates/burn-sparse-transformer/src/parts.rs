@@ -6,19 +6,18 @@ use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::{AttentionOptions, SparseAttentionCall};
 
 use crate::call::Call;
+use crate::error::Result;
 use crate::heads::Positions;
 use crate::layouts::Request;
 use crate::shared_choice::SharedChoice;
-use crate::{
-    Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, TransformerError,
-};
+use crate::{Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention};
 
 impl SparseMultiHeadAttention {
     /// Returns the heads' outputs for `x`, `[batch, seq, d_model]`, which [`Self::output_projection`] joins: `[batch, n_heads, seq, d_v]`.
     ///
     /// # Errors
     /// As [`Self::try_forward`].
-    pub fn forward_heads(&self, x: Tensor<3>) -> Result<Tensor<4>, TransformerError> {
+    pub fn forward_heads(&self, x: Tensor<3>) -> Result<Tensor<4>> {
         let (seen, _) = self.context(SparseMhaInput::self_attn(x))?;
         Ok(seen.heads)
     }
@@ -31,7 +30,7 @@ impl SparseMultiHeadAttention {
         &self,
         x: Tensor<3>,
         cache: &mut SparseMhaCache,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         let (seen, _) = self.cached_context(SparseMhaInput::self_attn(x), cache, false)?;
         Ok(seen.heads)
     }
@@ -40,11 +39,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If the parameters do not fit `x`.
-    pub fn project_heads(
-        &self,
-        x: Tensor<3>,
-        positions: &Positions,
-    ) -> Result<[Tensor<4>; 3], TransformerError> {
+    pub fn project_heads(&self, x: Tensor<3>, positions: &Positions) -> Result<[Tensor<4>; 3]> {
         let input = SparseMhaInput::self_attn(x);
         let call = Call::at(&input, positions.clone())?;
         let (query, key, value) = self.project(input, &call)?;
@@ -55,7 +50,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If `heads` are not the module's.
-    pub fn output_projection(&self, heads: Tensor<4>) -> Result<Tensor<3>, TransformerError> {
+    pub fn output_projection(&self, heads: Tensor<4>) -> Result<Tensor<3>> {
         Ok((self.precision).merged_linear(&self.output, heads)?)
     }
 
@@ -97,7 +92,7 @@ impl SparseMultiHeadAttention {
         [query, key, value]: [Tensor<4>; 3],
         lengths: Option<&[usize]>,
         choice: &mut Option<SharedChoice>,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         let [_, _, seq, _] = query.dims();
         let mut request = Request::new(seq, seq);
         let (mut call, kind) = (Call::of_heads(query.dtype()), self.kind());
@@ -126,7 +121,7 @@ impl SparseMultiHeadAttention {
     pub fn attend_sequences_with_lse(
         &self,
         [query, key, value]: [Tensor<4>; 3],
-    ) -> Result<(Tensor<4>, Tensor<3>), TransformerError> {
+    ) -> Result<(Tensor<4>, Tensor<3>)> {
         let [_, _, seq, _] = query.dims();
         let call = Call::of_heads(query.dtype());
         let tensors = self.tensors_of(&query, &call);

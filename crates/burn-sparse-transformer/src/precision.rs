@@ -12,6 +12,7 @@ use burn_fused_ops::{
 use serde::{Deserialize, Serialize};
 
 use crate::TransformerError;
+use crate::error::Result;
 
 /// The dtype of the blocks' matrix products, of the attention and of the activations between them.
 ///
@@ -91,7 +92,7 @@ impl Precision {
         }
     }
 
-    pub(crate) fn check(self, device: &Device) -> Result<(), TransformerError> {
+    pub(crate) fn check(self, device: &Device) -> Result<()> {
         match self.is_supported(device) {
             true => Ok(()),
             false => Err(TransformerError::Precision {
@@ -175,7 +176,7 @@ pub(crate) fn project_heads<const N: usize>(
     layers: [&Linear; N],
     x: Tensor<3>,
     heads: [usize; N],
-) -> Result<[Tensor<4>; N], TransformerError> {
+) -> Result<[Tensor<4>; N]> {
     let bias_of = |layer: &Linear| match &layer.bias {
         Some(bias) => bias.val(),
         None => {

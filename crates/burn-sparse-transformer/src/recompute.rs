@@ -23,15 +23,13 @@ use burn_blocksparse::internal::{AttentionResiduals, prepare_seed, sum_all};
 
 use crate::block::Pass;
 use crate::dsa::DsaStage;
-use crate::error::ensure;
+use crate::error::{Result, ensure};
 use crate::in_graph::in_graph_of;
 use crate::results::{Results, Slot};
 use crate::shards::ShardRows;
 use crate::shared_choice::SharedChoice;
 use crate::stream::Stream;
-use crate::{
-    Recompute, SparseTransformer, SparseTransformerBlock, TransformerError, TransformerShard,
-};
+use crate::{Recompute, SparseTransformer, SparseTransformerBlock, TransformerShard};
 
 impl SparseTransformer {
     /// The loss of [`SparseTransformer::loss`] and the gradients of every parameter that requires one.
@@ -56,7 +54,7 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
         dropout_seed: impl Into<Seed>,
         recompute: impl Into<Recompute>,
-    ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
+    ) -> Result<(Tensor<1>, GradientsParams)> {
         self.loss_and_gradients_of_part(tokens, targets, 0, dropout_seed, recompute)
     }
 
@@ -76,7 +74,7 @@ impl SparseTransformer {
         first_entry: usize,
         dropout_seed: impl Into<Seed>,
         recompute: impl Into<Recompute>,
-    ) -> Result<(Tensor<1>, GradientsParams), TransformerError> {
+    ) -> Result<(Tensor<1>, GradientsParams)> {
         let (losses, gradients) =
             self.losses_and_gradients(tokens, targets, first_entry, dropout_seed, recompute)?;
         Ok((losses.loss, gradients))
@@ -93,7 +91,7 @@ impl SparseTransformer {
         first_entry: usize,
         dropout_seed: impl Into<Seed>,
         recompute: impl Into<Recompute>,
-    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
+    ) -> Result<(StepLosses, GradientsParams)> {
         let [_, seq] = tokens.dims();
         let draws = Draws {
             seed: dropout_seed.into(),
@@ -121,7 +119,7 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
         shard: &TransformerShard,
         recompute: impl Into<Recompute>,
-    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
+    ) -> Result<(StepLosses, GradientsParams)> {
         let rows = self.rows_of_shard(&tokens, shard)?;
         let draws = Draws {
             // Nothing is drawn.
@@ -138,17 +136,12 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
         draws: Draws,
         recompute: Recompute,
-    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
+    ) -> Result<(StepLosses, GradientsParams)> {
         self.check_targets(&tokens, &targets)?;
         // Before anything is seeded: a parameter drawn between a seed and a mask would change the mask.
         self.visit(&mut Initialise);
         let device = self.token_embedding.weight.device();
-        ensure(
-            device.is_autodiff(),
-            "the model's device",
-            || "an autodiff device".into(),
-            format!("{device:?}"),
-        )?;
+        ensure! { device.is_autodiff() => "the model's device", "an autodiff device", format!("{device:?}"); }
         // All of them before any is prepared.
         let layers = 0..self.blocks.len() as u64;
         let seeds: Vec<Seed> = layers.map(|layer| draws.seed.derive(layer)).collect();
@@ -159,21 +152,16 @@ impl SparseTransformer {
         if self.dsa_stage() == Some(DsaStage::WarmUp) {
             return self.warm_up(tokens, targets);
         }
-        match recompute {
-            Recompute::None => self.stored(tokens, targets, draws, false),
-            Recompute::Mlp => self.stored(tokens, targets, draws, true),
+        let (blocks, keep) = match recompute {
+            Recompute::None => (usize::MAX, false),
+            Recompute::Mlp => return self.stored(tokens, targets, draws, true),
+            Recompute::Segments(blocks) => (blocks.get(), false),
+            Recompute::SegmentsSavingAttention(blocks) => (blocks.get(), true),
+        };
+        match blocks < self.blocks.len() {
+            true => self.recomputed(tokens, targets, draws, blocks, keep),
             // One segment is one graph.
-            Recompute::Segments(blocks) | Recompute::SegmentsSavingAttention(blocks)
-                if blocks.get() >= self.blocks.len() =>
-            {
-                self.stored(tokens, targets, draws, false)
-            }
-            Recompute::Segments(blocks) => {
-                self.recomputed(tokens, targets, draws, blocks.get(), false)
-            }
-            Recompute::SegmentsSavingAttention(blocks) => {
-                self.recomputed(tokens, targets, draws, blocks.get(), true)
-            }
+            false => self.stored(tokens, targets, draws, false),
         }
     }
 
@@ -184,7 +172,7 @@ impl SparseTransformer {
         targets: Tensor<2, Int>,
         draws: Draws,
         mlp: bool,
-    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
+    ) -> Result<(StepLosses, GradientsParams)> {
         let mut stream = self.through_blocks(draws.embed(self, tokens)?, |layer, block| Pass {
             mlp,
             ..draws.pass(block, layer)
@@ -204,7 +192,7 @@ impl SparseTransformer {
         draws: Draws,
         segment: usize,
         keep: bool,
-    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
+    ) -> Result<(StepLosses, GradientsParams)> {
         let layers = self.blocks.len();
         let starts = (0..layers).step_by(segment);
         let mut segments: Vec<Range<usize>> = starts
@@ -213,32 +201,32 @@ impl SparseTransformer {
         let (mut inputs, mut kept) =
             self.residual_stream(tokens.clone(), &segments, draws, keep)?;
         let mut gradients = GradientsParams::new();
-        // The last segment ends in the loss, so its blocks need not run before.
-        let (Some(range), Some((input, choice))) = (segments.pop(), inputs.pop()) else {
-            unreachable!("fewer blocks in a segment than there are make two at least");
-        };
-        let x = self.leaf(input);
-        let mut stream = self.segment((x.clone(), choice), range.clone(), draws, &mut kept)?;
-        let aux_loss = stream.take_aside();
-        let loss = draws.loss(self, stream, targets)?;
-        let mut losses = StepLosses::new(&loss, aux_loss.as_ref());
-        let mut grads = with_aside(loss, aux_loss).backward();
-        let mut grad_x = input_gradient(x, &mut grads);
-        collect(&self.norm, &mut grads, &mut gradients);
-        collect(&self.output, &mut grads, &mut gradients);
-        self.collect_blocks(range, &mut grads, &mut gradients);
-        drop(grads);
-
+        let mut later: Option<(StepLosses, Tensor<3>)> = None;
         while let (Some(range), Some((input, choice))) = (segments.pop(), inputs.pop()) {
             let x = self.leaf(input);
             let mut stream = self.segment((x.clone(), choice), range.clone(), draws, &mut kept)?;
             let aux_loss = stream.take_aside();
-            losses.add(aux_loss.as_ref());
-            let mut grads = backward_from(stream.finish()?, grad_x, aux_loss);
-            grad_x = input_gradient(x, &mut grads);
-            self.collect_blocks(range, &mut grads, &mut gradients);
+            let (losses, mut grads) = match later {
+                // The last segment ends in the loss, so its blocks need not run before.
+                None => {
+                    let loss = draws.loss(self, stream, targets.clone())?;
+                    let losses = StepLosses::new(&loss, aux_loss.as_ref());
+                    let mut grads = with_aside(loss, aux_loss).backward();
+                    collect(&self.norm, &mut grads, &mut gradients);
+                    collect(&self.output, &mut grads, &mut gradients);
+                    (losses, grads)
+                }
+                Some((mut losses, grad)) => {
+                    losses.add(aux_loss.as_ref());
+                    (losses, backward_from(stream.finish()?, grad, aux_loss))
+                }
+            };
+            later = Some((losses, input_gradient(x, &mut grads)));
+            for block in &self.blocks[range] {
+                collect(block, &mut grads, &mut gradients);
+            }
         }
-
+        let (losses, grad_x) = later.expect("a model has blocks");
         let embedded = draws.embed(self, tokens)?;
         // Not tracked if the embeddings are frozen.
         if embedded.is_tracked() {
@@ -256,7 +244,7 @@ impl SparseTransformer {
         layers: Range<usize>,
         draws: Draws,
         kept: &mut [Option<AttentionResiduals>],
-    ) -> Result<Stream, TransformerError> {
+    ) -> Result<Stream> {
         let mut stream = Stream::new(x);
         stream.choice = choice;
         for layer in layers {
@@ -270,18 +258,6 @@ impl SparseTransformer {
         Ok(stream)
     }
 
-    /// The gradients of some blocks' parameters.
-    fn collect_blocks(
-        &self,
-        layers: Range<usize>,
-        grads: &mut Gradients,
-        gradients: &mut GradientsParams,
-    ) {
-        for block in &self.blocks[layers] {
-            collect(block, grads, gradients);
-        }
-    }
-
     /// The input of every segment, computed without a graph, with the choice that its first block takes; with `keep` also the results of attention of each
     /// block that ran for them, and None for the others.
     fn residual_stream(
@@ -290,7 +266,7 @@ impl SparseTransformer {
         segments: &[Range<usize>],
         draws: Draws,
         keep: bool,
-    ) -> Result<(Vec<SegmentInput>, Vec<Option<AttentionResiduals>>), TransformerError> {
+    ) -> Result<(Vec<SegmentInput>, Vec<Option<AttentionResiduals>>)> {
         // Shares the parameters' memory. `no_grad` would not do: autodiff registers operations on its
         // device even when nothing is tracked, and with gradient checkpointing keeps their inputs.
         let plain = self.valid();
@@ -384,11 +360,7 @@ impl Draws<'_> {
         }
     }
 
-    fn embed(
-        self,
-        model: &SparseTransformer,
-        tokens: Tensor<2, Int>,
-    ) -> Result<Tensor<3>, TransformerError> {
+    fn embed(self, model: &SparseTransformer, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
         match self.shard {
             None => model.embed(tokens, 0),
             Some(rows) => model.embed_at(tokens, &rows.positions),
@@ -400,7 +372,7 @@ impl Draws<'_> {
         model: &SparseTransformer,
         stream: Stream,
         targets: Tensor<2, Int>,
-    ) -> Result<Tensor<1>, TransformerError> {
+    ) -> Result<Tensor<1>> {
         let loss = model.head_loss(stream, targets)?;
         Ok(match self.shard {
             None => loss,

@@ -7,6 +7,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::TransformerError;
+use crate::error::Result;
 
 /// Activation recomputation in the backward pass of [`SparseTransformer::loss_and_gradients`](crate::SparseTransformer). The
 /// gradients are the same.
@@ -77,7 +78,7 @@ impl fmt::Display for Recompute {
 impl FromStr for Recompute {
     type Err = TransformerError;
 
-    fn from_str(text: &str) -> Result<Self, TransformerError> {
+    fn from_str(text: &str) -> Result<Self> {
         let segments = |text: &str| match text {
             "block" => Some(NonZeroUsize::MIN),
             _ => text.strip_prefix("segment:")?.parse().ok(),

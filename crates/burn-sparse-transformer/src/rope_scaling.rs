@@ -6,8 +6,7 @@ use burn::nn::{RotaryEncoding, RotaryEncodingConfig};
 use burn::tensor::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::TransformerError;
-use crate::error::ensure;
+use crate::error::{Result, ensure};
 
 /// Scaling of the frequencies of rotary embeddings, as `transformers` does by its `rope_scaling`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -62,28 +61,22 @@ fn beta_slow() -> f64 {
 
 impl RopeScaling {
     /// Checks whether its numbers are in their ranges, for heads of `width`.
-    pub(crate) fn check(&self, width: usize) -> Result<(), TransformerError> {
+    pub(crate) fn check(&self, width: usize) -> Result<()> {
         let factor = match self {
             Self::Linear { factor } | Self::Llama3 { factor, .. } | Self::Yarn { factor, .. } => {
                 *factor
             }
             Self::Factors { factors } => return check_factors(factors, width),
         };
-        let expected = || "finite and at least 1".into();
-        ensure(
-            factor.is_finite() && factor >= 1.0,
-            "rope_scaling.factor",
-            expected,
-            factor,
-        )?;
+        ensure! { factor.is_finite() && factor >= 1.0 =>
+            "rope_scaling.factor", "finite and at least 1", factor; }
         if let Self::Yarn {
             attention_factor: Some(factor),
             ..
         } = *self
         {
-            let expected = || "finite and above 0".into();
             let valid = factor.is_finite() && factor > 0.0;
-            ensure(valid, "rope_scaling.attention_factor", expected, factor)?;
+            ensure! { valid => "rope_scaling.attention_factor", "finite and above 0", factor; }
         }
         let (original, [low, high]) = match *self {
             Self::Linear { .. } | Self::Factors { .. } => return Ok(()),
@@ -103,20 +96,12 @@ impl RopeScaling {
                 ..
             } => (original_max_position_embeddings, [beta_slow, beta_fast]),
         };
-        let expected = || "at least 1".into();
-        ensure(
-            original > 0,
-            "rope_scaling.original_max_position_embeddings",
-            expected,
-            original,
-        )?;
-        let expected = || "bounds above 0, the lower one first".into();
-        ensure(
-            0.0 < low && low < high && high.is_finite(),
-            "rope_scaling",
-            expected,
-            format!("{low} and {high}"),
-        )
+        ensure! {
+            original > 0 => "rope_scaling.original_max_position_embeddings", "at least 1", original;
+            0.0 < low && low < high && high.is_finite() =>
+                "rope_scaling", "bounds above 0, the lower one first", format!("{low} and {high}");
+        }
+        Ok(())
     }
 
     /// Of `width / 2` frequencies with base `theta`.
@@ -193,24 +178,13 @@ impl RopeScaling {
     }
 }
 
-fn check_factors(factors: &[f64], width: usize) -> Result<(), TransformerError> {
-    let expected = || format!("{}, half the width of a head", width / 2);
+fn check_factors(factors: &[f64], width: usize) -> Result<()> {
     let count = factors.len();
-    ensure(
-        count == width / 2,
-        "the number of rope_scaling.factors",
-        expected,
-        count,
-    )?;
+    ensure! { count == width / 2 =>
+        "the number of rope_scaling.factors", format!("{}, half the width of a head", width / 2), count; }
     let wrong = (factors.iter()).find(|factor| !(factor.is_finite() && **factor > 0.0));
-    wrong.map_or(Ok(()), |factor| {
-        let expected = "finite and above 0";
-        Err(TransformerError::argument(
-            "rope_scaling.factors",
-            expected,
-            factor,
-        ))
-    })
+    ensure! { wrong.is_none() => "rope_scaling.factors", "finite and above 0", wrong.unwrap_or(&0.0); }
+    Ok(())
 }
 
 /// A frequency of which the part `kept` stays and the rest is divided by `factor`.

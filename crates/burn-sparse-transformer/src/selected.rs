@@ -7,14 +7,12 @@ use burn_blocksparse::{BlockLayout, DeviceLayout, Layout, OpError, Pattern};
 use burn_sparse_select::{Candidates, EstimateInputs, SelectedBlocks, Selection, SelectionQuality};
 
 use crate::call::{Call, Seen};
-use crate::error::{ensure, ensure_none, or_panic};
+use crate::error::{Result, ensure, ensure_none, or_panic};
 use crate::kind::{AttentionKind, Heads};
 use crate::layouts::Request;
 use crate::shared_choice::{Chosen, SharedChoice};
 use crate::stream::Stream;
-use crate::{
-    SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, SparseTransformer, TransformerError,
-};
+use crate::{SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, SparseTransformer};
 
 /// What a selection chooses from, if that is less than all keys or all earlier ones.
 #[derive(Default)]
@@ -40,7 +38,7 @@ impl AttentionKind for Selection {
         heads: Heads,
         request: &Request,
         call: &Call,
-    ) -> Result<Seen, TransformerError> {
+    ) -> Result<Seen> {
         if mha.takes_choice() {
             return call.taken_by(mha, heads);
         }
@@ -55,22 +53,20 @@ impl AttentionKind for Selection {
         self.estimator().traits().prefix_stable
     }
 
-    fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
+    fn check_pattern(&self, pattern: &Pattern) -> Result<()> {
         check_selection(pattern, Some(self))
     }
 
-    fn ensure_pattern(&self) -> Result<(), TransformerError> {
+    fn ensure_pattern(&self) -> Result<()> {
         let expected = "none where layouts are the pattern's (packed sequences, weights): \
                         take it out by `with_selection(None)`";
         ensure_none("selection", true, expected)
     }
 
-    fn ensure_decodable(&self) -> Result<(), TransformerError> {
-        let expected = || {
-            "prefix stable with a cache: later tokens influence this one's choice; take quest or moba, or let prompts alone choose: `with_choosing_prompts` of a pool"
-                .into()
-        };
-        ensure(self.ignores_later_rows(), "selection", expected, self)
+    fn ensure_decodable(&self) -> Result<()> {
+        ensure! { self.ignores_later_rows() =>
+            "selection", "prefix stable with a cache: later tokens influence this one's choice; take quest or moba, or let prompts alone choose: `with_choosing_prompts` of a pool", self; }
+        Ok(())
     }
 
     fn display(&self, content: Content) -> Content {
@@ -103,10 +99,7 @@ impl SparseMultiHeadAttention {
     /// # Errors
     /// If every query chooses for itself by the selection and the module's pattern is neither causal nor dense attention, a number of the selection is out of
     /// its range, it counts full layers, which are a model's, or the module has heads that choose by content already.
-    pub fn with_selection(
-        mut self,
-        selection: Option<Selection>,
-    ) -> Result<Self, TransformerError> {
+    pub fn with_selection(mut self, selection: Option<Selection>) -> Result<Self> {
         check_selection(self.pattern(), selection.as_ref())?;
         if selection.is_some() {
             self.kind().ensure_replaceable()?;
@@ -158,7 +151,7 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
         choose: impl FnOnce(Tensor<4>, Tensor<4>) -> Result<L, OpError>,
-    ) -> Result<SparseMhaOutput, TransformerError>
+    ) -> Result<SparseMhaOutput>
     where
         for<'a> &'a L: Into<Layout<'a>>,
     {
@@ -181,7 +174,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// As [`Self::forward`], and for a selection by which every query chooses for itself: see [`Selection::query_lists`].
-    pub fn chosen(&self, input: SparseMhaInput) -> Result<Option<DeviceLayout>, TransformerError> {
+    pub fn chosen(&self, input: SparseMhaInput) -> Result<Option<DeviceLayout>> {
         let Some(selection) = &self.selection else {
             return Ok(None);
         };
@@ -196,11 +189,7 @@ impl SparseMultiHeadAttention {
         Ok(Some(self.choose(selection, &cut, query, key)?))
     }
 
-    pub(crate) fn cut(
-        &self,
-        selection: &Selection,
-        request: &Request,
-    ) -> Result<Cut, TransformerError> {
+    pub(crate) fn cut(&self, selection: &Selection, request: &Request) -> Result<Cut> {
         self.cut_of(selection, request, self.layouts.heads())
     }
 
@@ -210,7 +199,7 @@ impl SparseMultiHeadAttention {
         selection: &Selection,
         request: &Request,
         heads: usize,
-    ) -> Result<Cut, TransformerError> {
+    ) -> Result<Cut> {
         let lengths = lengths_of(request)?;
         if is_by_query(selection) || (is_whole(self.pattern()) && lengths.is_none()) {
             let layout = None;
@@ -228,7 +217,7 @@ impl SparseMultiHeadAttention {
         cut: &Cut,
         query: Tensor<4>,
         key: Tensor<4>,
-    ) -> Result<DeviceLayout, TransformerError> {
+    ) -> Result<DeviceLayout> {
         let call = self.score_call(query, key);
         Ok(selection.choose_among(&call, cut.within())?.layout)
     }
@@ -239,7 +228,7 @@ impl SparseMultiHeadAttention {
         selection: &Selection,
         cut: &Cut,
         call: &Call,
-    ) -> Result<Seen, TransformerError> {
+    ) -> Result<Seen> {
         let (query, key) = (heads.0.clone(), heads.1.clone());
         let chosen = self.choice_of(selection, cut, query, key)?;
         SharedChoice::from(chosen).attend(self, heads, call)
@@ -252,7 +241,7 @@ impl SparseMultiHeadAttention {
         cut: &Cut,
         query: Tensor<4>,
         key: Tensor<4>,
-    ) -> Result<Chosen, TransformerError> {
+    ) -> Result<Chosen> {
         if !is_by_query(selection) {
             return self.choose(selection, cut, query, key).map(Chosen::Layout);
         }
@@ -267,7 +256,7 @@ impl SparseMultiHeadAttention {
         selection: &Selection,
         lists: Option<SelectedBlocks>,
         call: &Call,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         let tensors = self.tensors_of(&query, call);
         for (argument, given) in [
             ("sinks", tensors.sinks.is_some()),
@@ -293,8 +282,8 @@ impl SparseMultiHeadAttention {
     /// That tokens that come later change no choice.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`] that says what of the module is in the way.
-    pub fn ensure_decodable(&self) -> Result<(), TransformerError> {
+    /// [`TransformerError::Argument`](crate::TransformerError::Argument) that says what of the module is in the way.
+    pub fn ensure_decodable(&self) -> Result<()> {
         self.kind().ensure_decodable()
     }
 
@@ -314,7 +303,7 @@ impl SparseMultiHeadAttention {
         &self,
         input: SparseMhaInput,
         selection: &Selection,
-    ) -> Result<Vec<SelectionQuality>, TransformerError> {
+    ) -> Result<Vec<SelectionQuality>> {
         ensure_none("padding", input.padding.is_some(), "none")?;
         self.ensure_no_content()?;
         check_choice(self.pattern(), selection)?;
@@ -327,32 +316,23 @@ impl SparseMultiHeadAttention {
 }
 
 /// That a selection can choose in one layer from the pairs that a pattern allows.
-pub(crate) fn check_selection(
-    pattern: &Pattern,
-    selection: Option<&Selection>,
-) -> Result<(), TransformerError> {
+pub(crate) fn check_selection(pattern: &Pattern, selection: Option<&Selection>) -> Result<()> {
     let Some(selection) = selection else {
         return Ok(());
     };
     let estimator = selection.estimator();
     let full = [estimator.full_first_layers(), estimator.full_last_layers()];
-    let expected = "one without full layers for a layer alone: a model's `selections` have them";
-    ensure(full == [0; 2], "selection", || expected.into(), selection)?;
+    ensure! { full == [0; 2] =>
+        "selection", "one without full layers for a layer alone: a model's `selections` have them", selection; }
     check_choice(pattern, selection)
 }
 
 /// [`check_selection`] of one that may be a model's.
-fn check_choice(pattern: &Pattern, selection: &Selection) -> Result<(), TransformerError> {
+fn check_choice(pattern: &Pattern, selection: &Selection) -> Result<()> {
     selection.check()?;
-    ensure(
-        is_whole(pattern) || !is_by_query(selection),
-        "pattern",
-        || {
-            "the dense causal pattern, or dense, with a selection by which every query chooses for itself"
-                .into()
-        },
-        pattern,
-    )
+    ensure! { is_whole(pattern) || !is_by_query(selection) =>
+        "pattern", "the dense causal pattern, or dense, with a selection by which every query chooses for itself", pattern; }
+    Ok(())
 }
 
 /// Returns whether a pattern leaves out no key, or none but later ones.
@@ -364,7 +344,7 @@ pub(crate) fn is_by_query(selection: &Selection) -> bool {
     selection.estimator().grid().query_rows == 1
 }
 
-fn lengths_of(request: &Request) -> Result<Option<Vec<usize>>, TransformerError> {
+fn lengths_of(request: &Request) -> Result<Option<Vec<usize>>> {
     if request.restrictions.is_empty() {
         return Ok(None);
     }
@@ -375,14 +355,9 @@ fn lengths_of(request: &Request) -> Result<Option<Vec<usize>>, TransformerError>
         (is_end && entry.queries == entry.keys).then_some(length)
     };
     let lengths: Option<Vec<usize>> = request.restrictions.iter().map(length).collect();
-    match lengths {
-        Some(lengths) => Ok(Some(lengths)),
-        None => Err(TransformerError::argument(
-            "padding",
-            "at the end of self-attention's sequences with a selection",
-            "other padding",
-        )),
-    }
+    ensure! { lengths.is_some() =>
+        "padding", "at the end of self-attention's sequences with a selection", "other padding"; }
+    Ok(lengths)
 }
 
 /// The selection of layer `layer`: they take turns, but the first and the last layers have none where a selection says so, the last ones also where the
@@ -409,11 +384,7 @@ impl SparseTransformer {
     ///
     /// # Errors
     /// As [`SparseMultiHeadAttention::with_selection`].
-    pub fn with_selections(
-        mut self,
-        selections: &[Selection],
-        full_last: usize,
-    ) -> Result<Self, TransformerError> {
+    pub fn with_selections(mut self, selections: &[Selection], full_last: usize) -> Result<Self> {
         let n_layers = self.blocks.len();
         for (layer, block) in self.blocks.iter_mut().enumerate() {
             let selection = of_layer(selections, layer, n_layers, full_last);
@@ -439,7 +410,7 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         selection: Option<&Selection>,
-    ) -> Result<Vec<Vec<SelectionQuality>>, TransformerError> {
+    ) -> Result<Vec<Vec<SelectionQuality>>> {
         self.quality_by_layer(tokens, |_, mha, input| {
             let own = mha.selection().filter(|_| !mha.takes_choice());
             match (selection.or(own), mha.head_selections()) {
@@ -458,8 +429,8 @@ impl SparseTransformer {
             usize,
             &SparseMultiHeadAttention,
             SparseMhaInput,
-        ) -> Result<Vec<SelectionQuality>, TransformerError>,
-    ) -> Result<Vec<Vec<SelectionQuality>>, TransformerError> {
+        ) -> Result<Vec<SelectionQuality>>,
+    ) -> Result<Vec<Vec<SelectionQuality>>> {
         let mut stream = Stream::new(self.embed(tokens, 0)?);
         let mut found = Vec::with_capacity(self.blocks.len());
         for (layer, block) in self.blocks.iter().enumerate() {

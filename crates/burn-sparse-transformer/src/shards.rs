@@ -7,9 +7,9 @@ use burn_blocksparse::{BlockLayout, Exchange, SequenceShard, ShardPlan};
 
 use crate::block::Pass;
 use crate::block_shard::ShardOfBlock;
-use crate::error::ensure;
+use crate::error::{Result, ensure};
 use crate::heads::Positions;
-use crate::{SparseTransformer, SparseTransformerBlock, TransformerError};
+use crate::{SparseTransformer, SparseTransformerBlock};
 
 /// One device's part of sequences that several devices share, for all layers of a [`SparseTransformer`].
 ///
@@ -60,13 +60,9 @@ impl TransformerShard {
     /// pieces of the plan of the layer with the most pairs.
     ///
     /// # Errors
-    /// [`TransformerError`] if `seq` exceeds the context; if a layer chooses keys by content, drops anything, or has biases of positions; if a layer's layout cannot
+    /// [`TransformerError`](crate::TransformerError) if `seq` exceeds the context; if a layer chooses keys by content, drops anything, or has biases of positions; if a layer's layout cannot
     /// be shared ([`ShardPlan::new`]).
-    pub fn group(
-        model: &SparseTransformer,
-        seq: usize,
-        devices: usize,
-    ) -> Result<Vec<Self>, TransformerError> {
+    pub fn group(model: &SparseTransformer, seq: usize, devices: usize) -> Result<Vec<Self>> {
         Self::group_by(model, seq, devices, &Exchange::default())
     }
 
@@ -79,14 +75,9 @@ impl TransformerShard {
         seq: usize,
         devices: usize,
         exchange: &Exchange,
-    ) -> Result<Vec<Self>, TransformerError> {
+    ) -> Result<Vec<Self>> {
         let context = model.context();
-        ensure(
-            seq <= context,
-            "seq",
-            || format!("at most {context}, the context"),
-            seq,
-        )?;
+        ensure! { seq <= context => "seq", format!("at most {context}, the context"), seq; }
         let mut layouts: Vec<BlockLayout> = Vec::new();
         let mut of_blocks = Vec::new();
         for block in &model.blocks {
@@ -158,7 +149,7 @@ impl SparseTransformer {
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
         shard: &TransformerShard,
-    ) -> Result<Tensor<1>, TransformerError> {
+    ) -> Result<Tensor<1>> {
         self.check_targets(&tokens, &targets)?;
         let rows = self.rows_of_shard(&tokens, shard)?;
         let x = self.embed_at(tokens, &rows.positions)?;
@@ -174,15 +165,13 @@ impl SparseTransformer {
         &self,
         tokens: &Tensor<2, Int>,
         shard: &'a TransformerShard,
-    ) -> Result<ShardRows<'a>, TransformerError> {
+    ) -> Result<ShardRows<'a>> {
         let [batch, seq] = tokens.dims();
         let (first, blocks) = (shard.first(), self.blocks.len());
         let own = first.layout().seq_q();
-        let expected = || format!("{own} positions, the shard's");
-        ensure(seq == own, "tokens", expected, seq)?;
+        ensure! { seq == own => "tokens", format!("{own} positions, the shard's"), seq; }
         let known = shard.of_blocks.len();
-        let expected = || format!("of {blocks} blocks, the model's");
-        ensure(blocks == known, "shard", expected, known)?;
+        ensure! { blocks == known => "shard", format!("of {blocks} blocks, the model's"), known; }
         let plan = first.plan();
         let (of_all, whole) = (own * plan.devices(), plan.layout().seq_q());
         Ok(ShardRows {
@@ -195,7 +184,7 @@ impl SparseTransformer {
 
 impl SparseTransformerBlock {
     /// That a row's result follows from its position, its keys and nothing else.
-    fn check_shareable(&self) -> Result<(), TransformerError> {
+    fn check_shareable(&self) -> Result<()> {
         let mha = &self.mha;
         mha.kind().ensure_pattern()?;
         for (argument, is_there) in [
@@ -203,8 +192,7 @@ impl SparseTransformerBlock {
             ("alibi", mha.options.alibi.is_some()),
             ("relative_reach", mha.relative_bias.is_some()),
         ] {
-            let expected = || "none, where devices share a sequence".into();
-            ensure(!is_there, argument, expected, "some")?;
+            ensure! { !is_there => argument, "none, where devices share a sequence", "some"; }
         }
         Ok(())
     }

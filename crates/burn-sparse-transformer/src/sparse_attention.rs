@@ -8,10 +8,10 @@ use burn_blocksparse::{
     AttentionOptions, AttentionTensors, BlockLayout, Pattern, SparseAttentionCall, alibi_slopes,
 };
 
+use crate::Precision;
 use crate::dropout::{Seeds, training_dropout};
-use crate::error::{ensure_dropout, ensure_scores, or_panics};
+use crate::error::{Result, ensure_dropout, ensure_scores, or_panics};
 use crate::layouts::{Layouts, Request};
-use crate::{Precision, TransformerError};
 
 /// Configuration of [`SparseAttention`].
 ///
@@ -42,29 +42,27 @@ pub struct SparseAttentionConfig {
 impl SparseAttentionConfig {
     or_panics! {
         /// Creates the module.
-        pub fn init(&self, device: &Device) -> SparseAttention = try_init;
-    }
+        pub fn init(&self, device: &Device) -> SparseAttention;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// If `block_size` or a parameter of the pattern is out of range, `scale` is not finite, `softcap` is not positive, `dropout` is outside `[0, 1)`,
-    /// or the device does not compute in `precision`.
-    pub fn try_init(&self, device: &Device) -> Result<SparseAttention, TransformerError> {
-        ensure_dropout(self.dropout)?;
-        ensure_scores(self.scale, self.softcap)?;
-        self.precision.check(device)?;
-        let mut options = AttentionOptions::default().precision(self.precision.products());
-        options.scale = self.scale;
-        options.softcap = self.softcap;
-        Ok(SparseAttention {
-            dropout: DropoutConfig::new(self.dropout).init(),
-            seeds: Seeds::default(),
-            layouts: Layouts::of_any_heads(self.pattern.clone(), self.block_size)?,
-            alibi: self.alibi,
-            options,
-            precision: self.precision,
-        })
+        /// # Errors
+        /// If `block_size` or a parameter of the pattern is out of range, `scale` is not finite, `softcap` is not positive, `dropout` is outside `[0, 1)`,
+        /// or the device does not compute in `precision`.
+        pub fn try_init {
+            ensure_dropout(self.dropout)?;
+            ensure_scores(self.scale, self.softcap)?;
+            self.precision.check(device)?;
+            let mut options = AttentionOptions::default().precision(self.precision.products());
+            options.scale = self.scale;
+            options.softcap = self.softcap;
+            Ok(SparseAttention {
+                dropout: DropoutConfig::new(self.dropout).init(),
+                seeds: Seeds::default(),
+                layouts: Layouts::of_any_heads(self.pattern.clone(), self.block_size)?,
+                alibi: self.alibi,
+                options,
+                precision: self.precision,
+            })
+        }
     }
 }
 
@@ -126,65 +124,47 @@ impl SparseAttention {
 
         /// # Errors
         /// If shapes, dtypes or devices do not fit each other, the pattern gives no layout for these heads and lengths, or the device cannot run the call.
-        pub fn try_forward = self.try_forward_with(q, k, v, AttentionTensors::default());
+        pub fn try_forward { self.try_forward_with(q, k, v, AttentionTensors::default()) }
     }
 
     or_panics! {
         /// [`Self::forward`] with sinks or biases, which are parameters of the model around it.
-        pub fn forward_with(
-            &self,
-            q: Tensor<4>,
-            k: Tensor<4>,
-            v: Tensor<4>,
-            tensors: AttentionTensors,
-        ) -> Tensor<4> = try_forward_with;
-    }
+        pub fn forward_with(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, tensors: AttentionTensors) -> Tensor<4>;
 
-    /// [`Self::forward_with`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward`], and if a tensor does not fit the others.
-    pub fn try_forward_with(
-        &self,
-        q: Tensor<4>,
-        k: Tensor<4>,
-        v: Tensor<4>,
-        mut tensors: AttentionTensors,
-    ) -> Result<Tensor<4>, TransformerError> {
-        let [_, heads, seq_q, _] = q.dims();
-        let [_, _, seq_kv, _] = k.dims();
-        let layout = self.layout(heads, seq_q, seq_kv)?;
-        let dtype = q.dtype();
-        let [q, k, v] = [q, k, v].map(|x| {
-            let dtype = self.precision.dtype(x.dtype());
-            x.cast(dtype)
-        });
-        tensors.bias = (tensors.bias).map(|bias| {
-            let dtype = self.precision.dtype(bias.dtype());
-            bias.cast(dtype)
-        });
-        let mut options = self.options.clone();
-        if self.alibi {
-            options = options.alibi(alibi_slopes(heads));
+        /// # Errors
+        /// As [`Self::try_forward`], and if a tensor does not fit the others.
+        pub fn try_forward_with {
+            let mut tensors = tensors;
+            let [_, heads, seq_q, _] = q.dims();
+            let [_, _, seq_kv, _] = k.dims();
+            let layout = self.layout(heads, seq_q, seq_kv)?;
+            let dtype = q.dtype();
+            let [q, k, v] = [q, k, v].map(|x| {
+                let dtype = self.precision.dtype(x.dtype());
+                x.cast(dtype)
+            });
+            tensors.bias = (tensors.bias).map(|bias| {
+                let dtype = self.precision.dtype(bias.dtype());
+                bias.cast(dtype)
+            });
+            let mut options = self.options.clone();
+            if self.alibi {
+                options = options.alibi(alibi_slopes(heads));
+            }
+            if q.device().is_autodiff() {
+                options.dropout = training_dropout(&self.dropout, || self.seeds.next());
+            }
+            let call = SparseAttentionCall::new(q, k, v, &layout);
+            let out = call.tensors(tensors).options(options).run()?.out;
+            Ok(out.cast(dtype))
         }
-        if q.device().is_autodiff() {
-            options.dropout = training_dropout(&self.dropout, || self.seeds.next());
-        }
-        let call = SparseAttentionCall::new(q, k, v, &layout);
-        let out = call.tensors(tensors).options(options).run()?.out;
-        Ok(out.cast(dtype))
     }
 
     /// The layout that [`Self::forward`] uses for these numbers of query heads, queries and keys.
     ///
     /// # Errors
     /// If the pattern gives no layout for them.
-    pub fn layout(
-        &self,
-        heads: usize,
-        seq_q: usize,
-        seq_kv: usize,
-    ) -> Result<BlockLayout, TransformerError> {
+    pub fn layout(&self, heads: usize, seq_q: usize, seq_kv: usize) -> Result<BlockLayout> {
         self.layouts
             .get(&Request::new(seq_q, seq_kv).with_heads(heads))
     }

@@ -6,7 +6,7 @@ use burn_fused_ops::{
     AddNormOptions, ElementDropout, NormParams, Residual, add_norm, residual_add,
 };
 
-use crate::TransformerError;
+use crate::error::Result;
 use crate::shared_choice::SharedChoice;
 
 /// What a layer computed and does not add to the stream itself: the addition, its bias, its dropout and the norm that follows are one pass.
@@ -73,7 +73,7 @@ impl Stream {
         mut self,
         mut branch: Projected,
         dropout: Option<ElementDropout>,
-    ) -> Result<Self, TransformerError> {
+    ) -> Result<Self> {
         let parts = [self.take_aside(), branch.aux_loss.take()];
         let choice = branch.choice.take().or(self.choice.take());
         Ok(Self {
@@ -90,7 +90,7 @@ impl Stream {
         norm: &LayerNorm,
         epsilon: f64,
         dtype: FloatDType,
-    ) -> Result<(Self, Tensor<3>), TransformerError> {
+    ) -> Result<(Self, Tensor<3>)> {
         let options = AddNormOptions::default().epsilon(epsilon).dtype(dtype);
         self.normed(options, layer_norm_params(norm))
     }
@@ -100,7 +100,7 @@ impl Stream {
         self,
         mut options: AddNormOptions,
         params: NormParams,
-    ) -> Result<(Self, Tensor<3>), TransformerError> {
+    ) -> Result<(Self, Tensor<3>)> {
         let branch = self.pending.map(|(branch, dropout)| {
             if let Some(dropout) = dropout {
                 options = options.clone().dropout(dropout);
@@ -116,7 +116,7 @@ impl Stream {
         Ok((stream, normed))
     }
 
-    pub(crate) fn finish(self) -> Result<Tensor<3>, TransformerError> {
+    pub(crate) fn finish(self) -> Result<Tensor<3>> {
         Ok(match self.pending {
             Some((branch, dropout)) => residual_add(self.x, branch.branch(), dropout)?,
             None => self.x,

@@ -9,7 +9,7 @@ use crate::attention_config::RopeTables;
 use crate::block::Pass;
 use crate::content::ContentAttention;
 use crate::dsa::DsaStage;
-use crate::error::{ensure, ensure_multiple, ensure_positive, ensure_shape, or_panics};
+use crate::error::{Result, ensure, ensure_multiple, ensure_positive, ensure_shape, or_panics};
 use crate::feed_forward::{FeedForwardActivation, FeedForwardSparsity};
 use crate::heads::Positions;
 use crate::layouts::LayoutPool;
@@ -136,41 +136,39 @@ impl SparseTransformerConfig {
         /// otherwise: tokens `N(0, 0.125 / √d)`, positions `N(0, 0.125 / √(2d))` (`√(3d)` in pictures), other weights
         /// `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by
         /// `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
-        pub fn init(&self, device: &Device) -> SparseTransformer = try_init;
-    }
+        pub fn init(&self, device: &Device) -> SparseTransformer;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// If a size is 0, `embedding_width` exceeds `context`, or a block refuses its part of the
-    /// configuration (see [`SparseTransformerBlockConfig::init`]).
-    pub fn try_init(&self, device: &Device) -> Result<SparseTransformer, TransformerError> {
-        self.validate()?;
-        let (context, d_model) = (self.context, self.d_model);
-        Ok(SparseTransformer {
-            token_embedding: Embedding {
-                weight: init::embedding(self.vocab_size, d_model, 1, self.init_scale, device),
-            },
-            position_embedding: self.embeds_positions().then(|| {
-                let (width, scale) = (self.embedding_width(), self.init_scale);
-                PositionEmbedding::new(
-                    context,
-                    width,
-                    self.embedding_channels,
-                    d_model,
-                    scale,
-                    device,
-                )
-            }),
-            blocks: self.init_blocks(device)?,
-            norm: LayerNormConfig::new(d_model)
-                .with_epsilon(self.layer_norm_eps)
-                .init(device),
-            output: init::zero_linear(d_model, self.vocab_size, device),
-            context,
-            layer_norm_eps: self.layer_norm_eps,
-            precision: self.precision,
-        })
+        /// # Errors
+        /// If a size is 0, `embedding_width` exceeds `context`, or a block refuses its part of the
+        /// configuration (see [`SparseTransformerBlockConfig::init`]).
+        pub fn try_init {
+            self.validate()?;
+            let (context, d_model) = (self.context, self.d_model);
+            Ok(SparseTransformer {
+                token_embedding: Embedding {
+                    weight: init::embedding(self.vocab_size, d_model, 1, self.init_scale, device),
+                },
+                position_embedding: self.embeds_positions().then(|| {
+                    let (width, scale) = (self.embedding_width(), self.init_scale);
+                    PositionEmbedding::new(
+                        context,
+                        width,
+                        self.embedding_channels,
+                        d_model,
+                        scale,
+                        device,
+                    )
+                }),
+                blocks: self.init_blocks(device)?,
+                norm: LayerNormConfig::new(d_model)
+                    .with_epsilon(self.layer_norm_eps)
+                    .init(device),
+                output: init::zero_linear(d_model, self.vocab_size, device),
+                context,
+                layer_norm_eps: self.layer_norm_eps,
+                precision: self.precision,
+            })
+        }
     }
 
     fn embedding_width(&self) -> usize {
@@ -183,10 +181,7 @@ impl SparseTransformerConfig {
     }
 
     /// The blocks; those with equal patterns share their layouts, and all share one table of rotations, and one of indexers'.
-    fn init_blocks(
-        &self,
-        device: &Device,
-    ) -> Result<Vec<SparseTransformerBlock>, TransformerError> {
+    fn init_blocks(&self, device: &Device) -> Result<Vec<SparseTransformerBlock>> {
         let mut pool = LayoutPool::default();
         let mut tables = RopeTables::default();
         (0..self.n_layers)
@@ -206,7 +201,7 @@ impl SparseTransformerConfig {
     ///
     /// # Errors
     /// If the factorization has no patterns.
-    pub fn block(&self, layer: usize) -> Result<SparseTransformerBlockConfig, TransformerError> {
+    pub fn block(&self, layer: usize) -> Result<SparseTransformerBlockConfig> {
         let pattern = self.factorization.pattern(layer)?;
         Ok(
             SparseTransformerBlockConfig::new(self.d_model, self.n_heads, pattern)
@@ -271,48 +266,38 @@ impl SparseTransformerConfig {
     }
 
     /// That layers which share a choice would choose alike, from the same keys.
-    fn validate_sharing(&self) -> Result<(), TransformerError> {
+    fn validate_sharing(&self) -> Result<()> {
         let every = self.share_every.unwrap_or(1);
         ensure_positive("share_every", every)?;
         if every == 1 {
             return Ok(());
         }
         let chooses = (0..self.n_layers).any(|layer| self.chooses(layer));
-        let expected = || "1 where no layer chooses by a selection, dsa or msa".into();
-        ensure(chooses, "share_every", expected, every)?;
+        ensure! { chooses => "share_every", "1 where no layer chooses by a selection, dsa or msa", every; }
         let selections = self.selections.as_ref().map_or(1, Vec::len);
-        let expected = || "one, where layers share a choice".into();
-        ensure(selections == 1, "selections", expected, selections)?;
+        ensure! { selections == 1 => "selections", "one, where layers share a choice", selections; }
         for layer in 1..self.n_layers {
             if self.choice_sharing(layer) == Some(ChoiceSharing::Takes) {
                 let own = self.factorization.pattern(layer)?;
                 let given = self.factorization.pattern(layer - 1)?;
-                let expected = || format!("{given} in layer {layer}, which shares a choice");
-                ensure(own == given, "factorization", expected, &own)?;
+                ensure! { own == given =>
+                    "factorization", format!("{given} in layer {layer}, which shares a choice"), &own; }
             }
         }
         Ok(())
     }
 
-    fn validate(&self) -> Result<(), TransformerError> {
+    fn validate(&self) -> Result<()> {
         self.validate_sharing()?;
         let heads = self.local_heads.as_ref().map(Vec::len);
-        ensure(
-            heads.is_none_or(|count| count == 1 || count == self.n_layers),
-            "local_heads",
-            || format!("one number, or {}, one for each layer", self.n_layers),
-            heads.unwrap_or_default(),
-        )?;
+        ensure! { heads.is_none_or(|count| count == 1 || count == self.n_layers) =>
+            "local_heads", format!("one number, or {}, one for each layer", self.n_layers), heads.unwrap_or_default(); }
         ensure_positive("vocab_size", self.vocab_size)?;
         ensure_positive("context", self.context)?;
         ensure_positive("n_layers", self.n_layers)?;
         ensure_positive("d_model", self.d_model)?;
-        ensure(
-            !self.embeds_positions() || (1..=self.context).contains(&self.embedding_width()),
-            "embedding_width",
-            || format!("between 1 and {}, the context", self.context),
-            self.embedding_width(),
-        )?;
+        ensure! { !self.embeds_positions() || (1..=self.context).contains(&self.embedding_width()) =>
+            "embedding_width", format!("between 1 and {}, the context", self.context), self.embedding_width(); }
         let channels = self.embedding_channels.unwrap_or(1);
         ensure_positive("embedding_channels", channels)?;
         ensure_multiple(
@@ -366,10 +351,10 @@ impl SparseTransformer {
 
         /// # Errors
         /// If `tokens` is empty or longer than the context, or a pattern has no layout for `seq`.
-        pub fn try_forward = self.head_logits(self.stream(tokens)?);
+        pub fn try_forward { self.head_logits(self.stream(tokens)?) }
     }
 
-    fn stream(&self, tokens: Tensor<2, Int>) -> Result<Stream, TransformerError> {
+    fn stream(&self, tokens: Tensor<2, Int>) -> Result<Stream> {
         let x = self.embed(tokens, 0)?;
         let training = x.is_autodiff();
         self.through_blocks(x, |_, block| block.pass(training))
@@ -380,7 +365,7 @@ impl SparseTransformer {
         &self,
         x: Tensor<3>,
         pass: impl Fn(usize, &SparseTransformerBlock) -> Pass,
-    ) -> Result<Stream, TransformerError> {
+    ) -> Result<Stream> {
         let mut blocks = self.blocks.iter().enumerate();
         blocks.try_fold(Stream::new(x), |stream, (layer, block)| {
             block.step(stream, pass(layer, block))
@@ -403,14 +388,14 @@ impl SparseTransformer {
         /// If `tokens` is empty, a position is past the context, the batch differs from the cache's, or the
         /// cache was made by a model with another number of blocks; [`TransformerError::Boundary`] if it cannot stop where the tokens begin or
         /// end.
-        pub fn try_forward_cache = self.cached(tokens, cache, false);
+        pub fn try_forward_cache { self.cached(tokens, cache, false) }
     }
 
     or_panics! {
         /// [`Self::forward_cache`] for the last tokens of a sequence, which may end anywhere.
         pub fn forward_cache_last(&self, tokens: Tensor<2, Int>, cache: &mut SparseTransformerCache) -> Tensor<3>;
 
-        pub fn try_forward_cache_last = self.cached(tokens, cache, true);
+        pub fn try_forward_cache_last { self.cached(tokens, cache, true) }
     }
 
     fn cached(
@@ -418,7 +403,7 @@ impl SparseTransformer {
         tokens: Tensor<2, Int>,
         cache: &mut SparseTransformerCache,
         last: bool,
-    ) -> Result<Tensor<3>, TransformerError> {
+    ) -> Result<Tensor<3>> {
         let [_, new] = tokens.dims();
         let stream = cache.advance(self.blocks.len(), new, |position, caches| {
             let x = Stream::new(self.embed(tokens, position)?);
@@ -444,29 +429,23 @@ impl SparseTransformer {
         /// # Shapes
         /// - `tokens`, `targets`: `[batch, seq]`; `targets[b, i]` is the token after `tokens[b, i]`
         /// - output: `[1]`
-        pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> = try_loss;
-    }
+        pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1>;
 
-    /// [`Self::loss`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward`]; also if the shapes differ.
-    pub fn try_loss(
-        &self,
-        tokens: Tensor<2, Int>,
-        targets: Tensor<2, Int>,
-    ) -> Result<Tensor<1>, TransformerError> {
-        self.check_targets(&tokens, &targets)?;
-        let mut stream = self.stream(tokens)?;
-        let aux_loss = stream.take_aside();
-        let loss = self.head_loss(stream, targets)?;
-        Ok(match aux_loss {
-            Some(aux_loss) if self.dsa_stage() == Some(DsaStage::WarmUp) => {
-                loss.detach() + aux_loss
-            }
-            Some(aux_loss) => loss + aux_loss,
-            None => loss,
-        })
+        /// # Errors
+        /// As [`Self::try_forward`]; also if the shapes differ.
+        pub fn try_loss {
+            self.check_targets(&tokens, &targets)?;
+            let mut stream = self.stream(tokens)?;
+            let aux_loss = stream.take_aside();
+            let loss = self.head_loss(stream, targets)?;
+            Ok(match aux_loss {
+                Some(aux_loss) if self.dsa_stage() == Some(DsaStage::WarmUp) => {
+                    loss.detach() + aux_loss
+                }
+                Some(aux_loss) => loss + aux_loss,
+                None => loss,
+            })
+        }
     }
 
     /// Longest sequence, in positions.
@@ -493,16 +472,12 @@ impl SparseTransformer {
     ///
     /// # Errors
     /// If a pattern has no layout for `seq`.
-    pub fn attention_flops(&self, seq: usize) -> Result<u64, TransformerError> {
+    pub fn attention_flops(&self, seq: usize) -> Result<u64> {
         self.blocks.iter().map(|b| b.mha.attention_flops(seq)).sum()
     }
 
     /// `H_0` of tokens at the positions from `start` on.
-    pub(crate) fn embed(
-        &self,
-        tokens: Tensor<2, Int>,
-        start: usize,
-    ) -> Result<Tensor<3>, TransformerError> {
+    pub(crate) fn embed(&self, tokens: Tensor<2, Int>, start: usize) -> Result<Tensor<3>> {
         let [_, seq] = tokens.dims();
         ensure_shape("tokens", tokens.dims(), [None, None], ["batch", "seq"])?;
         let (context, end) = (self.context, start + seq);
@@ -526,17 +501,13 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         positions: &Positions,
-    ) -> Result<Tensor<3>, TransformerError> {
+    ) -> Result<Tensor<3>> {
         let places = match positions {
             Positions::From(start) => return self.embed(tokens, *start),
             Positions::Listed(places) => places,
             Positions::Documents(_) => {
-                let expected = "from one on, or listed";
-                return Err(TransformerError::argument(
-                    "positions",
-                    expected,
-                    "documents",
-                ));
+                let (expected, got) = ("from one on, or listed", "documents");
+                return Err(TransformerError::argument("positions", expected, got));
             }
         };
         let embedded = self.embed_tokens(tokens)?;
@@ -549,21 +520,21 @@ impl SparseTransformer {
         })
     }
 
-    fn embed_tokens(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>, TransformerError> {
+    fn embed_tokens(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
         // Ids have no gradient. Without their autodiff context they can come from any device setting.
         let table = self.token_embedding.weight.val();
         Ok(embedding(table, tokens.without_autodiff())?)
     }
 
     /// `norm(H_N)`, in the stream's dtype.
-    fn head_input(&self, stream: Stream) -> Result<Tensor<3>, TransformerError> {
+    fn head_input(&self, stream: Stream) -> Result<Tensor<3>> {
         let dtype = stream.x().dtype();
         let (_, x) = stream.norm(&self.norm, self.layer_norm_eps, dtype.into())?;
         Ok(x)
     }
 
     /// `norm(H_N) · W_output`.
-    pub(crate) fn head_logits(&self, stream: Stream) -> Result<Tensor<3>, TransformerError> {
+    pub(crate) fn head_logits(&self, stream: Stream) -> Result<Tensor<3>> {
         let x = self.head_input(stream)?;
         Ok(linear(
             x,
@@ -572,11 +543,7 @@ impl SparseTransformer {
         )?)
     }
 
-    pub(crate) fn head_loss(
-        &self,
-        stream: Stream,
-        targets: Tensor<2, Int>,
-    ) -> Result<Tensor<1>, TransformerError> {
+    pub(crate) fn head_loss(&self, stream: Stream, targets: Tensor<2, Int>) -> Result<Tensor<1>> {
         let x = self.head_input(stream)?;
         mean_loss(x, self.output.weight.val(), targets)
     }
@@ -585,7 +552,7 @@ impl SparseTransformer {
         &self,
         tokens: &Tensor<2, Int>,
         targets: &Tensor<2, Int>,
-    ) -> Result<(), TransformerError> {
+    ) -> Result<()> {
         let [batch, seq] = tokens.dims();
         let expected = [Some(batch), Some(seq)];
         ensure_shape("targets", targets.dims(), expected, ["batch", "seq"])
@@ -597,7 +564,7 @@ pub(crate) fn mean_loss(
     x: Tensor<3>,
     weight: Tensor<2>,
     targets: Tensor<2, Int>,
-) -> Result<Tensor<1>, TransformerError> {
+) -> Result<Tensor<1>> {
     let [batch, seq, width] = x.dims();
     let x = x.reshape([batch * seq, width]);
     let targets = targets.without_autodiff().reshape([batch * seq]);

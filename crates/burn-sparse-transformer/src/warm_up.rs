@@ -6,9 +6,10 @@ use burn::tensor::{Int, Tensor};
 
 use crate::block::Pass;
 use crate::dsa::indexed::Indexed;
+use crate::error::Result;
 use crate::recompute::{StepLosses, collect};
 use crate::stream::Stream;
-use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
+use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer};
 
 impl SparseTransformer {
     /// The losses of a step in [`DsaStage::WarmUp`](crate::dsa::DsaStage::WarmUp), and the gradients of the indexers' parameters. The model runs without a graph; each
@@ -17,7 +18,7 @@ impl SparseTransformer {
         &self,
         tokens: Tensor<2, Int>,
         targets: Tensor<2, Int>,
-    ) -> Result<(StepLosses, GradientsParams), TransformerError> {
+    ) -> Result<(StepLosses, GradientsParams)> {
         let plain = self.valid();
         let mut gradients = GradientsParams::new();
         let mut sum: Option<Tensor<1>> = None;
@@ -28,11 +29,8 @@ impl SparseTransformer {
                 if let Some(loss) = loss {
                     let mut grads = loss.backward();
                     collect(&trained.mha.content, &mut grads, &mut gradients);
-                    let loss = loss.without_autodiff();
-                    sum = Some(match sum.take() {
-                        Some(sum) => sum + loss,
-                        None => loss,
-                    });
+                    let parts = [sum.take(), Some(loss.without_autodiff())];
+                    sum = parts.into_iter().flatten().reduce(|sum, loss| sum + loss);
                 }
                 block.mha.forward_projected(input)
             };
@@ -48,7 +46,7 @@ impl SparseTransformer {
         trained: &SparseMultiHeadAttention,
         plain: &SparseMultiHeadAttention,
         input: &SparseMhaInput,
-    ) -> Result<Option<Tensor<1>>, TransformerError> {
+    ) -> Result<Option<Tensor<1>>> {
         if trained.dsa().is_none() && trained.msa().is_none() {
             return Ok(None);
         }

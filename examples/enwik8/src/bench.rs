@@ -168,12 +168,9 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     let named = device::open(args.device.as_deref())?;
     config.check_memory(Some(&named))?;
     say(format!(
-        "preset {}: {} layers, {} heads, d_model {}, context {}, batch {}, {}{}, on {}",
+        "preset {}: {}, batch {}, {}{}, on {}",
         args.preset,
-        config.model.layers,
-        config.model.heads,
-        config.model.d_model,
-        thousands(config.model.context),
+        config.model.sizes(),
         config.recipe.batch,
         config.model.precision,
         match config.recipe.recompute {
@@ -193,10 +190,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
     for kind in kinds {
         let row = in_child_process(kind)?;
         let parts = row.parts.as_ref().map(|parts| {
-            let Parts {
-                gradients,
-                optimizer,
-            } = parts;
+            let [gradients, optimizer] = [parts.gradients, parts.optimizer];
             format!("gradients {gradients:.1} ms, clipping and optimizer {optimizer:.1} ms; ")
         });
         // A CPU has no queue.
@@ -288,20 +282,19 @@ fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
         true => trainer.kept()?,
         false => None,
     };
-    let memory = (made.zip(stepped).zip(first).zip(last_usage).zip(peak)).map(
-        |((((made, stepped), first), last), peak)| {
-            let optimizer = stepped.in_use.saturating_sub(made.in_use);
-            let named = made.in_use + optimizer + kept.unwrap_or(0);
-            Memory {
-                parameters: made.in_use,
-                optimizer,
-                kept,
-                transient: peak.reserved.saturating_sub(named),
-                first,
-                last,
-            }
-        },
-    );
+    let memory = || {
+        let parameters = made?.in_use;
+        let optimizer = stepped?.in_use.saturating_sub(parameters);
+        let named = parameters + optimizer + kept.unwrap_or(0);
+        Some(Memory {
+            parameters,
+            optimizer,
+            kept,
+            transient: peak?.reserved.saturating_sub(named),
+            first: first?,
+            last: last_usage?,
+        })
+    };
     Ok(Measurement {
         attention: match &config.model.content {
             _ if is_dense => "dense causal".to_owned(),
@@ -326,7 +319,7 @@ fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
         loss,
         host_bytes: peak_resident_bytes(),
         device_bytes: peak.map(|usage| usage.reserved),
-        memory,
+        memory: memory(),
     })
 }
 

@@ -11,8 +11,12 @@ use burn_sparse_transformer::content::ContentAttention;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::data::thousands;
+use crate::flags::ensure_all;
 use crate::overrides::Overrides;
-use crate::presets::{AttentionKind, FactorizationKind, Length, ModelConfig, Preset, Recipe};
+use crate::presets::{
+    AttentionKind, BASE, FactorizationKind, FeedForwardWeights, Length, ModelConfig, Preset, Recipe,
+};
 use crate::{flags, pattern, search};
 
 /// All that defines a run besides its data. Stored in the run folder and in every checkpoint.
@@ -27,9 +31,11 @@ pub struct RunConfig {
 impl RunConfig {
     /// A preset as it is.
     pub fn of(preset: Preset) -> Self {
-        let (mut model, mut recipe) = (ModelConfig::base(preset.task()), Recipe::base());
-        let own = Overrides::read(preset.flags()).apply(&mut model, &mut recipe);
-        own.expect("flags of ours");
+        let (mut model, mut recipe) = (ModelConfig::base(preset.task()), Recipe::default());
+        for flags in [BASE, preset.flags()] {
+            let own = Overrides::read(flags).apply(&mut model, &mut recipe);
+            own.expect("flags of ours");
+        }
         RunConfig {
             preset,
             model,
@@ -115,6 +121,17 @@ impl RunConfig {
         self.recipe.batch * self.model.context
     }
 
+    /// What a line says of learning rate, dropout and seed.
+    pub fn rates(&self) -> String {
+        format!(
+            "lr {}, warm-up {}, dropout {}, seed {}",
+            self.recipe.learning_rate,
+            thousands(self.recipe.warmup),
+            self.model.dropout,
+            self.recipe.seed
+        )
+    }
+
     /// Means of clusters and rotations of hashes are new in every step, where a recording would keep the first ones.
     pub fn check_graph(&self, graph: bool) -> Result<()> {
         match &self.model.content {
@@ -134,36 +151,29 @@ impl RunConfig {
             );
             return Ok(());
         }
-        ensure!(
-            !overrides.gives("context") && !overrides.gives("position-width"),
-            "a picture is a window, and a row of it one of the position matrix; leave out --context and --position-width, or \
-             give --picture-size"
-        );
-        ensure!(
-            !overrides.gives("recall-every"),
-            "--recall-every measures windows of text; leave it out"
-        );
+        ensure_all! {
+            !overrides.gives("context") && !overrides.gives("position-width") =>
+                "a picture is a window, and a row of it one of the position matrix; leave out --context and --position-width, or \
+                 give --picture-size";
+            !overrides.gives("recall-every") => "--recall-every measures windows of text; leave it out";
+        }
         Ok(())
     }
 
     /// That flags of heads that choose by content have such heads.
     fn check_content_flags(&self, overrides: &Overrides) -> Result<()> {
-        let content = &self.model.content;
-        ensure!(
-            content.is_some() || !overrides.gives("local-heads"),
-            "--local-heads are those next to content-based heads; add --attention routing:WINDOW or lsh:BUCKET,ROUNDS"
-        );
-        if let Some(content) = content {
-            ensure!(
-                !content.is_whole_layer() || !overrides.gives("local-heads"),
-                "--attention {content} is all heads of a layer; leave out --local-heads"
-            );
-        }
+        let content = self.model.content.as_ref();
+        let is_whole = content.is_some_and(ContentAttention::is_whole_layer);
         let has_means = matches!(content, Some(ContentAttention::Routing(_)));
-        ensure!(
-            has_means || !(overrides.gives("commitment") || overrides.gives("means-decay")),
-            "--commitment and --means-decay are of clusters; add --attention routing:WINDOW"
-        );
+        ensure_all! {
+            content.is_some() || !overrides.gives("local-heads") =>
+                "--local-heads are those next to content-based heads; add --attention routing:WINDOW or lsh:BUCKET,ROUNDS";
+            !is_whole || !overrides.gives("local-heads") =>
+                "--attention {} is all heads of a layer; leave out --local-heads",
+                content.map(ToString::to_string).unwrap_or_default();
+            has_means || !(overrides.gives("commitment") || overrides.gives("means-decay")) =>
+                "--commitment and --means-decay are of clusters; add --attention routing:WINDOW";
+        }
         self.check_indexers(overrides)
     }
 
@@ -187,73 +197,43 @@ impl RunConfig {
             ..
         } = &self.model;
         let chooses = self.model.chooses();
-        ensure!(
-            d_model % heads == 0,
-            "--d-model must be a multiple of --heads, got {d_model} and {heads}"
-        );
-        if let Some(width) = d_key {
-            ensure!(
-                width % heads == 0,
-                "--d-key must be a multiple of --heads, got {width} and {heads}"
-            );
+        ensure_all! {
+            d_model % heads == 0 => "--d-model must be a multiple of --heads, got {d_model} and {heads}";
+            d_key.is_none_or(|width| width % heads == 0) =>
+                "--d-key must be a multiple of --heads, got {} and {heads}", d_key.unwrap_or_default();
+            kv_heads.is_none_or(|count| heads % count == 0) =>
+                "--kv-heads must be a divisor of --heads = {heads}, got {}", kv_heads.unwrap_or_default();
+            BLOCK_SIZES.contains(block_size) => "--block must be 8, 16, 32, 64 or 128, got {block_size}";
+            position_width <= context =>
+                "--position-width must be at most --context = {context}, got {position_width}; without that flag it is the stride of \
+                 --pattern, or the preset's";
+            *factorization != FactorizationKind::MultiHead || heads % patterns.len() == 0 =>
+                "--heads must be a multiple of the {} patterns of --factorization multi-head, got {heads}", patterns.len();
         }
-        ensure!(
-            kv_heads.is_none_or(|count| heads % count == 0),
-            "--kv-heads must be a divisor of --heads = {heads}, got {}",
-            kv_heads.unwrap_or_default()
-        );
-        ensure!(
-            BLOCK_SIZES.contains(block_size),
-            "--block must be 8, 16, 32, 64 or 128, got {block_size}"
-        );
-        ensure!(
-            position_width <= context,
-            "--position-width must be at most --context = {context}, got {position_width}; without that flag it is the stride of \
-             --pattern, or the preset's"
-        );
-        ensure!(
-            *factorization != FactorizationKind::MultiHead || heads % patterns.len() == 0,
-            "--heads must be a multiple of the {} patterns of --factorization multi-head, got {heads}",
-            patterns.len()
-        );
         if let Some(content) = content {
-            ensure!(
-                !chooses,
-                "--selection and --attention {content} are two ways to choose; leave out one of them"
-            );
-            ensure!(
-                [0, 1, *layers].contains(&local_heads.len()),
-                "--local-heads must be one number, or {layers}, one for each of --layers, got {}",
-                local_heads.len()
-            );
-            ensure!(
+            ensure_all! {
+                !chooses =>
+                    "--selection and --attention {content} are two ways to choose; leave out one of them";
+                [0, 1, *layers].contains(&local_heads.len()) =>
+                    "--local-heads must be one number, or {layers}, one for each of --layers, got {}", local_heads.len();
                 local_heads.iter().all(|count| (1..=*heads).contains(count))
-                    && (*heads > 1 || content.is_whole_layer()),
-                "--local-heads must be from 1 to --heads = {heads}, and there must be two heads at least, got {local_heads:?}"
-            );
-            ensure!(
-                kv_heads.is_none() || content.is_whole_layer(),
-                "--kv-heads are of heads whose keys are not their queries; leave it out with --attention {content}"
-            );
+                    && (*heads > 1 || content.is_whole_layer()) =>
+                    "--local-heads must be from 1 to --heads = {heads}, and there must be two heads at least, got {local_heads:?}";
+                kv_heads.is_none() || content.is_whole_layer() =>
+                    "--kv-heads are of heads whose keys are not their queries; leave it out with --attention {content}";
+            }
         }
-        if let (Some(weights), Some(pruning)) = (ff_weights, &self.recipe.ff_prune) {
-            pruning.check(weights.density)?;
-        }
-        if let Some(weights) = ff_weights {
-            let block = weights.block;
-            ensure!(
-                WEIGHT_BLOCK_SIZES.contains(&block),
-                "--ff-block must be 16, 32, 64 or 128, got {block}"
-            );
-            ensure!(
-                d_model.is_multiple_of(block),
-                "--ff-block must be a divisor of --d-model = {d_model}, got {block}"
-            );
-            ensure!(
-                d_ff.is_none_or(|width| width.is_multiple_of(block)),
-                "--ff-block must be a divisor of --d-ff = {}, got {block}",
-                d_ff.unwrap_or_default()
-            );
+        if let Some(FeedForwardWeights { block, density, .. }) = ff_weights {
+            if let Some(pruning) = &self.recipe.ff_prune {
+                pruning.check(*density)?;
+            }
+            ensure_all! {
+                WEIGHT_BLOCK_SIZES.contains(block) => "--ff-block must be 16, 32, 64 or 128, got {block}";
+                d_model.is_multiple_of(*block) =>
+                    "--ff-block must be a divisor of --d-model = {d_model}, got {block}";
+                d_ff.is_none_or(|width| width.is_multiple_of(*block)) =>
+                    "--ff-block must be a divisor of --d-ff = {}, got {block}", d_ff.unwrap_or_default();
+            }
         }
         self.check_memory(None)?;
         self.check_choices()?;

@@ -14,6 +14,7 @@ use indicatif::ProgressBar;
 
 use crate::arguments::{self, ModelArgs};
 use crate::data::{Corpus, Split, thousands};
+use crate::flags::ensure_all;
 use crate::kept::{CACHE, KeptArgs};
 use crate::log::Validated;
 use crate::model::{self, bits, numbers};
@@ -62,26 +63,20 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     let dtype = args.kept.kv_dtype;
     let reachable = || (dtype != KvDtype::Model).then_some(CachePolicy::default());
     let kept = args.kept.kept()?.or_else(reachable);
-    ensure!(
-        kept.is_some() || args.kept.selection.is_empty(),
-        "--selection needs --cache all"
-    );
-    ensure!(
-        kept.is_none() || args.kept.selection_file.is_none(),
-        "--selection-file is of windows that are read at once; leave out --cache and --kv-dtype"
-    );
+    ensure_all! {
+        kept.is_some() || args.kept.selection.is_empty() => "--selection needs --cache all";
+        kept.is_none() || args.kept.selection_file.is_none() =>
+            "--selection-file is of windows that are read at once; leave out --cache and --kv-dtype";
+    }
     let (device, path, checkpoint) = args.model.open()?;
     let config = &checkpoint.header.config;
     let context = config.model.context;
-    ensure!(
-        args.min_context < context,
-        "--min-context must be below the model's context of {context}, got {}",
-        args.min_context
-    );
-    ensure!(
-        args.min_context == 0 || config.model.task() == Task::Text,
-        "--min-context moves a window over text, and each picture is a sequence of its own; leave it out"
-    );
+    ensure_all! {
+        args.min_context < context =>
+            "--min-context must be below the model's context of {context}, got {}", args.min_context;
+        args.min_context == 0 || config.model.task() == Task::Text =>
+            "--min-context moves a window over text, and each picture is a sequence of its own; leave it out";
+    }
     let cut = config.model.cut();
     let pictures = config.model.pictures;
     let corpus = Corpus::reopen(&checkpoint.header.data, args.data.as_deref(), pictures)?;

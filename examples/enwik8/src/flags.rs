@@ -5,6 +5,14 @@ use std::error::Error;
 use burn_sparse_transformer::TransformerError;
 use clap::Command;
 
+/// Rules: what must be true, and what to say where it is not.
+macro_rules! ensure_all {
+    ($($holds:expr => $text:literal $(, $number:expr)*;)+) => {
+        $(anyhow::ensure!($holds, $text $(, $number)*);)+
+    };
+}
+pub(crate) use ensure_all;
+
 /// Fields and arguments whose flags are called otherwise. Every other flag is the name with `-` in the place of `_`.
 const RENAMED: [(&str, &str); 27] = [
     ("n_layers", "layers"),

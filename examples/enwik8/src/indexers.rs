@@ -13,6 +13,7 @@ use burn_sparse_transformer::dsa::DsaStage;
 
 use crate::config::RunConfig;
 use crate::data::thousands;
+use crate::flags::ensure_all;
 use crate::overrides::Overrides;
 use crate::presets::Recipe;
 use crate::schedule::Schedule;
@@ -101,18 +102,14 @@ impl RunConfig {
             );
             return Ok(());
         };
-        ensure!(
-            self.model.sees_everything(),
-            "--attention {content} chooses from all earlier bytes; leave out --pattern"
-        );
-        ensure!(
-            self.recipe.indexer_warmup > 0 || self.recipe.indexer_from == 0,
-            "--indexer-from is where the warm-up of indexers begins; add --indexer-warmup STEPS"
-        );
-        ensure!(
-            self.recipe.indexer_warmup > 0 || self.recipe.indexer_rate.is_none(),
-            "--indexer-lr is the rate of the warm-up of indexers; add --indexer-warmup STEPS"
-        );
+        ensure_all! {
+            self.model.sees_everything() =>
+                "--attention {content} chooses from all earlier bytes; leave out --pattern";
+            self.recipe.indexer_warmup > 0 || self.recipe.indexer_from == 0 =>
+                "--indexer-from is where the warm-up of indexers begins; add --indexer-warmup STEPS";
+            self.recipe.indexer_warmup > 0 || self.recipe.indexer_rate.is_none() =>
+                "--indexer-lr is the rate of the warm-up of indexers; add --indexer-warmup STEPS";
+        }
         Ok(())
     }
 

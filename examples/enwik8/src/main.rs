@@ -114,6 +114,10 @@ fn main() -> ExitCode {
 
 fn dispatch(task: &Task) -> Result<ExitCode> {
     let done = |()| ExitCode::SUCCESS;
+    let listed = |text: String| {
+        progress::say(text);
+        Ok(ExitCode::SUCCESS)
+    };
     match task {
         Task::Train(args) => train::run(args),
         Task::Eval(args) => eval::run(args).map(done),
@@ -125,14 +129,8 @@ fn dispatch(task: &Task) -> Result<ExitCode> {
         Task::Bench(args) => bench::run(args).map(done),
         Task::Draw(args) => draw::run(args).map(done),
         Task::Shards(args) => shards::run(args).map(done),
-        Task::Patterns(_) => {
-            progress::say(notation::list());
-            Ok(ExitCode::SUCCESS)
-        }
-        Task::Presets(_) => {
-            progress::say(presets::list::list());
-            Ok(ExitCode::SUCCESS)
-        }
+        Task::Patterns(_) => listed(notation::list()),
+        Task::Presets(_) => listed(presets::list::list()),
         Task::Export(args) => export::run(args).map(done),
         Task::Import(args) => import::run(args).map(done),
     }

@@ -19,14 +19,12 @@ type Of = fn(&LayerRecall) -> f64;
 
 /// The panels, the first on top.
 const PANELS: [(&str, Of); 3] = [
-    ("recall: share of the attention on selected keys", |layer| {
-        layer.recall
+    ("recall: share of the attention on selected keys", |of| {
+        of.recall
     }),
-    ("ratio: recall over that of the best choice", |layer| {
-        layer.ratio
-    }),
-    ("density: selected share of the visible blocks", |layer| {
-        layer.density
+    ("ratio: recall over that of the best choice", |of| of.ratio),
+    ("density: selected share of the visible blocks", |of| {
+        of.density
     }),
 ];
 

@@ -12,6 +12,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
 use crate::arguments::{CONTENT, LOG};
+use crate::data::thousands;
 use crate::images::format::Pictures;
 use crate::prune::Pruning;
 use crate::windows::Cut;
@@ -43,6 +44,11 @@ pub enum Preset {
     Cifar,
 }
 
+/// What presets begin with.
+pub const BASE: &str = "--context 256 --layers 2 --heads 4 --d-model 128 --pattern fixed:32,8 --block 16 --init-scale 0.125 \
+     --batch 4 --steps 3000 --lr 1e-3 --warmup 150 --weight-decay 0.01 --beta1 0.9 --beta2 0.999 --epsilon 1e-8 --clip 1 --seed 1 \
+     --eval-every 250 --eval-windows 32 --checkpoint-every 250 --log-every 50";
+
 impl Preset {
     /// What its training takes and reaches, where that was measured: docs/training.md and docs/sparse-or-dense.md.
     pub fn measured(self) -> Option<&'static str> {
@@ -62,7 +68,7 @@ impl Preset {
         })
     }
 
-    /// What differs from [`ModelConfig::base`] and [`Recipe::base`].
+    /// What differs from [`BASE`].
     pub fn flags(self) -> &'static str {
         match self {
             // At this width the paper's scale makes learning slow at first: 2.8 bits per byte instead of 2.6 at the end. The second
@@ -189,6 +195,12 @@ pub enum Length {
     Epochs(f64),
 }
 
+impl Default for Length {
+    fn default() -> Self {
+        Self::Steps(0)
+    }
+}
+
 /// The model, whose fields are flags.
 #[derive(Args, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[command(next_help_heading = "Model (defaults from the preset: `enwik8 presets`)")]
@@ -298,23 +310,14 @@ pub enum Task {
 pub const CAUSAL: &str = "causal";
 
 impl ModelConfig {
-    /// What presets begin with.
+    /// Of text, or of pictures, of which presets say how large they are; the rest are [`BASE`]'s flags.
     pub fn base(task: Task) -> Self {
-        // Presets say how large they are.
         let pictures = Pictures {
             side: 1,
             classes: 1,
             halved: false,
         };
         Self {
-            context: 256,
-            layers: 2,
-            heads: 4,
-            d_model: 128,
-            patterns: vec!["fixed:32,8".to_owned()],
-            block_size: 16,
-            position_width: 32,
-            init_scale: paper_init_scale(),
             pictures: (task == Task::Images).then_some(pictures),
             ..Self::default()
         }
@@ -367,6 +370,17 @@ impl ModelConfig {
         }
     }
 
+    /// What a line says of its size.
+    pub fn sizes(&self) -> String {
+        format!(
+            "{} layers, {} heads, d_model {}, context {}",
+            self.layers,
+            self.heads,
+            self.d_model,
+            thousands(self.context)
+        )
+    }
+
     /// What the loss is in: a byte of a picture is a dimension of it.
     pub fn unit(&self) -> &'static str {
         match self.task() {
@@ -411,12 +425,7 @@ impl FeedForwardWeights {
 
 impl fmt::Display for FeedForwardWeights {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            density,
-            block,
-            layout,
-        } = self;
-        let percent = 100.0 * density;
+        let (layout, percent, block) = (self.layout, 100.0 * self.density, self.block);
         write!(f, "{layout}, {percent} % of the blocks of {block}")
     }
 }
@@ -427,12 +436,12 @@ fn paper_init_scale() -> f64 {
 }
 
 /// How the model is trained, of which fields are flags, too.
-#[derive(Args, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Args, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Recipe {
     /// Windows per step
     #[arg(long, value_parser = arguments::positive, help_heading = RECIPE, display_order = 0)]
     pub batch: usize,
-    #[arg(skip = Length::Steps(0))]
+    #[arg(skip)]
     pub length: Length,
     /// Highest learning rate
     #[arg(id = "lr", long, value_name = "LR", value_parser = arguments::above_zero, help_heading = RECIPE)]
@@ -497,33 +506,4 @@ pub struct Recipe {
     /// Steps between printed lines
     #[arg(long, value_parser = arguments::positive, help_heading = LOG)]
     pub log_every: usize,
-}
-
-impl Recipe {
-    /// What presets begin with.
-    pub fn base() -> Self {
-        Self {
-            batch: 4,
-            length: Length::Steps(3_000),
-            learning_rate: 1e-3,
-            warmup: 150,
-            weight_decay: 0.01,
-            beta_1: 0.9,
-            beta_2: 0.999,
-            epsilon: 1e-8,
-            clip: 1.0,
-            seed: 1,
-            recompute: Recompute::None,
-            ff_prune: None,
-            selection_until: None,
-            indexer_from: 0,
-            indexer_warmup: 0,
-            indexer_rate: None,
-            recall_every: None,
-            eval_every: 250,
-            eval_windows: 32,
-            checkpoint_every: 250,
-            log_every: 50,
-        }
-    }
 }

@@ -2,11 +2,13 @@
 
 use std::fmt;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
 use burn::module::ParamId;
 use burn_sparse_transformer::SparseTransformer;
 use burn_sparse_transformer::feed_forward::FeedForwardLinear;
 use serde::{Deserialize, Serialize};
+
+use crate::flags::ensure_all;
 
 /// Gradual pruning by magnitude (Zhu and Gupta, "To prune, or not to prune", 2017): between two steps the share of kept blocks falls from the model's to
 /// another, fast at first.
@@ -24,37 +26,21 @@ pub struct Pruning {
 
 impl fmt::Display for Pruning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            density,
-            from,
-            until,
-            every,
-        } = self;
-        let percent = 100.0 * density;
-        write!(
-            f,
-            "pruned to {percent} % from step {from} to step {until}, every {every} steps"
-        )
+        let (percent, every) = (100.0 * self.density, self.every);
+        write!(f, "pruned to {percent} % from step {} ", self.from)?;
+        write!(f, "to step {}, every {every} steps", self.until)
     }
 }
 
 impl Pruning {
     /// That the numbers go together, for weights that begin with this share of their blocks.
     pub fn check(&self, initial: f64) -> Result<()> {
-        let Self {
-            density,
-            from,
-            until,
-            ..
-        } = self;
-        ensure!(
-            *density <= initial,
-            "--ff-prune must be at most --ff-density = {initial}, got {density}"
-        );
-        ensure!(
-            until >= from,
-            "--ff-prune-until must be at least the {from} steps of --ff-prune-from, got {until}"
-        );
+        let (density, from, until) = (self.density, self.from, self.until);
+        ensure_all! {
+            density <= initial => "--ff-prune must be at most --ff-density = {initial}, got {density}";
+            until >= from =>
+                "--ff-prune-until must be at least the {from} steps of --ff-prune-from, got {until}";
+        }
         Ok(())
     }
 

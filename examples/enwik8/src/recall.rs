@@ -222,12 +222,8 @@ fn print(
     if !args.has_table() {
         return Ok(());
     }
-    let LayerRecall {
-        recall,
-        ratio,
-        density,
-        ..
-    } = mean(&found.layers);
+    let mean = mean(&found.layers);
+    let (recall, ratio, density) = (mean.recall, mean.ratio, mean.density);
     say(match selection {
         None => format!(
             "{everything:<28} {bits_per_byte:>9.4} {:>8} {:>8} {:>8}",

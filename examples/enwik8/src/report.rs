@@ -115,97 +115,66 @@ impl Report<'_> {
         self.corpus.map(Corpus::order_0_entropy)
     }
 
-    /// What the run is, what came out, and what it took.
+    /// What the run is, what came out, and what it took: rows of the page's table, where there is something to say.
     fn facts(&self, rows: &[Row], model: &SparseTransformer) -> Result<String> {
         let header = &self.checkpoint.header;
         let config = &header.config;
-        let (shape, recipe, unit) = (&config.model, &config.recipe, config.model.unit());
+        let (shape, unit) = (&config.model, config.model.unit());
         let speed = Speed::of(rows);
         let whole = rows.iter().rev().find_map(|row| match row {
             Row::Final(of) => Some(of),
             _ => None,
         });
         let mut facts = vec![
-            (
-                "model",
-                Some(format!(
-                    "{} parameters: {} layers, {} heads, width {}, context {}, {}",
-                    thousands(model.num_params()),
-                    shape.layers,
-                    shape.heads,
-                    shape.d_model,
-                    thousands(shape.context),
-                    shape.precision
-                )),
-            ),
-            (
-                "attention",
-                Some(format!(
-                    "`{}`, blocks of {}",
-                    attention_text(shape),
-                    shape.block_size
-                )),
-            ),
-            (
-                "data",
-                Some(format!(
-                    "{} bytes, CRC-32 `{:08x}`",
-                    thousands(header.data.bytes),
-                    header.data.crc32
-                )),
-            ),
-            (
-                "recipe",
-                Some(format!(
-                    "batch {}, learning rate {}, warm-up {}, dropout {}, seed {}",
-                    recipe.batch,
-                    recipe.learning_rate,
-                    thousands(recipe.warmup),
-                    shape.dropout,
-                    recipe.seed
-                )),
-            ),
-            ("indexers", config.describe_indexers()),
-            (
-                "length",
-                Some(format!(
-                    "{} steps, {} bytes",
-                    thousands(speed.steps),
-                    thousands(speed.steps * config.tokens_per_step())
-                )),
-            ),
-            (
-                "best validation",
-                header.best.map(|best| {
-                    let (step, bits) = (thousands(best.step), best.bits_per_byte);
-                    format!("{bits:.4} {unit} after step {step}")
-                }),
-            ),
-            (
-                "whole validation split",
-                whole.map(|of| {
-                    let (bits, bytes) = (of.bits_per_byte, thousands(of.bytes));
-                    format!("{bits:.4} {unit} over {bytes} bytes")
-                }),
-            ),
-            (
-                "order-0 entropy of the data",
-                self.entropy().map(|entropy| format!("{entropy:.4} {unit}")),
-            ),
+            Some(format!(
+                "model | {} parameters: {}, {}",
+                thousands(model.num_params()),
+                shape.sizes(),
+                shape.precision
+            )),
+            Some(format!(
+                "attention | `{}`, blocks of {}",
+                attention_text(shape),
+                shape.block_size
+            )),
+            Some(format!(
+                "data | {} bytes, CRC-32 `{:08x}`",
+                thousands(header.data.bytes),
+                header.data.crc32
+            )),
+            Some(format!(
+                "recipe | batch {}, {}",
+                config.recipe.batch,
+                config.rates()
+            )),
+            (config.describe_indexers()).map(|text| format!("indexers | {text}")),
+            Some(format!(
+                "length | {} steps, {} bytes",
+                thousands(speed.steps),
+                thousands(speed.steps * config.tokens_per_step())
+            )),
+            header.best.map(|best| {
+                let (step, bits) = (thousands(best.step), best.bits_per_byte);
+                format!("best validation | {bits:.4} {unit} after step {step}")
+            }),
+            whole.map(|of| {
+                let (bits, bytes) = (of.bits_per_byte, thousands(of.bytes));
+                format!("whole validation split | {bits:.4} {unit} over {bytes} bytes")
+            }),
+            (self.entropy())
+                .map(|entropy| format!("order-0 entropy of the data | {entropy:.4} {unit}")),
         ];
         facts.extend(self.cost(&speed, model)?);
         let mut text = format!("# {}\n\n| | |\n|---|---|\n", title(config));
-        for (name, value) in facts {
-            if let Some(value) = value {
-                // A pipe would begin a column.
-                let _ = writeln!(text, "| {name} | {} |", value.replace('|', "\\|"));
-            }
+        for (name, value) in (facts.iter().flatten()).filter_map(|fact| fact.split_once(" | ")) {
+            // A pipe would begin a column.
+            let _ = writeln!(text, "| {name} | {} |", value.replace('|', "\\|"));
         }
         Ok(text)
     }
 
     /// Time, speed and memory.
-    fn cost(&self, speed: &Speed, model: &SparseTransformer) -> Result<[Fact; 6]> {
+    fn cost(&self, speed: &Speed, model: &SparseTransformer) -> Result<Vec<Option<String>>> {
         let resources = Resources::read(&self.folder.join(run::RESOURCES));
         let tflop = model::step_tflop(model, &self.checkpoint.header.config)?;
         let rate = tflop / (speed.median_ms / 1_000.0);
@@ -214,34 +183,28 @@ impl Report<'_> {
             None => " (`--peak-tflops` makes that a utilisation)".to_owned(),
         };
         let timed = |text: String| (speed.steps > 0).then_some(text);
-        let mebibytes = |bytes: u64| format!("{} MiB", thousands((bytes >> 20) as usize));
-        let device = resources.as_ref().map(|of| of.device.clone());
+        let peak = |of: &str, bytes: Option<u64>| {
+            let mebibytes = thousands((bytes? >> 20) as usize);
+            Some(format!("peak memory of the {of} | {mebibytes} MiB"))
+        };
+        let device = (resources.as_ref()).map(|of| format!("device | {}", of.device));
         let of = resources.unwrap_or_default();
-        Ok([
-            ("device", device),
-            (
-                "time in steps",
-                timed(clock(Duration::from_secs_f64(speed.seconds))),
-            ),
-            (
-                "speed",
-                timed(format!(
-                    "{} bytes per second, {:.1} ms a step (medians)",
-                    thousands(speed.bytes_per_s as usize),
-                    speed.median_ms
-                )),
-            ),
-            (
-                "operations of the model",
-                timed(format!(
-                    "{tflop:.4} · 10¹² a step, {rate:.3} · 10¹² per second{share}"
-                )),
-            ),
-            (
-                "peak memory of the process",
-                of.process_bytes.map(mebibytes),
-            ),
-            ("peak memory of the device", of.device_bytes.map(mebibytes)),
+        Ok(vec![
+            device,
+            timed(format!(
+                "time in steps | {}",
+                clock(Duration::from_secs_f64(speed.seconds))
+            )),
+            timed(format!(
+                "speed | {} bytes per second, {:.1} ms a step (medians)",
+                thousands(speed.bytes_per_s as usize),
+                speed.median_ms
+            )),
+            timed(format!(
+                "operations of the model | {tflop:.4} · 10¹² a step, {rate:.3} · 10¹² per second{share}"
+            )),
+            peak("process", of.process_bytes),
+            peak("device", of.device_bytes),
         ])
     }
 
@@ -261,13 +224,8 @@ impl Report<'_> {
             thousands(step)
         );
         let mut line = |what: String, of: &LayerRecall| {
-            let LayerRecall {
-                recall,
-                ratio,
-                density,
-                ..
-            } = of;
-            let _ = writeln!(text, "| {what} | {recall:.4} | {ratio:.4} | {density:.4} |");
+            let numbers = [of.recall, of.ratio, of.density].map(|x| format!("{x:.4}"));
+            let _ = writeln!(text, "| {what} | {} |", numbers.join(" | "));
         };
         for layer in layers {
             line(format!("layer {}", layer.layer), layer);
@@ -434,9 +392,6 @@ fn thinned<T: Copy>(values: &[T]) -> Vec<T> {
     thinned.reverse();
     thinned
 }
-
-/// A row of the page's table, if there is something to say.
-type Fact = (&'static str, Option<String>);
 
 /// How fast steps were.
 struct Speed {

@@ -90,29 +90,20 @@ pub fn run(args: &BenchArgs) -> Result<()> {
                 1e3 * length as f64 / prompt
             );
             let peak = peak.map_or("-".into(), |peak| format!("{peak:.1}"));
+            let row = |name: &str, [step, mean, rate]: [String; 3]| {
+                println!("{name:<40} {length:>8} {read} {step:>9} {mean:>8} {rate:>10} {peak:>8}");
+            };
             if args.steps == 0 {
-                println!(
-                    "{:<40} {length:>8} {read} {:>9} {:>8} {:>10} {peak:>8}",
-                    attention.to_string(),
-                    "-",
-                    "-",
-                    "-"
-                );
+                row(&attention.to_string(), [(); 3].map(|()| "-".into()));
             }
             let settings = settings(slice::from_ref(attention), &caches).into_iter();
             for setting in settings.filter(|_| args.steps > 0) {
                 let name = setting.label();
                 let step = Steps::new(&model, setting, length, args, &device)?;
-                println!(
-                    "{name:<40} {length:>8} {read} {:>9} {:>8.2} {:>10.0} {peak:>8}",
-                    format!(
-                        "{:.2}{}",
-                        step.median,
-                        if step.reason.is_none() { "r" } else { "" }
-                    ),
-                    step.mean,
-                    1e3 * args.batch as f64 / step.mean,
-                );
+                let replayed = if step.reason.is_none() { "r" } else { "" };
+                let median = format!("{:.2}{replayed}", step.median);
+                let rate = format!("{:.0}", 1e3 * args.batch as f64 / step.mean);
+                row(&name, [median, format!("{:.2}", step.mean), rate]);
                 if let Some(reason) = step.reason {
                     println!("  one by one: {reason}");
                 }
@@ -132,10 +123,8 @@ pub fn run(args: &BenchArgs) -> Result<()> {
 fn tokens(vocab: usize, [batch, seq]: [usize; 2], device: &Device) -> Tensor<2, Int> {
     // Any tokens do: what they are changes no time but where keys are chosen by content.
     let ids = (0..batch * seq).map(|at| (at * 7919 % vocab) as i32);
-    Tensor::from_data(
-        TensorData::new(ids.collect::<Vec<_>>(), [batch, seq]),
-        device,
-    )
+    let data = TensorData::new::<i32, _>(ids.collect(), [batch, seq]);
+    Tensor::from_data(data, device)
 }
 
 /// Milliseconds until the logits after a prompt are there.

@@ -38,9 +38,8 @@ pub fn read(gguf: &Gguf) -> Result<Tokenizer> {
     let tokens = strings("tokens")?;
     let vocab = (0u32..).zip(tokens).map(|(id, token)| (token.clone(), id));
     let merges = strings("merges")?.iter().map(|merge| {
-        let (first, second) = merge
-            .split_once(' ')
-            .with_context(|| format!("{merge:?} is no merge of two"))?;
+        let two = merge.split_once(' ');
+        let (first, second) = two.with_context(|| format!("{merge:?} is no merge of two"))?;
         Ok((first.to_owned(), second.to_owned()))
     });
     let merges = merges.collect::<Result<Vec<_>>>()?;
@@ -48,21 +47,13 @@ pub fn read(gguf: &Gguf) -> Result<Tokenizer> {
     let model =
         BPE::builder().vocab_and_merges(vocab.collect::<tokenizers::models::bpe::Vocab>(), merges);
     let mut tokenizer = Tokenizer::new(model.build().map_err(failed)?);
-    let name = value("pre")
-        .ok()
-        .and_then(GgufValue::as_str)
-        .unwrap_or("default");
-    tokenizer.with_pre_tokenizer(Some(pre_tokenizer(name)?));
+    let name = value("pre").ok().and_then(GgufValue::as_str);
+    tokenizer.with_pre_tokenizer(Some(pre_tokenizer(name.unwrap_or("default"))?));
     tokenizer.with_decoder(Some(ByteLevel::default()));
     let types = value("token_type")?.as_floats().unwrap_or_default();
-    let special = tokens
-        .iter()
-        .zip(types)
-        .filter(|(_, kind)| SPECIAL.contains(kind));
-    let special: Vec<_> = special
-        .map(|(token, _)| AddedToken::from(token, true))
-        .collect();
-    tokenizer.add_special_tokens(&special);
+    let special = (tokens.iter().zip(types)).filter(|(_, kind)| SPECIAL.contains(kind));
+    let special = special.map(|(token, _)| AddedToken::from(token, true));
+    tokenizer.add_special_tokens(&special.collect::<Vec<_>>());
     let begins = value("add_bos_token").ok().and_then(GgufValue::as_bool);
     let bos = value("bos_token_id").ok().and_then(GgufValue::as_u64);
     if let (Some(true), Some(bos)) = (begins, bos) {

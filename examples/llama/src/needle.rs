@@ -63,13 +63,8 @@ pub fn run(args: &NeedleArgs) -> Result<()> {
     let needles: Vec<Needle> = (0..args.depths)
         .map(|at| {
             let depth = (at as f64 + 0.5) / args.depths as f64;
-            needle(
-                &text,
-                &sentences,
-                args.tokens,
-                depth,
-                random.random_range(10_000..100_000),
-            )
+            let number = random.random_range(10_000..100_000);
+            needle(&text, &sentences, args.tokens, depth, number)
         })
         .collect::<Result<_>>()?;
     println!(
@@ -128,34 +123,20 @@ fn ask(model: &Llama, setting: Setting, needle: &Needle, device: &Device) -> Res
     let logits = Tensor::cat(rows, 0);
     let logs = log_softmax(logits, 1);
     let expected = tokens(answer).reshape([answer.len(), 1]);
-    let likeliest = logs.clone().argmax(1);
-    let hits = likeliest
-        .equal(expected.clone())
-        .int()
-        .sum()
-        .into_scalar::<i64>();
-    let bits =
-        -f64::from(logs.gather(1, expected).sum().into_scalar::<f32>()) / std::f64::consts::LN_2;
-    Ok((hits as usize == answer.len(), bits))
+    let hits = logs.clone().argmax(1).equal(expected.clone()).int().sum();
+    let is_found = hits.into_scalar::<i64>() as usize == answer.len();
+    let log = f64::from(logs.gather(1, expected).sum().into_scalar::<f32>());
+    Ok((is_found, -log / std::f64::consts::LN_2))
 }
 
 /// Plain sentences, without numbers that could be taken for the one that is hidden.
 fn sentences(text: &str) -> Vec<String> {
-    let plain: String = text
-        .chars()
-        .map(|c| {
-            if "[]{}|=<>&;'*#".contains(c) || c.is_ascii_digit() || c.is_whitespace() {
-                ' '
-            } else {
-                c
-            }
-        })
-        .collect();
+    let is_other = |c: char| "[]{}|=<>&;'*#".contains(c) || c.is_ascii_digit();
+    let plain = text.replace(is_other, " ");
     let words: Vec<&str> = plain.split_whitespace().collect();
     let sentences = words.join(" ");
-    let sentences = sentences
-        .split(". ")
-        .filter(|sentence| (40..300).contains(&sentence.len()));
+    let sentences = sentences.split(". ");
+    let sentences = sentences.filter(|sentence| (40..300).contains(&sentence.len()));
     sentences.map(|sentence| format!("{sentence}.")).collect()
 }
 
@@ -176,10 +157,8 @@ fn needle(
         };
         Ok(asked + "The pass key is")
     };
-    let mut used = text
-        .encode(&prompt(&hidden)?, text.template.is_none())?
-        .len()
-        + 8;
+    let special = text.template.is_none();
+    let mut used = text.encode(&prompt(&hidden)?, special)?.len() + 8;
     let mut body = Vec::new();
     for sentence in sentences {
         used += text.encode(&format!(" {sentence}"), false)?.len();
@@ -194,7 +173,6 @@ fn needle(
     );
     body.insert((depth * body.len() as f64) as usize, &hidden);
     let prompt = prompt(&body.join(" "))?;
-    let special = text.template.is_none();
     let whole = text.encode(&format!("{prompt} {number}"), special)?;
     // The space is a token of its own before digits for some tokenizers, and a part of them for others.
     for prompt in [format!("{prompt} "), prompt] {

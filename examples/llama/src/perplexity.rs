@@ -89,17 +89,10 @@ pub fn run(args: &PerplexityArgs) -> Result<()> {
         length: args.window,
         device: &device,
     };
+    let of = ["of pairs", "of keys"][usize::from(!caches.is_empty())];
     println!(
-        "{:<44} {:>8} {:>10} {:>10} {:>9}",
-        "attention",
-        if caches.is_empty() {
-            "of pairs"
-        } else {
-            "of keys"
-        },
-        "bits/token",
-        "bits/byte",
-        "s/window"
+        "{:<44} {of:>8} {:>10} {:>10} {:>9}",
+        "attention", "bits/token", "bits/byte", "s/window"
     );
     let settings = settings(&args.attention, &caches);
     let progress = progress::bar(settings.len() * args.windows, "windows");

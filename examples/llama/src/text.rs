@@ -60,14 +60,12 @@ impl Text {
         for file in ["generation_config.json", "config.json"] {
             let ends = json(file)?["eos_token_id"].take();
             let several = ends.as_array().cloned().unwrap_or_else(|| vec![ends]);
-            text.stop
-                .extend(several.iter().filter_map(Value::as_u64).map(|id| id as u32));
+            let several = several.iter().filter_map(Value::as_u64);
+            text.stop.extend(several.map(|id| id as u32));
         }
-        text.stop.extend(
-            text.eos
-                .as_ref()
-                .and_then(|eos| text.tokenizer.token_to_id(eos)),
-        );
+        let eos = text.eos.as_ref();
+        let eos = eos.and_then(|eos| text.tokenizer.token_to_id(eos));
+        text.stop.extend(eos);
         Ok(text)
     }
 
@@ -81,17 +79,13 @@ impl Text {
         let [bos, eos, end] = ["bos_token_id", "eos_token_id", "eot_token_id"]
             .map(|key| token(&format!("tokenizer.ggml.{key}")));
         let ends = eos.iter().chain(&end);
-        let stop = ends
-            .filter_map(|token| tokenizer.token_to_id(token))
-            .collect();
-        let template = gguf
-            .get("tokenizer.chat_template")
-            .and_then(GgufValue::as_str);
+        let ends = ends.filter_map(|token| tokenizer.token_to_id(token));
+        let template = gguf.get("tokenizer.chat_template");
         Ok(Self {
-            template: template.map(str::to_owned),
+            template: template.and_then(GgufValue::as_str).map(str::to_owned),
+            stop: ends.collect(),
             bos,
             eos,
-            stop,
             tokenizer,
         })
     }
@@ -141,10 +135,8 @@ impl Text {
 
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let encoding = self.tokenizer.encode_fast(text, special);
-        Ok(encoding
-            .map_err(|error| anyhow!("tokens of the text: {error}"))?
-            .get_ids()
-            .to_vec())
+        let encoding = encoding.map_err(|error| anyhow!("tokens of the text: {error}"))?;
+        Ok(encoding.get_ids().to_vec())
     }
 
     /// Tokens of a text and where each ends in it, in bytes: of its beginning, if that has as many as are needed.

@@ -5,7 +5,7 @@ use burn_blocksparse::internal::{gather_rows, runs_kernels, segment_sum};
 use burn_sparse_select::internal::topk_rows;
 
 use super::{in_dtype, keyed, ones, widened};
-use crate::TransformerError;
+use crate::error::Result;
 
 /// Most elements of a gathered tensor at a time, unless one cluster has more.
 const NUMBERS: usize = 1 << 25;
@@ -24,7 +24,7 @@ impl Clusters {
     /// `[batch, heads, clusters, length]`, without autodiff, and `width` at most the length.
     ///
     /// Where kernels run, nothing is sorted or read back.
-    pub fn new(similarities: Tensor<4>, width: usize) -> Result<Self, TransformerError> {
+    pub fn new(similarities: Tensor<4>, width: usize) -> Result<Self> {
         let dims @ [batch, heads, clusters, length] = similarities.dims();
         let found = topk_rows(
             similarities.reshape([batch * heads, clusters, length]),
@@ -65,7 +65,7 @@ impl Clusters {
     }
 
     /// The rows of `[batch, heads, length, dim]` at all places: `[batch, heads, clusters · width, dim]`.
-    pub fn take(&self, x: Tensor<4>) -> Result<Tensor<4>, TransformerError> {
+    pub fn take(&self, x: Tensor<4>) -> Result<Tensor<4>> {
         let mut parts = Vec::new();
         for (_, index, users) in self.parts(x.dims()[3]) {
             parts.push(gather_rows(x.clone(), index, users)?);
@@ -84,16 +84,12 @@ impl Clusters {
     }
 
     /// The rows of queries at all places, keys that are these normalised to unit length, and the rows of values, of one dtype.
-    pub fn keyed(
-        &self,
-        query: Tensor<4>,
-        value: Tensor<4>,
-    ) -> Result<[Tensor<4>; 3], TransformerError> {
+    pub fn keyed(&self, query: Tensor<4>, value: Tensor<4>) -> Result<[Tensor<4>; 3]> {
         keyed(query, value, |both| self.take(both))
     }
 
     /// The mean of what places have of each token, and 0 of tokens in no cluster: `[batch, heads, length, dim]`.
-    pub fn mean(&self, x: Tensor<4>) -> Result<Tensor<4>, TransformerError> {
+    pub fn mean(&self, x: Tensor<4>) -> Result<Tensor<4>> {
         let [_, _, clusters, width] = self.tokens.dims();
         let [.., dim] = x.dims();
         let dtype = x.dtype();
@@ -105,10 +101,7 @@ impl Clusters {
                 false => x.clone().slice_dim(2, from * width..to * width),
             };
             let rows = segment_sum(part, index, users)?;
-            sum = Some(match sum {
-                Some(sum) => sum + rows,
-                None => rows,
-            });
+            sum = (sum.into_iter().chain([rows])).reduce(|sum, rows| sum + rows);
         }
         let sum = sum.expect("at least one cluster");
         let counts = ones(self.places.clone().greater_equal_elem(0)).sum_dim(3);

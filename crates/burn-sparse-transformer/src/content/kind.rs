@@ -1,14 +1,16 @@
 //! How heads choose single keys by content: a configuration that is also a text.
 
-use std::fmt;
 use std::str::FromStr;
+use std::{fmt, iter};
 
 use serde::{Deserialize, Serialize};
 
 use super::{LshHeadsConfig, RoutingHeadsConfig};
 use crate::TransformerError;
 use crate::dsa::DsaHeadsConfig;
+use crate::error::Result;
 use crate::msa::MsaHeadsConfig;
+use crate::notation::write_numbers;
 use crate::nsa::NsaHeadsConfig;
 
 /// Content-based heads of a layer: each token selects its own keys.
@@ -90,7 +92,7 @@ impl ContentAttention {
         }
     }
 
-    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+    pub(crate) fn validate(&self) -> Result<()> {
         match self {
             Self::Routing(config) => config.validate(),
             Self::Lsh(config) => config.validate(),
@@ -101,7 +103,7 @@ impl ContentAttention {
     }
 
     /// For sequences of up to `context` tokens, which the clusters are counted for.
-    pub(crate) fn for_context(self, context: usize) -> Result<Self, TransformerError> {
+    pub(crate) fn for_context(self, context: usize) -> Result<Self> {
         Ok(match self {
             Self::Routing(config) => {
                 let clusters = config.clusters(context)?;
@@ -116,11 +118,11 @@ impl fmt::Display for ContentAttention {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Routing(config) => {
-                write!(f, "routing:{}", config.window)?;
-                (config.clusters).map_or(Ok(()), |clusters| write!(f, ",{clusters}"))
+                let numbers = iter::once(config.window).chain(config.clusters);
+                write_numbers(f, self.name(), numbers)
             }
             Self::Lsh(config) => {
-                write!(f, "lsh:{},{}", config.bucket, config.rounds)?;
+                write_numbers(f, self.name(), [config.bucket, config.rounds])?;
                 f.write_str(if config.dedup { ",dedup" } else { "" })
             }
             Self::Nsa(config) => config.write(f),
@@ -133,7 +135,7 @@ impl fmt::Display for ContentAttention {
 impl FromStr for ContentAttention {
     type Err = TransformerError;
 
-    fn from_str(text: &str) -> Result<Self, TransformerError> {
+    fn from_str(text: &str) -> Result<Self> {
         let read = |text: &str| {
             match text {
                 NsaHeadsConfig::NAME => return Some(Self::Nsa(NsaHeadsConfig::new())),

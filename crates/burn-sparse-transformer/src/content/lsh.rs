@@ -4,6 +4,7 @@ use std::num::NonZeroUsize;
 
 use burn::config::Config;
 use burn::tensor::activation::softmax;
+use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Int, Tensor};
 use burn_blocksparse::Seed;
 use burn_blocksparse::internal::{gather_rows, runs_kernels};
@@ -14,8 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::lsh_places::Placed;
 use super::rotations::{KeptRotations, rotations};
 use super::{in_dtype, keyed, widened};
-use crate::TransformerError;
-use crate::error::{ensure, ensure_positive, ensure_shape, or_panics};
+use crate::error::{Result, ensure, ensure_positive, ensure_shape, or_panics};
 use burn_blocksparse::internal::arange;
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
@@ -52,22 +52,13 @@ impl LshOptions {
         }
     }
 
-    /// Sets whether tokens see earlier ones only.
-    pub fn causal(mut self, causal: bool) -> Self {
-        self.causal = causal;
-        self
-    }
-
-    /// Sets whether a pair counts once.
-    pub fn dedup(mut self, dedup: bool) -> Self {
-        self.dedup = dedup;
-        self
-    }
-
-    /// Sets whether tokens see those of their own bucket alone.
-    pub fn own_bucket(mut self, own_bucket: bool) -> Self {
-        self.own_bucket = own_bucket;
-        self
+    blocksparse::setters! {
+        /// Sets whether tokens see earlier ones only.
+        causal: bool,
+        /// Sets whether a pair counts once.
+        dedup: bool,
+        /// Sets whether tokens see those of their own bucket alone.
+        own_bucket: bool,
     }
 
     /// Chunks of a sequence of `seq` tokens, with those that it is filled up with: an even number.
@@ -106,7 +97,7 @@ pub fn lsh_attention(
     value: Tensor<4>,
     rotations: Tensor<3>,
     options: LshOptions,
-) -> Result<(Tensor<4>, Tensor<3>), TransformerError> {
+) -> Result<(Tensor<4>, Tensor<3>)> {
     ensure_shape("qk", qk.dims(), [None; 4], AXES)?;
     let [batch, heads, seq, head_dim] = qk.dims();
     let expected = [Some(batch), Some(heads), Some(seq), None];
@@ -208,7 +199,6 @@ struct Round {
     buckets: Tensor<3, Int>,
     chunks: usize,
     bucket: usize,
-    seq: usize,
 }
 
 /// Pairs of tiles, `[batch, heads, chunks, bucket, 2 · bucket]`.
@@ -221,11 +211,7 @@ struct Found {
 
 impl Round {
     /// Of the bucket of each token, `[batch, heads, seq]`, below `count`.
-    fn new(
-        buckets: Tensor<3, Int>,
-        count: usize,
-        options: LshOptions,
-    ) -> Result<Self, TransformerError> {
+    fn new(buckets: Tensor<3, Int>, count: usize, options: LshOptions) -> Result<Self> {
         let [_, _, seq] = buckets.dims();
         let chunks = options.chunks(seq);
         let bucket = options.bucket.get();
@@ -243,7 +229,6 @@ impl Round {
             buckets,
             chunks,
             bucket,
-            seq,
         })
     }
 
@@ -252,9 +237,7 @@ impl Round {
         let [batch, heads, _] = x.dims();
         let x = x.reshape([batch, heads, self.chunks, self.bucket]);
         let queries = x.clone().unsqueeze_dim(4);
-        let before = before(x.clone());
-        let keys = Tensor::cat(vec![before, x], 3).unsqueeze_dim(3);
-        [queries, keys]
+        [queries, with_before(x).unsqueeze_dim(3)]
     }
 
     fn dims(&self) -> [usize; 5] {
@@ -273,10 +256,11 @@ impl Round {
     fn found(&self, rounds: &[Round], own: usize, options: LshOptions) -> Found {
         let dims = self.dims();
         let [query, key] = self.tiles(self.positions.clone()).map(|x| x.expand(dims));
+        let [_, _, seq] = self.places.dims();
         let seen = match options.causal {
             true => key.lower(query),
             false => {
-                let is_token = key.clone().lower_elem(self.seq as i32);
+                let is_token = key.clone().lower_elem(seq as i32);
                 is_token.bool_and(key.equal(query).bool_not())
             }
         };
@@ -321,7 +305,7 @@ impl Round {
         query: Tensor<4>,
         value: Tensor<4>,
         found: Found,
-    ) -> Result<(Tensor<4>, Tensor<4>), TransformerError> {
+    ) -> Result<(Tensor<4>, Tensor<4>)> {
         let dims = self.dims();
         let [batch, heads, chunks, bucket, _] = dims;
         let ([.., head_dim], [.., value_dim]) = (query.dims(), value.dims());
@@ -363,16 +347,9 @@ impl Round {
     }
 }
 
-/// The chunk before each, and the last before the first: `[batch, heads, chunks, bucket]`.
-fn before(x: Tensor<4, Int>) -> Tensor<4, Int> {
-    let [_, _, chunks, _] = x.dims();
-    let last = x.clone().slice_dim(2, chunks - 1..chunks);
-    Tensor::cat(vec![last, x.slice_dim(2, 0..chunks - 1)], 2)
-}
-
-/// Each chunk after the one before it: `[batch, heads, chunks, 2 · bucket, dim]`.
-fn with_before(x: Tensor<5>) -> Tensor<5> {
-    let [_, _, chunks, ..] = x.dims();
+/// Each chunk after the one before it, the first after the last: `[batch, heads, chunks, bucket, ..]` to `[batch, heads, chunks, 2 · bucket, ..]`.
+fn with_before<const D: usize, K: Basic>(x: Tensor<D, K>) -> Tensor<D, K> {
+    let chunks = x.dims()[2];
     let last = x.clone().slice_dim(2, chunks - 1..chunks);
     let before = Tensor::cat(vec![last, x.clone().slice_dim(2, 0..chunks - 1)], 2);
     Tensor::cat(vec![before, x], 3)
@@ -405,42 +382,36 @@ pub struct LshHeadsConfig {
 }
 
 impl LshHeadsConfig {
-    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+    pub(crate) fn validate(&self) -> Result<()> {
         ensure_positive("bucket", self.bucket)?;
         ensure_positive("rounds", self.rounds)?;
         if let Some(buckets) = self.n_buckets {
-            ensure(
-                buckets > 0 && buckets.is_multiple_of(2) && buckets <= 1 << 20,
-                "n_buckets",
-                || "even, from 2 to 2²⁰: half of the buckets are opposite to the others".into(),
-                buckets,
-            )?;
+            ensure! { buckets > 0 && buckets.is_multiple_of(2) && buckets <= 1 << 20 =>
+                "n_buckets", "even, from 2 to 2²⁰: half of the buckets are opposite to the others", buckets; }
         }
         Ok(())
     }
 
     or_panics! {
         /// The heads. They have no parameters.
-        pub fn init(&self) -> LshHeads = try_init;
-    }
+        pub fn init(&self) -> LshHeads;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// If `bucket` or `rounds` is 0, or `n_buckets` is odd or 0.
-    pub fn try_init(&self) -> Result<LshHeads, TransformerError> {
-        self.validate()?;
-        let bucket = NonZeroUsize::new(self.bucket).expect("checked");
-        Ok(LshHeads {
-            options: LshOptions::new(bucket)
-                .causal(self.causal)
-                .dedup(self.dedup)
-                .own_bucket(self.own_bucket),
-            rounds: self.rounds,
-            n_buckets: self.n_buckets,
-            seed: self.seed,
-            rotations: KeptRotations::default(),
-        })
+        /// # Errors
+        /// If `bucket` or `rounds` is 0, or `n_buckets` is odd or 0.
+        pub fn try_init {
+            self.validate()?;
+            let bucket = NonZeroUsize::new(self.bucket).expect("checked");
+            Ok(LshHeads {
+                options: LshOptions::new(bucket)
+                    .causal(self.causal)
+                    .dedup(self.dedup)
+                    .own_bucket(self.own_bucket),
+                rounds: self.rounds,
+                n_buckets: self.n_buckets,
+                seed: self.seed,
+                rotations: KeptRotations::default(),
+            })
+        }
     }
 }
 
@@ -460,33 +431,26 @@ impl LshHeads {
         ///
         /// # Shapes
         /// As [`lsh_attention`].
-        pub fn forward(&self, qk: Tensor<4>, value: Tensor<4>, seed: Option<Seed>) -> Tensor<4> = try_forward;
-    }
+        pub fn forward(&self, qk: Tensor<4>, value: Tensor<4>, seed: Option<Seed>) -> Tensor<4>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`lsh_attention`], and if a computation is being recorded, in which rotations would stay the same.
-    pub fn try_forward(
-        &self,
-        qk: Tensor<4>,
-        value: Tensor<4>,
-        seed: Option<Seed>,
-    ) -> Result<Tensor<4>, TransformerError> {
-        ensure_shape("qk", qk.dims(), [None; 4], AXES)?;
-        let [_, _, seq, head_dim] = qk.dims();
-        let buckets = self.n_buckets.unwrap_or(self.options.chunks(seq));
-        let dtype = match qk.dtype() {
-            DType::F64 => DType::F64,
-            _ => DType::F32,
-        };
-        let shape = [self.rounds, head_dim, buckets / 2];
-        let options = (&qk.device(), dtype);
-        let rotations = match seed {
-            Some(seed) => rotations(shape, seed, options)?,
-            None => self.rotations.get(shape, self.seed, options)?,
-        };
-        Ok(lsh_attention(qk, value, rotations, self.options)?.0)
+        /// # Errors
+        /// As [`lsh_attention`], and if a computation is being recorded, in which rotations would stay the same.
+        pub fn try_forward {
+            ensure_shape("qk", qk.dims(), [None; 4], AXES)?;
+            let [_, _, seq, head_dim] = qk.dims();
+            let buckets = self.n_buckets.unwrap_or(self.options.chunks(seq));
+            let dtype = match qk.dtype() {
+                DType::F64 => DType::F64,
+                _ => DType::F32,
+            };
+            let shape = [self.rounds, head_dim, buckets / 2];
+            let options = (&qk.device(), dtype);
+            let rotations = match seed {
+                Some(seed) => rotations(shape, seed, options)?,
+                None => self.rotations.get(shape, self.seed, options)?,
+            };
+            Ok(lsh_attention(qk, value, rotations, self.options)?.0)
+        }
     }
 
     /// Pairs that are computed for a sequence of `seq` tokens, of one head, whether or not they are seen.

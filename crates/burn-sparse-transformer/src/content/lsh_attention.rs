@@ -7,10 +7,10 @@ use burn::tensor::{Device, Tensor};
 use burn_blocksparse::Seed;
 
 use super::lsh::{LshHeads, LshHeadsConfig};
+use crate::Precision;
 use crate::dropout::Seeds;
-use crate::error::{ensure_multiple, ensure_shape, or_panics};
+use crate::error::{Result, ensure_multiple, ensure_shape, or_panics};
 use crate::precision::project_heads;
-use crate::{Precision, TransformerError};
 
 const AXES: [&str; 3] = ["batch", "seq", "d_model"];
 
@@ -38,32 +38,30 @@ pub struct LshAttentionConfig {
 impl LshAttentionConfig {
     or_panics! {
         /// Creates the module, with parameters that are initialised on first use.
-        pub fn init(&self, device: &Device) -> LshAttention = try_init;
-    }
+        pub fn init(&self, device: &Device) -> LshAttention;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// If `n_heads` does not divide `d_model`, as [`LshHeadsConfig::init`], and if the device does not compute in `precision`.
-    pub fn try_init(&self, device: &Device) -> Result<LshAttention, TransformerError> {
-        ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
-        let heads = self.heads.try_init()?;
-        self.precision.check(device)?;
-        let linear = || {
-            LinearConfig::new(self.d_model, self.d_model)
-                .with_initializer(self.initializer.clone())
-                .init(device)
-        };
-        Ok(LshAttention {
-            query: linear(),
-            value: linear(),
-            output: linear(),
-            heads,
-            d_model: self.d_model,
-            n_heads: self.n_heads,
-            precision: self.precision,
-            seeds: Seeds::default(),
-        })
+        /// # Errors
+        /// If `n_heads` does not divide `d_model`, as [`LshHeadsConfig::init`], and if the device does not compute in `precision`.
+        pub fn try_init {
+            ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
+            let heads = self.heads.try_init()?;
+            self.precision.check(device)?;
+            let linear = || {
+                LinearConfig::new(self.d_model, self.d_model)
+                    .with_initializer(self.initializer.clone())
+                    .init(device)
+            };
+            Ok(LshAttention {
+                query: linear(),
+                value: linear(),
+                output: linear(),
+                heads,
+                d_model: self.d_model,
+                n_heads: self.n_heads,
+                precision: self.precision,
+                seeds: Seeds::default(),
+            })
+        }
     }
 }
 
@@ -108,26 +106,20 @@ impl LshAttention {
         ///
         /// # Shapes
         /// - `x` and the result: `[batch, seq, d_model]`
-        pub fn forward(&self, x: Tensor<3>, seed: Option<Seed>) -> Tensor<3> = try_forward;
-    }
+        pub fn forward(&self, x: Tensor<3>, seed: Option<Seed>) -> Tensor<3>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If the shape does not fit.
-    pub fn try_forward(
-        &self,
-        x: Tensor<3>,
-        seed: Option<Seed>,
-    ) -> Result<Tensor<3>, TransformerError> {
-        let expected = [None, None, Some(self.d_model)];
-        ensure_shape("x", x.dims(), expected, AXES)?;
-        let dtype = x.dtype();
-        let seed = seed.or_else(|| x.is_autodiff().then(|| self.seeds.next()));
-        let layers = [&self.query, &self.value];
-        let [qk, value] = project_heads(self.precision, layers, x, [self.n_heads; 2])?;
-        let context = self.heads.try_forward(qk, value, seed)?;
-        let context = self.precision.merged_linear(&self.output, context)?;
-        Ok(context.cast(dtype))
+        /// # Errors
+        /// If the shape does not fit.
+        pub fn try_forward {
+            let expected = [None, None, Some(self.d_model)];
+            ensure_shape("x", x.dims(), expected, AXES)?;
+            let dtype = x.dtype();
+            let seed = seed.or_else(|| x.is_autodiff().then(|| self.seeds.next()));
+            let layers = [&self.query, &self.value];
+            let [qk, value] = project_heads(self.precision, layers, x, [self.n_heads; 2])?;
+            let context = self.heads.try_forward(qk, value, seed)?;
+            let context = self.precision.merged_linear(&self.output, context)?;
+            Ok(context.cast(dtype))
+        }
     }
 }

@@ -11,7 +11,7 @@ use burn_sparse_select::internal::{LayoutCache, sort_by_bucket};
 
 use super::keyed;
 use super::routing::block_size;
-use crate::TransformerError;
+use crate::error::Result;
 use burn_blocksparse::internal::arange;
 
 /// What rounds put where. All are i32 tensors on the device, without autodiff.
@@ -32,7 +32,7 @@ impl Placed {
         buckets: Tensor<4, Int>,
         count: usize,
         [chunks, bucket]: [usize; 2],
-    ) -> Result<Self, TransformerError> {
+    ) -> Result<Self> {
         let [batch, heads, rounds, seq] = buckets.dims();
         let all = chunks * bucket;
         let buckets = buckets.reshape([batch * heads, rounds, seq]);
@@ -61,16 +61,10 @@ impl Placed {
         value: Tensor<4>,
         rule: PositionMask,
         self_alone: f64,
-    ) -> Result<(Tensor<4>, Tensor<3>), TransformerError> {
-        let Self {
-            tokens,
-            places,
-            choices,
-            chunks,
-            bucket,
-        } = self;
+    ) -> Result<(Tensor<4>, Tensor<3>)> {
+        let (tokens, places) = (self.tokens, self.places);
         let [batch, heads, seq, rounds] = places.dims();
-        let layout = layout([heads, rounds, chunks, bucket])?;
+        let layout = layout([heads, rounds, self.chunks, self.bucket])?;
         let [query, key, others] = keyed(qk, value.clone(), |both| {
             Ok(gather_rows(both, tokens.clone(), places.clone())?)
         })?;
@@ -81,12 +75,8 @@ impl Placed {
         let alone = self_alone + (rounds as f64).ln();
         let device = value.device().without_autodiff();
         let alone = Tensor::full([batch, heads, seq], alone, (&device, dtype));
-        Ok(merge_gathered_attention(
-            (value, alone),
-            others,
-            places,
-            choices,
-        )?)
+        let own = (value, alone);
+        Ok(merge_gathered_attention(own, others, places, self.choices)?)
     }
 }
 
@@ -94,7 +84,7 @@ impl Placed {
 static LAYOUTS: LazyLock<LayoutCache> = LazyLock::new(LayoutCache::default);
 
 /// Each chunk of each round with itself and the one before, the first with the last.
-fn layout(sizes: [usize; 4]) -> Result<BlockLayout, TransformerError> {
+fn layout(sizes: [usize; 4]) -> Result<BlockLayout> {
     let [heads, rounds, chunks, bucket] = sizes;
     let shape = LayoutShape::square(heads, rounds * chunks * bucket, block_size(bucket));
     LAYOUTS.get(name(sizes), shape, || made(sizes))
@@ -104,7 +94,7 @@ fn name([_, rounds, chunks, bucket]: [usize; 4]) -> String {
     format!("chunks of {bucket} and those before, {rounds} rounds of {chunks}")
 }
 
-fn made(sizes: [usize; 4]) -> Result<BlockLayout, TransformerError> {
+fn made(sizes: [usize; 4]) -> Result<BlockLayout> {
     let [heads, rounds, chunks, bucket] = sizes;
     let places = rounds * chunks * bucket;
     let b = block_size(bucket);

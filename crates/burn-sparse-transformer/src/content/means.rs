@@ -8,8 +8,7 @@ use burn_fused_ops::embedding_backward;
 use burn_sparse_select::internal::row_products;
 
 use super::unit;
-use crate::TransformerError;
-use crate::error::ensure;
+use crate::error::{Result, ensure};
 use crate::in_graph::in_graph_of;
 use burn_blocksparse::internal::arange;
 
@@ -33,11 +32,7 @@ pub(super) fn nearest(similarities: &Tensor<4>) -> Tensor<3, Int> {
 }
 
 /// The sums of the tokens nearest to each mean, over the batch, normalised to unit length: `[heads, clusters, dim]`. A mean without tokens has zeros.
-fn centres(
-    x: Tensor<4>,
-    nearest: Tensor<3, Int>,
-    clusters: usize,
-) -> Result<Tensor<3>, TransformerError> {
+fn centres(x: Tensor<4>, nearest: Tensor<3, Int>, clusters: usize) -> Result<Tensor<3>> {
     let [batch, heads, length, dim] = x.dims();
     let rows = batch * heads * length;
     let (ids, x) = (nearest.reshape([rows]), x.reshape([rows, dim]));
@@ -52,7 +47,7 @@ pub(super) fn followed(
     x: Tensor<4>,
     nearest: Tensor<3, Int>,
     decay: f64,
-) -> Result<Tensor<3>, TransformerError> {
+) -> Result<Tensor<3>> {
     let dims = means.dims();
     let centres = centres(x, nearest, dims[1])?;
     let none = centres.clone().abs().max_dim(2).equal_elem(0.0);
@@ -79,16 +74,12 @@ pub(super) fn settled(
     clusters: usize,
     iterations: usize,
     seed: Seed,
-) -> Result<Tensor<3>, TransformerError> {
+) -> Result<Tensor<3>> {
     ensure_not_capturing("which tokens clusters begin with")?;
     let [batch, heads, length, dim] = x.dims();
     let tokens = batch * length;
-    ensure(
-        tokens >= clusters,
-        "x",
-        || format!("of {clusters} tokens at least, as many as clusters"),
-        tokens,
-    )?;
+    ensure! { tokens >= clusters =>
+        "x", format!("of {clusters} tokens at least, as many as clusters"), tokens; }
     let x = (x.swap_dims(0, 1)).reshape([1, heads, tokens, dim]);
     let rows = x.clone().reshape([heads * tokens, dim]);
     let mut drawn = Vec::with_capacity(heads * clusters);

@@ -11,7 +11,7 @@ use super::routing::RoutingHeads;
 use crate::call::{Call, Seen};
 use crate::dsa::indexed::{Indexed, check_pattern, seen};
 use crate::dsa::{DsaHeads, DsaStage};
-use crate::error::{ensure, ensure_none};
+use crate::error::{Result, ensure, ensure_none};
 use crate::kind::{AttentionKind, Heads, check_causal, check_input};
 use crate::layouts::Request;
 use crate::msa::MsaHeads;
@@ -19,8 +19,8 @@ use crate::nsa::NsaHeads;
 use crate::shared_choice::ChoiceSharing;
 use crate::stream::Stream;
 use crate::{
-    Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention,
-    SparseMultiHeadAttentionConfig, SparseTransformer, TransformerError,
+    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
+    SparseTransformer, TransformerError,
 };
 
 /// Of a call's dropout seed, for the rotations of hashes.
@@ -92,42 +92,8 @@ impl ContentHeads {
         self.stage() == Some(DsaStage::Sparse)
     }
 
-    fn new(
-        config: &ContentAttention,
-        [heads, local_heads, head_dim]: [usize; 3],
-        precision: Precision,
-        device: &Device,
-    ) -> Result<Self, TransformerError> {
-        let (mut routing, mut lsh) = (None, None);
-        match config {
-            ContentAttention::Routing(config) => {
-                // Clusters are known: validated.
-                let mut means = config.try_init(heads - local_heads, head_dim, 1, device)?;
-                means.products = precision.products();
-                routing = Some(means);
-            }
-            ContentAttention::Lsh(config) => lsh = Some(config.try_init()?),
-            ContentAttention::Nsa(_) | ContentAttention::Dsa(_) | ContentAttention::Msa(_) => {}
-        }
-        Ok(Self {
-            routing,
-            lsh,
-            nsa: None,
-            dsa: None,
-            msa: None,
-            local_heads,
-            config: config.clone(),
-            stage: DsaStage::default(),
-        })
-    }
-
     /// Of heads that choose by content.
-    fn forward(
-        &self,
-        query: Tensor<4>,
-        value: Tensor<4>,
-        seed: Option<Seed>,
-    ) -> Result<Seen, TransformerError> {
+    fn forward(&self, query: Tensor<4>, value: Tensor<4>, seed: Option<Seed>) -> Result<Seen> {
         match (&self.routing, &self.lsh) {
             (Some(routing), _) => {
                 let out = routing.try_forward(query, value)?;
@@ -147,7 +113,7 @@ impl ContentHeads {
         &self,
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
-    ) -> Result<(Seen, Call), TransformerError> {
+    ) -> Result<(Seen, Call)> {
         let (call, request) = mha.prepare(&input, 0)?;
         let layout = mha.layouts.get(&request)?;
         let (query, key, value) = mha.project(input, &call)?;
@@ -174,7 +140,7 @@ impl ContentHeads {
 }
 
 impl AttentionKind for ContentHeads {
-    fn check_input(&self, input: &SparseMhaInput) -> Result<(), TransformerError> {
+    fn check_input(&self, input: &SparseMhaInput) -> Result<()> {
         check_input(
             match self.config.is_whole_layer() {
                 true => self.config.name(),
@@ -189,7 +155,7 @@ impl AttentionKind for ContentHeads {
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
-    ) -> Result<(Seen, Call), TransformerError> {
+    ) -> Result<(Seen, Call)> {
         match (&self.nsa, &self.dsa, &self.msa) {
             (Some(nsa), ..) => nsa.context(mha, input, cache),
             (_, Some(dsa), _) => dsa.context(self.stage, mha, input, cache),
@@ -205,21 +171,21 @@ impl AttentionKind for ContentHeads {
         heads: Heads,
         request: &Request,
         call: &Call,
-    ) -> Result<Seen, TransformerError> {
+    ) -> Result<Seen> {
         match mha.takes_choice() && self.is_chosen() {
             true => call.taken_by(mha, heads),
             false => Ok((mha.attend(heads, &mha.layouts.get(request)?, call)?).into()),
         }
     }
 
-    fn check_pattern(&self, pattern: &Pattern) -> Result<(), TransformerError> {
+    fn check_pattern(&self, pattern: &Pattern) -> Result<()> {
         match self.config.has_indexer() {
             true => check_pattern(self.config.name(), pattern),
             false => check_causal(pattern),
         }
     }
 
-    fn ensure_replaceable(&self) -> Result<(), TransformerError> {
+    fn ensure_replaceable(&self) -> Result<()> {
         let expected = match &self.config {
             ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {
                 "none with padding, packed sequences, weights, caches and pools: later tokens influence what its heads see"
@@ -231,21 +197,18 @@ impl AttentionKind for ContentHeads {
                 "none with padding, packed sequences and weights, which know nothing of its indexer"
             }
         };
-        Err(TransformerError::argument(
-            "content",
-            expected,
-            &self.config,
-        ))
+        let refused = TransformerError::argument("content", expected, &self.config);
+        Err(refused)
     }
 
-    fn ensure_decodable(&self) -> Result<(), TransformerError> {
+    fn ensure_decodable(&self) -> Result<()> {
         match self.config.is_prefix_stable() {
             true => Ok(()),
             false => self.ensure_replaceable(),
         }
     }
 
-    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64, TransformerError> {
+    fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64> {
         let far = (mha.n_heads - self.local_heads) as u64;
         let of_head = match (&self.routing, &self.lsh, &self.nsa) {
             (Some(routing), ..) => routing.pairs(seq),
@@ -298,7 +261,7 @@ impl SparseMultiHeadAttentionConfig {
         }
     }
 
-    pub(crate) fn validate_content(&self) -> Result<(), TransformerError> {
+    pub(crate) fn validate_content(&self) -> Result<()> {
         let Some(content) = &self.content else {
             let expected = "none without content, where all heads are the pattern's";
             return ensure_none("local_heads", self.local_heads.is_some(), expected);
@@ -306,45 +269,27 @@ impl SparseMultiHeadAttentionConfig {
         content.validate()?;
         if content.is_whole_layer() {
             let name = content.name();
-            match content.has_indexer() {
-                true => check_pattern(name, &self.pattern)?,
-                false => ensure(
-                    self.pattern.is_causal(),
-                    "pattern",
-                    || format!("causal with {name}, whose tokens see earlier ones alone"),
-                    &self.pattern,
-                )?,
+            if content.has_indexer() {
+                check_pattern(name, &self.pattern)?;
             }
+            ensure! { self.pattern.is_causal() =>
+                "pattern", format!("causal with {name}, whose tokens see earlier ones alone"), &self.pattern; }
             let expected = format!("none with {name}, which is all heads of a layer");
             ensure_none("local_heads", self.local_heads.is_some(), &expected)?;
             return self.ensure_no_options(&expected);
         }
         let local = self.pattern_heads();
-        ensure(
-            (1..self.n_heads).contains(&local),
-            "local_heads",
-            || {
-                format!(
-                    "at least 1 and below n_heads = {}, so that there are heads of both kinds",
-                    self.n_heads
-                )
-            },
-            local,
-        )?;
+        ensure! { (1..self.n_heads).contains(&local) =>
+            "local_heads", format!("at least 1 and below n_heads = {}, so that there are heads of both kinds", self.n_heads), local; }
         let counted =
             !matches!(content, ContentAttention::Routing(config) if config.clusters.is_none());
-        let expected = || "given where the context is not".into();
-        ensure(counted, "clusters", expected, "none")?;
+        ensure! { counted => "clusters", "given where the context is not", "none"; }
         if let ContentAttention::Lsh(config) = content {
-            let expected = || "true: its queries see earlier tokens alone".into();
-            ensure(config.causal, "causal", expected, config.causal)?;
+            ensure! { config.causal =>
+                "causal", "true: its queries see earlier tokens alone", config.causal; }
         }
-        ensure(
-            self.pattern.is_causal(),
-            "pattern",
-            || "causal next to content-based heads, which see earlier tokens alone".into(),
-            &self.pattern,
-        )?;
+        ensure! { self.pattern.is_causal() =>
+            "pattern", "causal next to content-based heads, which see earlier tokens alone", &self.pattern; }
         let expected = "none next to content-based heads";
         self.ensure_no_options(expected)?;
         for (argument, given) in [
@@ -362,7 +307,7 @@ impl SparseMultiHeadAttentionConfig {
     }
 
     /// That there is none of the options that no heads by content have.
-    pub(crate) fn ensure_no_options(&self, expected: &str) -> Result<(), TransformerError> {
+    pub(crate) fn ensure_no_options(&self, expected: &str) -> Result<()> {
         for (argument, given) in [
             ("selection", self.selection.is_some()),
             ("head_dim", self.head_dim.is_some()),
@@ -385,7 +330,7 @@ impl SparseMultiHeadAttentionConfig {
         &self,
         head_dim: usize,
         device: &Device,
-    ) -> Result<Option<ContentHeads>, TransformerError> {
+    ) -> Result<Option<ContentHeads>> {
         let Some(content) = &self.content else {
             return Ok(None);
         };
@@ -393,15 +338,30 @@ impl SparseMultiHeadAttentionConfig {
             true => 0,
             false => self.pattern_heads(),
         };
-        let heads = [self.n_heads, local_heads, head_dim];
-        let mut heads = ContentHeads::new(content, heads, self.precision, device)?;
+        let mut heads = ContentHeads {
+            routing: None,
+            lsh: None,
+            nsa: None,
+            dsa: None,
+            msa: None,
+            local_heads,
+            config: content.clone(),
+            stage: DsaStage::default(),
+        };
         match content {
+            ContentAttention::Routing(config) => {
+                // Clusters are known: validated.
+                let far = self.n_heads - local_heads;
+                let mut means = config.try_init(far, head_dim, 1, device)?;
+                means.products = self.precision.products();
+                heads.routing = Some(means);
+            }
+            ContentAttention::Lsh(config) => heads.lsh = Some(config.try_init()?),
             // An earlier layer chooses.
             _ if self.choice_sharing == Some(ChoiceSharing::Takes) => {}
-            ContentAttention::Nsa(config) => heads.nsa = Some(self.init_nsa(config, device)?),
+            ContentAttention::Nsa(config) => heads.nsa = Some(NsaHeads::new(config, self, device)?),
             ContentAttention::Dsa(config) => heads.dsa = Some(DsaHeads::new(config, self, device)?),
             ContentAttention::Msa(config) => heads.msa = Some(MsaHeads::new(config, self, device)?),
-            ContentAttention::Routing(_) | ContentAttention::Lsh(_) => {}
         }
         Ok(Some(heads))
     }
@@ -450,7 +410,7 @@ impl SparseMultiHeadAttention {
 
     /// That a call that knows patterns alone, or a cache, is not one of a module with heads that choose by content.
     #[doc(hidden)]
-    pub fn ensure_no_content(&self) -> Result<(), TransformerError> {
+    pub fn ensure_no_content(&self) -> Result<()> {
         match &self.content {
             None => Ok(()),
             Some(content) => content.ensure_replaceable(),
@@ -461,11 +421,7 @@ impl SparseMultiHeadAttention {
     ///
     /// # Errors
     /// If the shape does not fit, or there are fewer tokens than clusters.
-    pub fn kmeans_init(
-        &mut self,
-        x: Tensor<3>,
-        seed: impl Into<Seed>,
-    ) -> Result<(), TransformerError> {
+    pub fn kmeans_init(&mut self, x: Tensor<3>, seed: impl Into<Seed>) -> Result<()> {
         let Some(local) = self.content.as_ref().map(ContentHeads::local_heads) else {
             return Ok(());
         };
@@ -473,24 +429,19 @@ impl SparseMultiHeadAttention {
         let (call, _) = self.prepare(&input, 0)?;
         let (query, ..) = self.project(input, &call)?;
         let query = query.slice_dim(1, local..self.n_heads);
-        match &mut self.content {
-            Some(ContentHeads {
-                routing: Some(routing),
-                ..
-            }) => routing.settle(query, seed),
-            _ => Ok(()),
-        }
+        let routing = self.routing_mut();
+        routing.map_or(Ok(()), |routing| routing.settle(query, seed))
     }
 
     /// [`RoutingHeads::ema_update`], if there are such heads.
     pub fn ema_update(&mut self) {
-        if let Some(ContentHeads {
-            routing: Some(routing),
-            ..
-        }) = &mut self.content
-        {
+        if let Some(routing) = self.routing_mut() {
             routing.ema_update();
         }
+    }
+
+    fn routing_mut(&mut self) -> Option<&mut RoutingHeads> {
+        self.content.as_mut()?.routing.as_mut()
     }
 }
 
@@ -500,11 +451,7 @@ impl SparseTransformer {
     ///
     /// # Errors
     /// As [`Self::forward`], and if there are fewer tokens than clusters.
-    pub fn kmeans_init(
-        &mut self,
-        tokens: Tensor<2, Int>,
-        seed: impl Into<Seed>,
-    ) -> Result<(), TransformerError> {
+    pub fn kmeans_init(&mut self, tokens: Tensor<2, Int>, seed: impl Into<Seed>) -> Result<()> {
         let seed = seed.into();
         // A copy that trains nothing and moves no means by itself.
         let plain = self.valid();
@@ -517,9 +464,7 @@ impl SparseTransformer {
             };
             stream = block.residual(stream, attend, block.pass(false))?;
             let settled = mha.content.and_then(|content| content.routing);
-            let own = self.blocks[layer].mha.content.as_mut();
-            let own = own.and_then(|content| content.routing.as_mut());
-            if let Some((own, settled)) = own.zip(settled) {
+            if let Some((own, settled)) = self.blocks[layer].mha.routing_mut().zip(settled) {
                 own.set_means(settled.means.val());
             }
         }

@@ -30,7 +30,7 @@ pub use routing_attention::{
 
 use burn::tensor::{DType, Int, Tensor};
 
-use crate::TransformerError;
+use crate::error::Result;
 
 /// Squares below this count as 0 where a vector is normalised to unit length.
 const SMALLEST_SQUARE: f64 = 1e-24;
@@ -46,8 +46,8 @@ fn unit<const D: usize>(x: Tensor<D>) -> Tensor<D> {
 fn keyed(
     query: Tensor<4>,
     value: Tensor<4>,
-    gather: impl FnOnce(Tensor<4>) -> Result<Tensor<4>, TransformerError>,
-) -> Result<[Tensor<4>; 3], TransformerError> {
+    gather: impl FnOnce(Tensor<4>) -> Result<Tensor<4>>,
+) -> Result<[Tensor<4>; 3]> {
     let ([.., head_dim], [.., value_dim]) = (query.dims(), value.dims());
     let both = gather(Tensor::cat(vec![query, value], 3))?;
     let query = both.clone().slice_dim(3, 0..head_dim);

@@ -6,14 +6,14 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use burn_blocksparse::Seed;
 use burn_blocksparse::graph::ensure_not_capturing;
 
-use crate::TransformerError;
+use crate::error::Result;
 
 /// `[rounds, dim, half]` of independent normal numbers that follow from the seed alone: Box and Muller's (1958), computed on the host in f64.
 pub(super) fn rotations(
     shape: [usize; 3],
     seed: Seed,
     (device, dtype): (&Device, DType),
-) -> Result<Tensor<3>, TransformerError> {
+) -> Result<Tensor<3>> {
     ensure_not_capturing(WHAT)?;
     let count: usize = shape.iter().product();
     let numbers = (0..count as u64).map(|index| normal(seed.derive(index)));
@@ -47,7 +47,7 @@ impl KeptRotations {
         shape: [usize; 3],
         seed: u64,
         (device, dtype): (&Device, DType),
-    ) -> Result<Tensor<3>, TransformerError> {
+    ) -> Result<Tensor<3>> {
         ensure_not_capturing(WHAT)?;
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let is_it = |of: &&Kept| of.shape == shape && of.device == *device && of.dtype == dtype;

@@ -15,8 +15,7 @@ use burn_sparse_select::internal::LayoutCache;
 use super::clusters::Clusters;
 use super::means::{commitment, followed, nearest, settled, similarities};
 use super::{in_dtype, unit};
-use crate::TransformerError;
-use crate::error::{ensure, ensure_positive, ensure_shape, or_panics};
+use crate::error::{Result, ensure, ensure_positive, ensure_shape, or_panics};
 use crate::in_graph::in_graph_of;
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
@@ -45,79 +44,52 @@ impl RoutingHeadsConfig {
     ///
     /// # Errors
     /// If a number is out of its range.
-    pub fn clusters(&self, context: usize) -> Result<usize, TransformerError> {
+    pub fn clusters(&self, context: usize) -> Result<usize> {
         ensure_positive("window", self.window)?;
         let clusters = self.clusters.unwrap_or(context.div_ceil(self.window));
         ensure_positive("clusters", clusters)?;
         let places = clusters.checked_mul(self.window);
-        ensure(
-            places.is_some_and(|places| places <= 1 << 30),
-            "clusters",
-            || "such that clusters · window is at most 2³⁰".into(),
-            clusters,
-        )?;
+        ensure! { places.is_some_and(|places| places <= 1 << 30) =>
+            "clusters", "such that clusters · window is at most 2³⁰", clusters; }
         Ok(clusters)
     }
 
-    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+    pub(crate) fn validate(&self) -> Result<()> {
         // Whatever the context is.
         self.clusters(1)?;
         let decay = self.means_decay;
-        ensure(
-            (0.0..=1.0).contains(&decay),
-            "means_decay",
-            || "from 0 to 1".into(),
-            decay,
-        )?;
+        ensure! { (0.0..=1.0).contains(&decay) => "means_decay", "from 0 to 1", decay; }
         let factor = self.commitment;
-        ensure(
-            factor >= 0.0 && factor.is_finite(),
-            "commitment",
-            || "at least 0 and finite".into(),
-            factor,
-        )
+        ensure! { factor >= 0.0 && factor.is_finite() => "commitment", "at least 0 and finite", factor; }
+        Ok(())
     }
 
     or_panics! {
         /// `heads` heads of width `head_dim`, for sequences of up to `context` tokens. Means begin in random directions; [`RoutingHeads::settle`] moves them to
         /// where tokens are.
-        pub fn init(
-            &self,
-            heads: usize,
-            head_dim: usize,
-            context: usize,
-            device: &Device,
-        ) -> RoutingHeads = try_init;
-    }
+        pub fn init(&self, heads: usize, head_dim: usize, context: usize, device: &Device) -> RoutingHeads;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// If a number is out of its range.
-    pub fn try_init(
-        &self,
-        heads: usize,
-        head_dim: usize,
-        context: usize,
-        device: &Device,
-    ) -> Result<RoutingHeads, TransformerError> {
-        self.validate()?;
-        ensure_positive("heads", heads)?;
-        ensure_positive("head_dim", head_dim)?;
-        let clusters = self.clusters(context)?;
-        // Of about length 1.
-        let std = 1.0 / (head_dim as f64).sqrt();
-        let normal = Initializer::Normal { mean: 0.0, std };
-        let means: Param<Tensor<3>> = normal.init([heads, clusters, head_dim], device);
-        Ok(RoutingHeads {
-            means: means.set_require_grad(false),
-            window: self.window,
-            means_decay: self.means_decay,
-            commitment: self.commitment,
-            products: ProductPrecision::Full,
-            followed: Followed::default(),
-            layouts: LayoutCache::default(),
-        })
+        /// # Errors
+        /// If a number is out of its range.
+        pub fn try_init {
+            self.validate()?;
+            ensure_positive("heads", heads)?;
+            ensure_positive("head_dim", head_dim)?;
+            let clusters = self.clusters(context)?;
+            // Of about length 1.
+            let std = 1.0 / (head_dim as f64).sqrt();
+            let normal = Initializer::Normal { mean: 0.0, std };
+            let means: Param<Tensor<3>> = normal.init([heads, clusters, head_dim], device);
+            Ok(RoutingHeads {
+                means: means.set_require_grad(false),
+                window: self.window,
+                means_decay: self.means_decay,
+                commitment: self.commitment,
+                products: ProductPrecision::Full,
+                followed: Followed::default(),
+                layouts: LayoutCache::default(),
+            })
+        }
     }
 }
 
@@ -171,25 +143,19 @@ impl RoutingHeads {
         /// - `query`: `[batch, heads, seq, head_dim]`
         /// - `value`: `[batch, heads, seq, value_dim]`
         /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
-        pub fn forward(&self, query: Tensor<4>, value: Tensor<4>) -> RoutingOutput = try_forward;
-    }
+        pub fn forward(&self, query: Tensor<4>, value: Tensor<4>) -> RoutingOutput;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If shapes do not fit each other or the means.
-    pub fn try_forward(
-        &self,
-        query: Tensor<4>,
-        value: Tensor<4>,
-    ) -> Result<RoutingOutput, TransformerError> {
-        self.check(&query, &value)?;
-        let x = unit(query.clone());
-        let choice = self.choose(&x)?;
-        let query = in_dtype(query, value.dtype());
-        let heads = choice.clusters.keyed(query, value)?;
-        let out = self.attend(heads, &self.layout(&choice.clusters, true)?)?;
-        self.finish(choice.clusters.mean(out)?, x, choice.nearest)
+        /// # Errors
+        /// If shapes do not fit each other or the means.
+        pub fn try_forward {
+            self.check(&query, &value)?;
+            let x = unit(query.clone());
+            let choice = self.choose(&x)?;
+            let query = in_dtype(query, value.dtype());
+            let heads = choice.clusters.keyed(query, value)?;
+            let out = self.attend(heads, &self.layout(&choice.clusters, true)?)?;
+            self.finish(choice.clusters.mean(out)?, x, choice.nearest)
+        }
     }
 
     or_panics! {
@@ -204,7 +170,7 @@ impl RoutingHeads {
 
         /// # Errors
         /// If shapes do not fit each other or the means.
-        pub fn try_forward_unshared = self.unshared([query, key, value], None);
+        pub fn try_forward_unshared { self.unshared([query, key, value], None) }
     }
 
     or_panics! {
@@ -215,14 +181,14 @@ impl RoutingHeads {
         /// As [`Self::forward_unshared`].
         pub fn forward_unshared_causal(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> RoutingOutput;
 
-        pub fn try_forward_unshared_causal = self.unshared([query, key, value], Some(PositionMask::UpTo));
+        pub fn try_forward_unshared_causal { self.unshared([query, key, value], Some(PositionMask::UpTo)) }
     }
 
     fn unshared(
         &self,
         [query, key, value]: [Tensor<4>; 3],
         rule: Option<PositionMask>,
-    ) -> Result<RoutingOutput, TransformerError> {
+    ) -> Result<RoutingOutput> {
         self.check(&query, &value)?;
         let expected = query.dims().map(Some);
         ensure_shape("key", key.dims(), expected, AXES)?;
@@ -257,7 +223,7 @@ impl RoutingHeads {
     ///
     /// # Errors
     /// If the shape does not fit the means.
-    pub fn clusters(&self, x: Tensor<4>) -> Result<Tensor<4, Int>, TransformerError> {
+    pub fn clusters(&self, x: Tensor<4>) -> Result<Tensor<4, Int>> {
         self.check(&x, &x)?;
         Ok(self.choose(&unit(x))?.clusters.tokens)
     }
@@ -270,7 +236,7 @@ impl RoutingHeads {
     ///
     /// # Errors
     /// If the shape does not fit the means, or there are fewer tokens than clusters.
-    pub fn settle(&mut self, x: Tensor<4>, seed: impl Into<Seed>) -> Result<(), TransformerError> {
+    pub fn settle(&mut self, x: Tensor<4>, seed: impl Into<Seed>) -> Result<()> {
         self.check(&x, &x)?;
         let [_, clusters, _] = self.means.lazy_shape().dims();
         let x = unit(x.without_autodiff());
@@ -294,7 +260,7 @@ impl RoutingHeads {
         self.means = old.map(|old| in_graph_of(&old, means).set_require_grad(false));
     }
 
-    fn check(&self, query: &Tensor<4>, value: &Tensor<4>) -> Result<(), TransformerError> {
+    fn check(&self, query: &Tensor<4>, value: &Tensor<4>) -> Result<()> {
         let [heads, _, head_dim] = self.means.lazy_shape().dims();
         let expected = [None, Some(heads), None, Some(head_dim)];
         ensure_shape("query", query.dims(), expected, AXES)?;
@@ -304,7 +270,7 @@ impl RoutingHeads {
     }
 
     /// The layout over places, whatever the tokens are.
-    fn layout(&self, clusters: &Clusters, causal: bool) -> Result<BlockLayout, TransformerError> {
+    fn layout(&self, clusters: &Clusters, causal: bool) -> Result<BlockLayout> {
         let [_, heads, count, width] = clusters.tokens.dims();
         let shape = LayoutShape::square(heads, count * width, block_size(width));
         let seen = format!("clusters of {width}, causal: {causal}");
@@ -316,14 +282,14 @@ impl RoutingHeads {
         &self,
         [query, key, value]: [Tensor<4>; 3],
         layout: impl Into<Layout<'a>>,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         let options = AttentionOptions::default().precision(self.products);
         let call = SparseAttentionCall::new(query, key, value, layout);
         Ok(call.options(options).run()?.out)
     }
 
     /// The clusters of vectors of length 1. No gradient flows through the choice.
-    fn choose(&self, x: &Tensor<4>) -> Result<Choice, TransformerError> {
+    fn choose(&self, x: &Tensor<4>) -> Result<Choice> {
         let means = in_dtype(self.means.val().without_autodiff(), x.dtype());
         let [_, _, seq, _] = x.dims();
         let similarities = similarities(x.clone().without_autodiff(), means);
@@ -339,7 +305,7 @@ impl RoutingHeads {
         context: Tensor<4>,
         x: Tensor<4>,
         nearest: Option<Tensor<3, Int>>,
-    ) -> Result<RoutingOutput, TransformerError> {
+    ) -> Result<RoutingOutput> {
         let Some(nearest) = nearest else {
             return Ok(RoutingOutput {
                 context,

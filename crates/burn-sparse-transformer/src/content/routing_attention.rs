@@ -7,11 +7,11 @@ use burn::tensor::{Device, Tensor};
 use burn_blocksparse::Seed;
 
 use super::routing::{RoutingHeads, RoutingHeadsConfig};
+use crate::Precision;
 use crate::error::{
-    ensure, ensure_multiple, ensure_none, ensure_positive, ensure_shape, or_panics,
+    Result, ensure, ensure_multiple, ensure_none, ensure_positive, ensure_shape, or_panics,
 };
 use crate::precision::project_heads;
-use crate::{Precision, TransformerError};
 
 const AXES: [&str; 3] = ["batch", "seq", "d_model"];
 
@@ -54,48 +54,42 @@ pub struct RoutingAttentionConfig {
 impl RoutingAttentionConfig {
     or_panics! {
         /// Creates the module, with parameters that are initialised on first use.
-        pub fn init(&self, device: &Device) -> RoutingAttention = try_init;
-    }
+        pub fn init(&self, device: &Device) -> RoutingAttention;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// If `n_heads` does not divide `d_model`, a number is out of its range, `shared_qk` is not what `causal` needs, or the device does not compute in
-    /// `precision`.
-    pub fn try_init(&self, device: &Device) -> Result<RoutingAttention, TransformerError> {
-        ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
-        ensure_positive("context", self.context)?;
-        let shared = self.shared_qk.unwrap_or(self.causal);
-        ensure(
-            !shared || self.causal,
-            "shared_qk",
-            || "false without causal attention: queries that are keys see earlier tokens".into(),
-            shared,
-        )?;
-        self.precision.check(device)?;
-        let heads = RoutingHeadsConfig::new(self.window)
-            .with_clusters(self.clusters)
-            .with_means_decay(self.means_decay)
-            .with_commitment(self.commitment);
-        let head_dim = self.d_model / self.n_heads;
-        let mut heads = heads.try_init(self.n_heads, head_dim, self.context, device)?;
-        heads.products = self.precision.products();
-        let linear = || {
-            LinearConfig::new(self.d_model, self.d_model)
-                .with_initializer(self.initializer.clone())
-                .init(device)
-        };
-        Ok(RoutingAttention {
-            query: linear(),
-            key: (!shared).then(linear),
-            value: linear(),
-            output: linear(),
-            heads,
-            d_model: self.d_model,
-            n_heads: self.n_heads,
-            causal: self.causal,
-            precision: self.precision,
-        })
+        /// # Errors
+        /// If `n_heads` does not divide `d_model`, a number is out of its range, `shared_qk` is not what `causal` needs, or the device does not compute in
+        /// `precision`.
+        pub fn try_init {
+            ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
+            ensure_positive("context", self.context)?;
+            let shared = self.shared_qk.unwrap_or(self.causal);
+            ensure! { !shared || self.causal =>
+                "shared_qk", "false without causal attention: queries that are keys see earlier tokens", shared; }
+            self.precision.check(device)?;
+            let heads = RoutingHeadsConfig::new(self.window)
+                .with_clusters(self.clusters)
+                .with_means_decay(self.means_decay)
+                .with_commitment(self.commitment);
+            let head_dim = self.d_model / self.n_heads;
+            let mut heads = heads.try_init(self.n_heads, head_dim, self.context, device)?;
+            heads.products = self.precision.products();
+            let linear = || {
+                LinearConfig::new(self.d_model, self.d_model)
+                    .with_initializer(self.initializer.clone())
+                    .init(device)
+            };
+            Ok(RoutingAttention {
+                query: linear(),
+                key: (!shared).then(linear),
+                value: linear(),
+                output: linear(),
+                heads,
+                d_model: self.d_model,
+                n_heads: self.n_heads,
+                causal: self.causal,
+                precision: self.precision,
+            })
+        }
     }
 }
 
@@ -172,50 +166,45 @@ impl RoutingAttention {
         ///
         /// # Shapes
         /// - input and `context`: `[batch, seq, d_model]`
-        pub fn forward(&self, input: RoutingAttentionInput) -> RoutingAttentionOutput = try_forward;
-    }
+        pub fn forward(&self, input: RoutingAttentionInput) -> RoutingAttentionOutput;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If the shape does not fit, or there is padding.
-    pub fn try_forward(
-        &self,
-        input: RoutingAttentionInput,
-    ) -> Result<RoutingAttentionOutput, TransformerError> {
-        let expected = "none with clusters, which would also take padding";
-        ensure_none("padding", input.padded, expected)?;
-        let x = input.x;
-        let dtype = x.dtype();
-        self.check(&x)?;
-        let heads = self.n_heads;
-        let out = match &self.key {
-            None => {
-                let layers = [&self.query, &self.value];
-                let [query, value] = project_heads(self.precision, layers, x, [heads; 2])?;
-                self.heads.try_forward(query, value)?
-            }
-            Some(key) => {
-                let layers = [&self.query, key, &self.value];
-                let [query, key, value] = project_heads(self.precision, layers, x, [heads; 3])?;
-                match self.causal {
-                    true => self.heads.try_forward_unshared_causal(query, key, value)?,
-                    false => self.heads.try_forward_unshared(query, key, value)?,
+        /// # Errors
+        /// If the shape does not fit, or there is padding.
+        pub fn try_forward {
+            let expected = "none with clusters, which would also take padding";
+            ensure_none("padding", input.padded, expected)?;
+            let x = input.x;
+            let dtype = x.dtype();
+            self.check(&x)?;
+            let heads = self.n_heads;
+            let out = match &self.key {
+                None => {
+                    let layers = [&self.query, &self.value];
+                    let [query, value] = project_heads(self.precision, layers, x, [heads; 2])?;
+                    self.heads.try_forward(query, value)?
                 }
-            }
-        };
-        let context = self.precision.merged_linear(&self.output, out.context)?;
-        Ok(RoutingAttentionOutput {
-            context: context.cast(dtype),
-            commitment: out.commitment,
-        })
+                Some(key) => {
+                    let layers = [&self.query, key, &self.value];
+                    let [query, key, value] = project_heads(self.precision, layers, x, [heads; 3])?;
+                    match self.causal {
+                        true => self.heads.try_forward_unshared_causal(query, key, value)?,
+                        false => self.heads.try_forward_unshared(query, key, value)?,
+                    }
+                }
+            };
+            let context = self.precision.merged_linear(&self.output, out.context)?;
+            Ok(RoutingAttentionOutput {
+                context: context.cast(dtype),
+                commitment: out.commitment,
+            })
+        }
     }
 
     /// [`RoutingHeads::settle`] on the projected queries (and keys, if they have clusters of their own) of an input.
     ///
     /// # Errors
     /// As [`Self::forward`], and [`RoutingHeads::settle`].
-    pub fn settle(&mut self, x: Tensor<3>, seed: impl Into<Seed>) -> Result<(), TransformerError> {
+    pub fn settle(&mut self, x: Tensor<3>, seed: impl Into<Seed>) -> Result<()> {
         self.check(&x)?;
         let heads = self.n_heads;
         let x = match &self.key {
@@ -237,7 +226,7 @@ impl RoutingAttention {
         self.heads.ema_update();
     }
 
-    fn check(&self, x: &Tensor<3>) -> Result<(), TransformerError> {
+    fn check(&self, x: &Tensor<3>) -> Result<()> {
         let expected = [None, None, Some(self.d_model)];
         ensure_shape("x", x.dims(), expected, AXES)
     }

@@ -7,8 +7,9 @@ use burn_blocksparse::internal::DispatchMode;
 use burn_sparse_select::dsa::{Dsa, HADAMARD_WIDTHS, HadamardFp8};
 
 use super::indexed::rotated;
-use crate::error::{ensure, ensure_positive};
-use crate::{Precision, TransformerError};
+use crate::Precision;
+use crate::error::{Result, ensure, ensure_positive};
+use crate::notation::{read_numbers, write_numbers};
 
 /// Configuration of [`DsaHeads`](super::DsaHeads). The defaults are the paper's (DeepSeek-V3.2-Exp, 2025, §2).
 ///
@@ -58,7 +59,7 @@ impl DsaHeadsConfig {
     /// What blocks begin with.
     const BLOCKS: &str = "blocks=";
 
-    pub(crate) fn op(&self) -> Result<Dsa, TransformerError> {
+    pub(crate) fn op(&self) -> Result<Dsa> {
         let op = Dsa::new(self.keep)?.with_near(self.near)?;
         Ok(match self.blocks {
             Some(blocks) => op.with_blocks(blocks, self.block)?,
@@ -66,17 +67,16 @@ impl DsaHeadsConfig {
         })
     }
 
-    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+    pub(crate) fn validate(&self) -> Result<()> {
         self.op()?;
         ensure_positive("index_heads", self.index_heads)?;
         ensure_positive("index_dim", self.index_dim)?;
         rotated(self.rope_dim, self.index_dim)?;
         let fits = !self.index_fp8 || HadamardFp8::takes(self.index_dim);
-        let expected = || {
-            let [least, most] = HADAMARD_WIDTHS;
-            format!("a power of two from {least} to {most}, for fp8")
-        };
-        ensure(fits, "index_dim", expected, self.index_dim)
+        let [least, most] = HADAMARD_WIDTHS;
+        ensure! { fits =>
+            "index_dim", format!("a power of two from {least} to {most}, for fp8"), self.index_dim; }
+        Ok(())
     }
 
     /// The precision of the index beside attention in a precision.
@@ -112,10 +112,8 @@ impl DsaHeadsConfig {
         };
         let precision = arguments.last().and_then(named);
         let arguments = &arguments[..arguments.len() - usize::from(precision.is_some())];
-        let numbers = arguments.iter().map(|text| text.parse());
-        let numbers: Result<Vec<usize>, _> = numbers.collect();
         let of = |keep, near| Self::new().with_keep(keep).with_near(near);
-        let config = match numbers.ok()?[..] {
+        let config = match read_numbers(arguments)?[..] {
             [keep, near] if precision.is_none() && !index_fp8 && blocks.is_none() => of(keep, near),
             [keep, near, heads, width] => {
                 of(keep, near).with_index_heads(heads).with_index_dim(width)
@@ -132,25 +130,14 @@ impl DsaHeadsConfig {
     }
 
     pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            keep,
-            near,
-            index_heads,
-            index_dim,
-            index_precision,
-            index_fp8,
-            blocks,
-            block,
-            ..
-        } = self;
-        let name = Self::NAME;
-        write!(f, "{name}:{keep},{near},{index_heads},{index_dim}")?;
-        index_precision.map_or(Ok(()), |precision| write!(f, ",{precision}"))?;
-        if *index_fp8 {
+        let numbers = [self.keep, self.near, self.index_heads, self.index_dim];
+        write_numbers(f, Self::NAME, numbers)?;
+        (self.index_precision).map_or(Ok(()), |precision| write!(f, ",{precision}"))?;
+        if self.index_fp8 {
             write!(f, ",{}", Self::FP8)?;
         }
-        blocks.map_or(Ok(()), |blocks| {
-            write!(f, ",{}{blocks}x{block}", Self::BLOCKS)
+        self.blocks.map_or(Ok(()), |blocks| {
+            write!(f, ",{}{blocks}x{}", Self::BLOCKS, self.block)
         })
     }
 }

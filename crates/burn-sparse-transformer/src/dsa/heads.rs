@@ -8,10 +8,11 @@ use burn_sparse_select::dsa::{Dsa, DsaIndex, DsaTarget};
 use super::indexed::{Indexed, cached_keys, seen};
 use super::{DsaHeadsConfig, DsaIndexer};
 use crate::call::Seen;
+use crate::error::Result;
 use crate::heads::Positions;
 use crate::linear::linear_flops;
 use crate::shared_choice::{Chosen, SharedChoice};
-use crate::{SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
+use crate::{SparseMhaCache, SparseMultiHeadAttentionConfig};
 
 /// Heads of DeepSeek sparse attention: an indexer, and how many keys it chooses for a token. Queries, keys and values are those of the layer.
 #[derive(Module, Debug)]
@@ -29,7 +30,7 @@ impl DsaHeads {
         config: &DsaHeadsConfig,
         mha: &SparseMultiHeadAttentionConfig,
         device: &Device,
-    ) -> Result<Self, TransformerError> {
+    ) -> Result<Self> {
         config.precision(mha.precision).check(device)?;
         Ok(Self {
             indexer: DsaIndexer::new(config, mha, device)?,
@@ -50,13 +51,13 @@ impl DsaHeads {
 
     /// Returns the indexer's projections of tokens `[batch, seq, d_model]`.
     #[doc(hidden)]
-    pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex, TransformerError> {
+    pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex> {
         self.indexer.index(x, positions)
     }
 
     /// Returns the index that chooses keys, and that caches store: the index, or the same in fp8.
     #[doc(hidden)]
-    pub fn chosen_by(&self, index: DsaIndex) -> Result<DsaIndex, TransformerError> {
+    pub fn chosen_by(&self, index: DsaIndex) -> Result<DsaIndex> {
         match self.config.index_fp8 {
             true => Ok(index.in_fp8()?),
             false => Ok(index),
@@ -70,7 +71,7 @@ impl DsaHeads {
         heads: [Tensor<4>; 3],
         index: DsaIndex,
         options: &AttentionOptions,
-    ) -> Result<(Tensor<4>, Option<SharedChoice>), TransformerError> {
+    ) -> Result<(Tensor<4>, Option<SharedChoice>)> {
         let seen = Indexed::attend(self, heads, index, options, false)?;
         Ok((seen.heads, seen.choice))
     }
@@ -79,15 +80,11 @@ impl DsaHeads {
 impl Indexed for DsaHeads {
     type Index = DsaIndex;
 
-    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex, TransformerError> {
+    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex> {
         self.index(x, positions)
     }
 
-    fn behind(
-        &self,
-        index: DsaIndex,
-        cache: &mut SparseMhaCache,
-    ) -> Result<DsaIndex, TransformerError> {
+    fn behind(&self, index: DsaIndex, cache: &mut SparseMhaCache) -> Result<DsaIndex> {
         let index = self.chosen_by(index)?;
         let keys = cached_keys(cache, &index.k)?;
         Ok(index.with_keys(keys)?)
@@ -99,7 +96,7 @@ impl Indexed for DsaHeads {
         index: DsaIndex,
         options: &AttentionOptions,
         learns: bool,
-    ) -> Result<Seen, TransformerError> {
+    ) -> Result<Seen> {
         let [.., seq_kv, _] = index.k.dims();
         let lists = match seq_kv > self.config.keep {
             true => self.op.choose(&self.chosen_by(index.clone())?)?,
@@ -127,7 +124,7 @@ impl Indexed for DsaHeads {
         index: &DsaIndex,
         pair: [&Tensor<4>; 2],
         scale: Option<f64>,
-    ) -> Result<Tensor<1>, TransformerError> {
+    ) -> Result<Tensor<1>> {
         Ok(self.op.loss(index, pair, scale, DsaTarget::All)?)
     }
 
@@ -136,14 +133,8 @@ impl Indexed for DsaHeads {
     }
 
     fn choice_flops(&self, seq: usize) -> u64 {
-        let DsaHeadsConfig {
-            keep,
-            index_heads,
-            index_dim,
-            ..
-        } = self.config;
         let scores = match self.op.blocks() {
-            _ if seq <= keep => 0,
+            _ if seq <= self.config.keep => 0,
             Some([blocks, block]) if seq > blocks.saturating_mul(block) => {
                 // Means of earlier blocks, and the keys of those that are chosen.
                 let of_query =
@@ -152,6 +143,6 @@ impl Indexed for DsaHeads {
             }
             _ => seen(seq, seq),
         };
-        2 * (index_heads * index_dim) as u64 * scores
+        2 * (self.config.index_heads * self.config.index_dim) as u64 * scores
     }
 }

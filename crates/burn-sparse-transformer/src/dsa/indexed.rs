@@ -6,26 +6,21 @@ use burn_blocksparse::{AttentionOptions, Pattern};
 
 use super::DsaStage;
 use crate::call::{Call, Seen};
-use crate::error::ensure;
+use crate::error::{Result, ensure};
 use crate::heads::{Positions, validate_rope};
 use crate::kind::appended;
 use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    TransformerError,
 };
 
 pub(crate) trait Indexed {
     /// What it makes of tokens.
     type Index;
     /// Of tokens `[batch, seq, d_model]`, which are detached.
-    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<Self::Index, TransformerError>;
+    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<Self::Index>;
 
     /// With the keys of a cache before its own, which go there.
-    fn behind(
-        &self,
-        index: Self::Index,
-        cache: &mut SparseMhaCache,
-    ) -> Result<Self::Index, TransformerError>;
+    fn behind(&self, index: Self::Index, cache: &mut SparseMhaCache) -> Result<Self::Index>;
 
     /// What heads see of the keys that are chosen; if the indexer `learns`, also what it learns by: the loss over them.
     fn attend(
@@ -34,7 +29,7 @@ pub(crate) trait Indexed {
         index: Self::Index,
         options: &AttentionOptions,
         learns: bool,
-    ) -> Result<Seen, TransformerError>;
+    ) -> Result<Seen>;
 
     /// What the indexer learns by in its warm-up: the loss over all keys, against dense attention of these queries and keys.
     fn warm_up_loss(
@@ -42,7 +37,7 @@ pub(crate) trait Indexed {
         index: &Self::Index,
         pair: [&Tensor<4>; 2],
         scale: Option<f64>,
-    ) -> Result<Tensor<1>, TransformerError>;
+    ) -> Result<Tensor<1>>;
 
     /// The same of tokens.
     fn loss_of(
@@ -50,7 +45,7 @@ pub(crate) trait Indexed {
         (x, positions): (Tensor<3>, &Positions),
         pair: [&Tensor<4>; 2],
         scale: Option<f64>,
-    ) -> Result<Tensor<1>, TransformerError> {
+    ) -> Result<Tensor<1>> {
         self.warm_up_loss(&self.index(x, positions)?, pair, scale)
     }
 
@@ -66,7 +61,7 @@ pub(crate) trait Indexed {
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
         mut cache: Option<&mut SparseMhaCache>,
-    ) -> Result<(Seen, Call), TransformerError> {
+    ) -> Result<(Seen, Call)> {
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, request) = mha.prepare(&input, before)?;
         // Nothing is learned from a cache.
@@ -101,14 +96,10 @@ pub(crate) fn seen(seq: usize, most: usize) -> u64 {
 }
 
 /// The keys of an indexer after those of a cache, which must have room for them.
-pub(crate) fn cached_keys(
-    cache: &mut SparseMhaCache,
-    k: &Tensor<4>,
-) -> Result<Tensor<4>, TransformerError> {
+pub(crate) fn cached_keys(cache: &mut SparseMhaCache, k: &Tensor<4>) -> Result<Tensor<4>> {
     let (before, known) = (cache.len(), cache.index().len());
-    let expected = || format!("one whose {before} tokens an indexer has seen");
-    let got = format!("one of {known}");
-    ensure(before == known, "cache", expected, got)?;
+    ensure! { before == known =>
+        "cache", format!("one whose {before} tokens an indexer has seen"), format!("one of {known}"); }
     let [batch, _, new, width] = k.dims();
     cache.index().check([batch, 1, width], new)?;
     // Of an indexer there are no values.
@@ -117,18 +108,19 @@ pub(crate) fn cached_keys(
 }
 
 /// How many first channels of a width an indexer rotates: half of them, if it does not say.
-pub(crate) fn rotated(rope_dim: Option<usize>, width: usize) -> Result<usize, TransformerError> {
+pub(crate) fn rotated(rope_dim: Option<usize>, width: usize) -> Result<usize> {
     let rotated = rope_dim.unwrap_or(width / 4 * 2);
-    let expected = || format!("an even number, at most {width}, the width of an index head");
     let fits = rotated <= width && rotated.is_multiple_of(2);
-    ensure(fits, "rope_dim", expected, rotated)?;
+    ensure! { fits =>
+        "rope_dim", format!("an even number, at most {width}, the width of an index head"), rotated; }
     Ok(rotated)
 }
 
 /// That tokens see all earlier ones, from which an indexer chooses.
-pub(crate) fn check_pattern(name: &str, pattern: &Pattern) -> Result<(), TransformerError> {
-    let expected = || format!("causal with {name}, whose tokens choose from all earlier ones");
-    ensure(*pattern == Pattern::causal(), "pattern", expected, pattern)
+pub(crate) fn check_pattern(name: &str, pattern: &Pattern) -> Result<()> {
+    ensure! { *pattern == Pattern::causal() =>
+        "pattern", format!("causal with {name}, whose tokens choose from all earlier ones"), pattern; }
+    Ok(())
 }
 
 impl SparseMultiHeadAttentionConfig {
@@ -137,7 +129,7 @@ impl SparseMultiHeadAttentionConfig {
         &self,
         rotated: usize,
         device: &Device,
-    ) -> Result<Option<RotaryEncoding>, TransformerError> {
+    ) -> Result<Option<RotaryEncoding>> {
         let Some(config) = self.rope.as_ref().filter(|_| rotated > 0) else {
             return Ok(None);
         };

@@ -8,9 +8,10 @@ use burn_sparse_select::dsa::DsaIndex;
 
 use super::DsaHeadsConfig;
 use super::indexed::rotated;
+use crate::error::Result;
 use crate::heads::{Positions, rotate_first};
 use crate::stream::layer_norm_params;
-use crate::{Precision, SparseMultiHeadAttentionConfig, TransformerError};
+use crate::{Precision, SparseMultiHeadAttentionConfig};
 
 const EPSILON: f64 = 1e-5;
 
@@ -39,7 +40,7 @@ impl DsaIndexer {
         config: &DsaHeadsConfig,
         mha: &SparseMultiHeadAttentionConfig,
         device: &Device,
-    ) -> Result<Self, TransformerError> {
+    ) -> Result<Self> {
         let (heads, width) = (config.index_heads, config.index_dim);
         let rotated = rotated(config.rope_dim, width)?;
         Ok(Self {
@@ -69,11 +70,7 @@ impl DsaIndexer {
     }
 
     /// Queries, keys and weights of tokens `[batch, seq, d_model]` at these positions.
-    pub(super) fn index(
-        &self,
-        x: Tensor<3>,
-        positions: &Positions,
-    ) -> Result<DsaIndex, TransformerError> {
+    pub(super) fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex> {
         let own = self.query.weight.val().dtype();
         let dtype = DType::from(self.dtype());
         let tokens = x.detach();

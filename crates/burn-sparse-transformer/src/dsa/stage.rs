@@ -1,6 +1,7 @@
 //! How far the training of models with indexers is.
 
-use crate::{SparseMultiHeadAttention, SparseTransformer, TransformerError};
+use crate::error::{Result, ensure};
+use crate::{SparseMultiHeadAttention, SparseTransformer};
 
 /// Training stage of layers with indexers (`dsa`, `msa`): what they attend to, and what learns. The paper trains a model with dense attention, then its indexers alone for 1,000
 /// steps, and then both (DeepSeek-V3.2-Exp, 2025, §2). No parameter belongs to a stage, and records do not hold it: models begin in [`Self::Sparse`].
@@ -17,23 +18,17 @@ pub enum DsaStage {
 }
 
 /// That there is something to put in a stage.
-fn check(stage: DsaStage, found: bool, of: &str) -> Result<(), TransformerError> {
-    match found {
-        true => Ok(()),
-        false => Err(TransformerError::argument(
-            "dsa_stage",
-            format!("of a {of} of dsa or msa"),
-            format!("{stage:?} of one without"),
-        )),
-    }
+fn check(stage: DsaStage, found: bool, of: &str) -> Result<()> {
+    ensure! { found => "dsa_stage", format!("of a {of} of dsa or msa"), format!("{stage:?} of one without"); }
+    Ok(())
 }
 
 impl SparseMultiHeadAttention {
     /// The layer in another stage.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`] if it is not one of `dsa` or `msa`.
-    pub fn with_dsa_stage(mut self, stage: DsaStage) -> Result<Self, TransformerError> {
+    /// [`TransformerError::Argument`](crate::TransformerError::Argument) if it is not one of `dsa` or `msa`.
+    pub fn with_dsa_stage(mut self, stage: DsaStage) -> Result<Self> {
         check(stage, self.set_dsa_stage(stage), "layer")?;
         Ok(self)
     }
@@ -49,8 +44,8 @@ impl SparseTransformer {
     /// The model in another stage.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`] if it has no layers of `dsa` or `msa`.
-    pub fn with_dsa_stage(mut self, stage: DsaStage) -> Result<Self, TransformerError> {
+    /// [`TransformerError::Argument`](crate::TransformerError::Argument) if it has no layers of `dsa` or `msa`.
+    pub fn with_dsa_stage(mut self, stage: DsaStage) -> Result<Self> {
         let blocks = self.blocks.iter_mut();
         let found = blocks.filter_map(|block| block.mha.set_dsa_stage(stage).then_some(()));
         check(stage, found.count() > 0, "model with layers")?;

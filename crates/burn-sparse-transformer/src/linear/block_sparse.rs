@@ -8,8 +8,8 @@ use burn_fused_ops::sparse_linear::{
 };
 
 use super::kept_blocks::KeptBlocks;
-use crate::error::{ensure, or_panic, or_panics};
-use crate::{Precision, TransformerError};
+use crate::Precision;
+use crate::error::{Result, ensure, or_panics};
 
 /// Configuration of [`BlockSparseLinear`].
 #[derive(Config, Debug)]
@@ -49,62 +49,46 @@ pub struct BlockSparseLinearConfig {
 impl BlockSparseLinearConfig {
     or_panics! {
         /// Creates the layer, with weights that are initialised on first use.
-        pub fn init(&self, device: &Device) -> BlockSparseLinear = try_init;
-    }
+        pub fn init(&self, device: &Device) -> BlockSparseLinear;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// [`TransformerError::Layout`] if the widths, the block and the density do not give a layout; [`TransformerError::Precision`] if the device
-    /// does not compute in the precision.
-    pub fn try_init(&self, device: &Device) -> Result<BlockSparseLinear, TransformerError> {
-        let shape = [self.d_input, self.d_output];
-        let layout = (self.pattern).layout(shape, self.block, self.density, self.seed)?;
-        self.try_init_with_layout(layout, device)
+        /// # Errors
+        /// [`TransformerError::Layout`](crate::TransformerError::Layout) if the widths, the block and the density do not give a layout; [`TransformerError::Precision`](crate::TransformerError::Precision) if the device
+        /// does not compute in the precision.
+        pub fn try_init {
+            let shape = [self.d_input, self.d_output];
+            let layout = (self.pattern).layout(shape, self.block, self.density, self.seed)?;
+            self.try_init_with_layout(layout, device)
+        }
     }
 
     or_panics! {
         /// [`Self::init`] with blocks of another choice, which must be of a weight `[d_input, d_output]`; `density`, `block`, `pattern` and `seed` are
         /// of no effect.
-        pub fn init_with_layout(
-            &self,
-            layout: WeightLayout,
-            device: &Device,
-        ) -> BlockSparseLinear = try_init_with_layout;
-    }
+        pub fn init_with_layout(&self, layout: WeightLayout, device: &Device) -> BlockSparseLinear;
 
-    /// [`Self::init_with_layout`] that returns its error.
-    ///
-    /// # Errors
-    /// If the layout is of another shape, or as [`Self::try_init`].
-    pub fn try_init_with_layout(
-        &self,
-        layout: WeightLayout,
-        device: &Device,
-    ) -> Result<BlockSparseLinear, TransformerError> {
-        let (expected, shape) = (
-            [self.d_input, self.d_output],
-            [layout.inputs(), layout.outputs()],
-        );
-        ensure(
-            shape == expected,
-            "layout",
-            || format!("of a weight {expected:?}"),
-            format!("{shape:?}"),
-        )?;
-        let [fan_in, fan_out] = fans(&layout).map(|width| (width.round() as usize).max(1));
-        let bias = self.bias.then(|| {
-            let (fan_in, fan_out) = (Some(fan_in), Some(fan_out));
-            (self.initializer).init_with([self.d_output], fan_in, fan_out, device)
-        });
-        let weight =
-            (self.initializer).init_with(layout.shape(), Some(fan_in), Some(fan_out), device);
-        let mut layer = BlockSparseLinear::new(weight, bias, layout, device);
-        if self.gates {
-            let blocks = layer.layout()?.len();
-            layer.gates = Some(Initializer::Ones.init([blocks], device));
+        /// # Errors
+        /// If the layout is of another shape, or as [`Self::try_init`].
+        pub fn try_init_with_layout {
+            let (expected, shape) = (
+                [self.d_input, self.d_output],
+                [layout.inputs(), layout.outputs()],
+            );
+            ensure! { shape == expected =>
+                "layout", format!("of a weight {expected:?}"), format!("{shape:?}"); }
+            let [fan_in, fan_out] = fans(&layout).map(|width| (width.round() as usize).max(1));
+            let bias = self.bias.then(|| {
+                let (fan_in, fan_out) = (Some(fan_in), Some(fan_out));
+                (self.initializer).init_with([self.d_output], fan_in, fan_out, device)
+            });
+            let weight =
+                (self.initializer).init_with(layout.shape(), Some(fan_in), Some(fan_out), device);
+            let mut layer = BlockSparseLinear::new(weight, bias, layout, device);
+            if self.gates {
+                let blocks = layer.layout()?.len();
+                layer.gates = Some(Initializer::Ones.init([blocks], device));
+            }
+            layer.with_precision(self.precision)
         }
-        layer.with_precision(self.precision)
     }
 }
 
@@ -168,13 +152,9 @@ impl BlockSparseLinear {
     /// The blocks of `layer` with the largest norms, and its bias.
     ///
     /// # Errors
-    /// [`TransformerError::Layout`] if the layer's widths are no multiples of `block`, the block is none of 16, 32, 64 and 128, the density is not in
+    /// [`TransformerError::Layout`](crate::TransformerError::Layout) if the layer's widths are no multiples of `block`, the block is none of 16, 32, 64 and 128, the density is not in
     /// `(0, 1]`, or a norm is NaN.
-    pub fn from_dense(
-        layer: &Linear,
-        density: f64,
-        block: usize,
-    ) -> Result<Self, TransformerError> {
+    pub fn from_dense(layer: &Linear, density: f64, block: usize) -> Result<Self> {
         let weight = layer.weight.val().detach();
         let shape = weight.dims();
         // Its sizes are checked before the weight is cut.
@@ -193,7 +173,7 @@ impl BlockSparseLinear {
     ///
     /// # Errors
     /// If a layout that was loaded cannot be read from the device.
-    pub fn to_dense(&self) -> Result<Linear, TransformerError> {
+    pub fn to_dense(&self) -> Result<Linear> {
         let layout = self.layout()?;
         let (ins, outs, block) = (layout.in_blocks(), layout.out_blocks(), layout.block());
         let blocks = self.gated().detach();
@@ -215,7 +195,7 @@ impl BlockSparseLinear {
     ///
     /// # Errors
     /// If `density`, of all blocks of the weight, is not in `(0, 1]` or above the present one, or a norm is NaN.
-    pub fn prune(self, density: f64) -> Result<(Self, Vec<usize>), TransformerError> {
+    pub fn prune(self, density: f64) -> Result<(Self, Vec<usize>)> {
         let layout = self.layout()?;
         let blocks = layout.in_blocks() * layout.out_blocks();
         let kept_norms = norms(self.gated().detach())?;
@@ -225,12 +205,8 @@ impl BlockSparseLinear {
         }
         let shape = [layout.inputs(), layout.outputs()];
         let fewer = WeightLayout::by_magnitude(shape, layout.block(), &norms, density)?;
-        ensure(
-            fewer.len() <= layout.len(),
-            "density",
-            || format!("at most {}, the layer's", layout.density()),
-            density,
-        )?;
+        ensure! { fewer.len() <= layout.len() =>
+            "density", format!("at most {}, the layer's", layout.density()), density; }
         let stay: Vec<usize> = fewer
             .kept_blocks()
             .filter_map(|(input, output)| layout.index_of(input as usize, output as usize))
@@ -251,8 +227,8 @@ impl BlockSparseLinear {
     /// The same layer with its product in another precision.
     ///
     /// # Errors
-    /// [`TransformerError::Precision`] if the weight's device does not compute in it.
-    pub fn with_precision(mut self, precision: Precision) -> Result<Self, TransformerError> {
+    /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the weight's device does not compute in it.
+    pub fn with_precision(mut self, precision: Precision) -> Result<Self> {
         precision.check(&self.weight.lazy_device())?;
         self.precision = precision;
         Ok(self)
@@ -262,32 +238,26 @@ impl BlockSparseLinear {
     ///
     /// # Errors
     /// If a layout that was loaded cannot be read from the device.
-    pub fn layout(&self) -> Result<WeightLayout, TransformerError> {
+    pub fn layout(&self) -> Result<WeightLayout> {
         self.kept.layout()
     }
 
-    /// Applies the layer. The result has the input's dtype.
-    ///
-    /// # Shapes
-    /// - input: `[.., d_input]`
-    /// - output: `[.., d_output]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        or_panic(self.try_forward(x))
-    }
+    or_panics! {
+        /// Applies the layer. The result has the input's dtype.
+        ///
+        /// # Shapes
+        /// - input: `[.., d_input]`
+        /// - output: `[.., d_output]`
+        pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If the last axis is not `d_input`, or a layout that was loaded is not that of the weight.
-    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, TransformerError> {
-        let dtype = x.dtype();
-        let bias = self.bias.as_ref().map(Param::val);
-        let product = self.product(x, bias, self.precision.dtype(dtype))?;
-        Ok(product.cast(dtype))
+        /// # Errors
+        /// If the last axis is not `d_input`, or a layout that was loaded is not that of the weight.
+        pub fn try_forward {
+            let dtype = x.dtype();
+            let bias = self.bias.as_ref().map(Param::val);
+            let product = self.product(x, bias, self.precision.dtype(dtype))?;
+            Ok(product.cast(dtype))
+        }
     }
 
     pub(crate) fn product<const D: usize>(
@@ -295,7 +265,7 @@ impl BlockSparseLinear {
         x: Tensor<D>,
         bias: Option<Tensor<1>>,
         dtype: FloatDType,
-    ) -> Result<Tensor<D>, TransformerError> {
+    ) -> Result<Tensor<D>> {
         let mut options = BlockSparseLinearOptions::default().dtype(dtype);
         options.bias = bias;
         options.gates = self.gates.as_ref().map(Param::val);
@@ -340,7 +310,7 @@ fn indices(indices: Vec<usize>, device: &Device) -> Tensor<1, Int> {
     Tensor::from_data(TensorData::new(indices, [length]), device)
 }
 
-fn norms(blocks: Tensor<3>) -> Result<Vec<f32>, TransformerError> {
+fn norms(blocks: Tensor<3>) -> Result<Vec<f32>> {
     let squares = blocks.powi_scalar(2).sum_dim(2).sum_dim(1).sqrt();
     let data = squares.try_into_data();
     let data = data.map_err(|error| OpError::Read(format!("{error:?}")))?;

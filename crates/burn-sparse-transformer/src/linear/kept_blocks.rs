@@ -8,7 +8,7 @@ use burn::tensor::{Bool, Device, Tensor, TensorData};
 use burn_blocksparse::OpError;
 use burn_fused_ops::sparse_linear::WeightLayout;
 
-use crate::TransformerError;
+use crate::error::Result;
 
 /// The layout of a weight, which records hold as a mask of blocks.
 ///
@@ -38,7 +38,7 @@ impl KeptBlocks {
     }
 
     /// The layout, which is read from the device where a record was loaded.
-    pub(crate) fn layout(&self) -> Result<WeightLayout, TransformerError> {
+    pub(crate) fn layout(&self) -> Result<WeightLayout> {
         if let Some(layout) = self.layout.get() {
             return Ok(layout.clone());
         }

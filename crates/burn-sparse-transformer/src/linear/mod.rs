@@ -15,9 +15,8 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Device, Tensor};
 use burn_fused_ops::{Activation, LinearOptions, bias_activation, linear};
 
-use crate::error::or_panic;
-use crate::error::or_panics;
-use crate::{Precision, TransformerError};
+use crate::Precision;
+use crate::error::{Result, or_panics};
 
 /// Configuration of [`MixedPrecisionLinear`].
 #[derive(Config, Debug)]
@@ -36,8 +35,8 @@ impl MixedPrecisionLinearConfig {
         pub fn init(&self, device: &Device) -> MixedPrecisionLinear;
 
         /// # Errors
-        /// [`TransformerError::Precision`] if the device does not compute in the precision.
-        pub fn try_init = MixedPrecisionLinear::from_dense(&self.linear.init(device)).with_precision(self.precision);
+        /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the device does not compute in the precision.
+        pub fn try_init { MixedPrecisionLinear::from_dense(&self.linear.init(device)).with_precision(self.precision) }
     }
 }
 
@@ -81,36 +80,30 @@ impl MixedPrecisionLinear {
     /// The same layer with its product in another precision.
     ///
     /// # Errors
-    /// [`TransformerError::Precision`] if the weight's device does not compute in it.
-    pub fn with_precision(mut self, precision: Precision) -> Result<Self, TransformerError> {
+    /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the weight's device does not compute in it.
+    pub fn with_precision(mut self, precision: Precision) -> Result<Self> {
         precision.check(&self.weight.lazy_device())?;
         self.precision = precision;
         Ok(self)
     }
 
-    /// Applies the layer. The result has the input's dtype.
-    ///
-    /// # Shapes
-    /// - input: `[.., d_input]`
-    /// - output: `[.., d_output]`
-    ///
-    /// # Panics
-    /// With the text of [`Self::try_forward`]'s error.
-    #[track_caller]
-    pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
-        or_panic(self.try_forward(x))
-    }
+    or_panics! {
+        /// Applies the layer. The result has the input's dtype.
+        ///
+        /// # Shapes
+        /// - input: `[.., d_input]`
+        /// - output: `[.., d_output]`
+        pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If the last axis is not `d_input`.
-    pub fn try_forward<const D: usize>(&self, x: Tensor<D>) -> Result<Tensor<D>, TransformerError> {
-        let dtype = x.dtype();
-        let options = LinearOptions::default().dtype(self.precision.dtype(dtype));
-        let product = linear(x, self.weight.val(), &options)?;
-        let bias = self.bias.as_ref().map(Param::val);
-        Ok(bias_activation(product, bias, Activation::None)?.cast(dtype))
+        /// # Errors
+        /// If the last axis is not `d_input`.
+        pub fn try_forward {
+            let dtype = x.dtype();
+            let options = LinearOptions::default().dtype(self.precision.dtype(dtype));
+            let product = linear(x, self.weight.val(), &options)?;
+            let bias = self.bias.as_ref().map(Param::val);
+            Ok(bias_activation(product, bias, Activation::None)?.cast(dtype))
+        }
     }
 }
 

@@ -5,8 +5,8 @@ use burn_blocksparse::Pattern;
 use burn_sparse_select::Selection;
 
 use super::model::{Llama, LlamaBlock, LlamaMlp};
-use crate::error::{ensure_above_zero, ensure_positive, or_panics};
-use crate::{Precision, QkNorm, RopeScaling, SparseMultiHeadAttentionConfig, TransformerError};
+use crate::error::{Result, ensure_above_zero, ensure_positive, or_panics};
+use crate::{Precision, QkNorm, RopeScaling, SparseMultiHeadAttentionConfig};
 
 /// Configuration of [`Llama`].
 ///
@@ -87,47 +87,45 @@ pub struct LlamaConfig {
 impl LlamaConfig {
     or_panics! {
         /// Creates the model, with parameters that are initialised on first use.
-        pub fn init(&self, device: &Device) -> Llama = try_init;
-    }
+        pub fn init(&self, device: &Device) -> Llama;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// If a size is 0, and as [`SparseMultiHeadAttentionConfig::try_init`].
-    pub fn try_init(&self, device: &Device) -> Result<Llama, TransformerError> {
-        ensure_positive("vocab_size", self.vocab_size)?;
-        ensure_positive("n_layers", self.n_layers)?;
-        ensure_positive("context", self.context)?;
-        ensure_positive("d_ff", self.d_ff())?;
-        ensure_above_zero("rms_norm_eps", self.rms_norm_eps)?;
-        let norm = || {
-            let config = RmsNormConfig::new(self.d_model).with_epsilon(self.rms_norm_eps);
-            config.init(device)
-        };
-        let linear = |d_input, d_output| {
-            let config = LinearConfig::new(d_input, d_output).with_bias(false);
-            config.init(device)
-        };
-        let attentions = self.attention().try_init_many(self.n_layers, device)?;
-        let block = |attention| LlamaBlock {
-            attention_norm: norm(),
-            attention,
-            mlp_norm: norm(),
-            mlp: LlamaMlp {
-                gate: linear(self.d_model, self.d_ff()),
-                up: linear(self.d_model, self.d_ff()),
-                down: linear(self.d_ff(), self.d_model),
-            },
-        };
-        let model = Llama {
-            embed: EmbeddingConfig::new(self.vocab_size, self.d_model).init(device),
-            layers: attentions.into_iter().map(block).collect(),
-            norm: norm(),
-            head: (!self.tied_embedding).then(|| linear(self.d_model, self.vocab_size)),
-            context: self.context,
-            precision: self.precision,
-        };
-        model.with_selections(self.selections.as_deref().unwrap_or_default())
+        /// # Errors
+        /// If a size is 0, and as [`SparseMultiHeadAttentionConfig::try_init`].
+        pub fn try_init {
+            ensure_positive("vocab_size", self.vocab_size)?;
+            ensure_positive("n_layers", self.n_layers)?;
+            ensure_positive("context", self.context)?;
+            ensure_positive("d_ff", self.d_ff())?;
+            ensure_above_zero("rms_norm_eps", self.rms_norm_eps)?;
+            let norm = || {
+                let config = RmsNormConfig::new(self.d_model).with_epsilon(self.rms_norm_eps);
+                config.init(device)
+            };
+            let linear = |d_input, d_output| {
+                let config = LinearConfig::new(d_input, d_output).with_bias(false);
+                config.init(device)
+            };
+            let attentions = self.attention().try_init_many(self.n_layers, device)?;
+            let block = |attention| LlamaBlock {
+                attention_norm: norm(),
+                attention,
+                mlp_norm: norm(),
+                mlp: LlamaMlp {
+                    gate: linear(self.d_model, self.d_ff()),
+                    up: linear(self.d_model, self.d_ff()),
+                    down: linear(self.d_ff(), self.d_model),
+                },
+            };
+            let model = Llama {
+                embed: EmbeddingConfig::new(self.vocab_size, self.d_model).init(device),
+                layers: attentions.into_iter().map(block).collect(),
+                norm: norm(),
+                head: (!self.tied_embedding).then(|| linear(self.d_model, self.vocab_size)),
+                context: self.context,
+                precision: self.precision,
+            };
+            model.with_selections(self.selections.as_deref().unwrap_or_default())
+        }
     }
 
     fn d_ff(&self) -> usize {

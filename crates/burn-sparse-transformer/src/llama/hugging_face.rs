@@ -4,6 +4,7 @@ use burn_blocksparse::Pattern;
 use serde_json::Value;
 
 use super::LlamaConfig;
+use crate::error::{Result, ensure};
 use crate::{RopeScaling, TransformerError};
 
 /// Values of `model_type` that are read.
@@ -25,15 +26,12 @@ impl LlamaConfig {
     ///
     /// # Errors
     /// If the text is no JSON object, lacks a key or has one that is not a number as expected, or asks for what [`Llama`](super::Llama) does not have.
-    pub fn from_hugging_face(json: &str) -> Result<Self, TransformerError> {
+    pub fn from_hugging_face(json: &str) -> Result<Self> {
         let value: Value = serde_json::from_str(json)
             .map_err(|error| TransformerError::argument("config.json", "a JSON object", error))?;
         let of = JsonKeys(&value);
         let kind = of.text("model_type")?.unwrap_or("none");
-        if !MODEL_TYPES.contains(&kind) {
-            let expected = "llama, mistral, qwen2 or qwen3";
-            return Err(TransformerError::argument("model_type", expected, kind));
-        }
+        ensure! { MODEL_TYPES.contains(&kind) => "model_type", "llama, mistral, qwen2 or qwen3", kind; }
         if of.text("hidden_act")?.is_some_and(|act| act != "silu") {
             return Err(of.refused("hidden_act", "silu"));
         }
@@ -49,16 +47,8 @@ impl LlamaConfig {
         };
         let theta = of.number("rope_theta")?.or(in_rope("rope_theta")?);
         let rotated = of.number("partial_rotary_factor")?;
-        if let Some(part) = rotated.or(in_rope("partial_rotary_factor")?)
-            && part != 1.0
-        {
-            let expected = "1: rotations of whole heads";
-            return Err(TransformerError::argument(
-                "partial_rotary_factor",
-                expected,
-                part,
-            ));
-        }
+        let rotated = rotated.or(in_rope("partial_rotary_factor")?).unwrap_or(1.0);
+        ensure! { rotated == 1.0 => "partial_rotary_factor", "1: rotations of whole heads", rotated; }
         let trained = of.count("max_position_embeddings")?;
         let scaling = match &rope {
             Some(rope) => scaling(rope, trained)?,
@@ -97,7 +87,7 @@ impl LlamaConfig {
 }
 
 /// Which keys a sliding window leaves: as `transformers` reads it, a Llama has none, and Qwen one if it is switched on, after some layers without it.
-fn pattern(of: &JsonKeys, kind: &str, context: usize) -> Result<Pattern, TransformerError> {
+fn pattern(of: &JsonKeys, kind: &str, context: usize) -> Result<Pattern> {
     let is_on = match kind {
         "mistral" => true,
         "qwen2" | "qwen3" => of.flag("use_sliding_window")?,
@@ -121,18 +111,15 @@ fn pattern(of: &JsonKeys, kind: &str, context: usize) -> Result<Pattern, Transfo
         (None, "mistral") => n_layers,
         (None, _) => n_layers.saturating_sub(of.maybe_count("max_window_layers")?.unwrap_or(28)),
     };
-    match sliding {
-        0 => Ok(Pattern::causal()),
-        all if all == n_layers => Ok(Pattern::local(window)),
-        some => Err(TransformerError::argument(
-            "sliding_window",
-            format!("in all {n_layers} layers or in none"),
-            format!("a window in {some}"),
-        )),
-    }
+    ensure! { sliding == 0 || sliding == n_layers =>
+        "sliding_window", format!("in all {n_layers} layers or in none"), format!("a window in {sliding}"); }
+    Ok(match sliding {
+        0 => Pattern::causal(),
+        _ => Pattern::local(window),
+    })
 }
 
-fn scaling(of: &JsonKeys, trained: usize) -> Result<Option<RopeScaling>, TransformerError> {
+fn scaling(of: &JsonKeys, trained: usize) -> Result<Option<RopeScaling>> {
     let kind = match of.text("rope_type")? {
         Some(kind) => kind,
         None => of.text("type")?.unwrap_or("default"),
@@ -179,18 +166,14 @@ fn scaling(of: &JsonKeys, trained: usize) -> Result<Option<RopeScaling>, Transfo
 struct JsonKeys<'a>(&'a Value);
 
 impl<'a> JsonKeys<'a> {
-    fn text(&self, key: &'static str) -> Result<Option<&'a str>, TransformerError> {
-        let read = |value: &'a Value| value.as_str().ok_or_else(|| self.refused(key, "a text"));
-        self.get(key).map(read).transpose()
+    fn text(&self, key: &'static str) -> Result<Option<&'a str>> {
+        self.read(key, "a text", Value::as_str)
     }
 
     /// False if it is not there.
-    fn flag(&self, key: &'static str) -> Result<bool, TransformerError> {
-        let read = |value: &Value| {
-            let flag = value.as_bool();
-            flag.ok_or_else(|| self.refused(key, "true or false"))
-        };
-        self.get(key).map_or(Ok(false), read)
+    fn flag(&self, key: &'static str) -> Result<bool> {
+        let flag = self.read(key, "true or false", Value::as_bool)?;
+        Ok(flag.unwrap_or(false))
     }
 }
 
@@ -228,25 +211,32 @@ pub(crate) trait Keys<'a> {
         TransformerError::argument(key, expected, got)
     }
 
-    fn number(&self, key: &'static str) -> Result<Option<f64>, TransformerError> {
-        let read = |value| Self::as_f64(value).ok_or_else(|| self.refused(key, "a number"));
+    /// What is there, which must be as `expected`.
+    fn read<T>(
+        &self,
+        key: &'static str,
+        expected: &str,
+        of: impl Fn(&'a Self::Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let read = |value| of(value).ok_or_else(|| self.refused(key, expected));
         self.get(key).map(read).transpose()
     }
 
-    fn required(&self, key: &'static str) -> Result<f64, TransformerError> {
+    fn number(&self, key: &'static str) -> Result<Option<f64>> {
+        self.read(key, "a number", Self::as_f64)
+    }
+
+    fn required(&self, key: &'static str) -> Result<f64> {
         self.number(key)?
             .ok_or_else(|| self.refused(key, "a number"))
     }
 
-    fn maybe_count(&self, key: &'static str) -> Result<Option<usize>, TransformerError> {
-        let read = |value| {
-            let count = Self::as_u64(value).and_then(|count| usize::try_from(count).ok());
-            count.ok_or_else(|| self.refused(key, "a whole number"))
-        };
-        self.get(key).map(read).transpose()
+    fn maybe_count(&self, key: &'static str) -> Result<Option<usize>> {
+        let count = |value| usize::try_from(Self::as_u64(value)?).ok();
+        self.read(key, "a whole number", count)
     }
 
-    fn count(&self, key: &'static str) -> Result<usize, TransformerError> {
+    fn count(&self, key: &'static str) -> Result<usize> {
         self.maybe_count(key)?
             .ok_or_else(|| self.refused(key, "a whole number"))
     }

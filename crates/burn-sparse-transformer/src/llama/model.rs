@@ -8,15 +8,13 @@ use burn_fused_ops::{
 use burn_sparse_select::Selection;
 
 use crate::decoder::{Attend, Decoder};
-use crate::error::{ensure_shape, or_panics};
+use crate::error::{Result, ensure_shape, or_panics};
 use crate::heads::Positions;
 use crate::layouts::LayoutPool;
 use crate::selected::of_layer;
 use crate::stream::{Projected, Stream};
 use crate::transformer::mean_loss;
-use crate::{
-    Precision, SparseMhaInput, SparseMultiHeadAttention, SparseTransformerCache, TransformerError,
-};
+use crate::{Precision, SparseMhaInput, SparseMultiHeadAttention, SparseTransformerCache};
 
 /// A Llama-style decoder-only model.
 ///
@@ -83,18 +81,18 @@ pub struct LlamaMlp {
 const ROWS: usize = 1 << 15;
 
 impl LlamaMlp {
-    fn forward(&self, x: Tensor<3>, precision: Precision) -> Result<Projected, TransformerError> {
+    fn forward(&self, x: Tensor<3>, precision: Precision) -> Result<Projected> {
         let shape @ [batch, seq, width] = x.dims();
         if batch * seq <= ROWS || x.is_tracked() {
             return Ok(Projected::new(self.product(x, precision)?, None));
         }
         let rows = x.reshape([1, batch * seq, width]).split(ROWS, 1);
         let rows = rows.into_iter().map(|x| self.product(x, precision));
-        let out = Tensor::cat(rows.collect::<Result<_, _>>()?, 1);
+        let out = Tensor::cat(rows.collect::<Result<_>>()?, 1);
         Ok(Projected::new(out.reshape(shape), None))
     }
 
-    fn product(&self, x: Tensor<3>, precision: Precision) -> Result<Tensor<3>, TransformerError> {
+    fn product(&self, x: Tensor<3>, precision: Precision) -> Result<Tensor<3>> {
         let hidden = precision.gated(&self.gate, &self.up, x, Activation::Silu)?;
         Ok(precision.product(&self.down, hidden)?)
     }
@@ -111,17 +109,14 @@ impl Llama {
 
         /// # Errors
         /// If there are no tokens, or more than the context, and as [`SparseMultiHeadAttention::try_forward`].
-        pub fn try_forward = self.logits(self.try_forward_hidden(tokens)?);
+        pub fn try_forward { self.logits(self.try_forward_hidden(tokens)?) }
     }
 
     /// Returns the output of the last norm, `[batch, seq, d_model]`; [`Decoder::logits`] takes any rows of it.
     ///
     /// # Errors
     /// As [`Self::try_forward`].
-    pub fn try_forward_hidden(
-        &self,
-        tokens: Tensor<2, Int>,
-    ) -> Result<Tensor<3>, TransformerError> {
+    pub fn try_forward_hidden(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
         self.run(tokens, |_, attention, x| {
             attention.forward_projected(SparseMhaInput::self_attn(x))
         })
@@ -132,22 +127,16 @@ impl Llama {
         ///
         /// # Shapes
         /// - `tokens`, `targets`: `[batch, seq]`; the target of a token is the next one
-        pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> = try_loss;
-    }
+        pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1>;
 
-    /// [`Self::loss`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward`], and if the shapes differ.
-    pub fn try_loss(
-        &self,
-        tokens: Tensor<2, Int>,
-        targets: Tensor<2, Int>,
-    ) -> Result<Tensor<1>, TransformerError> {
-        let expected = tokens.dims().map(Some);
-        ensure_shape("targets", targets.dims(), expected, ["batch", "seq"])?;
-        let hidden = self.try_forward_hidden(tokens)?;
-        mean_loss(hidden, self.head_weight(), targets)
+        /// # Errors
+        /// As [`Self::try_forward`], and if the shapes differ.
+        pub fn try_loss {
+            let expected = tokens.dims().map(Some);
+            ensure_shape("targets", targets.dims(), expected, ["batch", "seq"])?;
+            let hidden = self.try_forward_hidden(tokens)?;
+            mean_loss(hidden, self.head_weight(), targets)
+        }
     }
 
     /// An empty cache for [`Self::forward_cache`].
@@ -161,30 +150,21 @@ impl Llama {
         /// # Shapes
         /// - `tokens`: `[batch, new]`
         /// - result: `[batch, new, vocab_size]`
-        pub fn forward_cache(
-            &self,
-            tokens: Tensor<2, Int>,
-            cache: &mut SparseTransformerCache,
-        ) -> Tensor<3> = try_forward_cache;
-    }
+        pub fn forward_cache(&self, tokens: Tensor<2, Int>, cache: &mut SparseTransformerCache) -> Tensor<3>;
 
-    /// [`Self::forward_cache`] that returns its error, after which the cache is as it was.
-    ///
-    /// # Errors
-    /// As [`Self::try_forward`]; also if the cache is another model's, the batch differs from its, or it is full.
-    pub fn try_forward_cache(
-        &self,
-        tokens: Tensor<2, Int>,
-        cache: &mut SparseTransformerCache,
-    ) -> Result<Tensor<3>, TransformerError> {
-        let [_, new] = tokens.dims();
-        let hidden = cache.advance(self.layers.len(), new, |_, caches| {
-            self.run(tokens, |layer, attention, x| {
-                let input = SparseMhaInput::self_attn(x);
-                attention.forward_cache_projected(input, &mut caches[layer], false)
-            })
-        });
-        self.logits(hidden?)
+        /// # Errors
+        /// As [`Self::try_forward`]; also if the cache is another model's, the batch differs from its, or it is full. The cache is as it was then.
+        pub fn try_forward_cache {
+            let [_, new] = tokens.dims();
+            let hidden = cache.advance(self.layers.len(), new, |_, caches| {
+                self.run(tokens, |layer, attention, x| {
+                    let input = SparseMhaInput::self_attn(x);
+                    let seen = attention.cached_context(input, &mut caches[layer], false)?;
+                    attention.project_seen(seen)
+                })
+            });
+            self.logits(hidden?)
+        }
     }
 
     /// The same weights under another pattern, which all layers share.
@@ -201,11 +181,7 @@ impl Llama {
     ///
     /// # Errors
     /// If the pattern does not fit the heads, the block size or the layers' selections.
-    pub fn with_pattern(
-        mut self,
-        pattern: Pattern,
-        block_size: usize,
-    ) -> Result<Self, TransformerError> {
+    pub fn with_pattern(mut self, pattern: Pattern, block_size: usize) -> Result<Self> {
         let mut pool = LayoutPool::default();
         for LlamaBlock { attention, .. } in &mut self.layers {
             attention.kind().check_pattern(&pattern)?;
@@ -218,7 +194,7 @@ impl Llama {
     ///
     /// # Errors
     /// If a selection does not fit the pattern.
-    pub fn with_selections(mut self, selections: &[Selection]) -> Result<Self, TransformerError> {
+    pub fn with_selections(mut self, selections: &[Selection]) -> Result<Self> {
         let n_layers = self.layers.len();
         let layers = self.layers.into_iter().enumerate();
         let layers = layers.map(|(layer, mut block)| {
@@ -226,7 +202,7 @@ impl Llama {
             block.attention = block.attention.with_selection(selection)?;
             Ok(block)
         });
-        self.layers = layers.collect::<Result<_, TransformerError>>()?;
+        self.layers = layers.collect::<Result<_>>()?;
         Ok(self)
     }
 
@@ -239,12 +215,8 @@ impl Llama {
     fn run(
         &self,
         tokens: Tensor<2, Int>,
-        mut attend: impl FnMut(
-            usize,
-            &SparseMultiHeadAttention,
-            Tensor<3>,
-        ) -> Result<Projected, TransformerError>,
-    ) -> Result<Tensor<3>, TransformerError> {
+        mut attend: impl FnMut(usize, &SparseMultiHeadAttention, Tensor<3>) -> Result<Projected>,
+    ) -> Result<Tensor<3>> {
         ensure_shape("tokens", tokens.dims(), [None, None], ["batch", "seq"])?;
         // Ids have no gradient.
         let x = embedding(self.embed.weight.val(), tokens.without_autodiff())?;
@@ -293,13 +265,13 @@ impl Decoder for Llama {
         tokens: Tensor<2, Int>,
         _: &Positions,
         attend: &mut Attend,
-    ) -> Result<Tensor<3>, TransformerError> {
+    ) -> Result<Tensor<3>> {
         self.run(tokens, |layer, attention, x| {
             attention.output_product(attend(layer, attention, x)?)
         })
     }
 
-    fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+    fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>> {
         Ok(linear(
             hidden,
             self.head_weight(),

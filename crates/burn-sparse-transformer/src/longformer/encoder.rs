@@ -8,9 +8,8 @@ use burn::tensor::{Bool, Device, Int, Tensor};
 use burn_fused_ops::{Activation, MlpOptions, MlpParams, embedding, mlp};
 
 use super::{LongformerAttention, LongformerAttentionConfig, LongformerInput};
-use crate::TransformerError;
 use crate::error::{
-    ensure, ensure_above_zero, ensure_dropout, ensure_positive, ensure_shape, or_panics,
+    Result, ensure, ensure_above_zero, ensure_dropout, ensure_positive, ensure_shape, or_panics,
 };
 use crate::stream::{Projected, Stream};
 
@@ -47,64 +46,56 @@ pub struct LongformerEncoderConfig {
 impl LongformerEncoderConfig {
     or_panics! {
         /// Creates the encoder, initialised as burn-nn's layers are.
-        pub fn init(&self, device: &Device) -> LongformerEncoder = try_init;
-    }
+        pub fn init(&self, device: &Device) -> LongformerEncoder;
 
-    /// [`Self::init`] that returns its error.
-    ///
-    /// # Errors
-    /// As [`LongformerAttentionConfig::init`]; also if a size is 0, there are not as many `patterns` as layers, `dropout` is outside `[0, 1)` or
-    /// `layer_norm_eps` is not positive.
-    pub fn try_init(&self, device: &Device) -> Result<LongformerEncoder, TransformerError> {
-        let d_model = self.attention.attention.d_model;
-        let d_ff = self.d_ff.unwrap_or(d_model.saturating_mul(4));
-        for (argument, size) in [
-            ("vocab_size", self.vocab_size),
-            ("context", self.context),
-            ("n_layers", self.n_layers),
-            ("token_types", self.token_types),
-            ("d_ff", d_ff),
-        ] {
-            ensure_positive(argument, size)?;
-        }
-        ensure_dropout(self.dropout)?;
-        ensure_above_zero("layer_norm_eps", self.layer_norm_eps)?;
-        let patterns = self.patterns.as_ref();
-        ensure(
-            patterns.is_none_or(|patterns| patterns.len() == self.n_layers),
-            "patterns",
-            || format!("{}, one for each layer", self.n_layers),
-            patterns.map_or(0, Vec::len),
-        )?;
-        let table = |rows| EmbeddingConfig::new(rows, d_model).init(device);
-        let norm = LayerNormConfig::new(d_model).with_epsilon(self.layer_norm_eps);
-        let dropout = DropoutConfig::new(self.dropout);
-        let layer = |layer: usize| {
-            let mut attention = self.attention.clone();
-            if let Some(patterns) = patterns {
-                attention.attention.pattern = patterns[layer].clone();
+        /// # Errors
+        /// As [`LongformerAttentionConfig::init`]; also if a size is 0, there are not as many `patterns` as layers, `dropout` is outside `[0, 1)` or
+        /// `layer_norm_eps` is not positive.
+        pub fn try_init {
+            let d_model = self.attention.attention.d_model;
+            let d_ff = self.d_ff.unwrap_or(d_model.saturating_mul(4));
+            for (argument, size) in [
+                ("vocab_size", self.vocab_size),
+                ("context", self.context),
+                ("n_layers", self.n_layers),
+                ("token_types", self.token_types),
+                ("d_ff", d_ff),
+            ] {
+                ensure_positive(argument, size)?;
             }
-            Ok(LongformerLayer {
-                attention: attention.try_init(device)?,
-                norm_1: norm.init(device),
-                linear_inner: LinearConfig::new(d_model, d_ff).init(device),
-                linear_outer: LinearConfig::new(d_ff, d_model).init(device),
-                norm_2: norm.init(device),
+            ensure_dropout(self.dropout)?;
+            ensure_above_zero("layer_norm_eps", self.layer_norm_eps)?;
+            let patterns = self.patterns.as_ref();
+            ensure! { patterns.is_none_or(|patterns| patterns.len() == self.n_layers) =>
+                "patterns", format!("{}, one for each layer", self.n_layers), patterns.map_or(0, Vec::len); }
+            let table = |rows| EmbeddingConfig::new(rows, d_model).init(device);
+            let norm = LayerNormConfig::new(d_model).with_epsilon(self.layer_norm_eps);
+            let dropout = DropoutConfig::new(self.dropout);
+            let layer = |layer: usize| {
+                let mut attention = self.attention.clone();
+                if let Some(patterns) = patterns {
+                    attention.attention.pattern = patterns[layer].clone();
+                }
+                Ok(LongformerLayer {
+                    attention: attention.try_init(device)?,
+                    norm_1: norm.init(device),
+                    linear_inner: LinearConfig::new(d_model, d_ff).init(device),
+                    linear_outer: LinearConfig::new(d_ff, d_model).init(device),
+                    norm_2: norm.init(device),
+                    dropout: dropout.init(),
+                    layer_norm_eps: self.layer_norm_eps,
+                })
+            };
+            Ok(LongformerEncoder {
+                token_embedding: table(self.vocab_size),
+                position_embedding: table(self.context),
+                type_embedding: table(self.token_types),
+                norm: norm.init(device),
+                layers: (0..self.n_layers).map(layer).collect::<Result<_>>()?,
                 dropout: dropout.init(),
                 layer_norm_eps: self.layer_norm_eps,
             })
-        };
-        Ok(LongformerEncoder {
-            token_embedding: table(self.vocab_size),
-            position_embedding: table(self.context),
-            type_embedding: table(self.token_types),
-            norm: norm.init(device),
-            layers: (0..self.n_layers)
-                .map(layer)
-                .collect::<Result<_, TransformerError>>()?,
-            dropout: dropout.init(),
-            layer_norm_eps: self.layer_norm_eps,
-        })
+        }
     }
 }
 
@@ -174,24 +165,19 @@ impl LongformerEncoderInput {
         }
     }
 
-    /// Sets the tokens' types, `[batch, seq]`; all are 0 without it.
-    pub fn types(mut self, types: Tensor<2, Int>) -> Self {
-        self.types = Some(types);
-        self
+    blocksparse::setters! {
+        /// Sets the tokens' types, `[batch, seq]`; all are 0 without it.
+        types: Some(Tensor<2, Int>),
+        /// Sets which positions are padding, which has to be at the end: positions are counted from the first one.
+        ///
+        /// # Shapes
+        /// - `mask`: `[batch, seq]`, `true` = padding
+        mask_pad => padding: Some(Tensor<2, Bool>),
     }
 
     /// Sets the positions of the global tokens of each batch entry.
     pub fn global_per_entry(mut self, tokens: impl IntoIterator<Item = Vec<usize>>) -> Self {
         self.global = Some(tokens.into_iter().collect());
-        self
-    }
-
-    /// Sets which positions are padding, which has to be at the end: positions are counted from the first one.
-    ///
-    /// # Shapes
-    /// - `mask`: `[batch, seq]`, `true` = padding
-    pub fn mask_pad(mut self, mask: Tensor<2, Bool>) -> Self {
-        self.padding = Some(mask);
         self
     }
 }
@@ -202,52 +188,43 @@ impl LongformerEncoder {
         ///
         /// # Shapes
         /// - output: `[batch, seq, d_model]`; what is at padded positions means nothing
-        pub fn forward(&self, input: LongformerEncoderInput) -> Tensor<3> = try_forward;
-    }
+        pub fn forward(&self, input: LongformerEncoderInput) -> Tensor<3>;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If `seq` is 0 or above the context, the types' shape is not the tokens', or as [`LongformerAttention::forward`].
-    pub fn try_forward(
-        &self,
-        input: LongformerEncoderInput,
-    ) -> Result<Tensor<3>, TransformerError> {
-        let [batch, seq] = input.tokens.dims();
-        let [context, _] = self.position_embedding.weight.dims();
-        ensure(
-            (1..=context).contains(&seq),
-            "tokens' seq",
-            || format!("between 1 and {context}, the context"),
-            seq,
-        )?;
-        let tokens = embedding(self.token_embedding.weight.val(), input.tokens)?;
-        let positions = self.position_embedding.weight.val().narrow(0, 0, seq);
-        let types = match input.types {
-            Some(types) => {
-                let expected = [Some(batch), Some(seq)];
-                ensure_shape("types", types.dims(), expected, ["batch", "seq"])?;
-                embedding(self.type_embedding.weight.val(), types)?
+        /// # Errors
+        /// If `seq` is 0 or above the context, the types' shape is not the tokens', or as [`LongformerAttention::forward`].
+        pub fn try_forward {
+            let [batch, seq] = input.tokens.dims();
+            let [context, _] = self.position_embedding.weight.dims();
+            ensure! { (1..=context).contains(&seq) =>
+                "tokens' seq", format!("between 1 and {context}, the context"), seq; }
+            let tokens = embedding(self.token_embedding.weight.val(), input.tokens)?;
+            let positions = self.position_embedding.weight.val().narrow(0, 0, seq);
+            let types = match input.types {
+                Some(types) => {
+                    let expected = [Some(batch), Some(seq)];
+                    ensure_shape("types", types.dims(), expected, ["batch", "seq"])?;
+                    embedding(self.type_embedding.weight.val(), types)?
+                }
+                None => (self.type_embedding.weight.val())
+                    .narrow(0, 0, 1)
+                    .unsqueeze(),
+            };
+            let x = tokens + positions.unsqueeze::<3>() + types;
+            let dtype = x.dtype().into();
+            let (_, x) = Stream::new(x).norm(&self.norm, self.layer_norm_eps, dtype)?;
+            let mut x = self.dropout.forward(x);
+            for layer in &self.layers {
+                let mut attended = LongformerInput::new(x);
+                if let Some(global) = &input.global {
+                    attended = attended.global_per_entry(global.clone());
+                }
+                if let Some(padding) = &input.padding {
+                    attended = attended.mask_pad(padding.clone());
+                }
+                x = layer.try_forward(attended)?;
             }
-            None => (self.type_embedding.weight.val())
-                .narrow(0, 0, 1)
-                .unsqueeze(),
-        };
-        let x = tokens + positions.unsqueeze::<3>() + types;
-        let dtype = x.dtype().into();
-        let (_, x) = Stream::new(x).norm(&self.norm, self.layer_norm_eps, dtype)?;
-        let mut x = self.dropout.forward(x);
-        for layer in &self.layers {
-            let mut attended = LongformerInput::new(x);
-            if let Some(global) = &input.global {
-                attended = attended.global_per_entry(global.clone());
-            }
-            if let Some(padding) = &input.padding {
-                attended = attended.mask_pad(padding.clone());
-            }
-            x = layer.try_forward(attended)?;
+            Ok(x)
         }
-        Ok(x)
     }
 }
 
@@ -257,23 +234,22 @@ impl LongformerLayer {
         ///
         /// # Shapes
         /// - input and output: `[batch, seq, d_model]`
-        pub fn forward(&self, input: LongformerInput) -> Tensor<3> = try_forward;
-    }
+        pub fn forward(&self, input: LongformerInput) -> Tensor<3>;
 
-    /// [`Self::forward`] that returns its error.
-    pub fn try_forward(&self, input: LongformerInput) -> Result<Tensor<3>, TransformerError> {
-        let x = input.tensor().clone();
-        let attended = self.attention.try_forward(input)?.context;
-        let x = self.add(x, attended, None, &self.norm_1)?;
-        let mut params = MlpParams::new(
-            self.linear_inner.weight.val(),
-            self.linear_outer.weight.val(),
-        );
-        params.bias = self.linear_inner.bias.as_ref().map(|bias| bias.val());
-        let options = MlpOptions::default().dtype(x.dtype().into());
-        let branch = mlp(x.clone(), params, Activation::GeluErf, &options)?;
-        let bias = self.linear_outer.bias.as_ref().map(|bias| bias.val());
-        self.add(x, branch, bias, &self.norm_2)
+        pub fn try_forward {
+            let x = input.tensor().clone();
+            let attended = self.attention.try_forward(input)?.context;
+            let x = self.add(x, attended, None, &self.norm_1)?;
+            let mut params = MlpParams::new(
+                self.linear_inner.weight.val(),
+                self.linear_outer.weight.val(),
+            );
+            params.bias = self.linear_inner.bias.as_ref().map(|bias| bias.val());
+            let options = MlpOptions::default().dtype(x.dtype().into());
+            let branch = mlp(x.clone(), params, Activation::GeluErf, &options)?;
+            let bias = self.linear_outer.bias.as_ref().map(|bias| bias.val());
+            self.add(x, branch, bias, &self.norm_2)
+        }
     }
 
     /// The norm of the stream with a branch.
@@ -283,7 +259,7 @@ impl LongformerLayer {
         branch: Tensor<3>,
         bias: Option<Tensor<1>>,
         norm: &LayerNorm,
-    ) -> Result<Tensor<3>, TransformerError> {
+    ) -> Result<Tensor<3>> {
         let dtype = x.dtype().into();
         // What is dropped is the branch with its bias.
         let branch = match bias {

@@ -16,13 +16,12 @@ use burn_blocksparse::{Pattern, SparseAttentionCall};
 use burn_fused_ops::join_heads;
 
 use crate::call::Call;
-use crate::error::{ensure, ensure_none, or_panics};
+use crate::error::{Result, ensure, ensure_none, or_panics};
 use crate::input::{PaddedBatch, Padding};
 use crate::layouts::{Layouts, Request};
 use crate::precision::project_heads;
 use crate::{
     SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    TransformerError,
 };
 
 /// Configuration of [`LongformerAttention`].
@@ -41,7 +40,7 @@ impl LongformerAttentionConfig {
 
         /// # Errors
         /// As [`SparseMultiHeadAttentionConfig::init`]; also if one of these is set.
-        pub fn try_init = LongformerAttention::from_attention(self.attention.try_init(device)?);
+        pub fn try_init { LongformerAttention::from_attention(self.attention.try_init(device)?) }
     }
 }
 
@@ -128,27 +127,17 @@ impl LongformerInput {
     }
 
     /// The global tokens of each batch entry, ascending.
-    fn tokens(&self, batch: usize, seq: usize) -> Result<Vec<Vec<usize>>, TransformerError> {
+    fn tokens(&self, batch: usize, seq: usize) -> Result<Vec<Vec<usize>>> {
         let mut entries = match &self.global {
             Global::Shared(tokens) => vec![tokens.clone(); batch],
             Global::PerEntry(entries) => entries.clone(),
         };
-        ensure(
-            entries.len() == batch,
-            "global",
-            || format!("of {batch} batch entries"),
-            entries.len(),
-        )?;
+        ensure! { entries.len() == batch => "global", format!("of {batch} batch entries"), entries.len(); }
         for tokens in &mut entries {
             tokens.sort_unstable();
             tokens.dedup();
             let last = tokens.last().copied().unwrap_or(0);
-            ensure(
-                last < seq,
-                "global",
-                || format!("below {seq}, the number of positions"),
-                last,
-            )?;
+            ensure! { last < seq => "global", format!("below {seq}, the number of positions"), last; }
         }
         Ok(entries)
     }
@@ -159,7 +148,7 @@ impl LongformerAttention {
     ///
     /// # Errors
     /// If the attention has a `selection`, `head_selections`, `content`, `rope`, `qk_norm`, `dropout`, `alibi`, biases of distances, sinks or `quiet_softmax`.
-    pub fn from_attention(mha: SparseMultiHeadAttention) -> Result<Self, TransformerError> {
+    pub fn from_attention(mha: SparseMultiHeadAttention) -> Result<Self> {
         // Global tokens are queries out of their places, which these depend on.
         for (argument, given) in [
             ("selection", mha.selection().is_some()),
@@ -204,47 +193,45 @@ impl LongformerAttention {
         /// let input = LongformerInput::new(x).global_per_entry([(0..10).collect(), vec![0]]);
         /// assert_eq!(longformer.forward(input).context.dims(), [2, 200, 64]);
         /// ```
-        pub fn forward(&self, input: LongformerInput) -> SparseMhaOutput = try_forward;
-    }
+        pub fn forward(&self, input: LongformerInput) -> SparseMhaOutput;
 
-    /// [`Self::forward`] that returns its error.
-    ///
-    /// # Errors
-    /// If the shape does not fit, there is no layout for `seq`, or a global token or the padding is outside of the input.
-    pub fn try_forward(&self, input: LongformerInput) -> Result<SparseMhaOutput, TransformerError> {
-        self.mha.check_input("tensor", &input.tensor)?;
-        let [batch, seq, _] = input.tensor.dims();
-        let tokens = input.tokens(batch, seq)?;
-        let x = input.tensor;
-        let mut ordinary = SparseMhaInput::self_attn(x.clone());
-        ordinary.padding = input.padding;
-        let padded = ordinary.padding(batch, seq, seq)?;
-        let rows = GlobalRows::new(&tokens, padded.as_ref(), seq);
+        /// # Errors
+        /// If the shape does not fit, there is no layout for `seq`, or a global token or the padding is outside of the input.
+        pub fn try_forward {
+            self.mha.check_input("tensor", &input.tensor)?;
+            let [batch, seq, _] = input.tensor.dims();
+            let tokens = input.tokens(batch, seq)?;
+            let x = input.tensor;
+            let mut ordinary = SparseMhaInput::self_attn(x.clone());
+            ordinary.padding = input.padding;
+            let padded = ordinary.padding(batch, seq, seq)?;
+            let rows = GlobalRows::new(&tokens, padded.as_ref(), seq);
 
-        let mut request = Request::new(seq, seq);
-        request.restrictions = match &padded {
-            Some(padded) => padded.restrictions(),
-            None => vec![PaddingMask::default(); batch],
-        };
-        for (entry, tokens) in request.restrictions.iter_mut().zip(&tokens) {
-            let queries = entry.queries.get_or_insert_with(|| vec![true; seq]);
-            tokens.iter().for_each(|&token| queries[token] = false);
+            let mut request = Request::new(seq, seq);
+            request.restrictions = match &padded {
+                Some(padded) => padded.restrictions(),
+                None => vec![PaddingMask::default(); batch],
+            };
+            for (entry, tokens) in request.restrictions.iter_mut().zip(&tokens) {
+                let queries = entry.queries.get_or_insert_with(|| vec![true; seq]);
+                tokens.iter().for_each(|&token| queries[token] = false);
+            }
+            request.global = tokens;
+            let layout = self.mha.layouts.get(&request)?;
+            let call = Call::new(&ordinary, padded)?;
+            let heads = self.mha.project(ordinary, &call)?;
+            let context = self.mha.attend(heads, &layout, &call)?;
+            let mut joined = join_heads(context)?;
+            if rows.width > 0 {
+                let global = self.global_rows(x, &rows)?;
+                joined = rows.write(joined, global)?;
+            }
+            self.mha.project_output(joined, &call)
         }
-        request.global = tokens;
-        let layout = self.mha.layouts.get(&request)?;
-        let call = Call::new(&ordinary, padded)?;
-        let heads = self.mha.project(ordinary, &call)?;
-        let context = self.mha.attend(heads, &layout, &call)?;
-        let mut joined = join_heads(context)?;
-        if rows.width > 0 {
-            let global = self.global_rows(x, &rows)?;
-            joined = rows.write(joined, global)?;
-        }
-        self.mha.project_output(joined, &call)
     }
 
     /// What the global tokens see, `[batch, width, d_model]`; rows beyond an entry's tokens are 0.
-    fn global_rows(&self, x: Tensor<3>, rows: &GlobalRows) -> Result<Tensor<3>, TransformerError> {
+    fn global_rows(&self, x: Tensor<3>, rows: &GlobalRows) -> Result<Tensor<3>> {
         let [_, seq, _] = x.dims();
         let mut request = Request::new(rows.width, seq);
         request.restrictions = rows.restrictions.clone();
@@ -308,7 +295,7 @@ impl GlobalRows {
     }
 
     /// `[batch, seq, d_model]` to `[batch, width, d_model]`.
-    fn read(&self, x: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+    fn read(&self, x: Tensor<3>) -> Result<Tensor<3>> {
         let [batch, seq, d_model] = x.dims();
         let device = x.device();
         Ok(x.reshape([batch * seq, d_model])
@@ -317,7 +304,7 @@ impl GlobalRows {
     }
 
     /// Adds `[batch, width, d_model]` to their rows of `[batch, seq, d_model]`, which are 0. No row is written twice.
-    fn write(&self, x: Tensor<3>, rows: Tensor<3>) -> Result<Tensor<3>, TransformerError> {
+    fn write(&self, x: Tensor<3>, rows: Tensor<3>) -> Result<Tensor<3>> {
         if self.to.is_empty() {
             return Ok(x);
         }
@@ -335,7 +322,7 @@ impl GlobalRows {
     }
 }
 
-fn indices(list: &[i64], device: &Device) -> Result<Tensor<1, Int>, TransformerError> {
+fn indices(list: &[i64], device: &Device) -> Result<Tensor<1, Int>> {
     ensure_not_capturing("positions of global tokens")?;
     let device = device.clone().without_autodiff();
     let list = TensorData::new(list.to_vec(), [list.len()]);

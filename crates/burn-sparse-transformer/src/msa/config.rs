@@ -2,12 +2,11 @@
 
 use std::fmt;
 
+use crate::dsa::indexed::rotated;
+use crate::error::{Result, ensure_positive};
+use crate::notation::{read_numbers, write_numbers};
 use burn::config::Config;
 use burn_sparse_select::msa::Msa;
-
-use crate::TransformerError;
-use crate::dsa::indexed::rotated;
-use crate::error::ensure_positive;
 
 /// Configuration of [`MsaHeads`](super::MsaHeads). The defaults are the paper's (MiniMax, 2026).
 ///
@@ -31,17 +30,17 @@ pub struct MsaHeadsConfig {
 impl MsaHeadsConfig {
     pub(crate) const NAME: &str = "msa";
 
-    pub(crate) fn op(&self) -> Result<Msa, TransformerError> {
+    pub(crate) fn op(&self) -> Result<Msa> {
         Ok(Msa::new(self.block, self.keep)?)
     }
 
     /// Pairs that one head attends to in a sequence.
-    pub(crate) fn pairs(&self, seq: usize) -> Result<u64, TransformerError> {
+    pub(crate) fn pairs(&self, seq: usize) -> Result<u64> {
         let op = self.op()?;
         Ok((1..=seq).map(|keys| op.attended(keys) as u64).sum())
     }
 
-    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+    pub(crate) fn validate(&self) -> Result<()> {
         self.op()?;
         ensure_positive("index_dim", self.index_dim)?;
         rotated(self.rope_dim, self.index_dim)?;
@@ -49,10 +48,8 @@ impl MsaHeadsConfig {
     }
 
     pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
-        let numbers = arguments.iter().map(|text| text.parse());
-        let numbers: Result<Vec<usize>, _> = numbers.collect();
         let of = |block, keep| Self::new().with_block(block).with_keep(keep);
-        Some(match numbers.ok()?[..] {
+        Some(match read_numbers(arguments)?[..] {
             [block, keep] => of(block, keep),
             [block, keep, width] => of(block, keep).with_index_dim(width),
             _ => return None,
@@ -60,12 +57,6 @@ impl MsaHeadsConfig {
     }
 
     pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            block,
-            keep,
-            index_dim,
-            ..
-        } = self;
-        write!(f, "{}:{block},{keep},{index_dim}", Self::NAME)
+        write_numbers(f, Self::NAME, [self.block, self.keep, self.index_dim])
     }
 }

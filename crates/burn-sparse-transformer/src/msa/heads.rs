@@ -10,6 +10,7 @@ use burn_sparse_select::msa::{Msa, MsaIndex, MsaTarget};
 use super::MsaHeadsConfig;
 use crate::call::Seen;
 use crate::dsa::indexed::{Indexed, cached_keys, rotated, seen};
+use crate::error::Result;
 use crate::heads::{Positions, rotate_first};
 use crate::linear::linear_flops;
 use crate::shared_choice::{Chosen, SharedChoice};
@@ -42,7 +43,7 @@ impl MsaHeads {
         config: &MsaHeadsConfig,
         mha: &SparseMultiHeadAttentionConfig,
         device: &Device,
-    ) -> Result<Self, TransformerError> {
+    ) -> Result<Self> {
         let n_kv_heads = mha.n_kv_heads.unwrap_or(mha.n_heads);
         let width = config.index_dim;
         let norm = || RmsNormConfig::new(width).init(device);
@@ -79,7 +80,7 @@ impl MsaHeads {
 
     /// Returns the index branch's projections of tokens `[batch, seq, d_model]`.
     #[doc(hidden)]
-    pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex, TransformerError> {
+    pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex> {
         let [_, width] = self.key.weight.val().dims();
         let [_, queries] = self.query.weight.val().dims();
         let parts = [(queries / width, width), (1, width)];
@@ -107,7 +108,7 @@ impl MsaHeads {
         heads: [Tensor<4>; 3],
         index: MsaIndex,
         options: &AttentionOptions,
-    ) -> Result<(Tensor<4>, Option<SharedChoice>), TransformerError> {
+    ) -> Result<(Tensor<4>, Option<SharedChoice>)> {
         let seen = Indexed::attend(self, heads, index, options, false)?;
         Ok((seen.heads, seen.choice))
     }
@@ -116,15 +117,11 @@ impl MsaHeads {
 impl Indexed for MsaHeads {
     type Index = MsaIndex;
 
-    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex, TransformerError> {
+    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex> {
         self.index(x, positions)
     }
 
-    fn behind(
-        &self,
-        index: MsaIndex,
-        cache: &mut SparseMhaCache,
-    ) -> Result<MsaIndex, TransformerError> {
+    fn behind(&self, index: MsaIndex, cache: &mut SparseMhaCache) -> Result<MsaIndex> {
         let keys = cached_keys(cache, &index.k)?;
         Ok(index.with_keys(keys)?)
     }
@@ -135,7 +132,7 @@ impl Indexed for MsaHeads {
         index: MsaIndex,
         options: &AttentionOptions,
         learns: bool,
-    ) -> Result<Seen, TransformerError> {
+    ) -> Result<Seen> {
         let lists = self.op.choose(&index)?;
         let (of_q, of_k) = (q.clone(), k.clone());
         let (heads, lse) = (self.op).attention(q, k, v, lists.clone(), options.clone())?;
@@ -161,7 +158,7 @@ impl Indexed for MsaHeads {
         index: &MsaIndex,
         pair: [&Tensor<4>; 2],
         scale: Option<f64>,
-    ) -> Result<Tensor<1>, TransformerError> {
+    ) -> Result<Tensor<1>> {
         Ok(self.op.loss(index, pair, scale, MsaTarget::All)?)
     }
 

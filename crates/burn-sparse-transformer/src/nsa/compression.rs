@@ -6,7 +6,8 @@ use burn::tensor::{Device, Tensor};
 use burn_fused_ops::{Activation, bias_activation};
 use serde::{Deserialize, Serialize};
 
-use crate::{Precision, TransformerError};
+use crate::Precision;
+use crate::error::Result;
 
 /// Compression of a block of keys or values into one: φ of Yuan et al. (2025), §3.3.1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -47,11 +48,7 @@ impl NsaCompressor {
     }
 
     /// `[batch, heads, entries, block · width]` to `[batch, heads, entries, width]`.
-    pub(super) fn forward(
-        &self,
-        windows: Tensor<4>,
-        precision: Precision,
-    ) -> Result<Tensor<4>, TransformerError> {
+    pub(super) fn forward(&self, windows: Tensor<4>, precision: Precision) -> Result<Tensor<4>> {
         let [batch, heads, entries, inputs] = windows.dims();
         let dtype = windows.dtype();
         let positions = self.positions.val().reshape([1, 1, inputs]).cast(dtype);

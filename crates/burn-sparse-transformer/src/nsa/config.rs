@@ -7,7 +7,8 @@ use burn_sparse_select::Always;
 use burn_sparse_select::nsa::NsaOptions;
 
 use super::Compression;
-use crate::TransformerError;
+use crate::error::Result;
+use crate::notation::{read_numbers, write_numbers};
 
 /// Configuration of [`NsaHeads`](super::NsaHeads). The defaults are the paper's (Yuan et al., 2025, §4.1), but for the compression.
 ///
@@ -78,7 +79,7 @@ impl NsaHeadsConfig {
         }
     }
 
-    pub(crate) fn validate(&self) -> Result<(), TransformerError> {
+    pub(crate) fn validate(&self) -> Result<()> {
         Ok(self.options().check()?)
     }
 
@@ -86,8 +87,7 @@ impl NsaHeadsConfig {
         let is_number = |text: &&&str| text.starts_with(|c: char| c.is_ascii_digit());
         let count = arguments.iter().take_while(is_number).count();
         let (numbers, words) = arguments.split_at(count);
-        let numbers: Result<Vec<usize>, _> = numbers.iter().map(|text| text.parse()).collect();
-        let config = match numbers.ok()?[..] {
+        let config = match read_numbers(numbers)?[..] {
             [] => Self::new(),
             [block, stride, selected_block, keep, window] => Self::new()
                 .with_block(block)
@@ -109,18 +109,11 @@ impl NsaHeadsConfig {
     }
 
     pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            block,
-            stride,
-            selected_block,
-            keep,
-            window,
-            ..
-        } = self;
-        let name = Self::NAME;
-        write!(
+        let tokens = [self.block, self.stride, self.selected_block];
+        write_numbers(
             f,
-            "{name}:{block},{stride},{selected_block},{keep},{window}"
+            Self::NAME,
+            tokens.into_iter().chain([self.keep, self.window]),
         )?;
         if self.compression == Compression::Mlp {
             f.write_str(",mlp")?;

@@ -1,17 +1,17 @@
 //! Heads of native sparse attention.
 
 use burn::module::Module;
-use burn::nn::{Linear, RotaryEncoding};
+use burn::nn::{Linear, LinearConfig, RotaryEncoding};
 use burn::tensor::activation::sigmoid;
 use burn::tensor::{Device, Int, Tensor};
-use burn_blocksparse::ProductPrecision;
 use burn_sparse_select::nsa::{Nsa, NsaBranches, NsaKeysValues};
 
 use super::{Compression, NsaCompressor, NsaHeadsConfig};
+use crate::error::Result;
 use crate::heads::{HeadNorm, Positions, rotate_apart};
 use crate::linear::linear_flops;
 use crate::precision::project_heads;
-use crate::{Precision, SparseMhaCache, TransformerError};
+use crate::{Precision, SparseMhaCache, SparseMultiHeadAttentionConfig};
 use burn_blocksparse::internal::arange;
 
 /// The heads of native sparse attention (Yuan et al., 2025), but for their queries and the keys and values that blocks are chosen of: projections of the other
@@ -44,15 +44,6 @@ pub struct NsaProjections {
     pub value: Linear,
 }
 
-#[derive(Clone, Copy)]
-pub(crate) struct NsaSizes {
-    pub(crate) d_model: usize,
-    pub(crate) n_heads: usize,
-    pub(crate) n_kv_heads: usize,
-    pub(crate) d_k: usize,
-    pub(crate) d_v: usize,
-}
-
 /// Rotations and norms of queries and keys after their projections.
 pub struct Placing<'a> {
     pub(crate) norm: Option<&'a HeadNorm>,
@@ -61,7 +52,7 @@ pub struct Placing<'a> {
 }
 
 impl Placing<'_> {
-    fn normed(&self, x: Tensor<4>) -> Result<Tensor<4>, TransformerError> {
+    fn normed(&self, x: Tensor<4>) -> Result<Tensor<4>> {
         let dtype = x.dtype();
         Ok(match self.norm {
             Some(norm) => norm.forward(x, self.eps)?.cast(dtype),
@@ -69,11 +60,7 @@ impl Placing<'_> {
         })
     }
 
-    pub(crate) fn rotated(
-        &self,
-        x: Tensor<4>,
-        positions: &Positions,
-    ) -> Result<Tensor<4>, TransformerError> {
+    pub(crate) fn rotated(&self, x: Tensor<4>, positions: &Positions) -> Result<Tensor<4>> {
         let dtype = x.dtype();
         Ok(match self.rope {
             Some(rope) => rotate_apart(rope, x, positions, dtype)?,
@@ -103,23 +90,26 @@ pub struct Branches {
 }
 
 impl NsaHeads {
-    /// `linear` makes layers of a number of inputs and outputs.
     pub(crate) fn new(
         config: &NsaHeadsConfig,
-        sizes: NsaSizes,
-        scale: Option<f64>,
-        products: ProductPrecision,
-        linear: &dyn Fn(usize, usize) -> Linear,
+        mha: &SparseMultiHeadAttentionConfig,
         device: &Device,
-    ) -> Result<Self, TransformerError> {
-        let options = config.options().precision(products);
-        let op = Nsa::new(match scale {
+    ) -> Result<Self> {
+        let (d_model, [d_k, d_v]) = (mha.d_model, mha.head_widths());
+        let n_kv_heads = mha.n_kv_heads.unwrap_or(mha.n_heads);
+        let linear = &|d_input: usize, d_output: usize| {
+            LinearConfig::new(d_input, d_output)
+                .with_initializer(mha.initializer.clone())
+                .init(device)
+        };
+        let options = config.options().precision(mha.precision.products());
+        let op = Nsa::new(match mha.scale {
             Some(scale) => options.scale(scale),
             None => options,
         })?;
         let projections = || NsaProjections {
-            key: linear(sizes.d_model, sizes.n_kv_heads * sizes.d_k),
-            value: linear(sizes.d_model, sizes.n_kv_heads * sizes.d_v),
+            key: linear(d_model, n_kv_heads * d_k),
+            value: linear(d_model, n_kv_heads * d_v),
         };
         let compressor = |width: usize| {
             let learns = config.compression == Compression::Mlp;
@@ -129,10 +119,10 @@ impl NsaHeads {
         Ok(Self {
             compressed: own.then(projections),
             window: (own && config.window > 0).then(projections),
-            gate: linear(sizes.d_model, NsaBranches::COUNT * sizes.n_heads),
-            key_compressor: compressor(sizes.d_k),
-            value_compressor: compressor(sizes.d_v),
-            n_kv_heads: sizes.n_kv_heads,
+            gate: linear(d_model, NsaBranches::COUNT * mha.n_heads),
+            key_compressor: compressor(d_k),
+            value_compressor: compressor(d_v),
+            n_kv_heads,
             op,
             config: config.clone(),
         })
@@ -167,7 +157,7 @@ impl NsaHeads {
         heads: Projections,
         placing: &Placing,
         precision: Precision,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         let gates = self.gates(x.clone(), &heads.query, precision)?;
         let query = heads.query.clone();
         let branches = self.branches(x, heads, &Positions::From(0), placing, precision)?;
@@ -183,7 +173,7 @@ impl NsaHeads {
         branches: Branches,
         compressed: Option<[Tensor<4>; 2]>,
         gates: Tensor<4>,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         let keys_values = NsaKeysValues {
             compressed,
             selected: branches.selected,
@@ -199,7 +189,7 @@ impl NsaHeads {
         cache: &mut SparseMhaCache,
         placing: &Placing,
         precision: Precision,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         let before = cache.len();
         let gates = self.gates(x.clone(), &heads.query, precision)?;
         let query = heads.query.clone();
@@ -245,15 +235,15 @@ impl NsaHeads {
         positions: &Positions,
         placing: &Placing,
         precision: Precision,
-    ) -> Result<Branches, TransformerError> {
+    ) -> Result<Branches> {
         let kv_heads = self.n_kv_heads;
-        let project = |of: &NsaProjections| -> Result<[Tensor<4>; 2], TransformerError> {
+        let project = |of: &NsaProjections| -> Result<[Tensor<4>; 2]> {
             let layers = [&of.key, &of.value];
             let [key, value] = project_heads(precision, layers, x.clone(), [kv_heads; 2])?;
             Ok([placing.normed(key)?, value])
         };
         let own = [placing.normed(heads.key)?, heads.value];
-        let rotated = |[key, value]: [Tensor<4>; 2]| -> Result<[Tensor<4>; 2], TransformerError> {
+        let rotated = |[key, value]: [Tensor<4>; 2]| -> Result<[Tensor<4>; 2]> {
             Ok([placing.rotated(key, positions)?, value])
         };
         let tokens = match &self.compressed {
@@ -285,7 +275,7 @@ impl NsaHeads {
         first: usize,
         placing: &Placing,
         precision: Precision,
-    ) -> Result<Option<[Tensor<4>; 2]>, TransformerError> {
+    ) -> Result<Option<[Tensor<4>; 2]>> {
         let device = tokens[0].device().without_autodiff();
         let NsaHeadsConfig { block, stride, .. } = self.config;
         let last_of = |[batch, entries]: [usize; 2]| {
@@ -305,7 +295,7 @@ impl NsaHeads {
         last_of: impl FnOnce([usize; 2]) -> Tensor<1, Int>,
         placing: &Placing,
         precision: Precision,
-    ) -> Result<Option<[Tensor<4>; 2]>, TransformerError> {
+    ) -> Result<Option<[Tensor<4>; 2]>> {
         let compress = |x: Tensor<4>, by: &Option<NsaCompressor>| match by {
             None => Ok(self.op.means(x)?),
             Some(by) => match self.op.windows(x)? {
@@ -334,7 +324,7 @@ impl NsaHeads {
         x: Tensor<3>,
         query: &Tensor<4>,
         precision: Precision,
-    ) -> Result<Tensor<4>, TransformerError> {
+    ) -> Result<Tensor<4>> {
         let [batch, n_heads, seq, _] = query.dims();
         let gates = precision.linear(&self.gate, x)?;
         let gates = gates.reshape([batch, seq, n_heads, NsaBranches::COUNT]);
@@ -358,12 +348,8 @@ impl NsaHeads {
     }
 
     pub(crate) fn pairs(&self, seq: usize) -> u64 {
-        let NsaHeadsConfig {
-            selected_block,
-            keep,
-            window,
-            ..
-        } = self.config;
+        let (selected_block, keep) = (self.config.selected_block, self.config.keep);
+        let window = self.config.window;
         let of = |position: usize| {
             let (own, inside) = (position / selected_block, position % selected_block + 1);
             let chosen = own.min(keep - 1) * selected_block + inside;

@@ -1,41 +1,14 @@
 //! Native sparse attention in the place of a layer's pattern.
 
-use burn::nn::LinearConfig;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Tensor;
 
-use super::heads::{NsaSizes, Placing, Projections};
-use super::{NsaHeads, NsaHeadsConfig};
+use super::NsaHeads;
+use super::heads::{Placing, Projections};
 use crate::call::{Call, Seen};
+use crate::error::Result;
 use crate::heads::{Positions, rotate_apart};
 use crate::precision::project_heads;
-use crate::{
-    SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
-    TransformerError,
-};
-
-impl SparseMultiHeadAttentionConfig {
-    pub(crate) fn init_nsa(
-        &self,
-        config: &NsaHeadsConfig,
-        device: &Device,
-    ) -> Result<NsaHeads, TransformerError> {
-        let [d_k, d_v] = self.head_widths();
-        let sizes = NsaSizes {
-            d_model: self.d_model,
-            n_heads: self.n_heads,
-            n_kv_heads: self.n_kv_heads.unwrap_or(self.n_heads),
-            d_k,
-            d_v,
-        };
-        let linear = |d_input: usize, d_output: usize| {
-            LinearConfig::new(d_input, d_output)
-                .with_initializer(self.initializer.clone())
-                .init(device)
-        };
-        let products = self.precision.products();
-        NsaHeads::new(config, sizes, self.scale, products, &linear, device)
-    }
-}
+use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention};
 
 impl NsaHeads {
     /// What the layer's heads see.
@@ -44,7 +17,7 @@ impl NsaHeads {
         mha: &SparseMultiHeadAttention,
         input: SparseMhaInput,
         cache: Option<&mut SparseMhaCache>,
-    ) -> Result<(Seen, Call), TransformerError> {
+    ) -> Result<(Seen, Call)> {
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, _) = mha.prepare(&input, before)?;
         let x = input.query;
@@ -69,7 +42,7 @@ impl SparseMultiHeadAttention {
         &self,
         x: Tensor<3>,
         positions: &Positions,
-    ) -> Result<(Projections, Placing<'_>), TransformerError> {
+    ) -> Result<(Projections, Placing<'_>)> {
         let layers = [&self.query, &self.key, &self.value];
         let heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads];
         let [query, key, value] = project_heads(self.precision, layers, x, heads)?;

@@ -1,5 +1,7 @@
 use std::fmt;
 
+pub(super) type Result<T, E = WeightsError> = std::result::Result<T, E>;
+
 /// Why weights were not loaded or not written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -50,6 +52,15 @@ pub enum WeightsError {
         /// Tensors of another shape or kind.
         wrong: Vec<WrongTensor>,
     },
+}
+
+impl WeightsError {
+    pub(super) fn read(path: &str, reason: impl fmt::Display) -> Self {
+        Self::Read {
+            path: path.to_owned(),
+            reason: reason.to_string(),
+        }
+    }
 }
 
 /// A tensor of a file that is not what its parameter needs.

@@ -9,7 +9,7 @@ use burn::store::{
 };
 use burn::tensor::{DType, TensorData};
 
-use super::error::{WeightsError, WrongTensor};
+use super::error::{Result, WeightsError, WrongTensor};
 use super::parameters::{Wanted, wanted};
 use super::{Form, Gguf, KeyMap};
 use crate::linear::fnv;
@@ -37,7 +37,7 @@ impl WeightsFile {
     ///
     /// # Errors
     /// [`WeightsError::Format`] for another ending, [`WeightsError::Read`] if the file cannot be read or is damaged.
-    pub fn open(path: impl AsRef<Path>) -> Result<Self, WeightsError> {
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if path.is_dir() {
             let index = path.join(INDEX);
@@ -69,7 +69,7 @@ impl WeightsFile {
     ///
     /// # Errors
     /// [`WeightsError::Read`] if a tensor is of a type that is not read.
-    pub fn of_gguf(gguf: &Gguf) -> Result<Self, WeightsError> {
+    pub fn of_gguf(gguf: &Gguf) -> Result<Self> {
         Ok(Self {
             tensors: gguf.tensors()?,
             path: gguf.path().to_owned(),
@@ -80,15 +80,15 @@ impl WeightsFile {
     ///
     /// # Errors
     /// [`WeightsError::Read`] if the file cannot be read or has no such key.
-    pub fn open_pytorch(path: impl AsRef<Path>, key: &str) -> Result<Self, WeightsError> {
+    pub fn open_pytorch(path: impl AsRef<Path>, key: &str) -> Result<Self> {
         let path = path.as_ref();
         Self::read(path, pytorch(path).with_top_level_key(key))
     }
 
     /// The tensors of all shards that an index lists.
-    fn shards(index: &Path) -> Result<Self, WeightsError> {
+    fn shards(index: &Path) -> Result<Self> {
         let path = index.display().to_string();
-        let failed = |reason: &dyn Display| read_error(&path, reason);
+        let failed = |reason: &dyn Display| WeightsError::read(&path, reason);
         let text = std::fs::read_to_string(index).map_err(|reason| failed(&reason))?;
         let listed: Index = serde_json::from_str(&text).map_err(|reason| failed(&reason))?;
         let mut tensors = BTreeMap::new();
@@ -121,14 +121,14 @@ impl WeightsFile {
         }
     }
 
-    fn read<S: ModuleStore>(path: &Path, mut store: S) -> Result<Self, WeightsError> {
+    fn read<S: ModuleStore>(path: &Path, mut store: S) -> Result<Self> {
         let path = path.display().to_string();
         match store.get_all_tensors() {
             Ok(tensors) => Ok(Self {
                 tensors: tensors.clone(),
                 path,
             }),
-            Err(reason) => Err(read_error(&path, reason)),
+            Err(reason) => Err(WeightsError::read(&path, reason)),
         }
     }
 
@@ -147,7 +147,7 @@ impl WeightsFile {
     ///
     /// # Errors
     /// [`WeightsError::Read`] if they cannot be read.
-    pub fn tensor(&self, name: &str) -> Result<Option<TensorData>, WeightsError> {
+    pub fn tensor(&self, name: &str) -> Result<Option<TensorData>> {
         let tensor = self.tensors.get(name);
         tensor.map(|tensor| self.data(tensor)).transpose()
     }
@@ -157,15 +157,10 @@ impl WeightsFile {
     ///
     /// # Errors
     /// [`WeightsError::Mismatch`] names all that does not fit, [`WeightsError::Read`] what could not be read.
-    pub fn load<M: Module>(&self, module: &M, map: &KeyMap) -> Result<M, WeightsError> {
+    pub fn load<M: Module>(&self, module: &M, map: &KeyMap) -> Result<M> {
         let plan = self.plan(module, map)?;
         let mut tensors = Vec::with_capacity(plan.len());
-        for Planned {
-            parameter,
-            form,
-            source,
-        } in plan
-        {
+        for (parameter, form, source) in plan {
             let dtype = parameter.dtype;
             let data = match source {
                 Some(source) => form.take(self.data(source)?),
@@ -181,13 +176,13 @@ impl WeightsFile {
         let mut loaded = module.clone();
         let result = loaded.apply(tensors, None, None, false);
         match result.errors.first() {
-            Some(error) => Err(read_error(&self.path, error)),
+            Some(error) => Err(WeightsError::read(&self.path, error)),
             None => Ok(loaded),
         }
     }
 
     /// Where each parameter comes from, once all of them fit.
-    fn plan<M: Module>(&self, module: &M, map: &KeyMap) -> Result<Vec<Planned<'_>>, WeightsError> {
+    fn plan<M: Module>(&self, module: &M, map: &KeyMap) -> Result<Vec<Planned<'_>>> {
         let mut named: BTreeMap<&str, (&str, &Stored)> = BTreeMap::new();
         let mut unexpected = BTreeSet::new();
         for (name, tensor) in &self.tensors {
@@ -227,11 +222,7 @@ impl WeightsFile {
             if let Some(source) = source {
                 wrong.extend(differing(name, form, &parameter, source));
             }
-            plan.push(Planned {
-                parameter,
-                form,
-                source,
-            });
+            plan.push((parameter, form, source));
         }
         wrong.sort_by(|a, b| a.name.cmp(&b.name));
         wrong.dedup();
@@ -246,8 +237,8 @@ impl WeightsFile {
         }
     }
 
-    fn data(&self, tensor: &Stored) -> Result<TensorData, WeightsError> {
-        bridge::to_data(tensor).map_err(|reason| read_error(&self.path, reason))
+    fn data(&self, tensor: &Stored) -> Result<TensorData> {
+        bridge::to_data(tensor).map_err(|reason| WeightsError::read(&self.path, reason))
     }
 }
 
@@ -257,11 +248,8 @@ struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-struct Planned<'a> {
-    parameter: Wanted,
-    form: Form,
-    source: Option<&'a Stored>,
-}
+/// A parameter, its form in the file, and its tensor there; none: it is 0.
+type Planned<'a> = (Wanted, Form, Option<&'a Stored>);
 
 fn pytorch(path: &Path) -> PytorchStore {
     // Names are the map's alone.
@@ -298,12 +286,5 @@ fn differing(name: &str, form: Form, parameter: &Wanted, source: &Stored) -> Opt
             format!("of a kind with {:?}", parameter.dtype),
             format!("{:?}", source.dtype),
         ),
-    }
-}
-
-fn read_error(path: &str, reason: impl Display) -> WeightsError {
-    WeightsError::Read {
-        path: path.to_owned(),
-        reason: reason.to_string(),
     }
 }

@@ -89,75 +89,74 @@ impl Form {
     /// The parameter in a tensor of a file, of the shape that [`Self::in_file`] says.
     pub(super) fn take(self, data: TensorData) -> TensorData {
         match self {
-            Self::Transposed => return transposed(data),
+            Self::Same | Self::Zeros => data,
+            Self::Transposed => transposed(data),
             Self::RotaryHalves { heads } => {
-                return transposed(permuted(data, heads, |at, half| at / 2 + at % 2 * half));
+                transposed(permuted(data, heads, |at, half| at / 2 + at % 2 * half))
             }
-            _ => {}
-        }
-        let (bytes, shape, dtype) = data.into_parts();
-        let dims: Vec<usize> = shape.iter().copied().collect();
-        let rank = dims.len();
-        let size = dtype.size();
-        let (bytes, dims) = match self {
-            Self::Same | Self::Zeros | Self::Transposed | Self::RotaryHalves { .. } => {
-                return TensorData::from_bytes(bytes, shape, dtype);
-            }
-            Self::Part { index, count } => {
-                let mut dims = dims;
-                let row = dims[rank - 1] * size;
-                let part = row / count;
-                let rows = bytes.chunks_exact(row.max(1));
+            Self::Part { index, count } => made(data, |bytes, dims, size| {
+                let last = dims.len() - 1;
+                let part = dims[last] / count * size;
+                dims[last] /= count;
+                let rows = bytes.chunks_exact((part * count).max(1));
                 let taken = rows.flat_map(|row| &row[index * part..(index + 1) * part]);
-                let taken = taken.copied().collect();
-                dims[rank - 1] /= count;
-                (taken, dims)
-            }
-            Self::Rows { skipped } => {
-                let mut dims = dims;
-                let row = dims[1..].iter().product::<usize>() * size;
+                taken.copied().collect()
+            }),
+            Self::Rows { skipped } => made(data, |bytes, dims, size| {
                 dims[0] -= skipped;
-                (bytes[skipped * row..].to_vec(), dims)
-            }
-        };
-        TensorData::from_bytes_vec(bytes, Shape::from(dims), dtype)
+                bytes[skipped * row(dims, size)..].to_vec()
+            }),
+        }
     }
+}
+
+/// What is made of a tensor's bytes, its axes, which it may change, and an element's size.
+fn made(
+    data: TensorData,
+    make: impl FnOnce(&[u8], &mut Vec<usize>, usize) -> Vec<u8>,
+) -> TensorData {
+    let (bytes, shape, dtype) = data.into_parts();
+    let mut dims: Vec<usize> = shape.iter().copied().collect();
+    let bytes = make(&bytes, &mut dims, dtype.size());
+    TensorData::from_bytes_vec(bytes, Shape::from(dims), dtype)
+}
+
+/// The bytes of all behind the first axis.
+fn row(dims: &[usize], size: usize) -> usize {
+    dims[1..].iter().product::<usize>() * size
 }
 
 /// With the last two axes exchanged; a vector as it is.
 fn transposed(data: TensorData) -> TensorData {
-    let (bytes, shape, dtype) = data.into_parts();
-    let mut dims: Vec<usize> = shape.iter().copied().collect();
-    let (rank, size) = (dims.len(), dtype.size());
-    if rank < 2 {
-        return TensorData::from_bytes(bytes, shape, dtype);
-    }
-    let (rows, columns) = (dims[rank - 2], dims[rank - 1]);
-    let mut taken = Vec::with_capacity(bytes.len());
-    for matrix in bytes.chunks_exact((rows * columns * size).max(1)) {
-        for column in 0..columns {
-            for row in 0..rows {
-                let at = (row * columns + column) * size;
-                taken.extend_from_slice(&matrix[at..at + size]);
+    made(data, |bytes, dims, size| {
+        let [.., rows, columns] = &mut dims[..] else {
+            return bytes.to_vec();
+        };
+        let mut taken = Vec::with_capacity(bytes.len());
+        for matrix in bytes.chunks_exact((*rows * *columns * size).max(1)) {
+            for column in 0..*columns {
+                for row in 0..*rows {
+                    let at = (row * *columns + column) * size;
+                    taken.extend_from_slice(&matrix[at..at + size]);
+                }
             }
         }
-    }
-    dims.swap(rank - 2, rank - 1);
-    TensorData::from_bytes_vec(taken, Shape::from(dims), dtype)
+        std::mem::swap(rows, columns);
+        taken
+    })
 }
 
 /// The rows of each head in another order: `from` says which row, with half a head's rows, comes to a place.
 fn permuted(data: TensorData, heads: usize, from: impl Fn(usize, usize) -> usize) -> TensorData {
-    let (bytes, shape, dtype) = data.into_parts();
-    let dims: Vec<usize> = shape.iter().copied().collect();
-    let row = dims[1..].iter().product::<usize>() * dtype.size();
-    let width = dims[0] / heads;
-    let rows = (0..dims[0]).flat_map(|at| {
-        let (head, own) = (at / width, at % width);
-        let at = (head * width + from(own, width / 2)) * row;
-        &bytes[at..at + row]
-    });
-    TensorData::from_bytes_vec(rows.copied().collect(), Shape::from(dims), dtype)
+    made(data, |bytes, dims, size| {
+        let (row, width) = (row(dims, size), dims[0] / heads);
+        let rows = (0..dims[0]).flat_map(|at| {
+            let (head, own) = (at / width, at % width);
+            let at = (head * width + from(own, width / 2)) * row;
+            &bytes[at..at + row]
+        });
+        rows.copied().collect()
+    })
 }
 
 #[cfg(test)]

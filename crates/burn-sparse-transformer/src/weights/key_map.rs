@@ -61,24 +61,20 @@ impl KeyMap {
 
     /// [`Self::keep`] of the indexers of a model with `dsa` or `msa`, for files of models with dense attention, which have none.
     pub fn without_indexers(self) -> Self {
-        let dsa = [
-            "query.weight",
-            "key.weight",
-            "norm.gamma",
-            "norm.beta",
-            "weights.weight",
+        let parts = [
+            (
+                "dsa.indexer",
+                "query.weight key.weight norm.gamma norm.beta weights.weight",
+            ),
+            (
+                "msa",
+                "query.weight key.weight query_norm.gamma key_norm.gamma",
+            ),
         ];
-        let msa = [
-            "query.weight",
-            "key.weight",
-            "query_norm.gamma",
-            "key_norm.gamma",
-        ];
-        let dsa = dsa.map(|name| format!("dsa.indexer.{name}"));
-        let msa = msa.map(|name| format!("msa.{name}"));
-        dsa.into_iter().chain(msa).fold(self, |map, name| {
-            map.keep(format!("blocks.{{}}.mha.content.{name}"))
-        })
+        let names = parts.iter().flat_map(|(part, names)| {
+            (names.split(' ')).map(move |name| format!("blocks.{{}}.mha.content.{part}.{name}"))
+        });
+        names.fold(self, Self::keep)
     }
 
     /// Adds a prefix that names in a file may have or not: it is removed from those that have it. Names in rules may also have it; files are saved with it then.

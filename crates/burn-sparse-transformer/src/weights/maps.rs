@@ -1,7 +1,7 @@
 //! The maps of models that are known.
 
 use super::{Form, Gguf, KeyMap};
-use crate::TransformerError;
+use crate::error::Result;
 use crate::llama::LlamaConfig;
 
 use Form::{Same, Transposed};
@@ -37,73 +37,48 @@ impl KeyMap {
     }
 }
 
-/// How files name the tensors of a Llama's layer.
-struct LlamaLayer<'a> {
-    /// Before the name of each.
-    layer: &'a str,
-    /// Before the attention and before the feed-forward network.
-    norms: [&'a str; 2],
-    /// Query, key, value and output.
-    attention: [&'a str; 4],
-    head_norms: [&'a str; 2],
-    /// Gate, up and down.
-    mlp: [&'a str; 3],
-}
+/// The modules of a Llama's layer.
+const LLAMA: &str = "attention_norm mlp_norm attention.query_norm.Rms attention.key_norm.Rms attention.query attention.key \
+    attention.value attention.output mlp.gate mlp.up mlp.down";
 
-impl LlamaLayer<'_> {
-    /// The rules of a layer with so many heads of queries and of keys, whose channels lie in halves or as pairs.
-    fn rules(&self, map: KeyMap, heads: [usize; 2], in_halves: bool) -> KeyMap {
-        let within = ["layers.{}.", &format!("{}.{{}}.", self.layer)];
+impl KeyMap {
+    /// The rules of a Llama's layers, for a file with these names of the modules of [`LLAMA`]: with so many heads of queries and of keys, whose channels lie in
+    /// halves or as pairs.
+    fn llama_layers(
+        self,
+        within: &str,
+        names: &str,
+        [heads, kv_heads]: [usize; 2],
+        in_halves: bool,
+    ) -> Self {
+        let within = ["layers.{}.", within];
         let rotated = |form, heads| match in_halves {
             true => Form::RotaryHalves { heads },
             false => form,
         };
         let turned = |heads| linear(rotated(Transposed, heads), rotated(Same, heads));
         let gain = |form| [("gamma", "weight", form)];
-        let [attention_norm, mlp_norm] = self.norms;
-        let [query, key, value, output] = self.attention;
-        let [query_norm, key_norm] = self.head_norms;
-        let [gate, up, down] = self.mlp;
-        let norms = [("attention_norm", attention_norm), ("mlp_norm", mlp_norm)];
-        let head_norms = [
-            ("attention.query_norm.Rms", query_norm),
-            ("attention.key_norm.Rms", key_norm),
-        ];
-        let others = [
-            ("attention.value", value),
-            ("attention.output", output),
-            ("mlp.gate", gate),
-            ("mlp.up", up),
-            ("mlp.down", down),
-        ];
-        map.modules(within, &norms, &gain(Same))
-            .modules(within, &[("attention.query", query)], &turned(heads[0]))
-            .modules(within, &[("attention.key", key)], &turned(heads[1]))
-            .modules(within, &head_norms, &gain(rotated(Same, 1)))
-            .modules(within, &others, &LINEAR)
+        let modules: Vec<_> = LLAMA.split(' ').zip(names.split(' ')).collect();
+        self.modules(within, &modules[..2], &gain(Same))
+            .modules(within, &modules[2..4], &gain(rotated(Same, 1)))
+            .modules(within, &modules[4..5], &turned(heads))
+            .modules(within, &modules[5..6], &turned(kv_heads))
+            .modules(within, &modules[6..], &LINEAR)
     }
-}
 
-impl KeyMap {
     /// The conventions of PyTorch under this crate's own names: weights of linear layers are `[outputs, inputs]`, the parameters of layer norms are
     /// `weight` and `bias`. For [`SparseTransformer`](crate::SparseTransformer) and [`SparseTransformerEncoder`](crate::SparseTransformerEncoder).
     ///
     /// Blocks of block-sparse weights are transposed, each in its place.
     pub fn pytorch() -> Self {
-        let linears = [
-            "mha.query",
-            "mha.key",
-            "mha.value",
-            "mha.output",
-            "pwff.linear_inner",
-            "pwff.linear_outer",
-        ];
-        let same = |name| (name, name);
+        let linears =
+            "mha.query mha.key mha.value mha.output pwff.linear_inner pwff.linear_outer".split(' ');
+        let linears: Vec<_> = linears.map(|name| (name, name)).collect();
+        let norms = ["norm_1", "norm_2"].map(|name| (name, name));
         let mut map = Self::default();
-        for block in ["blocks.{}.", "layers.{}."] {
-            map = map
-                .modules([block; 2], &linears.map(same), &LINEAR)
-                .modules([block; 2], &["norm_1", "norm_2"].map(same), &NORM);
+        for within in [["blocks.{}."; 2], ["layers.{}."; 2]] {
+            map = map.modules(within, &linears, &LINEAR);
+            map = map.modules(within, &norms, &NORM);
         }
         map.modules([""; 2], &[("norm", "norm")], &NORM).rule(
             "output.weight",
@@ -153,19 +128,9 @@ impl KeyMap {
             .rule("norm.gamma", "model.norm.weight", Same)
             // Frequencies, in files of older versions.
             .ignore("layers.{}.self_attn.rotary_emb.inv_freq");
-        let layer = LlamaLayer {
-            layer: "model.layers",
-            norms: ["input_layernorm", "post_attention_layernorm"],
-            attention: [
-                "self_attn.q_proj",
-                "self_attn.k_proj",
-                "self_attn.v_proj",
-                "self_attn.o_proj",
-            ],
-            head_norms: ["self_attn.q_norm", "self_attn.k_norm"],
-            mlp: ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"],
-        };
-        let map = layer.rules(map, [n_heads, n_kv_heads], true);
+        let names = "input_layernorm post_attention_layernorm self_attn.q_norm self_attn.k_norm self_attn.q_proj self_attn.k_proj \
+            self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj mlp.down_proj";
+        let map = map.llama_layers("model.layers.{}.", names, [n_heads, n_kv_heads], true);
         match tied {
             true => map.ignore("lm_head.weight"),
             false => map.rule("head.weight", "lm_head.weight", Transposed),
@@ -206,39 +171,23 @@ impl KeyMap {
             .modules([""; 2], &[("norm", "embeddings.LayerNorm")], &NORM)
             .modules(within, &linears, &LINEAR)
             .modules(within, &norms, &NORM);
-        [
-            "embeddings.position_ids",
-            "pooler.dense.weight",
-            "pooler.dense.bias",
-            "lm_head.bias",
-            "lm_head.decoder.weight",
-            "lm_head.decoder.bias",
-            "lm_head.dense.weight",
-            "lm_head.dense.bias",
-            "lm_head.layer_norm.weight",
-            "lm_head.layer_norm.bias",
-            "classifier.dense.weight",
-            "classifier.dense.bias",
-            "classifier.out_proj.weight",
-            "classifier.out_proj.bias",
-            "classifier.weight",
-            "classifier.bias",
-            "qa_outputs.weight",
-            "qa_outputs.bias",
-        ]
-        .into_iter()
-        .fold(map, Self::ignore)
+        let tasks = "
+            embeddings.position_ids pooler.dense.weight pooler.dense.bias
+            lm_head.bias lm_head.decoder.weight lm_head.decoder.bias lm_head.dense.weight lm_head.dense.bias
+            lm_head.layer_norm.weight lm_head.layer_norm.bias
+            classifier.dense.weight classifier.dense.bias classifier.out_proj.weight classifier.out_proj.bias
+            classifier.weight classifier.bias qa_outputs.weight qa_outputs.bias
+        ";
+        tasks.split_whitespace().fold(map, Self::ignore)
     }
-}
 
-impl KeyMap {
     /// The names of Llama, Mistral, Qwen2 and Qwen3 in a GGUF file, for a [`Llama`](crate::llama::Llama) of [`LlamaConfig::from_gguf`]. In files of the architecture
     /// llama, also of Mistral's models, rotary embedding turns adjacent channels, as in this library; in Qwen's it turns halves, which become
     /// neighbours: [`Form::RotaryHalves`].
     ///
     /// # Errors
     /// As [`LlamaConfig::from_gguf`].
-    pub fn llama_gguf(gguf: &Gguf) -> Result<Self, TransformerError> {
+    pub fn llama_gguf(gguf: &Gguf) -> Result<Self> {
         let config = LlamaConfig::from_gguf(gguf)?;
         let map = Self::default()
             .rule("embed.weight", "token_embd.weight", Same)
@@ -246,14 +195,9 @@ impl KeyMap {
             .rule("head.weight", "output.weight", Transposed)
             // The configuration has it.
             .ignore("rope_freqs.weight");
-        let layer = LlamaLayer {
-            layer: "blk",
-            norms: ["attn_norm", "ffn_norm"],
-            attention: ["attn_q", "attn_k", "attn_v", "attn_output"],
-            head_norms: ["attn_q_norm", "attn_k_norm"],
-            mlp: ["ffn_gate", "ffn_up", "ffn_down"],
-        };
+        let names = "attn_norm ffn_norm attn_q_norm attn_k_norm attn_q attn_k attn_v attn_output ffn_gate ffn_up ffn_down";
         let heads = [config.n_heads, config.n_kv_heads.unwrap_or(config.n_heads)];
-        Ok(layer.rules(map, heads, gguf.architecture() != Some("llama")))
+        let in_halves = gguf.architecture() != Some("llama");
+        Ok(map.llama_layers("blk.{}.", names, heads, in_halves))
     }
 }

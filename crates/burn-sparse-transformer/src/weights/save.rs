@@ -5,7 +5,7 @@ use burn::store::burn_pack::Tensor as Stored;
 use burn::store::{ModuleAdapter, ModuleContext, ModuleSnapshot, SafetensorsStore, bridge};
 use burn::tensor::Shape;
 
-use super::error::WeightsError;
+use super::error::{Result, WeightsError};
 use super::{Form, KeyMap};
 
 /// Writes a module's parameters as a safetensors file, under the names and in the forms of `map`. The file appears only when it is complete; with
@@ -18,7 +18,7 @@ pub fn save_safetensors<M: Module>(
     path: impl AsRef<Path>,
     map: &KeyMap,
     overwrite: bool,
-) -> Result<(), WeightsError> {
+) -> Result<()> {
     let path = path.as_ref();
     for parameter in module.collect(None, None, false) {
         let form = form_of(map, &parameter.name);

@@ -144,13 +144,9 @@ mod tests {
             b: Param::from_tensor(Tensor::zeros([2, 1, 7], &device)),
         };
         let mut gradients = GradientsParams::new();
-        let numbers = |first: i32, count: i32| -> TensorData {
-            TensorData::from(
-                (first..first + count)
-                    .map(|i| i as f32)
-                    .collect::<Vec<_>>()
-                    .as_slice(),
-            )
+        let numbers = |first: usize, count: usize| {
+            let numbers: Vec<f32> = (first..first + count).map(|i| i as f32).collect();
+            TensorData::new(numbers, [count])
         };
         let first = Tensor::<1>::from_data(numbers(0, 15), &device).reshape([3, 5]);
         let second = Tensor::<1>::from_data(numbers(15, 14), &device).reshape([2, 1, 7]);
@@ -162,11 +158,8 @@ mod tests {
         let doubled = buckets.into_iter().map(|bucket| bucket * 2.0).collect();
         let back = bundle.unpack(&model, doubled);
         assert_eq!(back.len(), 2);
-        let [a, b] = [
-            back.get::<2>(model.a.id).unwrap().into_data(),
-            back.get::<3>(model.b.id).unwrap().into_data(),
-        ];
-        assert_eq!(a, (first * 2.0).into_data());
-        assert_eq!(b, (second * 2.0).into_data());
+        let (a, b) = (back.get::<2>(model.a.id), back.get::<3>(model.b.id));
+        assert_eq!(a.unwrap().into_data(), (first * 2.0).into_data());
+        assert_eq!(b.unwrap().into_data(), (second * 2.0).into_data());
     }
 }

@@ -13,6 +13,7 @@ use super::worker::Post;
 use crate::arguments;
 use crate::config::RunConfig;
 use crate::device::{self, NamedDevice};
+use crate::flags::ensure_all;
 
 /// The heading of their flags.
 pub const DEVICE: &str = "Device";
@@ -229,24 +230,16 @@ impl Group {
             None => "--devices",
             Some(_) => "--processes",
         };
-        ensure!(
-            is_shared || batch.is_multiple_of(devices),
-            "--batch must be a multiple of the {devices} devices of {flag}, got {batch}"
-        );
-        ensure!(
-            batch.is_multiple_of(sets),
-            "--batch must be a multiple of the {sets} sets of devices that share sequences, got {batch}"
-        );
-        // The masks of rows follow their place in a batch.
         let dropout = config.model.dropout;
-        ensure!(
-            !is_shared || dropout == 0.0,
-            "--shard sequence is without dropout, got --dropout {dropout}"
-        );
-        ensure!(
-            !graph,
-            "--graph replays the steps of one device alone; leave it out with {flag}"
-        );
+        ensure_all! {
+            is_shared || batch.is_multiple_of(devices) =>
+                "--batch must be a multiple of the {devices} devices of {flag}, got {batch}";
+            batch.is_multiple_of(sets) =>
+                "--batch must be a multiple of the {sets} sets of devices that share sequences, got {batch}";
+            // The masks of rows follow their place in a batch.
+            !is_shared || dropout == 0.0 => "--shard sequence is without dropout, got --dropout {dropout}";
+            !graph => "--graph replays the steps of one device alone; leave it out with {flag}";
+        }
         if let Some(content @ ContentAttention::Routing(_)) = &config.model.content {
             bail!(
                 "--attention {content} has means that follow all bytes of a batch, of which each device sees a part; train it with --device"

@@ -9,6 +9,7 @@ use burn_blocksparse::{Exchange, Message, OpError, Processes, check_collectives}
 use clap::ValueEnum;
 
 use crate::device::{self, NamedDevice};
+use crate::flags::ensure_all;
 
 /// A way to add gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -62,14 +63,10 @@ fn devices(named: &[NamedDevice]) -> Vec<Device> {
 fn check_cuda([way, other]: [&str; 2], named: &[NamedDevice]) -> Result<()> {
     for (index, NamedDevice { name, .. }) in named.iter().enumerate() {
         let is_twice = named[..index].iter().any(|other| other.name == *name);
-        ensure!(
-            name.starts_with("cuda"),
-            "{way} is of CUDA devices, got {name}"
-        );
-        ensure!(
-            !is_twice,
-            "{way} takes each device once, got {name} twice; with {other} it can be"
-        );
+        ensure_all! {
+            name.starts_with("cuda") => "{way} is of CUDA devices, got {name}";
+            !is_twice => "{way} takes each device once, got {name} twice; with {other} it can be";
+        }
     }
     Ok(())
 }
@@ -116,15 +113,12 @@ impl Strategy {
     /// NCCL between processes of one host, of which each has the CUDA device of its rank and sees all others.
     pub fn nccl_between(processes: &Processes, own: &NamedDevice) -> Result<Self> {
         let (rank, count) = (processes.rank(), processes.count());
-        ensure!(
-            processes.are_of_one_host(),
-            "--reduce nccl is of processes of one host, whose LOCAL_WORLD_SIZE is WORLD_SIZE, {count}; with --reduce copies they can be of several"
-        );
-        ensure!(
-            own.name == format!("cuda:{rank}"),
-            "--reduce nccl needs each process on the CUDA device of its rank, got {} in rank {rank}",
-            own.name
-        );
+        ensure_all! {
+            processes.are_of_one_host() =>
+                "--reduce nccl is of processes of one host, whose LOCAL_WORLD_SIZE is WORLD_SIZE, {count}; with --reduce copies they can be of several";
+            own.name == format!("cuda:{rank}") =>
+                "--reduce nccl needs each process on the CUDA device of its rank, got {} in rank {rank}", own.name;
+        }
         let all = (0..count).map(|index| device::named(&format!("cuda:{index}")));
         let strategy = Self::choose(Some(Reduce::Nccl), &all.collect::<Result<Vec<_>>>()?)?;
         let port = common_port(processes)?;

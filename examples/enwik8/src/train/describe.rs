@@ -23,12 +23,9 @@ impl Session {
         let train = (model.cut()).predictions(self.corpus.split(Split::Train).len());
         say(format!("data      {}", self.corpus.describe()));
         say(format!(
-            "model     preset {preset}: {} parameters, {} layers, {} heads, d_model {}, context {}, {}",
+            "model     preset {preset}: {} parameters, {}, {}",
             thousands(self.training.steps().model()?.num_params()),
-            model.layers,
-            model.heads,
-            model.d_model,
-            thousands(model.context),
+            model.sizes(),
             model.precision,
         ));
         say(format!(
@@ -78,14 +75,11 @@ impl Session {
             }
         }
         say(format!(
-            "recipe    {} steps of {} bytes ({:.1} epochs), lr {}, warm-up {}, dropout {}, seed {}",
+            "recipe    {} steps of {} bytes ({:.1} epochs), {}",
             thousands(self.steps),
             thousands(per_step),
             self.steps as f64 * per_step as f64 / train as f64,
-            recipe.learning_rate,
-            thousands(recipe.warmup),
-            model.dropout,
-            recipe.seed,
+            self.config.rates(),
         ));
         if preset == &Preset::Paper {
             say(

@@ -2,6 +2,8 @@
 
 use burn::tensor::{DType, Shape, TensorData, f16};
 
+use Numbers::{Blocks, Plain};
+
 /// A type of tensors that is read.
 pub struct TensorType {
     pub name: &'static str,
@@ -20,72 +22,39 @@ enum Numbers {
     Blocks(fn(&[u8], &mut Vec<f32>)),
 }
 
-const fn plain(name: &'static str, id: u32, bytes: usize, dtype: DType) -> TensorType {
-    TensorType {
-        name,
-        id,
-        elements: 1,
-        bytes,
-        numbers: Numbers::Plain(dtype),
-    }
-}
-
-const fn blocks(
+const fn of(
     name: &'static str,
     id: u32,
-    elements: usize,
-    bytes: usize,
-    block: fn(&[u8], &mut Vec<f32>),
+    [elements, bytes]: [usize; 2],
+    numbers: Numbers,
 ) -> TensorType {
     TensorType {
         name,
         id,
         elements,
         bytes,
-        numbers: Numbers::Blocks(block),
+        numbers,
     }
 }
 
 static TYPES: [TensorType; 12] = [
-    plain("F32", 0, 4, DType::F32),
-    plain("F16", 1, 2, DType::F16),
-    plain("BF16", 30, 2, DType::BF16),
-    plain("F64", 28, 8, DType::F64),
-    blocks("Q4_0", 2, 32, 18, q4_0),
-    blocks("Q4_1", 3, 32, 20, q4_1),
-    blocks("Q5_0", 6, 32, 22, q5_0),
-    blocks("Q5_1", 7, 32, 24, q5_1),
-    blocks("Q8_0", 8, 32, 34, q8_0),
-    blocks("Q4_K", 12, 256, 144, q4_k),
-    blocks("Q5_K", 13, 256, 176, q5_k),
-    blocks("Q6_K", 14, 256, 210, q6_k),
+    of("F32", 0, [1, 4], Plain(DType::F32)),
+    of("F16", 1, [1, 2], Plain(DType::F16)),
+    of("BF16", 30, [1, 2], Plain(DType::BF16)),
+    of("F64", 28, [1, 8], Plain(DType::F64)),
+    of("Q4_0", 2, [32, 18], Blocks(q4_0)),
+    of("Q4_1", 3, [32, 20], Blocks(q4_1)),
+    of("Q5_0", 6, [32, 22], Blocks(q5_0)),
+    of("Q5_1", 7, [32, 24], Blocks(q5_1)),
+    of("Q8_0", 8, [32, 34], Blocks(q8_0)),
+    of("Q4_K", 12, [256, 144], Blocks(q4_k)),
+    of("Q5_K", 13, [256, 176], Blocks(q5_k)),
+    of("Q6_K", 14, [256, 210], Blocks(q6_k)),
 ];
 
 /// Types that are not read, for messages.
-const OTHERS: [(u32, &str); 22] = [
-    (9, "Q8_1"),
-    (10, "Q2_K"),
-    (11, "Q3_K"),
-    (15, "Q8_K"),
-    (16, "IQ2_XXS"),
-    (17, "IQ2_XS"),
-    (18, "IQ3_XXS"),
-    (19, "IQ1_S"),
-    (20, "IQ4_NL"),
-    (21, "IQ3_S"),
-    (22, "IQ2_S"),
-    (23, "IQ4_XS"),
-    (24, "I8"),
-    (25, "I16"),
-    (26, "I32"),
-    (27, "I64"),
-    (29, "IQ1_M"),
-    (34, "TQ1_0"),
-    (35, "TQ2_0"),
-    (39, "MXFP4"),
-    (40, "NVFP4"),
-    (41, "Q1_0"),
-];
+const OTHERS: &str = "9=Q8_1 10=Q2_K 11=Q3_K 15=Q8_K 16=IQ2_XXS 17=IQ2_XS 18=IQ3_XXS 19=IQ1_S 20=IQ4_NL 21=IQ3_S 22=IQ2_S \
+    23=IQ4_XS 24=I8 25=I16 26=I32 27=I64 29=IQ1_M 34=TQ1_0 35=TQ2_0 39=MXFP4 40=NVFP4 41=Q1_0";
 
 /// The type of a number in the format, if it is read.
 pub fn of_id(id: u32) -> Option<&'static TensorType> {
@@ -94,8 +63,12 @@ pub fn of_id(id: u32) -> Option<&'static TensorType> {
 
 /// Returns the name of a type that is not read.
 pub fn name_of(id: u32) -> String {
-    let other = OTHERS.iter().find(|(other, _)| *other == id);
-    other.map_or(format!("{id}"), |(_, name)| format!("{name} ({id})"))
+    let id = id.to_string();
+    let mut others = OTHERS.split(' ').filter_map(|other| other.split_once('='));
+    match others.find(|(other, _)| *other == id) {
+        Some((_, name)) => format!("{name} ({id})"),
+        None => id,
+    }
 }
 
 /// The types that are read.
@@ -107,8 +80,8 @@ impl TensorType {
     /// Of the elements that are read.
     pub fn dtype(&self) -> DType {
         match self.numbers {
-            Numbers::Plain(dtype) => dtype,
-            Numbers::Blocks(_) => DType::F32,
+            Plain(dtype) => dtype,
+            Blocks(_) => DType::F32,
         }
     }
 
@@ -120,8 +93,8 @@ impl TensorType {
     /// The elements in the bytes of a tensor.
     pub fn data(&self, bytes: Vec<u8>, shape: Vec<usize>) -> TensorData {
         match self.numbers {
-            Numbers::Plain(dtype) => TensorData::from_bytes_vec(bytes, Shape::from(shape), dtype),
-            Numbers::Blocks(block) => {
+            Plain(dtype) => TensorData::from_bytes_vec(bytes, Shape::from(shape), dtype),
+            Blocks(block) => {
                 let blocks = bytes.chunks_exact(self.bytes);
                 let mut numbers = Vec::with_capacity(blocks.len() * self.elements);
                 blocks.for_each(|bytes| block(bytes, &mut numbers));

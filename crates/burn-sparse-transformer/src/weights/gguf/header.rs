@@ -45,7 +45,10 @@ pub fn read(file: impl Read, length: u64) -> Result<Header, String> {
         return Err(format!("version must be 2 or 3, got {version}"));
     }
     let (n_tensors, n_keys) = (source.u64()?, source.u64()?);
-    let metadata = source.metadata(n_keys)?;
+    let metadata = source.named(n_keys, ["key", ""], |source| {
+        let kind = source.u32()?;
+        source.value(kind)
+    })?;
     let whole = |key| metadata.get(key).map(GgufValue::as_u64);
     if let Some(parts @ (None | Some(2..))) = whole("split.count") {
         let got = parts.map_or("no number".into(), |parts| parts.to_string());
@@ -56,7 +59,9 @@ pub fn read(file: impl Read, length: u64) -> Result<Header, String> {
         Some(Some(alignment)) if alignment.is_power_of_two() => alignment,
         Some(_) => return Err("general.alignment must be a power of two".into()),
     };
-    let mut tensors = source.tensors(n_tensors, alignment)?;
+    let mut tensors = source.named(n_tensors, ["tensor", "tensor "], |source| {
+        source.tensor(alignment)
+    })?;
     let data = source
         .at
         .checked_next_multiple_of(alignment)
@@ -109,32 +114,24 @@ struct Source<R> {
 }
 
 impl<R: Read> Source<R> {
-    fn metadata(&mut self, count: u64) -> Result<BTreeMap<String, GgufValue>, String> {
-        let mut metadata = BTreeMap::new();
-        for index in 0..count {
-            let key = self.string();
-            let key = key.map_err(|reason| format!("key {index} of {count}: {reason}"))?;
-            let value = self.u32().and_then(|kind| self.value(kind));
-            let value = value.map_err(|reason| format!("{key}: {reason}"))?;
-            insert(&mut metadata, key, value)?;
-        }
-        Ok(metadata)
-    }
-
-    fn tensors(
+    /// So many names with what follows each; `what` a nameless one is called, and what stands before a name in errors.
+    fn named<T>(
         &mut self,
         count: u64,
-        alignment: u64,
-    ) -> Result<BTreeMap<String, TensorInfo>, String> {
-        let mut tensors = BTreeMap::new();
+        [what, before]: [&str; 2],
+        read: impl Fn(&mut Self) -> Result<T, String>,
+    ) -> Result<BTreeMap<String, T>, String> {
+        let mut found = BTreeMap::new();
         for index in 0..count {
             let name = self.string();
-            let name = name.map_err(|reason| format!("tensor {index} of {count}: {reason}"))?;
-            let info = self.tensor(alignment);
-            let info = info.map_err(|reason| format!("tensor {name}: {reason}"))?;
-            insert(&mut tensors, name, info)?;
+            let name = name.map_err(|reason| format!("{what} {index} of {count}: {reason}"))?;
+            let value = read(self).map_err(|reason| format!("{before}{name}: {reason}"))?;
+            match found.entry(name) {
+                Entry::Vacant(entry) => entry.insert(value),
+                Entry::Occupied(entry) => return Err(format!("{} is there twice", entry.key())),
+            };
         }
-        Ok(tensors)
+        Ok(found)
     }
 
     fn tensor(&mut self, alignment: u64) -> Result<TensorInfo, String> {
@@ -178,20 +175,18 @@ impl<R: Read> Source<R> {
     fn values(&mut self, kind: u32, count: u64) -> Result<GgufValue, String> {
         // A string has at least its length.
         self.room(count, if kind == 8 { 8 } else { width(kind) as u64 })?;
-        let each = 0..count;
+        fn all<T>(
+            count: u64,
+            mut read: impl FnMut() -> Result<T, String>,
+        ) -> Result<Vec<T>, String> {
+            (0..count).map(|_| read()).collect()
+        }
         Ok(match kind {
-            0 | 2 | 4 | 10 => GgufValue::UnsignedArray(
-                each.map(|_| self.unsigned(kind))
-                    .collect::<Result<_, _>>()?,
-            ),
-            1 | 3 | 5 | 11 => {
-                GgufValue::SignedArray(each.map(|_| self.signed(kind)).collect::<Result<_, _>>()?)
-            }
-            6 | 12 => {
-                GgufValue::FloatArray(each.map(|_| self.float(kind)).collect::<Result<_, _>>()?)
-            }
-            7 => GgufValue::BoolArray(each.map(|_| self.bool()).collect::<Result<_, _>>()?),
-            8 => GgufValue::StringArray(each.map(|_| self.string()).collect::<Result<_, _>>()?),
+            0 | 2 | 4 | 10 => GgufValue::UnsignedArray(all(count, || self.unsigned(kind))?),
+            1 | 3 | 5 | 11 => GgufValue::SignedArray(all(count, || self.signed(kind))?),
+            6 | 12 => GgufValue::FloatArray(all(count, || self.float(kind))?),
+            7 => GgufValue::BoolArray(all(count, || self.bool())?),
+            8 => GgufValue::StringArray(all(count, || self.string())?),
             // ggml has no arrays of arrays, and a file of nothing else would overflow the stack.
             _ => return Err(format!("no array is of type {kind}")),
         })
@@ -273,15 +268,5 @@ fn width(kind: u32) -> usize {
         2 | 3 => 2,
         4..=6 => 4,
         _ => 8,
-    }
-}
-
-fn insert<T>(map: &mut BTreeMap<String, T>, name: String, value: T) -> Result<(), String> {
-    match map.entry(name) {
-        Entry::Vacant(entry) => {
-            entry.insert(value);
-            Ok(())
-        }
-        Entry::Occupied(entry) => Err(format!("{} is there twice", entry.key())),
     }
 }

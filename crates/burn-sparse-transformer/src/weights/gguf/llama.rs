@@ -2,6 +2,7 @@ use burn::tensor::DType;
 use burn_blocksparse::Pattern;
 
 use super::{Gguf, GgufValue};
+use crate::error::{Result, ensure};
 use crate::llama::{Keys, LlamaConfig};
 use crate::{RopeScaling, TransformerError};
 
@@ -31,16 +32,10 @@ impl LlamaConfig {
     /// # Errors
     /// If the file is of another architecture, lacks a key or has one of another type, or asks for what [`Llama`](crate::llama::Llama) does not have. Names of keys
     /// are without the architecture.
-    pub fn from_gguf(gguf: &Gguf) -> Result<Self, TransformerError> {
+    pub fn from_gguf(gguf: &Gguf) -> Result<Self> {
         let architecture = gguf.architecture().unwrap_or("none");
-        if !ARCHITECTURES.contains(&architecture) {
-            let expected = "llama, qwen2 or qwen3";
-            return Err(TransformerError::argument(
-                "general.architecture",
-                expected,
-                architecture,
-            ));
-        }
+        ensure! { ARCHITECTURES.contains(&architecture) =>
+            "general.architecture", "llama, qwen2 or qwen3", architecture; }
         let of = GgufKeys { gguf, architecture };
         of.only("expert_count", 0.0)?;
         of.only("attention.scale", 0.0)?;
@@ -104,7 +99,7 @@ impl<'a> Keys<'a> for GgufKeys<'a> {
 
 impl GgufKeys<'_> {
     /// Refuses a key that changes what is computed, unless it has the number that changes nothing.
-    fn only(&self, key: &'static str, neutral: f64) -> Result<(), TransformerError> {
+    fn only(&self, key: &'static str, neutral: f64) -> Result<()> {
         match self.number(key)? {
             Some(number) if number != neutral => Err(self.refused(key, &neutral.to_string())),
             _ => Ok(()),
@@ -112,7 +107,7 @@ impl GgufKeys<'_> {
     }
 
     /// That of the embedding, which may have rows that are no token's.
-    fn vocab_size(&self) -> Result<usize, TransformerError> {
+    fn vocab_size(&self) -> Result<usize> {
         if let Some(&[vocab_size, _]) = self.gguf.shape("token_embd.weight") {
             return Ok(vocab_size);
         }
@@ -123,7 +118,7 @@ impl GgufKeys<'_> {
         }
     }
 
-    fn rope_scaling(&self, context: usize) -> Result<Option<RopeScaling>, TransformerError> {
+    fn rope_scaling(&self, context: usize) -> Result<Option<RopeScaling>> {
         let kind = self.get("rope.scaling.type");
         let kind = kind.map_or(Some("linear"), GgufValue::as_str);
         // Older files have another name; 0 is none.

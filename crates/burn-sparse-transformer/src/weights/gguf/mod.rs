@@ -21,7 +21,7 @@ use burn::store::bridge;
 use burn::store::burn_pack::{Error, Tensor as Stored};
 use burn::tensor::{Shape, TensorData};
 
-use super::error::WeightsError;
+use super::error::{Result, WeightsError};
 use blocks::TensorType;
 use header::{Header, TensorInfo};
 
@@ -52,7 +52,7 @@ impl Gguf {
     ///
     /// # Errors
     /// [`WeightsError::Read`] if the file cannot be read, is damaged, of another version, big endian or one of several parts.
-    pub fn open(path: impl AsRef<Path>) -> Result<Self, WeightsError> {
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let opened = || {
             let file = File::open(path).map_err(|error| error.to_string())?;
@@ -61,10 +61,9 @@ impl Gguf {
             Ok((Arc::new(Mutex::new(file)), header))
         };
         let path = path.display().to_string();
-        match opened() {
-            Ok((file, header)) => Ok(Self { path, file, header }),
-            Err(reason) => Err(WeightsError::Read { path, reason }),
-        }
+        let (file, header) =
+            opened().map_err(|reason: String| WeightsError::read(&path, reason))?;
+        Ok(Self { path, file, header })
     }
 
     pub(super) fn path(&self) -> &str {
@@ -89,19 +88,17 @@ impl Gguf {
         Some(&self.header.tensors.get(name)?.shape)
     }
 
-    fn tensor(&self, name: &str) -> Result<Option<TensorData>, WeightsError> {
+    fn tensor(&self, name: &str) -> Result<Option<TensorData>> {
         let Some(info) = self.header.tensors.get(name) else {
             return Ok(None);
         };
         let kind = self.known(name, info)?;
-        match read(&self.file, name, info, kind) {
-            Ok(data) => Ok(Some(data)),
-            Err(error) => Err(self.failed(error)),
-        }
+        let data = read(&self.file, name, info, kind);
+        data.map(Some).map_err(|error| self.failed(error))
     }
 
     /// The tensors, each read from the file when it is asked for.
-    pub(super) fn tensors(&self) -> Result<BTreeMap<String, Stored>, WeightsError> {
+    pub(super) fn tensors(&self) -> Result<BTreeMap<String, Stored>> {
         let stored = |(name, info): (&String, &TensorInfo)| {
             let kind = self.known(name, info)?;
             let (file, shape) = (self.file.clone(), Shape::from(info.shape.clone()));
@@ -114,7 +111,7 @@ impl Gguf {
     }
 
     /// The type of a tensor, if it is one that is read.
-    fn known(&self, name: &str, info: &TensorInfo) -> Result<&'static TensorType, WeightsError> {
+    fn known(&self, name: &str, info: &TensorInfo) -> Result<&'static TensorType> {
         blocks::of_id(info.kind).ok_or_else(|| {
             let (got, read) = (blocks::name_of(info.kind), blocks::names());
             self.failed(format!(
@@ -124,10 +121,7 @@ impl Gguf {
     }
 
     fn failed(&self, reason: impl Display) -> WeightsError {
-        WeightsError::Read {
-            path: self.path.clone(),
-            reason: reason.to_string(),
-        }
+        WeightsError::read(&self.path, reason)
     }
 }
 
