@@ -7,8 +7,7 @@ use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
 use crate::selection::ops::SelectionOps;
-use crate::selection::overlap;
-use crate::selection::overlap::checked_overlap;
+use crate::selection::parts::{checked_overlap, overlap_of};
 use crate::selection::parts::{in_steps, joined};
 use crate::selection::values::{QueryTiles, TopKBlocks};
 use burn_blocksparse::OpError;
@@ -186,7 +185,7 @@ impl SelectedBlocks {
     /// ```
     pub fn measure_group_reuse(&self) -> f64 {
         let [.., most] = self.blocks.dims();
-        overlap::measure(&self.blocks, |_, listed| listed == most)
+        overlap_of(&self.blocks, |_, listed| listed == most)
     }
 
     pub(crate) fn shape(&self) -> ListsShape {

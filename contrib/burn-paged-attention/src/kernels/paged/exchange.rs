@@ -2,8 +2,7 @@
 
 use cubecl::prelude::*;
 
-use crate::kernels::paged::lanes::{shuffle, shuffle_xor};
-use crate::kernels::paged::tile::Tile;
+use crate::kernels::paged::tile::{Tile, shuffle, shuffle_xor};
 
 /// Sums of `values` over the lanes of each group, dealt out: lane `l` gets the sums from `l · lane_scores` on (with copies where there are fewer sums than
 /// lanes). `values` and `shared` are overwritten.

@@ -2,7 +2,7 @@
 //! where there are some.
 //!
 //! ```text
-//! wanted     what is added up of pairs
+//! wanted     what is added up of pairs, what heads give a pair, and what becomes of their sum
 //! pairs      what a call is of: queries of several heads with keys, all that are seen or those that are listed
 //! rows       rows of numbers in shared memory, and their products
 //! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
@@ -15,7 +15,6 @@
 //! warpgroups sums of many heads on wgmma
 //! rounding   rows rotated and rounded to 8 bits
 //! pack       such rows in bytes
-//! ending     what heads give a pair there, and what becomes of their sum
 //! ```
 //!
 //! ```text
@@ -29,7 +28,6 @@
 
 mod blocks;
 mod compare;
-mod ending;
 mod gradients;
 mod mma;
 mod pack;

@@ -8,10 +8,10 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::indexer::ending::Ending;
 use crate::kernels::indexer::pack::{PACKED, pack_keys};
 use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes, Sizes, check, key_of};
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, fill, multiply};
+use crate::kernels::indexer::wanted::Ending;
 use crate::kernels::indexer::wanted::{Epilogue, PairSum};
 use crate::kernels::indexer::warpgroups::{ByteSums, GroupSums};
 use crate::kernels::indexer::{mma, warpgroups};

@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use crate::kernels::rows::only::is_wanted;
+use crate::kernels::rows::blocks::is_wanted;
 use blocksparse_cubecl::shared::row_tile::RowTile;
 
 /// Bits that are found at a time, and what they can be.

@@ -12,8 +12,8 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
+use crate::kernels::rows::blocks::OnlyLists;
 use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
-use crate::kernels::rows::only::OnlyLists;
 use crate::kernels::selection::line_sizes::LineSizes;
 use crate::kernels::selection::line_weights::{LineWeights, RUN};
 use crate::kernels::selection::lines::line_sums;

@@ -5,7 +5,7 @@ use cubecl::ir::FloatKind;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::rows::only::{OnlyLists, is_wanted, numbers_of};
+use crate::kernels::rows::blocks::{OnlyLists, is_wanted, numbers_of};
 use crate::kernels::selection::UNITS;
 use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::error::KernelError;

@@ -6,7 +6,7 @@
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::rows::only::{OnlyLists, numbers_of};
+use crate::kernels::rows::blocks::{OnlyLists, numbers_of};
 use crate::kernels::selection::digits::{
     BITS, DIGITS, Search, SearchLines, SearchLinesLaunch, add_up, first_reached, wanted_len,
 };

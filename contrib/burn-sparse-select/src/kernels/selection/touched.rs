@@ -11,7 +11,7 @@ use std::ops::Range;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::rows::only::OnlyLists;
+use crate::kernels::rows::blocks::OnlyLists;
 use crate::kernels::selection::UNITS;
 use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept};
 use blocksparse_cubecl::args::{buffer, spread};

@@ -8,9 +8,9 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::kernels::indexer::ending::{Ending, finished};
 use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes};
 use crate::kernels::indexer::wanted::Epilogue;
+use crate::kernels::indexer::wanted::{Ending, finished};
 use crate::kernels::indexer::warpgroups::heads::{
     HeadSums, Totals, no_totals, own_key, totals_of, traded,
 };

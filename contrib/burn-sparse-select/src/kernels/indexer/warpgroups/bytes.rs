@@ -8,9 +8,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-use crate::kernels::indexer::ending::Ending;
 use crate::kernels::indexer::pack::pack_queries;
 use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes, Sizes};
+use crate::kernels::indexer::wanted::Ending;
 use crate::kernels::indexer::wanted::{Epilogue, PairSum};
 use crate::kernels::indexer::warpgroups::asm::{bulk_load, byte_product, swizzled};
 use crate::kernels::indexer::warpgroups::heads::{
