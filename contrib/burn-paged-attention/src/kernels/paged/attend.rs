@@ -3,9 +3,6 @@
 // A kernel's integers have no such method.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-
 use crate::kernels::paged::exchange::{across_row, collect, deal, of_rows};
 use crate::kernels::paged::join::{Parts, ShareOuts, join_parts, room_for};
 use crate::kernels::paged::page_list::{
@@ -13,6 +10,7 @@ use crate::kernels::paged::page_list::{
     share_of, sight_of, stored_page,
 };
 use crate::kernels::paged::tile::{Tile, any_differ, shuffle_xor};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::codec::decode_word;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 

@@ -2,9 +2,7 @@
 
 use std::fmt;
 
-use cubecl::ir::{ElemType, UIntKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
+use cubecl::ir::UIntKind;
 
 use crate::kernels::paged::attend::attend;
 use crate::kernels::paged::join::ShareOutsLaunch;
@@ -17,9 +15,9 @@ use crate::kernels::paged::page_list::{
 };
 use crate::kernels::paged::shape::PagedShape;
 use crate::kernels::paged::tile::Tile;
-use blocksparse_cubecl::args::{address_in, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::args::address_in;
 use blocksparse_cubecl::limits::check_types;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::rows::accumulator_of;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 

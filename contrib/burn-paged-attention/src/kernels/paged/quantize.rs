@@ -3,16 +3,13 @@
 // A kernel's integers have no such method.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::ir::{ElemType, FloatKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
+use cubecl::ir::FloatKind;
 
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
 use blocksparse::Quantization;
 use blocksparse::internal::SMALLEST;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::{check_types, most_units};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::codec::{INFINITY, encode};
 
 /// Units of a cube.

@@ -1,12 +1,8 @@
 //! Slots one by one: those of page lists in their order, those of keys that were picked among them, and what is known of each.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
-
 /// Units of a cube.
+use blocksparse_cubecl::prelude::*;
+
 const UNITS: usize = 256;
 
 /// Page lists over region one of a table that all heads of keys share.

@@ -1,12 +1,8 @@
 //! How far the softmax of a query's scores is from the attention that it is to find.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::pairs::{PairSizes, Sizes, key_of};
 use crate::kernels::selection::across_cube;
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// Below every score; the exponential of its distance to one is 0.

@@ -1,14 +1,9 @@
 //! Rows that [`round_rows`](crate::kernels::indexer::round_rows) rounded, in bytes: E4M3, with a scale a row, for GPUs of compute capability 9.0.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes};
 use crate::kernels::indexer::rounding::{inverse_of, scale_exponent, scale_of};
 use blocksparse_cubecl::arch::ptx::{four_bytes, highest_across};
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 
 /// Warps of a cube, and rows of each, which are all on their way before the first is looked at.
 const WARPS: usize = 8;

@@ -1,11 +1,7 @@
 //! What a call is of.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, SIDE};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 
 /// Elements of a query or a key, at most.
 pub const MOST_WIDTH: usize = 256;

@@ -3,15 +3,10 @@
 //! Rotated, what is large in few elements of a row is spread over all of them, so rounding takes less away; products of rotated queries and keys are those of the
 //! rows as they were. Numbers have the row's dtype, which holds them as they are, so whatever multiplies them makes the same scores.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::pairs::{check_device, vector};
 use blocksparse::{HADAMARD_WIDTHS, HadamardFp8};
 use blocksparse_cubecl::arch::planes;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::codec::{INFINITY, nearest_e4m3};
 
 /// Bits of a number that is none.

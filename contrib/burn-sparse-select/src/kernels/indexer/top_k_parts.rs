@@ -13,12 +13,9 @@
 // A kernel's numbers have no such methods.
 #![allow(clippy::manual_memcpy, clippy::needless_range_loop)]
 
-use cubecl::prelude::*;
-
 use crate::kernels::indexer::pairs::Sizes;
 use crate::kernels::indexer::top_k_rows::{Launch, Row, RowArgs, ScoreKeys, fill_list, row_of};
-use blocksparse_cubecl::args::{buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::primitives::radix_select::{
     BINS, DIGITS, FOUND, ListPlace, RadixTile, Threshold, count_digits, find_digit, list_selected,
     mask_of, shift_of,

@@ -1,11 +1,7 @@
 //! Rows of scores whose highest are selected, and what launches over them are told.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::pairs::{PairSizes, Sizes};
-use blocksparse_cubecl::args::{address_of, buffer, optional};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::primitives::radix_select::{RadixTile, RowKeys, RowKeysExpand, Span};
 use blocksparse_cubecl::shared::order_key::{INFINITE, key};
 

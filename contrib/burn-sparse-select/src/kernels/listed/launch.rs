@@ -1,8 +1,5 @@
 //! Launches over lists of queries.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::listed::lists::{LaunchedLists, ListedLists, for_lists};
 use crate::kernels::listed::mainloops::{ByKeys, Mainloop, Mainloops};
 use crate::kernels::listed::request::ListedRequest;
@@ -14,10 +11,9 @@ use crate::kernels::listed::views::{
 };
 use crate::kernels::listed::warpgroups::WarpgroupTile;
 use crate::kernels::listed::{fold, keys, mainloop, warpgroups};
-use blocksparse_cubecl::args::buffer;
 use blocksparse_cubecl::call::{OutputGrads, Outputs, TensorView};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::tile::Tile;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::slices::Slice;
 use blocksparse_cubecl::tensor::scales;
 

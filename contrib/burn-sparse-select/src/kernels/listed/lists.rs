@@ -1,14 +1,10 @@
 //! The lists of launches: of a query each, or unions of those of neighbouring queries.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::listed::mainloops::Mainloops;
 use crate::kernels::listed::request::ListedRequest;
 use crate::kernels::listed::rows::{ListTensorsLaunch, ListsLaunch};
-use blocksparse_cubecl::args::buffer;
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::{BitsOfKeys, Queries, Uniting, neighbour_lists};
+use blocksparse_cubecl::prelude::*;
 
 /// The lists of a call, i32.
 #[derive(Clone, Copy, Debug)]

@@ -1,13 +1,11 @@
 //! What backward passes know of each row of queries.
 
-use cubecl::ir::{ElemType, FloatKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
+use cubecl::ir::FloatKind;
 
 use crate::kernels::listed::request::ListedRequest;
-use blocksparse_cubecl::args::{ScoreOptions, address_of, load_width};
+use blocksparse_cubecl::args::{ScoreOptions, load_width};
 use blocksparse_cubecl::call::{OutputGrads, Outputs};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::stats;
 use blocksparse_cubecl::stats::{Known, Wanted};
 

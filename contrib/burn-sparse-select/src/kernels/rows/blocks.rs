@@ -1,11 +1,6 @@
 //! Blocks of neighbouring rows: their means, and how alike their rows are.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::rows::norm_shape::{LANE_NUMBERS, has, place, sum_of, tile_of};
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 

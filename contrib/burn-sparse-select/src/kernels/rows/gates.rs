@@ -1,12 +1,7 @@
 //! Branches added, each times the gate of a row, and their gradients.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::check_types;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::{check_buffers, has, place, sum_of};
 use blocksparse_cubecl::rows::typed::Typed;

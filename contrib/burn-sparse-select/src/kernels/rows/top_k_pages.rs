@@ -1,11 +1,7 @@
 //! The pages of the highest scores, by [`radix_select`](blocksparse_cubecl::primitives::radix_select) over blocks of them, a cube a row.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use blocksparse::Always;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::primitives::radix_select::{
     ListPlace, RadixTile, RowKeys, RowKeysExpand, Span, list_top_k,
 };

@@ -1,12 +1,7 @@
 //! The means of all rows of sequences, by means of blocks: a sequence is more than a cube adds up in time.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 
 /// Units of a cube side by side, each with a channel.
 const CHANNELS: usize = 64;

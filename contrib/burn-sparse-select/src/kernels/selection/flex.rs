@@ -8,10 +8,6 @@
 //! What is kept of a list is looked for only by the way that it takes. Where the products of the last queries are not in memory, blocks' shares come before the
 //! sums over keys and distances, which lists that means decide for do not have at all.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::rows::blocks::OnlyLists;
 use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use crate::kernels::selection::line_sizes::LineSizes;
@@ -21,8 +17,7 @@ use crate::kernels::selection::means::{MeanProducts, SeenRows, mean_products, so
 use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept};
 use crate::kernels::selection::touched::{ScoreSizes, Touched, is_kept, is_touched};
 use crate::kernels::selection::{UNITS, across_cube};
-use blocksparse_cubecl::args::{buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 use burn_fused_ops::kernels::linear::UNWANTED;
 

@@ -1,15 +1,10 @@
 //! The blocks that single queries choose by the means of their keys, where tensor cores have all of a query's products in one tile: queries pick there
 //! (`linear/highest.rs`), and no product is in memory. A mean counts as two numbers of the queries' type, whose sum it is but for 2⁻¹⁶ or so of it.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use crate::kernels::selection::UNITS;
 use crate::kernels::selection::products::{RowsView, asked, pitch, request_of};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, Highest, ProductPlan, SeenColumns, multiply,
 };

@@ -13,15 +13,10 @@
 
 use std::ops::Range;
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::selection::products::{RowsView, RunSums, pitch, products};
 use crate::kernels::selection::{NUMBERS, UNITS, lanes_of_rows};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::vector_of;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// Sizes of a call.

@@ -8,15 +8,10 @@
 //! lines        what tiles have of a key, and of a distance, added up               a unit each
 //! ```
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::selection::line_sizes::{LineSizes, Lines, seen};
 use crate::kernels::selection::products::{RowsView, RunSums, asked};
 use crate::kernels::selection::{NUMBERS, UNITS, across_cube};
-use blocksparse_cubecl::args::{buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, LINE_GROUPS, LINE_ROWS, ProductPlan, ProductRequest, SeenColumns,

@@ -13,16 +13,11 @@
 
 use std::fmt;
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::selection::line_sizes::{LineSizes, Lines, PART, PART_NUMBERS, seen};
 use crate::kernels::selection::line_weights::{LineWeights, product_of_sums};
 use crate::kernels::selection::products::{RowsView, pitch, products};
 use crate::kernels::selection::{NUMBERS, UNITS, across_cube};
-use blocksparse_cubecl::args::{buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// How the last queries' sums are made.

@@ -1,16 +1,13 @@
 //! The products of means of blocks of queries and of keys, and their softmax.
 
-use cubecl::ir::{ElemType, FloatKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
+use cubecl::ir::FloatKind;
 
 use crate::kernels::rows::blocks::{Beside, Blocked, OnlyLists, RowBlocks, block_means};
 use crate::kernels::rows::whole::whole_means;
 use crate::kernels::selection::products::{RowsView, SeenBlocks, Wanted, dots};
 use crate::kernels::selection::{UNITS, lanes_of_rows};
-use blocksparse_cubecl::args::{buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::bits::{Grid, GridLaunch, last_position};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// Which blocks rows of means see, if queries see no later keys.

@@ -36,10 +36,9 @@ mod threshold_parts;
 mod touched;
 
 use cubecl::ir::features::Plane;
-use cubecl::prelude::*;
 
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::most_units;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::RowTile;
 
 pub use compressed::{

@@ -4,18 +4,14 @@
 //! weigh is added up by their next four bits. A cube has a line; each unit adds up its own numbers in places of its own, and units' sums are added in a fixed
 //! order. A few lines that are very long have several cubes each, and a launch for each digit ([`threshold_parts`](crate::kernels::selection::threshold_parts)).
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::rows::blocks::{OnlyLists, numbers_of};
 use crate::kernels::selection::digits::{
     BITS, DIGITS, Search, SearchLines, SearchLinesLaunch, add_up, first_reached, wanted_len,
 };
 use crate::kernels::selection::lanes_of_rows;
 use crate::kernels::selection::threshold_parts::{digits_of_parts, is_parted};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::most_units;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, across_lanes};
 
 /// What of a line is kept.

@@ -3,15 +3,11 @@
 //! A cube adds up the elements of a part of a line by their next digit. The next launch adds up the parts' totals, in every cube of the line and in the same order,
 //! so that each knows the digit; the first of them writes what is known by then for the launch after it.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::rows::blocks::{OnlyLists, numbers_of};
 use crate::kernels::selection::digits::{
     BITS, DIGITS, Search, SearchLines, SearchLinesLaunch, add_up, first_reached, wanted_len,
 };
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 
 /// Elements of a line from which on it is parted, and of a part.
 const PARTED: usize = 1 << 17;

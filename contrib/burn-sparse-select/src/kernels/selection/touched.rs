@@ -8,14 +8,10 @@
 
 use std::ops::Range;
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::rows::blocks::OnlyLists;
 use crate::kernels::selection::UNITS;
 use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept};
-use blocksparse_cubecl::args::{buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 
 /// Which blocks are asked for.
 #[derive(Clone, Debug, PartialEq)]

@@ -4,9 +4,6 @@
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::mma::loads::{Step, Work, copy_queries, load_keys};
 use crate::kernels::indexer::mma::tile::{EIGHT, SumTile, UNITS};
 use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes, key_of};
@@ -16,8 +13,7 @@ use blocksparse_cubecl::arch::ptx::{global_address, shared_address, shuffle_xor,
 use blocksparse_cubecl::arch::sm80::{
     commit_copies, load_matrices, multiply, shared_load_pair, wait_copies_but,
 };
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::addressing::Four;
 
 #[cube(launch_unchecked, address_type = "dynamic")]

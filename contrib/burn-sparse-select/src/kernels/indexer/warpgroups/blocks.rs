@@ -4,10 +4,6 @@
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes};
 use crate::kernels::indexer::wanted::Epilogue;
 use crate::kernels::indexer::wanted::{Ending, finished};
@@ -21,9 +17,8 @@ use blocksparse_cubecl::arch::ptx::shared_load;
 use blocksparse_cubecl::arch::sm80::copy_word;
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, copy_row, lane_row, own_copies};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::tile::NOWHERE;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tensor::half_of;
 use blocksparse_cubecl::tuning::Tuning;
 

@@ -3,9 +3,7 @@
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::ir::{ElemType, UIntKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
+use cubecl::ir::UIntKind;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use crate::kernels::indexer::pack::pack_queries;
@@ -19,8 +17,7 @@ use crate::kernels::indexer::warpgroups::heads::{
 use crate::kernels::indexer::warpgroups::order::{Order, StepOrder, Work, is_seen, run_from};
 use crate::kernels::indexer::warpgroups::{COLUMNS, GROUP_KEYS, UNITS, WARPS, WIDTH, share, takes};
 use blocksparse_cubecl::arch::sm90::*;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 
 /// Steps that there is room for, and how far ahead columns are asked for: some warps may still have a step before.
 const STAGES: usize = 8;
