@@ -169,9 +169,6 @@ impl PagedPlan {
     }
 
     /// The plan of a call without some tiers, for measuring and comparing.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
     pub fn with_limit(
         client: &Client,
         shape: PagedShape,

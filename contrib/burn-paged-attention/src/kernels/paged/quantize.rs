@@ -127,9 +127,6 @@ fn read<E: Float>(k: &[E], v: &[E], is_key: bool, at: usize) -> f32 {
 
 /// [`append_rows`](crate::kernels::paged::append_rows) into pages of keys, values, scales of keys and scales of values, the first two in words of four numbers. The shape's dtype is
 /// that of the new rows; widths are multiples of 4.
-///
-/// # Errors
-/// As [`append_rows`](crate::kernels::paged::append_rows).
 pub fn append_quantized(
     client: &Client,
     shape: &AppendShape,

@@ -154,9 +154,6 @@ fn spread_rows(numbers: &[f32], keys: &[i32], out: &mut [f32], s: Sizes, count: 
 
 /// Numbers of listed keys, f32 `[batch, rows, listed]`, at the places of the keys: `[batch, rows, seq_kv]`, 0 elsewhere. `keys` are i32
 /// `[batch, seq_q, listed]`, ascending, −1 behind the last.
-///
-/// # Errors
-/// As [`compare`].
 pub fn spread_listed(
     client: &Client,
     sizes: &PairSizes,

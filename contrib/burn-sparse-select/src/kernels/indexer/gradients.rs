@@ -483,9 +483,6 @@ pub fn key_parts(client: &Client, sizes: &PairSizes) -> usize {
 
 /// The gradient by the keys that the queries which are computed give, f32 `[parts, batch, 1, seq_kv, width]`, in so many parts that are to be added: they are added
 /// to what is there, if it `adds`. Of all keys, not of lists; `causal` says that no query has a number for a key behind its position.
-///
-/// # Errors
-/// As [`by_queries`].
 pub fn by_keys(
     client: &Client,
     sizes: &PairSizes,

@@ -241,9 +241,6 @@ pub fn round_rows(
 }
 
 /// That a device rounds rows of elements of a type and a width.
-///
-/// # Errors
-/// As [`round_rows`]'s.
 pub fn check_rounding(client: &Client, element: ElemType, width: usize) -> Result<(), KernelError> {
     check_device(client, element, UNITS, "units of a cube that rounds rows")?;
     if !HadamardFp8::takes(width) {

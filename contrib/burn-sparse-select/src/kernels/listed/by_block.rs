@@ -134,9 +134,6 @@ impl ByBlock {
 }
 
 /// As [`forward`](crate::kernels::listed::forward).
-///
-/// # Errors
-/// As there.
 pub fn forward_by_block(
     client: &Client,
     plan: &ByBlock,
@@ -155,9 +152,6 @@ pub fn forward_by_block(
 }
 
 /// As [`backward`](crate::kernels::listed::backward).
-///
-/// # Errors
-/// As there.
 #[allow(clippy::too_many_arguments)]
 pub fn backward_by_block(
     client: &Client,

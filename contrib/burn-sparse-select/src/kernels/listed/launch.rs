@@ -49,9 +49,6 @@ pub fn forward(
 
 /// Adds the gradients by what the lists, which are of the plan's kind, name: of a loss whose gradients by the outputs are `grads`, where `outputs` are those
 /// over all keys. q and `grads.out` are contiguous.
-///
-/// # Errors
-/// As [`forward`].
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     client: &Client,

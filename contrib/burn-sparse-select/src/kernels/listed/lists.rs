@@ -75,9 +75,6 @@ impl LaunchedLists<'_> {
 }
 
 /// Launches over all lists, of neighbours some at a time.
-///
-/// # Errors
-/// Those of launches.
 pub fn for_lists(
     client: &Client,
     mainloops: &Mainloops,

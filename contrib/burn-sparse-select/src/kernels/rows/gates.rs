@@ -165,9 +165,6 @@ fn check(
 }
 
 /// How [`gated_sum`] and its backward pass are launched, of so many branches of `element`, and gates of a type.
-///
-/// # Errors
-/// As theirs.
 pub fn gated_text(
     client: &Client,
     width: usize,
@@ -245,9 +242,6 @@ pub struct GatedBackward<'a> {
 }
 
 /// Runs a backward pass.
-///
-/// # Errors
-/// As [`gated_sum`].
 pub fn gated_sum_backward(
     client: &Client,
     [rows, width]: [usize; 2],

@@ -58,9 +58,6 @@ fn of_means(means: &[f32], whole: &mut [f32], of: Sizes) {
 }
 
 /// The mean of all rows of each list of `x`, contiguous `[lists, rows, width]` with at least one row: `[lists, width]`, f32.
-///
-/// # Errors
-/// As [`block_means`].
 pub(crate) fn whole_means(
     client: &Client,
     element: ElemType,

@@ -45,9 +45,6 @@ pub struct FlexTensors<'a> {
 /// means say, those of [`touched_blocks`](crate::kernels::selection::touched_blocks), with a share of keys and of distances; else the highest of the softmax of products of means,
 /// with the same share of the whole. The first block has 1 in any case, and so have the blocks of the heaviest `limits.blocks` blocks of keys, and of as many
 /// distances between blocks, by what the last block of queries gives them.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn flex_blocks(
     client: &Client,
     element: ElemType,

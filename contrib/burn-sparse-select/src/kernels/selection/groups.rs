@@ -104,9 +104,6 @@ impl Antidiagonals {
 
 /// What blocks of queries give blocks of keys, by antidiagonals: `out` `[lists, rows, blocks]` in f32. `q` is `[lists, seq_q, width]` and `k` likewise, of
 /// elements of a type that products take.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn antidiagonal_attention_sums(
     client: &Client,
     element: ElemType,

@@ -93,9 +93,6 @@ fn first_seen(of: &LineSizes) -> i64 {
 
 impl<'a> LineWeights<'a> {
     /// Of queries and keys as [`line_sums`](crate::kernels::selection::lines::line_sums) has them. None where their products have to be in memory.
-    ///
-    /// # Errors
-    /// [`KernelError`] if the device cannot run it.
     pub fn new(
         client: &Client,
         element: ElemType,
@@ -143,9 +140,6 @@ impl<'a> LineWeights<'a> {
     }
 
     /// What blocks of keys get of all queries: `out` `[lists, blocks]`. The block is a multiple of [`RUN`].
-    ///
-    /// # Errors
-    /// [`KernelError`] if the device cannot run it.
     pub fn by_blocks(
         &self,
         client: &Client,
@@ -176,9 +170,6 @@ impl<'a> LineWeights<'a> {
     }
 
     /// As [`line_sums`](crate::kernels::selection::lines::line_sums).
-    ///
-    /// # Errors
-    /// [`KernelError`] if the device cannot run it.
     pub fn sums(&self, client: &Client, sums: &Handle) -> Result<(), KernelError> {
         let ([lists, kv_lists], [queries, keys]) = (self.of.lists, self.of.seq);
         let (group, bytes) = (lists / kv_lists, self.element.size());

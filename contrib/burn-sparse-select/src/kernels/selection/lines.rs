@@ -56,9 +56,6 @@ const AT_A_TIME: usize = 4;
 
 /// The sums over queries: `sums` `[lists, 2, seq_kv]` in f32, of each key, and of each distance from a query back to a key. `q` is `[lists, queries, width]`,
 /// the last of which sits at the last key and sees all; `k` is `[kv lists, seq_kv, width]`.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn line_sums(
     client: &Client,
     element: ElemType,

@@ -50,9 +50,6 @@ pub struct MeanProducts {
 
 /// `factor · a · bᵀ` of means `[lists, rows, width]` and `[kv lists, blocks, width]`, in f32: `[lists, rows, blocks]`. If `only` some lists of queries are
 /// wanted, the products of others are 0.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn mean_products(
     client: &Client,
     [q, k]: [&Handle; 2],
@@ -95,9 +92,6 @@ pub struct Likeness<'a> {
 
 /// Rows of products become their softmax over the blocks that they see, in place: `x` is `[lists, rows, blocks]`. What they do not see becomes 0. Blocks of keys
 /// that are not alike have no part in it and become +∞, and so do all blocks of queries that are not.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn softmax_of_seen(
     client: &Client,
     x: &Handle,
@@ -247,9 +241,6 @@ pub struct AlikeScores {
 
 /// The softmax of products of means over the blocks that rows see, `[lists, rows, blocks]`, as [`softmax_of_seen`] has it with the likenesses of blocks. `q` is
 /// contiguous `[lists, queries, width]`, `k` `[kv lists, keys, width]`.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn alike_scores(
     client: &Client,
     element: ElemType,

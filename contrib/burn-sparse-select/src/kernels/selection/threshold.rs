@@ -63,9 +63,6 @@ const AT_A_TIME: [usize; 2] = [4, 16];
 
 /// The least number that is kept of each line, behind what is forced: `least` `[lines]`. What is not above 0 is never kept. Where even all numbers are less
 /// than what is wanted it is 0, where none is wanted NaN. If `only` some lists are wanted, it is anything of lines of others, and they are not read.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn least_kept(
     client: &Client,
     numbers: &Handle,

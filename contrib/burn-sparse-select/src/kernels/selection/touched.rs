@@ -169,9 +169,6 @@ impl Touched {
 
 /// Scores of 1 and 0, `[lists, rows, blocks]` in f32: 1 if a block has a key that is kept, or a pair at a distance that is kept, by `sums` `[lists, 2, keys]`
 /// of keys and of distances (`line_sums`).
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn touched_blocks(
     client: &Client,
     sums: &Handle,

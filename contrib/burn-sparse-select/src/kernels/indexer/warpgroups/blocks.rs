@@ -306,9 +306,6 @@ fn place_of(column: u32, place0: usize, work: &Work, s: &Sizes, #[comptime] t: B
 }
 
 /// Makes the sums of one batch entry, by the queries that chose the block of each tile.
-///
-/// # Errors
-/// As [`mma::launch`](crate::kernels::indexer::mma::launch)'s.
 pub(crate) fn launch_blocks(
     client: &Client,
     sizes: &PairSizes,

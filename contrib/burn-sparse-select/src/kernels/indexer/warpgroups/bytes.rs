@@ -289,9 +289,6 @@ fn load_step(at: usize, work: &Work, s: &Sizes, #[comptime] t: ByteSums) {
 }
 
 /// Makes the sums.
-///
-/// # Errors
-/// As [`mma::launch`](crate::kernels::indexer::mma::launch)'s.
 pub(crate) fn launch_bytes(
     client: &Client,
     sizes: &PairSizes,

@@ -239,9 +239,6 @@ fn place_of(column: u32, heads: usize, row0: usize, s: &Sizes, #[comptime] t: Gr
 }
 
 /// Makes the sums.
-///
-/// # Errors
-/// As [`mma::launch`](crate::kernels::indexer::mma::launch)'s.
 pub(crate) fn launch(
     client: &Client,
     sizes: &PairSizes,
