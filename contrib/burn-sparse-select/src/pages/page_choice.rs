@@ -47,7 +47,7 @@ impl PageChoice {
     }
 
     /// Blocks that are kept of a page list that has more.
-    fn kept(&self) -> usize {
+    pub(crate) fn kept(&self) -> usize {
         self.keep.max(self.forced_blocks())
     }
 
