@@ -1,11 +1,9 @@
 //! MiniMax sparse attention (MSA: MiniMax, 2026, arXiv 2606.13392): an index branch chooses blocks of keys for each query and head of keys.
 
 // mod    the choice, and attention over it
-// index  what blocks are chosen by
-// scores the highest of each block
+// scores what blocks are chosen by, and the highest of each block
 // loss   what the index branch learns by
 
-mod index;
 mod loss;
 mod scores;
 
@@ -21,8 +19,8 @@ use crate::selection::lists::{check_options, selected_blocks_attention};
 use crate::selection::parts::{in_steps, padded};
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
-pub use index::MsaIndex;
 pub use loss::MsaTarget;
+pub use scores::MsaIndex;
 
 /// MiniMax sparse attention (MiniMax, 2026): every query attends to `keep` blocks of `block` keys, its own among them. Each head of keys chooses for itself, for
 /// all heads of queries that share it, by an index branch with one narrow head of queries for each of them and one key a token:

@@ -14,7 +14,6 @@
 // key_lists    attention over lists of single keys
 // token_sparse the backend operation of both kinds of lists
 // token_order  what clusters and hashes of tokens are found by
-// listed       blocks' lists by kernels that take single queries
 // layouts      layouts of what is forced, which are kept
 // by_query     the same choice on the host
 // estimates    the same scores by kernels, where a device has them
@@ -42,7 +41,6 @@ mod flex;
 pub mod key_lists;
 pub mod layouts;
 mod lines;
-mod listed;
 pub mod lists;
 mod mean;
 mod methods;

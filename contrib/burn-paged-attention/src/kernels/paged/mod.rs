@@ -10,8 +10,8 @@
 //! exchange   what the lanes of a key tell each other     attend   the kernel over a share
 //! merge      the shares of a query as one softmax        append   rows written into pages
 //! mma        the kernel over a share on tensor cores      mma_tile its shape
-//! mma_load   what lanes load on tensor cores              join     the softmaxes of a cube as one
-//! last       the shares of a query as one softmax, in the launch of mma
+//! mma_load   what lanes load on tensor cores              join     the softmaxes of a cube as one, and shares in
+//!                                                         the launch of mma
 //! quantize   rows written into pages of eight bits        shape    what a call is
 //! plan       how it is launched
 //! summary    what is known of each page besides its keys  page_scores  scores of pages by it
@@ -24,7 +24,6 @@ mod attend;
 mod attention_sums;
 mod exchange;
 mod join;
-mod last;
 mod merge;
 mod mma;
 mod mma_load;

@@ -5,8 +5,7 @@ use std::fmt;
 use cubecl::ir::UIntKind;
 
 use crate::kernels::paged::attend::attend;
-use crate::kernels::paged::join::ShareOutsLaunch;
-use crate::kernels::paged::last::JoinedLaunch;
+use crate::kernels::paged::join::{JoinedLaunch, ShareOutsLaunch};
 use crate::kernels::paged::merge::{MergeSizesLaunch, MergeTile, merge};
 use crate::kernels::paged::mma::attend_mma;
 use crate::kernels::paged::mma_tile::MmaTile;

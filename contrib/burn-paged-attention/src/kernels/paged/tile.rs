@@ -274,7 +274,7 @@ impl Tile {
     }
 }
 
-/// The number of the lane `distance` away.
+/// The number of the lane `distance` away. CubeCL's shuffles ask on CUDA which lanes are there before each of them; PTX says that all are.
 #[cube]
 pub fn shuffle_xor<A: Float>(x: A, #[comptime] distance: u32, #[comptime] t: Tile) -> A {
     if comptime!(t.ptx) {

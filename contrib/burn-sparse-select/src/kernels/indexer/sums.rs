@@ -4,11 +4,11 @@
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]
 
-use crate::kernels::indexer::pack::{PACKED, pack_keys};
-use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes, Sizes, check, key_of};
+use crate::kernels::indexer::pairs::{
+    Ending, Epilogue, KeyBytes, PairInputs, PairSizes, PairSum, Sizes, check, key_of,
+};
+use crate::kernels::indexer::rounding::{PACKED, pack_keys};
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, fill, multiply};
-use crate::kernels::indexer::wanted::Ending;
-use crate::kernels::indexer::wanted::{Epilogue, PairSum};
 use crate::kernels::indexer::warpgroups::{ByteSums, GroupSums};
 use crate::kernels::indexer::{mma, warpgroups};
 use blocksparse_cubecl::prelude::*;

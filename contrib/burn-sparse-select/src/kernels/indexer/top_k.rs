@@ -5,9 +5,8 @@
 
 use crate::kernels::indexer::pairs::{PairSizes, Sizes};
 use crate::kernels::indexer::top_k_parts;
-use crate::kernels::indexer::top_k_parts::Parts;
-use crate::kernels::indexer::top_k_rows::{
-    Launch, RowArgs, ScoreKeys, TopKKeys, fill_list, row_of,
+use crate::kernels::indexer::top_k_parts::{
+    Launch, Parts, RowArgs, ScoreKeys, TopKKeys, fill_list, row_of,
 };
 use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::primitives::radix_select::{ListPlace, RadixTile, list_top_k, vector_of};

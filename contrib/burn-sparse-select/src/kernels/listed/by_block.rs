@@ -1,11 +1,10 @@
 //! Attention by blocks: which calls are attended to so, and the launches.
 
-use crate::kernels::listed::check::check;
 use crate::kernels::listed::launch::by_blocks;
 use crate::kernels::listed::mainloops::{keys_line, keys_tile};
 use crate::kernels::listed::merge;
 use crate::kernels::listed::merge::MergeShape;
-use crate::kernels::listed::request::ListedRequest;
+use crate::kernels::listed::request::{ListedRequest, check};
 use crate::kernels::listed::row_stats::stats_of;
 use crate::kernels::listed::views::{ListedGradients, PIECE, check_inputs, far_rows, input};
 use crate::kernels::listed::warpgroups::block;

@@ -25,7 +25,6 @@
 //! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
 
 mod by_block;
-mod check;
 mod costs;
 mod fold;
 mod gather;

@@ -8,10 +8,8 @@
 //! What is kept of a list is looked for only by the way that it takes. Where the products of the last queries are not in memory, blocks' shares come before the
 //! sums over keys and distances, which lists that means decide for do not have at all.
 
-use crate::kernels::rows::blocks::OnlyLists;
-use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
-use crate::kernels::selection::line_sizes::LineSizes;
-use crate::kernels::selection::line_weights::{LineWeights, RUN};
+use crate::kernels::rows::blocks::{Beside, Blocked, OnlyLists, RowBlocks, block_means};
+use crate::kernels::selection::line_weights::{LineSizes, LineWeights, RUN};
 use crate::kernels::selection::lines::line_sums;
 use crate::kernels::selection::means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
 use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept};

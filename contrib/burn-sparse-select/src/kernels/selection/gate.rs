@@ -1,5 +1,6 @@
 //! The blocks that single queries choose by the means of their keys, where tensor cores have all of a query's products in one tile: queries pick there
 //! (`linear/highest.rs`), and no product is in memory. A mean counts as two numbers of the queries' type, whose sum it is but for 2⁻¹⁶ or so of it.
+//! Also the highest product of each row with every so many rows of another matrix ([`RunMaxima`]).
 
 use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use crate::kernels::selection::UNITS;

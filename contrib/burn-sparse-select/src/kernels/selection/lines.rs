@@ -13,8 +13,9 @@
 
 use std::fmt;
 
-use crate::kernels::selection::line_sizes::{LineSizes, Lines, PART, PART_NUMBERS, seen};
-use crate::kernels::selection::line_weights::{LineWeights, product_of_sums};
+use crate::kernels::selection::line_weights::{
+    LineSizes, LineWeights, Lines, PART, PART_NUMBERS, product_of_sums, seen,
+};
 use crate::kernels::selection::products::{RowsView, pitch, products};
 use crate::kernels::selection::{NUMBERS, UNITS, across_cube};
 use blocksparse_cubecl::prelude::*;

@@ -241,6 +241,13 @@ pub struct AlikeScores {
 
 /// The softmax of products of means over the blocks that rows see, `[lists, rows, blocks]`, as [`softmax_of_seen`] has it with the likenesses of blocks. `q` is
 /// contiguous `[lists, queries, width]`, `k` `[kv lists, keys, width]`.
+///
+/// ```text
+/// means of all keys      if keys are taken less those                       two launches
+/// means and likenesses   of blocks of keys and of queries, each read once   a cube a block
+/// products of means
+/// their softmax          +∞ where a block is not alike                      a plane a row
+/// ```
 pub fn alike_scores(
     client: &Client,
     element: ElemType,

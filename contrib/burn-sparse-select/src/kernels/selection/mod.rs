@@ -4,11 +4,8 @@
 //! products      rows times rows: on tensor cores, or in f32
 //! groups        sums over antidiagonals: groups of rows, the softmax of their products, its sums by blocks
 //! lines         the attention of the last queries, summed over keys and over distances
-//! line_sizes    which queries those are, and what they see
 //! line_weights  the same without products in memory, where tensor cores make them twice
-//! digits        of a number that is looked for, four bits at a time
 //! threshold     of each line of numbers the least that is kept: so many, or a share of the whole
-//! threshold_parts  the same of a few lines that are very long, by several cubes each
 //! touched       blocks in which something is kept
 //! flex          those, or the highest by means, as a head's last queries say
 //! gate          the blocks that single queries choose by means, in the products, and the highest products of rows with those of blocks, which are written alone
@@ -21,18 +18,15 @@
 //! order, so the same input gives the same bits on a device.
 
 mod compressed;
-mod digits;
 mod flex;
 mod gate;
 mod groups;
 pub(crate) mod highest;
-mod line_sizes;
 mod line_weights;
 mod lines;
 mod means;
 mod products;
 mod threshold;
-mod threshold_parts;
 mod touched;
 
 use cubecl::ir::features::Plane;
@@ -47,7 +41,7 @@ pub use compressed::{
 pub use flex::{FlexLimits, FlexTensors, flex_blocks};
 pub use gate::{GateSizes, MOST_RUN, RunMaxima, query_picks};
 pub use groups::{Antidiagonals, antidiagonal_attention_sums};
-pub use line_sizes::LineSizes;
+pub use line_weights::LineSizes;
 pub use lines::{LinesPlan, line_sums};
 pub use means::{
     AlikeScores, Likeness, MeanProducts, SeenRows, alike_scores, mean_products, softmax_of_seen,

@@ -6,12 +6,11 @@
 #![allow(clippy::collapsible_if)]
 
 use crate::kernels::indexer::gradients::IndexerGradients;
-use crate::kernels::indexer::mma::gradient_tile::{EIGHTS, GradientTile, ROWS};
 use crate::kernels::indexer::mma::loads::{
     Line, Work, copy_line, copy_queries, key_line, load_left,
 };
 use crate::kernels::indexer::mma::sums::step_of;
-use crate::kernels::indexer::mma::tile::{COLUMNS, EIGHT, UNITS};
+use crate::kernels::indexer::mma::tile::{COLUMNS, EIGHT, EIGHTS, GradientTile, ROWS, UNITS};
 use crate::kernels::indexer::pairs::{PairSizes, SharedGradient, SharedGradientLaunch, Sizes};
 use blocksparse_cubecl::arch::ptx::{
     global_address, pack, shared_address, shuffle_xor, uniform, unpack,

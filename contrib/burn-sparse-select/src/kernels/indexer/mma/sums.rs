@@ -6,9 +6,9 @@
 
 use crate::kernels::indexer::mma::loads::{Step, Work, copy_queries, load_keys};
 use crate::kernels::indexer::mma::tile::{EIGHT, SumTile, UNITS};
-use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes, key_of};
-use crate::kernels::indexer::wanted::Epilogue;
-use crate::kernels::indexer::wanted::{Ending, finished, term};
+use crate::kernels::indexer::pairs::{
+    Ending, Epilogue, PairInputs, PairSizes, Sizes, finished, key_of, term,
+};
 use blocksparse_cubecl::arch::ptx::{global_address, shared_address, shuffle_xor, uniform, unit};
 use blocksparse_cubecl::arch::sm80::{
     commit_copies, load_matrices, multiply, shared_load_pair, wait_copies_but,

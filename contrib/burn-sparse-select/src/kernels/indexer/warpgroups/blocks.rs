@@ -4,9 +4,7 @@
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
-use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes};
-use crate::kernels::indexer::wanted::Epilogue;
-use crate::kernels::indexer::wanted::{Ending, finished};
+use crate::kernels::indexer::pairs::{Ending, Epilogue, PairInputs, PairSizes, Sizes, finished};
 use crate::kernels::indexer::warpgroups::heads::{
     HeadSums, Totals, no_totals, own_key, totals_of, traded,
 };

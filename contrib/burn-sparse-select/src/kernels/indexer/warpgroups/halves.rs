@@ -4,9 +4,7 @@
 #![allow(clippy::manual_is_multiple_of)]
 
 use crate::kernels::indexer::mma::SumTile;
-use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes};
-use crate::kernels::indexer::wanted::Ending;
-use crate::kernels::indexer::wanted::Epilogue;
+use crate::kernels::indexer::pairs::{Ending, Epilogue, PairInputs, PairSizes, Sizes};
 use crate::kernels::indexer::warpgroups::heads::{HeadSums, Keys, no_totals, totals_of, write_two};
 use crate::kernels::indexer::warpgroups::order::{Order, StepOrder, Work, is_seen, run_from};
 use crate::kernels::indexer::warpgroups::{
