@@ -5,8 +5,7 @@
 //! share is a softmax of its own, and a second launch joins them.
 //!
 //! ```text
-//! tile       how a cube shares keys among units, and shuffles of theirs
-//! page_list  shares of page lists, and their pages
+//! tile       how a cube shares keys among units          page_list shares of page lists, and their pages
 //! exchange   what the lanes of a key tell each other     attend   the kernel over a share
 //! merge      the shares of a query as one softmax        append   rows written into pages
 //! mma        the kernel over a share on tensor cores      mma_tile its shape

@@ -2,7 +2,7 @@
 
 use crate::kernels::listed::mainloops::Mainloops;
 use crate::kernels::listed::request::ListedRequest;
-use crate::kernels::listed::rows::{ListTensorsLaunch, ListsLaunch};
+use crate::kernels::listed::tile::{ListTensorsLaunch, ListsLaunch};
 use blocksparse_cubecl::on_device::{BitsOfKeys, Queries, Uniting, neighbour_lists};
 use blocksparse_cubecl::prelude::*;
 

@@ -1,13 +1,16 @@
 //! What a call over lists of queries asks for, and which calls kernels take on which devices.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
+use cubecl::ir::FloatKind;
 
 use crate::kernels::listed::keys::ListShape;
 use blocksparse_cubecl::arch::sm80::Element;
-use blocksparse_cubecl::call::check_ampere;
+use blocksparse_cubecl::args::{ScoreOptions, load_width};
+use blocksparse_cubecl::call::{OutputGrads, Outputs, check_ampere};
 use blocksparse_cubecl::mma::tile::Tile;
 use blocksparse_cubecl::on_device::KeyListSizes;
+use blocksparse_cubecl::prelude::*;
+use blocksparse_cubecl::stats;
+use blocksparse_cubecl::stats::{Known, Wanted};
 use blocksparse_cubecl::tensor::{TOO_LARGE, half_of, is_u32};
 use blocksparse_cubecl::tuning::Tuning;
 
@@ -228,4 +231,34 @@ pub fn check(
         true => Ok(element),
         false => Err(TOO_LARGE),
     }
+}
+
+/// `lse · log2 e` and delta of each query: `[batch · heads, seq_q, 2]`, f32.
+pub fn stats_of(
+    client: &Client,
+    request: &ListedRequest,
+    outputs: Outputs,
+    grads: OutputGrads,
+    scale: f64,
+) -> Result<Handle, KernelError> {
+    let largest = (request.all_rows() * request.value_dim).max(grads.out.reach());
+    let known = Known {
+        client,
+        batch: request.batch,
+        heads: request.heads,
+        value_dim: request.value_dim,
+        dtypes: [request.dtype, ElemType::Float(FloatKind::F32)],
+        outputs,
+        grads,
+        options: &ScoreOptions::new(scale),
+        slopes: None,
+        width: load_width(request.dtype, &[("grad_out", grads.out)])?,
+        address: address_of(client, largest)?,
+    };
+    let wanted = Wanted {
+        pitch: request.seq_q,
+        lse_factor: std::f64::consts::LOG2_E,
+        by_class: false,
+    };
+    stats::of_queries(&known, None, wanted)
 }
