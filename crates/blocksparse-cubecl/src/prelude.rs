@@ -1,6 +1,6 @@
 //! What launchers of kernels need beside CubeCL's prelude, which is in it.
 
-pub use cubecl::ir::ElemType;
+pub use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
 pub use cubecl::prelude::*;
 pub use cubecl::server::Handle;
 

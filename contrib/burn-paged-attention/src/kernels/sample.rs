@@ -9,8 +9,6 @@
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]
 
-use cubecl::ir::FloatKind;
-
 use crate::sample_options::SampleOptions;
 use blocksparse_cubecl::limits::most_units;
 use blocksparse_cubecl::prelude::*;

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use cubecl::ir::UIntKind;
-
 use crate::kernels::paged::attend::attend;
 use crate::kernels::paged::join::{JoinedLaunch, ShareOutsLaunch};
 use crate::kernels::paged::merge::{MergeSizesLaunch, MergeTile, merge};

@@ -3,8 +3,6 @@
 // A kernel's integers have no such method.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::ir::FloatKind;
-
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
 use blocksparse::Quantization;
 use blocksparse::internal::SMALLEST;

@@ -1,7 +1,5 @@
 //! What is known of each page of keys besides the keys: bounds of their numbers, or their mean.
 
-use cubecl::ir::{FloatKind, UIntKind};
-
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
 use blocksparse::Quantization;
 use blocksparse_cubecl::limits::{most_units, vector_of};

@@ -1,7 +1,5 @@
 //! What a call over lists of queries asks for, and which calls kernels take on which devices.
 
-use cubecl::ir::FloatKind;
-
 use crate::kernels::listed::keys::ListShape;
 use blocksparse_cubecl::arch::sm80::Element;
 use blocksparse_cubecl::args::{ScoreOptions, load_width};

@@ -5,8 +5,6 @@
 
 use std::sync::Arc;
 
-use cubecl::ir::IntKind;
-
 use crate::kernels::listed::request::ListedRequest;
 use blocksparse::internal::Recent;
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, Pattern};

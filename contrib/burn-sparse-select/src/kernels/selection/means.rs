@@ -1,7 +1,5 @@
 //! The products of means of blocks of queries and of keys, and their softmax.
 
-use cubecl::ir::FloatKind;
-
 use crate::kernels::rows::blocks::{Beside, Blocked, OnlyLists, RowBlocks, block_means};
 use crate::kernels::rows::whole::whole_means;
 use crate::kernels::selection::products::{RowsView, SeenBlocks, Wanted, dots};

@@ -1,7 +1,5 @@
 //! Rows times rows, `a · bᵀ`, with results in f32.
 
-use cubecl::ir::FloatKind;
-
 use crate::kernels::rows::blocks::{OnlyLists, is_wanted, numbers_of};
 use crate::kernels::selection::UNITS;
 use blocksparse_cubecl::on_device::bits::{Grid, GridLaunch, last_position};

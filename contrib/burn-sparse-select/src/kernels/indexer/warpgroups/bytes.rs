@@ -3,7 +3,6 @@
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::ir::UIntKind;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use crate::kernels::indexer::pairs::{
