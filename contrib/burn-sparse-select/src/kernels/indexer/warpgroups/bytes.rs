@@ -82,7 +82,7 @@ impl ByteSums {
     }
 }
 
-/// As [`pair_sums`](crate::kernels::indexer::pair_sums) says, of what [`pack`](crate::kernels::indexer::pack) makes.
+/// As [`pair_sums`](crate::kernels::indexer::pair_sums) says, of what [`pack_queries`] and [`pack_keys`](crate::kernels::indexer::rounding::pack_keys) make.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sum_bytes<N: Size>(
     q: &TensorMap<u32, Tiled>,
