@@ -14,6 +14,7 @@ use crate::msa::scores::BlockScores;
 use crate::pages::page_choice::OWN;
 use crate::pages::{PageChoice, topk_pages};
 use crate::selection::check_wide_block;
+use crate::selection::estimator::EstimateGrid;
 use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::{check_options, selected_blocks_attention};
 use crate::selection::parts::{in_steps, padded};
@@ -174,24 +175,21 @@ impl Msa {
     ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
         check_options(&options)?;
         let near = self.near_layout(q.dims(), k.dims()[2])?;
-        match lists {
-            None => SparseAttentionCall::new(q, k, v, &near)
-                .options(options)
-                .run_with_lse(),
-            Some(lists) => {
-                OpError::expect_same("lists' block", self.block, "that of msa", lists.block)?;
-                if self.sees_all(k.dims()[2]) {
-                    let expected = "none where there are at most keep blocks";
-                    return Err(OpError::argument("lists", expected, "some"));
-                }
-                let [batch, heads, seq_q, head_dim] = q.dims();
-                let widest = head_dim.max(v.dims()[3]);
-                let together = (TOGETHER / (batch * heads * widest)).max(self.block);
-                match together < seq_q {
-                    false => selected_blocks_attention(q, k, v, &near, lists, options),
-                    true => self.attention_in_parts([q, k, v], &lists, &options, together),
-                }
-            }
+        let Some(lists) = lists else {
+            let call = SparseAttentionCall::new(q, k, v, &near);
+            return call.options(options).run_with_lse();
+        };
+        OpError::expect_same("lists' block", self.block, "that of msa", lists.block)?;
+        if self.sees_all(k.dims()[2]) {
+            let expected = "none where there are at most keep blocks";
+            return Err(OpError::argument("lists", expected, "some"));
+        }
+        let [batch, heads, seq_q, head_dim] = q.dims();
+        let widest = head_dim.max(v.dims()[3]);
+        let together = (TOGETHER / (batch * heads * widest)).max(self.block);
+        match together < seq_q {
+            false => selected_blocks_attention(q, k, v, &near, lists, options),
+            true => self.attention_in_parts([q, k, v], &lists, &options, together),
         }
     }
 
@@ -241,13 +239,7 @@ impl Msa {
     }
 
     fn grid(&self, seq_q: usize, seq_kv: usize) -> ScoreGrid {
-        ScoreGrid {
-            query_rows: 1,
-            block: self.block,
-            seq_q,
-            seq_kv,
-            causal: true,
-        }
+        EstimateGrid::by_query(self.block).of([seq_q, seq_kv], true)
     }
 
     /// Returns the same choice over pages of `page` tokens: [`keep`](Self::keep) blocks.

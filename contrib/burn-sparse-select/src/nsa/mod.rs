@@ -441,21 +441,13 @@ impl Call {
         let of_them = "the blocks of so many keys that are compressed";
         OpError::expect_same("compressed keys", entries, of_them, got)?;
         let [of_window, _] = &keys_values.window;
-        OpError::expect_same(
-            "window's keys",
-            seq_kv,
-            "the selected ones",
-            of_window.dims()[2],
-        )?;
+        let got = of_window.dims()[2];
+        OpError::expect_same("window's keys", seq_kv, "the selected ones", got)?;
         let width = v.dims()[3];
         let others = keys_values.compressed.iter().chain([&keys_values.window]);
         for [_, v] in others {
-            OpError::expect_same(
-                "value_dim of a branch",
-                width,
-                "the selected one's",
-                v.dims()[3],
-            )?;
+            let got = v.dims()[3];
+            OpError::expect_same("value_dim of a branch", width, "the selected one's", got)?;
         }
         Ok(Self {
             heads,

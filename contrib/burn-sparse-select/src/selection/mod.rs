@@ -33,7 +33,7 @@ pub mod token_sparse;
 pub mod top_k;
 
 mod antidiagonal;
-mod by_query;
+pub(crate) mod by_query;
 #[cfg(feature = "cube")]
 mod estimates;
 pub mod estimator;

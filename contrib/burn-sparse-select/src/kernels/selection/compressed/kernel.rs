@@ -98,11 +98,8 @@ pub fn compressed_attention_sums(
     };
     let chooses = matches!(wanted, Wanted::Choice { .. });
     if most > MOST {
-        return Err(KernelError::limit(
-            "blocks that a query chooses",
-            MOST as u32,
-            most,
-        ));
+        let what = "blocks that a query chooses";
+        return Err(KernelError::limit(what, MOST as u32, most));
     }
     let shape = &plan.shape;
     let (lists, entries, blocks) = (shape.lists(), shape.entries(), shape.chosen_from());
