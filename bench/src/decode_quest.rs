@@ -7,8 +7,8 @@ use burn_paged_attention::internal::kernels::{
     AppendShape, PageScoreBuffers, PageScoreShape, PagedPlan, StoredKeys, page_scores,
     summarize_pages,
 };
-use burn_sparse_select::PageSummary;
 use burn_sparse_select::kernels::rows::{TopKPagesShape, topk_pages};
+use burn_sparse_select::{Always, PageSummary};
 use cubecl::server::Handle;
 
 use super::{Bench, HEADS, Part, Shape};
@@ -116,7 +116,17 @@ impl Bench {
             let factor = kv_heads as f64 / heads as f64;
             page_scores(&client, &scored, &buffers, factor)
         };
-        let highest = TopKPagesShape::new([batch, kv_heads], [1, of.entries], PAGE, [1, keep]);
+        let highest = TopKPagesShape {
+            batch,
+            kv_heads,
+            tables: 1,
+            entries: of.entries,
+            page: PAGE,
+            block: 1,
+            chosen: keep - 1,
+            kept: keep,
+            forced: Always { first: 0, local: 1 },
+        };
         let pick = || topk_pages(&client, &highest, &scores, &dense.spans, &selected);
 
         println!("{name}, pages of {PAGE}");

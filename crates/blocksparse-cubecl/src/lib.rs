@@ -23,7 +23,7 @@
 //! choice     AttentionPlan                                    on_device  launch plans made there
 //! tuning     what environment variables say                   shared     what kernels of several tiers share
 //! forward, backward, attention_sums                           simt, mma, hopper: the tiers
-//! primitives radix select
+//! primitives radix select                                    prelude    what launchers import
 //! ```
 //!
 //! [`rows`] are rows by an index and merges by lse. Kernels of training ops, of pages and of choices by content stand in the crates of those, on the
@@ -60,6 +60,8 @@ pub mod mma;
 #[doc(hidden)]
 pub mod on_device;
 mod pass;
+#[doc(hidden)]
+pub mod prelude;
 #[doc(hidden)]
 pub mod primitives;
 pub mod recording;

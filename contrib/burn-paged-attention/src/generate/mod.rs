@@ -185,6 +185,13 @@ pub struct GenerateOutput {
     pub accepted: usize,
 }
 
+/// What writes texts.
+struct Writer<'a> {
+    options: &'a GenerateOptions,
+    on_token: &'a mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
+    pool: KvPool,
+}
+
 /// A text that is being written.
 struct Text {
     prompt: usize,
@@ -233,19 +240,13 @@ impl Text {
     }
 
     /// Takes the next token; a text that ends leaves the pool.
-    fn next(
-        &mut self,
-        token: Option<u32>,
-        options: &GenerateOptions,
-        on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
-        pool: &mut KvPool,
-    ) -> Result<(), PoolError> {
-        self.push(token, options);
-        self.give(options, on_token);
+    fn next(&mut self, token: Option<u32>, writer: &mut Writer) -> Result<(), PoolError> {
+        self.push(token, writer.options);
+        self.give(writer);
         if self.reason.is_some()
             && let Some(id) = self.sequence.take()
         {
-            pool.leave(id)?;
+            writer.pool.leave(id)?;
         }
         Ok(())
     }
@@ -268,13 +269,11 @@ impl Text {
         &mut self,
         draft: &[u32],
         drawn: &[Option<u32>],
-        options: &GenerateOptions,
-        on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
-        pool: &mut KvPool,
+        writer: &mut Writer,
     ) -> Result<(), PoolError> {
         let mut accepted = 0;
         for &token in drawn {
-            self.next(token, options, on_token, pool)?;
+            self.next(token, writer)?;
             if self.reason.is_some() || self.tokens.last() != draft.get(accepted) {
                 break;
             }
@@ -282,6 +281,7 @@ impl Text {
         }
         self.drafted += draft.len();
         self.accepted += accepted;
+        let pool = &mut writer.pool;
         match self.sequence {
             Some(id) if accepted < draft.len() => {
                 pool.truncate(id, pool.len(id)? - (draft.len() - accepted))
@@ -291,13 +291,9 @@ impl Text {
     }
 
     /// Gives the caller what is certain to belong to the text.
-    fn give(
-        &mut self,
-        options: &GenerateOptions,
-        on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
-    ) {
+    fn give(&mut self, writer: &mut Writer) {
         let held = match self.reason {
-            None => held_back(&self.tokens, &options.stop),
+            None => held_back(&self.tokens, &writer.options.stop),
             Some(_) => 0,
         };
         while self.given < self.tokens.len() - held {
@@ -307,7 +303,7 @@ impl Text {
                 token: self.tokens[self.given],
             };
             self.given += 1;
-            if on_token(step).is_break() {
+            if (writer.on_token)(step).is_break() {
                 self.tokens.truncate(self.given);
                 self.reason = Some(FinishReason::Caller);
                 return;
@@ -397,9 +393,13 @@ pub fn generate<M: Decoder>(
     });
     let mut texts: Vec<Text> = texts.collect();
     if options.max_new > 0 && !texts.is_empty() {
-        let mut pool = model.new_pool(&options.pool(prompts, context))?;
-        read_prompts(model, prompts, &mut texts, options, on_token, &mut pool)?;
-        continue_texts(model, &mut texts, options, on_token, &mut pool)?;
+        let mut writer = Writer {
+            options,
+            on_token,
+            pool: model.new_pool(&options.pool(prompts, context))?,
+        };
+        read_prompts(model, prompts, &mut texts, &mut writer)?;
+        continue_texts(model, &mut texts, &mut writer)?;
     }
     let ended = texts.into_iter().map(|text| GenerateOutput {
         tokens: text.tokens,
@@ -415,9 +415,7 @@ fn read_prompts<M: Decoder>(
     model: &M,
     prompts: &[Vec<u32>],
     texts: &mut [Text],
-    options: &GenerateOptions,
-    on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
-    pool: &mut KvPool,
+    writer: &mut Writer,
 ) -> Result<(), PoolError> {
     let mut order: Vec<usize> = (0..texts.len()).collect();
     order.sort_by_key(|&text| Reverse(prompts[text].len()));
@@ -427,22 +425,18 @@ fn read_prompts<M: Decoder>(
         let count = rest.partition_point(|&text| 2 * prompts[text].len() >= most);
         let (group, shorter) = rest.split_at(count);
         rest = shorter;
-        let mut steps = Vec::with_capacity(count);
-        let mut tokens = Vec::with_capacity(count * most);
+        let (mut steps, mut read) = (Vec::with_capacity(count), Vec::with_capacity(count));
         for &text in group {
-            let id = pool.join()?;
+            let id = writer.pool.join()?;
             texts[text].sequence = Some(id);
-            let prompt = &prompts[text];
-            steps.push(KvStep::new(id, prompt.len()));
-            tokens.extend(prompt);
-            tokens.extend(std::iter::repeat_n(0, most - prompt.len()));
+            steps.push(KvStep::new(id, prompts[text].len()));
+            read.push(&prompts[text]);
         }
-        let ids = ids(model, &tokens, steps.len());
-        let logits = model.next_logits(ids, &steps, pool)?;
+        let logits = model.next_logits(ids(model, &read, most), &steps, &mut writer.pool)?;
         let rows: Vec<Row> = group.iter().map(|&text| (&texts[text], &[][..])).collect();
-        let drawn = draw(logits, &rows, &options.sampling)?;
+        let drawn = draw(logits, &rows, &writer.options.sampling)?;
         for (&text, token) in group.iter().zip(drawn) {
-            texts[text].next(token, options, on_token, pool)?;
+            texts[text].next(token, writer)?;
         }
     }
     Ok(())
@@ -452,9 +446,7 @@ fn read_prompts<M: Decoder>(
 fn continue_texts<M: Decoder>(
     model: &M,
     texts: &mut [Text],
-    options: &GenerateOptions,
-    on_token: &mut dyn FnMut(GenerateStep) -> ControlFlow<()>,
-    pool: &mut KvPool,
+    writer: &mut Writer,
 ) -> Result<(), PoolError> {
     loop {
         let (mut steps, mut read, mut going_on) = (Vec::new(), Vec::new(), Vec::new());
@@ -462,13 +454,13 @@ fn continue_texts<M: Decoder>(
             let Some((id, &token)) = text.sequence.zip(text.tokens.last()) else {
                 continue;
             };
-            let (len, context) = (pool.len(id)?, context_of(model));
+            let (len, context) = (writer.pool.len(id)?, context_of(model));
             if len == context {
                 text.end(FinishReason::Context);
-                text.give(options, on_token);
+                text.give(writer);
                 continue;
             }
-            let draft = text.draft(options, len, context);
+            let draft = text.draft(writer.options, len, context);
             steps.push(KvStep::new(id, 1 + draft.len()));
             read.push([vec![token], draft].concat());
             going_on.push(text);
@@ -477,16 +469,11 @@ fn continue_texts<M: Decoder>(
             return Ok(());
         }
         let seq = read.iter().map(Vec::len).max().unwrap_or(1);
-        let mut tokens = Vec::with_capacity(read.len() * seq);
-        for read in &read {
-            tokens.extend(read);
-            tokens.extend(std::iter::repeat_n(0, seq - read.len()));
-        }
-        let ids = ids(model, &tokens, steps.len());
+        let ids = ids(model, &read.iter().collect::<Vec<_>>(), seq);
         let logits = match seq {
-            1 => model.next_logits(ids, &steps, pool)?,
+            1 => model.next_logits(ids, &steps, &mut writer.pool)?,
             _ => {
-                let logits = model.try_forward_pool(ids, &steps, pool)?;
+                let logits = model.try_forward_pool(ids, &steps, &mut writer.pool)?;
                 let [batch, seq, vocab] = logits.dims();
                 logits.reshape([batch * seq, vocab])
             }
@@ -497,10 +484,14 @@ fn continue_texts<M: Decoder>(
             let text: &Text = text;
             (0..seq).map(move |row| (text, &read[1..read.len().min(row + 1)]))
         });
-        let drawn = draw(logits, &rows.collect::<Vec<Row>>(), &options.sampling)?;
+        let drawn = draw(
+            logits,
+            &rows.collect::<Vec<Row>>(),
+            &writer.options.sampling,
+        )?;
         let drawn = drawn.chunks(seq).zip(&read);
         for (text, (drawn, read)) in going_on.into_iter().zip(drawn) {
-            text.check(&read[1..], &drawn[..read.len()], options, on_token, pool)?;
+            text.check(&read[1..], &drawn[..read.len()], writer)?;
         }
     }
 }
@@ -540,9 +531,14 @@ fn draw(
         .collect())
 }
 
-fn ids<M: Decoder>(model: &M, tokens: &[u32], batch: usize) -> Tensor<2, Int> {
-    let ids: Vec<i64> = tokens.iter().map(|&token| token.into()).collect();
-    let data = TensorData::new(ids, [batch, tokens.len() / batch]);
+/// Tokens of rows, with zeros after those of shorter ones.
+fn ids<M: Decoder>(model: &M, rows: &[&Vec<u32>], seq: usize) -> Tensor<2, Int> {
+    let mut ids: Vec<i64> = Vec::with_capacity(rows.len() * seq);
+    for (row, tokens) in rows.iter().enumerate() {
+        ids.extend(tokens.iter().map(|&token| i64::from(token)));
+        ids.resize((row + 1) * seq, 0);
+    }
+    let data = TensorData::new(ids, [rows.len(), seq]);
     Tensor::from_data(data, &device_of(model))
 }
 

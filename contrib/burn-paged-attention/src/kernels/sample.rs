@@ -9,14 +9,9 @@
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]
 
-use cubecl::ir::{ElemType, FloatKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::sample_options::SampleOptions;
-use blocksparse_cubecl::args::{address_of, buffer, optional};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::most_units;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::order_key::{INFINITE, number};
 use blocksparse_cubecl::shared::row_tile::{
     Combine, Pair, RowTile, across_lanes, pair_across_lanes, pair_shared,

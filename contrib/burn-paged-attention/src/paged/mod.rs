@@ -13,7 +13,7 @@ pub use blocksparse::Quantization;
 
 use burn::backend::{Dispatch, DispatchTensor};
 use burn::tensor::kind::Autodiff;
-use burn::tensor::{DType, Device, Int, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 
 use crate::paged::ops::PagedOps;
 use burn_blocksparse::OpError;
@@ -23,7 +23,7 @@ use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::internal::op_plan::OpPlan;
 pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
 pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};
-use values::{AppendInputs, PagedCall, PagedInputs, SumsInputs};
+use values::{PagedCall, PagedInputs, SumsInputs};
 
 /// Output of [`paged_attention`].
 #[derive(Clone, Debug)]
@@ -163,29 +163,10 @@ pub fn append_rows(
     v: Tensor<4>,
     slots: Tensor<3, Int>,
 ) -> Result<(Tensor<3>, Tensor<3>), OpError> {
-    served(&keys.device())?;
-    check_pages(&keys, &values)?;
-    let [pages, _, width] = keys.dims();
-    let widths = [width, values.dims()[2]];
-    check_append(pages, widths, &k, &v, &slots, &keys.device())?;
-    for (argument, dtype) in [("k's dtype", k.dtype()), ("v's dtype", v.dtype())] {
-        OpError::expect_same(argument, keys.dtype(), "the keys'", dtype)?;
-    }
-    match append(PagedStore::Plain { keys, values }, [k, v], slots) {
+    match (PagedStore::Plain { keys, values }).append(k, v, slots)? {
         PagedStore::Plain { keys, values } => Ok((keys, values)),
         PagedStore::Quantized(_) => unreachable!("pages stay as they are stored"),
     }
-}
-
-/// Writes rows that were checked.
-fn append(store: PagedStore, [k, v]: [Tensor<4>; 2], slots: Tensor<3, Int>) -> PagedStore {
-    let inputs = AppendInputs {
-        pages: store.stored(),
-        k: inner(k),
-        v: inner(v),
-        slots: inner(slots),
-    };
-    <Dispatch as PagedOps>::append(inputs).into()
 }
 
 /// Numbers written at places of a row of others, which is handed over; negative ones are left out.
@@ -229,35 +210,6 @@ impl PagedOptions {
             fixed_split: self.fixed_split,
         }
     }
-}
-
-/// Rows that are to be written into pages on a device.
-fn check_append(
-    pages: usize,
-    [width, value_width]: [usize; 2],
-    k: &Tensor<4>,
-    v: &Tensor<4>,
-    slots: &Tensor<3, Int>,
-    device: &Device,
-) -> Result<(), OpError> {
-    let [batch, kv_heads, rows, _] = k.dims();
-    let expected = [batch, kv_heads, rows, width];
-    OpError::expect_same("k's shape", expected, "of the keys' width", k.dims())?;
-    let expected = [batch, kv_heads, rows, value_width];
-    OpError::expect_same("v's shape", expected, "k's, of the values' width", v.dims())?;
-    let tables = slots.dims()[1];
-    check_heads("slots' heads", tables, kv_heads)?;
-    check_shared(pages, kv_heads, tables)?;
-    let expected = [batch, tables, rows];
-    OpError::expect_same("slots' shape", expected, "k's rows", slots.dims())?;
-    for (argument, other) in [
-        ("k's device", k.device()),
-        ("v's device", v.device()),
-        ("slots' device", slots.device()),
-    ] {
-        same_device(argument, device, "the keys'", &other)?;
-    }
-    Ok(())
 }
 
 /// Pages as keys and values of the same slots.
@@ -339,12 +291,9 @@ fn check(q: &Tensor<4>, pages: &PagedKeysValues, options: &PagedOptions) -> Resu
         counters,
     } = pages;
     let kv_heads = *kv_heads;
-    match store {
-        PagedStore::Plain { keys, values } => {
-            check_pages(keys, values)?;
-            OpError::expect_same("keys' dtype", q.dtype(), "q's", keys.dtype())?;
-        }
-        PagedStore::Quantized(pages) => pages.check()?,
+    store.check()?;
+    if let PagedStore::Plain { keys, .. } = store {
+        OpError::expect_same("keys' dtype", q.dtype(), "q's", keys.dtype())?;
     }
     let [batch, heads, rows, q_width] = q.dims();
     let [page_count, page] = store.pages();

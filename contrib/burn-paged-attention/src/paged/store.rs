@@ -5,8 +5,9 @@ use burn::backend::Dispatch;
 use burn::tensor::kind::Basic;
 use burn::tensor::{DType, Device, Int, Tensor};
 
-use crate::paged::values::{PackedRows, StoredPages, StoredRows};
-use crate::paged::{append, check_append, check_page_sizes, inner, reference};
+use crate::paged::ops::PagedOps;
+use crate::paged::values::{AppendInputs, PackedRows, StoredPages, StoredRows};
+use crate::paged::{check_heads, check_page_sizes, check_pages, check_shared, inner, reference};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
@@ -43,34 +44,13 @@ pub struct QuantizedPages {
     pub value_scales: Tensor<2>,
 }
 
-impl PagedStore {
-    /// The same with a page for each slot: slot `s` of page `p` is page `p · P + s`.
-    #[must_use]
-    pub fn by_slots(self) -> Self {
-        fn apart<K: Basic>(rows: Tensor<3, K>) -> Tensor<3, K> {
-            let [pages, page, width] = rows.dims();
-            rows.reshape([pages * page, 1, width])
-        }
-        match self {
-            Self::Plain { keys, values } => Self::Plain {
-                keys: apart(keys),
-                values: apart(values),
-            },
-            Self::Quantized(pages) => {
-                let scales = |scales: Tensor<2>| {
-                    let [pages, page] = scales.dims();
-                    scales.reshape([pages * page, 1])
-                };
-                Self::Quantized(QuantizedPages {
-                    quantization: pages.quantization,
-                    keys: apart(pages.keys),
-                    values: apart(pages.values),
-                    key_scales: scales(pages.key_scales),
-                    value_scales: scales(pages.value_scales),
-                })
-            }
-        }
-    }
+/// Keys, or values, of a [`PagedStore`].
+#[derive(Clone, Debug)]
+#[allow(clippy::large_enum_variant)]
+pub enum Rows {
+    Plain(Tensor<3>),
+    /// Words and scales.
+    Packed(Quantization, Tensor<3, Int>, Tensor<2>),
 }
 
 impl QuantizedPages {
@@ -110,18 +90,8 @@ impl QuantizedPages {
     /// # Errors
     /// As [`dequantize`].
     pub fn dequantize(&self) -> Result<[Tensor<3>; 2], OpError> {
-        let [pages, page, _] = self.keys.dims();
-        let rows = |words: &Tensor<3, Int>, scales: &Tensor<2>| {
-            let [_, _, width] = words.dims();
-            let words = words.clone().reshape([pages * page, width]);
-            let scales = scales.clone().reshape([pages * page]);
-            let numbers = dequantize(self.quantization, words, scales)?;
-            Ok::<_, OpError>(numbers.reshape([pages, page, 4 * width]))
-        };
-        Ok([
-            rows(&self.keys, &self.key_scales)?,
-            rows(&self.values, &self.value_scales)?,
-        ])
+        let [keys, values] = PagedStore::Quantized(self.clone()).rows();
+        Ok([keys.numbers()?, values.numbers()?])
     }
 
     pub fn check(&self) -> Result<(), OpError> {
@@ -189,47 +159,177 @@ impl PagedStore {
         }
     }
 
-    pub fn stored(self) -> StoredPages<Dispatch> {
-        let plain = |rows: Tensor<3>| StoredRows::Plain(inner(rows));
+    /// The same with a page for each slot: slot `s` of page `p` is page `p · P + s`.
+    #[must_use]
+    pub fn by_slots(self) -> Self {
+        self.rows().map(Rows::by_slots).into()
+    }
+
+    pub(crate) fn rows(self) -> [Rows; 2] {
         match self {
-            Self::Plain { keys, values } => StoredPages {
-                keys: plain(keys),
-                values: plain(values),
-            },
-            Self::Quantized(pages) => {
-                let packed = |words: Tensor<3, Int>, scales: Tensor<2>| {
-                    StoredRows::Packed(PackedRows {
-                        quantization: pages.quantization,
-                        words: inner(words),
-                        scales: inner(scales),
-                    })
-                };
-                StoredPages {
-                    keys: packed(pages.keys, pages.key_scales),
-                    values: packed(pages.values, pages.value_scales),
-                }
+            Self::Plain { keys, values } => [keys, values].map(Rows::Plain),
+            Self::Quantized(pages) => [
+                Rows::Packed(pages.quantization, pages.keys, pages.key_scales),
+                Rows::Packed(pages.quantization, pages.values, pages.value_scales),
+            ],
+        }
+    }
+
+    /// Writes rows as [`append_rows`](crate::paged::append_rows) and [`append_quantized`] do.
+    pub(crate) fn append(
+        self,
+        k: Tensor<4>,
+        v: Tensor<4>,
+        slots: Tensor<3, Int>,
+    ) -> Result<Self, OpError> {
+        self.check_append(&k, &v, &slots)?;
+        let inputs = AppendInputs {
+            pages: self.stored(),
+            k: inner(k),
+            v: inner(v),
+            slots: inner(slots),
+        };
+        Ok(<Dispatch as PagedOps>::append(inputs).into())
+    }
+
+    pub(crate) fn check(&self) -> Result<(), OpError> {
+        match self {
+            Self::Plain { keys, values } => check_pages(keys, values),
+            Self::Quantized(pages) => pages.check(),
+        }
+    }
+
+    fn check_append(
+        &self,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        slots: &Tensor<3, Int>,
+    ) -> Result<(), OpError> {
+        let device = self.device();
+        served(&device)?;
+        self.check()?;
+        let ([pages, _], [width, value_width]) = (self.pages(), self.widths());
+        let [batch, kv_heads, rows, _] = k.dims();
+        let expected = [batch, kv_heads, rows, width];
+        OpError::expect_same("k's shape", expected, "of the keys' width", k.dims())?;
+        let expected = [batch, kv_heads, rows, value_width];
+        OpError::expect_same("v's shape", expected, "k's, of the values' width", v.dims())?;
+        let tables = slots.dims()[1];
+        check_heads("slots' heads", tables, kv_heads)?;
+        check_shared(pages, kv_heads, tables)?;
+        let expected = [batch, tables, rows];
+        OpError::expect_same("slots' shape", expected, "k's rows", slots.dims())?;
+        for (argument, other) in [
+            ("k's device", k.device()),
+            ("v's device", v.device()),
+            ("slots' device", slots.device()),
+        ] {
+            same_device(argument, &device, "the keys'", &other)?;
+        }
+        match self {
+            Self::Plain { keys, .. } => {
+                OpError::expect_same("k's dtype", keys.dtype(), "the keys'", k.dtype())?;
+                OpError::expect_same("v's dtype", keys.dtype(), "the keys'", v.dtype())
             }
+            Self::Quantized(_) => OpError::expect_same("v's dtype", k.dtype(), "k's", v.dtype()),
+        }
+    }
+
+    pub fn stored(self) -> StoredPages<Dispatch> {
+        let [keys, values] = self.rows().map(Rows::stored);
+        StoredPages { keys, values }
+    }
+}
+
+impl From<[Rows; 2]> for PagedStore {
+    fn from(rows: [Rows; 2]) -> Self {
+        match rows {
+            [Rows::Plain(keys), Rows::Plain(values)] => Self::Plain { keys, values },
+            [
+                Rows::Packed(quantization, keys, key_scales),
+                Rows::Packed(_, values, value_scales),
+            ] => Self::Quantized(QuantizedPages {
+                quantization,
+                keys,
+                values,
+                key_scales,
+                value_scales,
+            }),
+            _ => unreachable!("keys and values are stored alike"),
         }
     }
 }
 
 impl From<StoredPages<Dispatch>> for PagedStore {
     fn from(pages: StoredPages<Dispatch>) -> Self {
-        match (pages.keys, pages.values) {
-            (StoredRows::Plain(keys), StoredRows::Plain(values)) => Self::Plain {
-                keys: Tensor::from_dispatch(keys),
-                values: Tensor::from_dispatch(values),
-            },
-            (StoredRows::Packed(keys), StoredRows::Packed(values)) => {
-                Self::Quantized(QuantizedPages {
-                    quantization: keys.quantization,
-                    keys: Tensor::from_dispatch(keys.words),
-                    values: Tensor::from_dispatch(values.words),
-                    key_scales: Tensor::from_dispatch(keys.scales),
-                    value_scales: Tensor::from_dispatch(values.scales),
-                })
+        let rows = |rows| match rows {
+            StoredRows::Plain(rows) => Rows::Plain(Tensor::from_dispatch(rows)),
+            StoredRows::Packed(rows) => Rows::Packed(
+                rows.quantization,
+                Tensor::from_dispatch(rows.words),
+                Tensor::from_dispatch(rows.scales),
+            ),
+        };
+        [pages.keys, pages.values].map(rows).into()
+    }
+}
+
+impl Rows {
+    /// As if each slot were a page.
+    pub fn by_slots(self) -> Self {
+        fn apart<K: Basic>(rows: Tensor<3, K>) -> Tensor<3, K> {
+            let [pages, page, width] = rows.dims();
+            rows.reshape([pages * page, 1, width])
+        }
+        self.map(apart, apart, |scales| {
+            let [pages, page] = scales.dims();
+            scales.reshape([pages * page, 1])
+        })
+    }
+
+    /// Some of the pages.
+    pub fn select(self, pages: &Tensor<1, Int>) -> Self {
+        self.map(
+            |rows| rows.select(0, pages.clone()),
+            |words| words.select(0, pages.clone()),
+            |scales| scales.select(0, pages.clone()),
+        )
+    }
+
+    /// What is made of floats, or of words and scales.
+    pub fn map(
+        self,
+        plain: impl FnOnce(Tensor<3>) -> Tensor<3>,
+        of_words: impl FnOnce(Tensor<3, Int>) -> Tensor<3, Int>,
+        of_scales: impl FnOnce(Tensor<2>) -> Tensor<2>,
+    ) -> Self {
+        match self {
+            Self::Plain(rows) => Self::Plain(plain(rows)),
+            Self::Packed(of, words, scales) => Self::Packed(of, of_words(words), of_scales(scales)),
+        }
+    }
+
+    /// The elements `[pages, P, width]`.
+    pub fn numbers(self) -> Result<Tensor<3>, OpError> {
+        match self {
+            Self::Plain(rows) => Ok(rows),
+            Self::Packed(of, words, scales) => {
+                let [pages, page, width] = words.dims();
+                let (words, scales) = (words.flatten(0, 1), scales.flatten(0, 1));
+                let numbers = dequantize(of, words, scales)?;
+                Ok(numbers.reshape([pages, page, 4 * width]))
             }
-            _ => unreachable!("keys and values are stored alike"),
+        }
+    }
+
+    fn stored(self) -> StoredRows<Dispatch> {
+        match self {
+            Self::Plain(rows) => StoredRows::Plain(inner(rows)),
+            Self::Packed(quantization, words, scales) => StoredRows::Packed(PackedRows {
+                quantization,
+                words: inner(words),
+                scales: inner(scales),
+            }),
         }
     }
 }
@@ -261,19 +361,7 @@ pub fn append_quantized(
     v: Tensor<4>,
     slots: Tensor<3, Int>,
 ) -> Result<QuantizedPages, OpError> {
-    let device = pages.keys.device();
-    served(&device)?;
-    pages.check()?;
-    check_append(
-        pages.keys.dims()[0],
-        pages.widths(),
-        &k,
-        &v,
-        &slots,
-        &device,
-    )?;
-    OpError::expect_same("v's dtype", k.dtype(), "k's", v.dtype())?;
-    match append(PagedStore::Quantized(pages), [k, v], slots) {
+    match PagedStore::Quantized(pages).append(k, v, slots)? {
         PagedStore::Quantized(pages) => Ok(pages),
         PagedStore::Plain { .. } => unreachable!("pages stay as they are stored"),
     }

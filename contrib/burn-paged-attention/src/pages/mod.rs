@@ -42,7 +42,6 @@ mod retain;
 mod saved;
 mod sequence;
 mod tables;
-mod usage;
 mod verify;
 mod writes;
 
@@ -53,11 +52,10 @@ pub use eviction::{
     EvictionBudget, EvictionConfig, EvictionScore, ScoreSmoothing, adaptive, best, pooled_votes,
     pyramid_budgets,
 };
-pub use pool::{PagePool, SequenceId};
+pub use pool::{PagePool, SequenceId, Usage};
 pub use retain::Retained;
 pub use saved::SavedSequence;
 pub use tables::Tables;
-pub use usage::Usage;
 pub use writes::{PageCopy, Slot, SlotKey, TableChange, Writes};
 
 /// The last query of a key that always has a later one.

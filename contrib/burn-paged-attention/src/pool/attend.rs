@@ -8,8 +8,8 @@ use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::decoder::Positions;
 use burn_sparse_transformer::internal::rotate_back;
 
+use super::choice::Shared;
 use super::layer::Layer;
-use super::shared::Shared;
 use super::step::{Gathered, PageLists, Road};
 use super::store::{Store, as_stored, lost};
 use super::{KvPool, Step, watch};

@@ -6,9 +6,10 @@ use burn_blocksparse::graph::StaticInput;
 use burn_sparse_select::PageSummary;
 use burn_sparse_transformer::TransformerError;
 
+use crate::paged::store::Rows;
 use crate::pages::PageCopy;
 use crate::summaries::{PageSummaries, summarize_stored};
-use crate::{PagedStore, Quantization, QuantizedPages, append_quantized, append_rows, dequantize};
+use crate::{PagedStore, Quantization, QuantizedPages};
 
 /// How a pool stores numbers, once it is known of which model.
 #[derive(Clone, Copy, Debug)]
@@ -72,6 +73,16 @@ impl Copies {
             heads,
         })
     }
+
+    /// The copies of pages, as they are.
+    fn copied<const D: usize, K: Basic>(&self, mut pages: Tensor<D, K>) -> Tensor<D, K> {
+        let rows = pages.clone().select(0, self.from.clone());
+        for (copy, to) in self.to.iter().enumerate() {
+            let rows = rows.clone().narrow(0, copy * self.heads, self.heads);
+            pages = pages.slice_assign(*to..to + self.heads, rows);
+        }
+        pages
+    }
 }
 
 impl Store {
@@ -110,12 +121,12 @@ impl Store {
     pub(super) fn with_summaries(mut self, summary: PageSummary) -> Self {
         if let Some(store) = &self.pages {
             let ([pages, _], [width, _]) = (store.pages(), store.widths());
-            let (dtype, device) = match store {
-                PagedStore::Plain { keys, .. } => (dtype_of(summary, keys.dtype()), keys.device()),
+            let dtype = match store {
+                PagedStore::Plain { keys, .. } => dtype_of(summary, keys.dtype()),
                 // No eight bits hold a bound that no key is above.
-                PagedStore::Quantized(pages) => (DType::F32, pages.keys.device()),
+                PagedStore::Quantized(_) => DType::F32,
             };
-            let zeros = PageSummaries::zeros(summary, pages, width, dtype, &device);
+            let zeros = PageSummaries::zeros(summary, pages, width, dtype, &store.device());
             self.summaries = Some(zeros);
             self.summary = Some(summary);
         }
@@ -222,7 +233,7 @@ impl Store {
     /// Plain keys of slots of all pages, `[rows, d_k]`.
     pub(super) fn keys_at(&self, ids: &Tensor<1, Int>) -> Result<Tensor<2>, TransformerError> {
         match self.pages.as_ref().ok_or_else(lost)? {
-            PagedStore::Plain { keys, .. } => Ok(rows_of(keys, ids)),
+            PagedStore::Plain { keys, .. } => Ok(keys.clone().flatten(0, 1).select(0, ids.clone())),
             PagedStore::Quantized(_) => Err(lost()),
         }
     }
@@ -232,20 +243,28 @@ impl Store {
         let Some(copies) = copies else {
             return Ok(());
         };
-        let store = match self.pages.take().ok_or_else(lost)? {
+        let store = self.pages.take().ok_or_else(lost)?;
+        let store = match &store {
             PagedStore::Plain { keys, values } => {
                 let Copies { from, slots, .. } = copies;
                 let [entries, _, page_size] = slots.dims();
-                let rows = |pages: &Tensor<3>| {
+                let [k, v] = [keys, values].map(|pages| {
                     let [_, _, width] = pages.dims();
                     let shape = [entries, self.kv_heads, page_size, width];
                     pages.clone().select(0, from.clone()).reshape(shape)
-                };
-                let (k, v) = (rows(&keys), rows(&values));
-                let (keys, values) = append_rows(keys, values, k, v, slots.clone())?;
-                PagedStore::Plain { keys, values }
+                });
+                store.append(k, v, slots.clone())?
             }
-            PagedStore::Quantized(pages) => PagedStore::Quantized(copies.of_quantized(pages)),
+            PagedStore::Quantized(_) => {
+                let copied = |rows: Rows| {
+                    rows.map(
+                        |rows| copies.copied(rows),
+                        |words| copies.copied(words),
+                        |scales| copies.copied(scales),
+                    )
+                };
+                store.rows().map(copied).into()
+            }
         };
         self.pages = Some(store);
         Ok(())
@@ -268,18 +287,9 @@ impl Store {
         }
         self.copy(copies)?;
         let written = slots.clone();
-        let store = match self.pages.take().ok_or_else(lost)? {
-            PagedStore::Plain { keys, values } => {
-                let dtype = FloatDType::from(keys.dtype());
-                let (key, value) = (key.cast(dtype), value.cast(dtype));
-                let (keys, values) = append_rows(keys, values, key, value, slots)?;
-                PagedStore::Plain { keys, values }
-            }
-            PagedStore::Quantized(pages) => {
-                PagedStore::Quantized(append_quantized(pages, key, value, slots)?)
-            }
-        };
-        self.pages = Some(store);
+        let store = self.pages.take().ok_or_else(lost)?;
+        let [key, value] = [key, value].map(|rows| as_stored(rows, &store));
+        self.pages = Some(store.append(key, value, slots)?);
         self.summarize(written)
     }
 
@@ -289,23 +299,11 @@ impl Store {
         ids: &Tensor<1, Int>,
         dtype: FloatDType,
     ) -> Result<[Tensor<2>; 2], TransformerError> {
-        let rows = match self.pages.as_ref().ok_or_else(lost)? {
-            PagedStore::Plain { keys, values } => [keys, values].map(|pages| rows_of(pages, ids)),
-            PagedStore::Quantized(pages) => {
-                let rows = |words: &Tensor<3, Int>, scales: &Tensor<2>| {
-                    dequantize(
-                        pages.quantization,
-                        rows_of(words, ids),
-                        rows_of(scales, ids),
-                    )
-                };
-                [
-                    rows(&pages.keys, &pages.key_scales)?,
-                    rows(&pages.values, &pages.value_scales)?,
-                ]
-            }
-        };
-        Ok(rows.map(|rows| rows.cast(dtype)))
+        let [keys, values] = self.pages()?.rows().map(|rows| {
+            let rows = rows.by_slots().select(ids).numbers()?;
+            Ok::<_, TransformerError>(rows.flatten(0, 1).cast(dtype))
+        });
+        Ok([keys?, values?])
     }
 
     /// Rows of all slots of the pages of tables `[batch, entries]` that all heads share, `[batch, kv_heads, entries · P, width]` of keys and of values. Where a
@@ -344,38 +342,22 @@ impl Store {
 
     /// The keys of some pages, `[n, P, d_k]`.
     pub(super) fn keys_of(&self, pages: &Tensor<1, Int>) -> Result<Tensor<3>, TransformerError> {
-        let store = self.pages.as_ref().ok_or_else(lost)?;
-        let [_, page_size] = store.pages();
-        let [width, _] = store.widths();
-        Ok(match store {
-            PagedStore::Plain { keys, .. } => keys.clone().select(0, pages.clone()),
-            PagedStore::Quantized(all) => {
-                let [count] = pages.dims();
-                let words = all.keys.clone().select(0, pages.clone()).flatten(0, 1);
-                let scales = all
-                    .key_scales
-                    .clone()
-                    .select(0, pages.clone())
-                    .flatten(0, 1);
-                dequantize(all.quantization, words, scales)?.reshape([count, page_size, width])
-            }
-        })
+        let [keys, _] = self.pages()?.rows();
+        Ok(keys.select(pages).numbers()?)
     }
 
     /// Rows of all pages as they are stored, `[n, ..]` each: of keys, of values, and their scales if they have some.
     pub(super) fn raw(&self, ids: &Tensor<1, Int>) -> Result<Vec<TensorData>, TransformerError> {
-        Ok(match self.pages.as_ref().ok_or_else(lost)? {
-            PagedStore::Plain { keys, values } => [keys, values]
-                .map(|pages| rows_of::<3, 2, _>(pages, ids).into_data())
-                .to_vec(),
-            PagedStore::Quantized(pages) => {
-                let words = [&pages.keys, &pages.values]
-                    .map(|words| rows_of::<3, 2, _>(words, ids).into_data());
-                let scales = [&pages.key_scales, &pages.value_scales]
-                    .map(|scales| rows_of::<2, 1, _>(scales, ids).into_data());
-                [words, scales].concat()
+        let raw = |rows: Rows| match rows.by_slots().select(ids) {
+            Rows::Plain(rows) => (rows.flatten::<2>(0, 1).into_data(), None),
+            Rows::Packed(_, words, scales) => {
+                let scales = scales.flatten::<1>(0, 1).into_data();
+                (words.flatten::<2>(0, 1).into_data(), Some(scales))
             }
-        })
+        };
+        let [(keys, key_scales), (values, value_scales)] = self.pages()?.rows().map(raw);
+        let scales = key_scales.into_iter().chain(value_scales);
+        Ok([keys, values].into_iter().chain(scales).collect())
     }
 
     /// Shapes and dtypes of so many [`Self::raw`] rows.
@@ -409,21 +391,17 @@ impl Store {
     pub(super) fn write_raw(
         &mut self,
         ids: &Tensor<1, Int>,
-        rows: &[TensorData],
+        data: &[TensorData],
     ) -> Result<(), TransformerError> {
-        self.pages = Some(match self.pages.take().ok_or_else(lost)? {
-            PagedStore::Plain { keys, values } => PagedStore::Plain {
-                keys: with_rows::<3, 2, _>(keys, ids, &rows[0]),
-                values: with_rows::<3, 2, _>(values, ids, &rows[1]),
-            },
-            PagedStore::Quantized(pages) => PagedStore::Quantized(QuantizedPages {
-                quantization: pages.quantization,
-                keys: with_rows::<3, 2, _>(pages.keys, ids, &rows[0]),
-                values: with_rows::<3, 2, _>(pages.values, ids, &rows[1]),
-                key_scales: with_rows::<2, 1, _>(pages.key_scales, ids, &rows[2]),
-                value_scales: with_rows::<2, 1, _>(pages.value_scales, ids, &rows[3]),
-            }),
-        });
+        let [keys, values] = self.pages.take().ok_or_else(lost)?.rows();
+        let written = |rows: Rows, at: usize| {
+            rows.map(
+                |pages| with_rows::<3, 2, _>(pages, ids, &data[at]),
+                |words| with_rows::<3, 2, _>(words, ids, &data[at]),
+                |scales| with_rows::<2, 1, _>(scales, ids, &data[at + 2]),
+            )
+        };
+        self.pages = Some([written(keys, 0), written(values, 1)].into());
         Ok(())
     }
 
@@ -449,48 +427,9 @@ impl Store {
             let [pages, page_size] = scales.dims();
             fill(scales.reshape([pages, page_size, 1])).reshape([pages, page_size])
         };
-        self.pages = Some(match store {
-            PagedStore::Plain { keys, values } => PagedStore::Plain {
-                keys: fill(keys),
-                values: fill(values),
-            },
-            PagedStore::Quantized(mut pages) => {
-                pages.key_scales = fill_scales(pages.key_scales);
-                pages.value_scales = fill_scales(pages.value_scales);
-                PagedStore::Quantized(pages)
-            }
-        });
+        let filled = |rows: Rows| rows.map(fill, |words| words, fill_scales);
+        self.pages = Some(store.rows().map(filled).into());
     }
-}
-
-impl Copies {
-    /// The copies of quantised pages, as they are.
-    fn of_quantized(&self, pages: QuantizedPages) -> QuantizedPages {
-        QuantizedPages {
-            quantization: pages.quantization,
-            keys: self.copied(pages.keys),
-            values: self.copied(pages.values),
-            key_scales: self.copied(pages.key_scales),
-            value_scales: self.copied(pages.value_scales),
-        }
-    }
-
-    fn copied<const D: usize, K: Basic>(&self, mut pages: Tensor<D, K>) -> Tensor<D, K> {
-        let rows = pages.clone().select(0, self.from.clone());
-        for (copy, to) in self.to.iter().enumerate() {
-            let rows = rows.clone().narrow(0, copy * self.heads, self.heads);
-            pages = pages.slice_assign(*to..to + self.heads, rows);
-        }
-        pages
-    }
-}
-
-/// Rows of all pages, `R` one less than `D`.
-fn rows_of<const D: usize, const R: usize, K: Basic>(
-    pages: &Tensor<D, K>,
-    ids: &Tensor<1, Int>,
-) -> Tensor<R, K> {
-    pages.clone().flatten::<R>(0, 1).select(0, ids.clone())
 }
 
 /// Pages with rows written over some of all of theirs.

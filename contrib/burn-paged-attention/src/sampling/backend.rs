@@ -14,8 +14,7 @@ mod kernels {
 
     use crate::paged::values::OptInt;
     use crate::sample_options::SampleOptions;
-    use crate::sampling::ops::SamplingOps;
-    use crate::sampling::reference;
+    use crate::sampling::ops::{SamplingOps, sampled_on_host};
     use burn_blocksparse::internal::cube::{empty, uses_reference};
 
     /// How a call is launched.
@@ -36,7 +35,7 @@ mod kernels {
         ) -> CubeTensor {
             let [rows, vocab] = logits.meta.shape().dims();
             if uses_reference() {
-                return reference::tokens::<Self>(logits, draws, seen.into_option(), &options);
+                return sampled_on_host::<Self>(logits, draws, seen.into_option(), &options);
             }
             let [logits, draws] = [logits, draws].map(into_contiguous);
             let seen = seen.into_option().map(into_contiguous);
@@ -51,7 +50,7 @@ mod kernels {
             );
             match result {
                 Ok(()) => tokens,
-                Err(_) => reference::tokens::<Self>(logits, draws, seen, &options),
+                Err(_) => sampled_on_host::<Self>(logits, draws, seen, &options),
             }
         }
     }

@@ -3,8 +3,6 @@ pub(crate) mod backend;
 #[doc(hidden)]
 pub mod ops;
 
-pub(crate) mod reference;
-
 use burn::backend::Dispatch;
 use burn::tensor::{FloatDType, Int, Tensor};
 

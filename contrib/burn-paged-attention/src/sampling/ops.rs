@@ -1,13 +1,14 @@
 //! The backend trait of sampling.
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, backend_extension};
+use burn::backend::{Backend, TensorMetadata, backend_extension};
 #[cfg(feature = "fusion")]
 use burn::tensor::DType;
+use burn::tensor::TensorData;
 
 use crate::paged::values::OptInt;
 use crate::sample_options::SampleOptions;
-use crate::sampling::reference;
+use burn_blocksparse::internal::host;
 use burn_blocksparse::reference_backends;
 
 /// Tokens drawn from logits as a backend operation, on tensors that are not on an autodiff device. Arguments are checked by the public function.
@@ -26,8 +27,34 @@ pub trait SamplingOps: Backend {
         #[extension_type] seen: OptInt<Self>,
         options: SampleOptions,
     ) -> IntTensor<Self> {
-        reference::tokens::<Self>(logits, draws, seen.into_option(), &options)
+        sampled_on_host::<Self>(logits, draws, seen.into_option(), &options)
     }
 }
 
 reference_backends!(SamplingOps);
+
+/// What [`SamplingOps::sample_tokens`] says, on the host.
+pub(crate) fn sampled_on_host<B: Backend>(
+    logits: FloatTensor<B>,
+    draws: FloatTensor<B>,
+    seen: Option<IntTensor<B>>,
+    options: &SampleOptions,
+) -> IntTensor<B> {
+    let device = logits.device();
+    let vocab = logits.shape()[1];
+    let logits: Vec<f32> = host::floats::<B, _>(logits);
+    let draws: Vec<f64> = host::floats::<B, _>(draws);
+    let seen: Option<Vec<i64>> = seen.map(host::ints::<B, _>);
+    let tokens = logits.chunks(vocab).zip(draws).enumerate();
+    let tokens = tokens.map(|(row, (logits, draw))| {
+        let was_seen = |token: u32| {
+            let at = row * vocab + token as usize;
+            seen.as_ref().is_some_and(|seen| seen[at] != 0)
+        };
+        let token = options.choose(logits, was_seen, draw);
+        token.map_or(-1, |token| token as i32)
+    });
+    let tokens: Vec<i32> = tokens.collect();
+    let count = tokens.len();
+    B::int_from_data(TensorData::new(tokens, [count]), &device)
+}

@@ -243,9 +243,14 @@ pub(crate) fn loss(
     let ([_, heads, seq_q, _], seq_kv) = (q.dims(), k.dims()[2]);
     let together = rows_together(&index, numbers);
     let rows = [0, together];
-    let listed = match over {
-        DsaTarget::All => None,
-        DsaTarget::Chosen(lists) => Some(lists.keys().dims()[3]),
+    let (listed, keys, causal) = match over {
+        DsaTarget::All => (None, ComparedKeys::All, true),
+        DsaTarget::Chosen(lists) => {
+            let keys = lists.keys().clone();
+            let [.., listed] = keys.dims();
+            let keys = ComparedKeys::Indices(keys.into_dispatch());
+            (Some(listed), keys, lists.is_causal())
+        }
     };
     // Also without lists: by the keys of lists all pairs are computed.
     for listed in [listed, None] {
@@ -270,14 +275,7 @@ pub(crate) fn loss(
         q: q.into_dispatch(),
         k: k.into_dispatch(),
         lse: lse.into_dispatch(),
-        over: match over {
-            DsaTarget::All => ComparedKeys::All,
-            DsaTarget::Chosen(lists) => ComparedKeys::Indices(lists.keys().clone().into_dispatch()),
-        },
-    };
-    let causal = match over {
-        DsaTarget::All => true,
-        DsaTarget::Chosen(lists) => lists.is_causal(),
+        over: keys,
     };
     let call = IndexerLoss {
         scale,

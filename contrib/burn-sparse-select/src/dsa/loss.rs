@@ -45,12 +45,8 @@ impl Dsa {
             let [list_batch, of_heads, queries, _] = lists.keys().dims();
             let got = [list_batch, of_heads, queries];
             OpError::expect_same("lists' shape", [batch, 1, seq_q], "the index's", got)?;
-            OpError::expect_same(
-                "lists' seq_kv",
-                index.seq_kv(),
-                "the index's",
-                lists.seq_kv(),
-            )?;
+            let (expected, got) = (index.seq_kv(), lists.seq_kv());
+            OpError::expect_same("lists' seq_kv", expected, "the index's", got)?;
         }
         let scale = scale.unwrap_or(1.0 / (head_dim.max(1) as f64).sqrt());
         Ok(self.compared(index, [q, k], scale, over, None))

@@ -1,13 +1,12 @@
 //! DeepSeek sparse attention (DSA: DeepSeek-V3.2-Exp, 2025, §2): an indexer scores single keys, and each query attends to those of the highest scores.
 
-// mod      the choice, and attention over it
+// mod      the choice, also among listed keys, and attention over it
 // scores   the indexer's scores, of some queries at a time
 // slabs    the same by kernels or by operations
 // loss     what the indexer learns by
 // fp8      queries and keys in 8 bits
 // found    what it is compared over, and a loss with its gradients
 // kernels  both where a device has kernels for them
-// in_lists choices among listed keys, for decoding
 // blocks   choices among the keys of blocks that are chosen first
 #[cfg(feature = "cube")]
 pub mod backend;
@@ -17,7 +16,6 @@ pub mod ops;
 mod blocks;
 mod found;
 mod fp8;
-mod in_lists;
 #[cfg(feature = "cube")]
 pub(crate) mod kernels;
 mod loss;
@@ -237,6 +235,34 @@ impl Dsa {
         options: AttentionOptions,
     ) -> Result<Tensor<4>, OpError> {
         token_sparse_attention(q, k, v, lists, options).map(|(out, _)| out)
+    }
+
+    /// The places of the keys that queries attend to in their lists, as [`choose`](Self::choose) has them of keys side by side: i32 `[queries, most]`, ascending,
+    /// below 0 after the last. Nothing is read back where kernels run, and launches depend on shapes alone. Shapes are the caller's to check.
+    ///
+    /// # Errors
+    /// [`OpError`] if queries and keys make no index.
+    pub fn choose_in_lists(&self, index: &DsaLists) -> Result<Tensor<2, Int>, OpError> {
+        let slots = &index.slots;
+        let [queries, listed] = slots.dims();
+        if listed <= self.keep {
+            // There is nothing to choose.
+            let places = Tensor::<1, Int>::arange(0..listed as i64, (&slots.device(), DType::I32));
+            let places = places.unsqueeze::<2>().expand([queries, listed]);
+            return Ok(places.mask_fill(slots.clone().lower_elem(0), -1));
+        }
+        // Means of blocks are of keys side by side.
+        #[cfg(feature = "cube")]
+        if self.within.is_none_or(|of| listed <= of.keys()) {
+            let picks = [self.keep, self.near];
+            let places = crate::dsa::kernels::top_k_in_lists(index, picks, self.numbers);
+            if let Some(places) = places {
+                return Ok(places);
+            }
+        }
+        let seen = index.seen.clone().unsqueeze_dim(1);
+        let places = self.listed(&index.gathered()?, Some(seen))?;
+        Ok(places.reshape([queries, self.keep]))
     }
 }
 

@@ -1,29 +1,27 @@
 //! MiniMax sparse attention (MSA: MiniMax, 2026, arXiv 2606.13392): an index branch chooses blocks of keys for each query and head of keys.
 
 // mod    the choice, and attention over it
-// index  what blocks are chosen by
-// scores the highest of each block
+// scores what blocks are chosen by, and the highest of each block
 // loss   what the index branch learns by
-// pages  the choice over pages, for decoding
 
-mod index;
 mod loss;
-mod pages;
 mod scores;
 
 use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape, Pattern, ScoreGrid};
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor};
 
 use crate::msa::scores::BlockScores;
 use crate::pages::page_choice::OWN;
+use crate::pages::{PageChoice, topk_pages};
 use crate::selection::check_wide_block;
+use crate::selection::estimator::EstimateGrid;
 use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::{check_options, selected_blocks_attention};
-use crate::selection::parts::in_steps;
+use crate::selection::parts::{in_steps, padded};
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
-pub use index::MsaIndex;
 pub use loss::MsaTarget;
+pub use scores::MsaIndex;
 
 /// MiniMax sparse attention (MiniMax, 2026): every query attends to `keep` blocks of `block` keys, its own among them. Each head of keys chooses for itself, for
 /// all heads of queries that share it, by an index branch with one narrow head of queries for each of them and one key a token:
@@ -177,24 +175,21 @@ impl Msa {
     ) -> Result<(Tensor<4>, Tensor<3>), OpError> {
         check_options(&options)?;
         let near = self.near_layout(q.dims(), k.dims()[2])?;
-        match lists {
-            None => SparseAttentionCall::new(q, k, v, &near)
-                .options(options)
-                .run_with_lse(),
-            Some(lists) => {
-                OpError::expect_same("lists' block", self.block, "that of msa", lists.block)?;
-                if self.sees_all(k.dims()[2]) {
-                    let expected = "none where there are at most keep blocks";
-                    return Err(OpError::argument("lists", expected, "some"));
-                }
-                let [batch, heads, seq_q, head_dim] = q.dims();
-                let widest = head_dim.max(v.dims()[3]);
-                let together = (TOGETHER / (batch * heads * widest)).max(self.block);
-                match together < seq_q {
-                    false => selected_blocks_attention(q, k, v, &near, lists, options),
-                    true => self.attention_in_parts([q, k, v], &lists, &options, together),
-                }
-            }
+        let Some(lists) = lists else {
+            let call = SparseAttentionCall::new(q, k, v, &near);
+            return call.options(options).run_with_lse();
+        };
+        OpError::expect_same("lists' block", self.block, "that of msa", lists.block)?;
+        if self.sees_all(k.dims()[2]) {
+            let expected = "none where there are at most keep blocks";
+            return Err(OpError::argument("lists", expected, "some"));
+        }
+        let [batch, heads, seq_q, head_dim] = q.dims();
+        let widest = head_dim.max(v.dims()[3]);
+        let together = (TOGETHER / (batch * heads * widest)).max(self.block);
+        match together < seq_q {
+            false => selected_blocks_attention(q, k, v, &near, lists, options),
+            true => self.attention_in_parts([q, k, v], &lists, &options, together),
         }
     }
 
@@ -244,13 +239,46 @@ impl Msa {
     }
 
     fn grid(&self, seq_q: usize, seq_kv: usize) -> ScoreGrid {
-        ScoreGrid {
-            query_rows: 1,
-            block: self.block,
-            seq_q,
-            seq_kv,
-            causal: true,
+        EstimateGrid::by_query(self.block).of([seq_q, seq_kv], true)
+    }
+
+    /// Returns the same choice over pages of `page` tokens: [`keep`](Self::keep) blocks.
+    ///
+    /// # Errors
+    /// [`OpError`] if pages are no whole parts of blocks, or no power of two.
+    pub fn on_pages(&self, page: usize) -> Result<PageChoice, OpError> {
+        if !page.is_power_of_two() || !self.block.is_multiple_of(page) {
+            let expected = format!(
+                "a power of two that divides {}, the block of msa",
+                self.block
+            );
+            return Err(OpError::argument("page_size", expected, page));
         }
+        Ok(PageChoice::of_blocks(page, self.block / page, self.keep))
+    }
+
+    /// The pages of the blocks that queries at any positions choose, and of their own: [`choose`](Self::choose) for keys that lie in pages.
+    ///
+    /// # Shapes
+    /// - `index`: `rows` queries of each batch entry, and the keys of all its pages in order. What stands after a query's position has no part in the result
+    /// - `spans`: i32 `[batch · rows, 1, 4]`, as [`topk_pages`] has them: a page list of each query, which ends at its own key
+    /// - result: i32 `[batch · rows, kv_heads, choice.selected_pages()]`
+    ///
+    /// # Errors
+    /// As [`topk_pages`].
+    pub fn choose_pages(
+        &self,
+        index: &MsaIndex,
+        spans: &Tensor<3, Int>,
+        choice: &PageChoice,
+    ) -> Result<Tensor<3, Int>, OpError> {
+        let scores = self.block_scores(index)?;
+        let [batch, groups, rows, blocks] = scores.dims();
+        // The score of a block is the sum of its pages'.
+        let scores = (scores.swap_dims(1, 2)).reshape([batch * rows, groups, blocks, 1]);
+        let scores = padded(scores, 3, [0, choice.block - 1]);
+        let scores = scores.reshape([batch * rows, groups, blocks * choice.block]);
+        topk_pages(scores, spans, choice)
     }
 }
 

@@ -3,7 +3,6 @@
 // mod             the three branches, and their sum
 // options         their numbers
 // windows         blocks of tokens that are compressed
-// layout          who sees which of them
 // attention_sums  the attention that blocks of keys get in compressed form, by which they are chosen
 // by_kernel       the same by a kernel that chooses at once, where there is one
 // strides         queries at any positions, over compressed keys in pages
@@ -11,12 +10,11 @@
 mod attention_sums;
 #[cfg(feature = "cube")]
 mod by_kernel;
-mod layout;
 mod options;
 mod strides;
 mod windows;
 
-use blocksparse::{BLOCK_SIZES, BlockLayout, LayoutShape, Pattern, ScoreGrid};
+use blocksparse::{BLOCK_SIZES, BlockLayout, BlockMask, LayoutShape, Pattern, ScoreGrid};
 use burn::tensor::Tensor;
 
 use crate::gates::{gated_plan, gated_sum};
@@ -420,7 +418,7 @@ impl Nsa {
         let [first, _] = call.grid.positions(0);
         let NsaOptions { block, stride, .. } = self.options;
         let seen = format!("blocks of {block} every {stride} from position {first}");
-        let make = || layout::of_entries(&seen, shape, [block, stride], first);
+        let make = || of_entries(&seen, shape, [block, stride], first);
         self.layouts.get(seen.clone(), shape, make)
     }
 }
@@ -443,21 +441,13 @@ impl Call {
         let of_them = "the blocks of so many keys that are compressed";
         OpError::expect_same("compressed keys", entries, of_them, got)?;
         let [of_window, _] = &keys_values.window;
-        OpError::expect_same(
-            "window's keys",
-            seq_kv,
-            "the selected ones",
-            of_window.dims()[2],
-        )?;
+        let got = of_window.dims()[2];
+        OpError::expect_same("window's keys", seq_kv, "the selected ones", got)?;
         let width = v.dims()[3];
         let others = keys_values.compressed.iter().chain([&keys_values.window]);
         for [_, v] in others {
-            OpError::expect_same(
-                "value_dim of a branch",
-                width,
-                "the selected one's",
-                v.dims()[3],
-            )?;
+            let got = v.dims()[3];
+            OpError::expect_same("value_dim of a branch", width, "the selected one's", got)?;
         }
         Ok(Self {
             heads,
@@ -470,4 +460,29 @@ impl Call {
 fn block_for(keys: usize) -> usize {
     let fitting = BLOCK_SIZES.into_iter().filter(|block| block * 4 <= keys);
     fitting.max().unwrap_or(BLOCK_SIZES[0])
+}
+
+/// The layout of queries from a position on over compressed blocks of `block` tokens, one beginning every `stride`.
+pub(crate) fn of_entries(
+    name: &str,
+    shape: LayoutShape,
+    [block, stride]: [usize; 2],
+    first: i64,
+) -> Result<BlockLayout, OpError> {
+    let b = shape.block_size;
+    let last_token = |entry: usize| (entry * stride + block) as i64 - 1;
+    let is_seen = |query: usize, entry: usize| last_token(entry) <= query as i64 + first;
+    let one = LayoutShape { heads: 1, ..shape };
+    let layout = BlockLayout::from_block_fn(name, one, |_, q_block, kv_block| {
+        let (from, to) = (q_block * b, ((q_block + 1) * b).min(shape.seq_q) - 1);
+        let entries = (kv_block * b, ((kv_block + 1) * b).min(shape.seq_kv) - 1);
+        if !is_seen(to, entries.0) {
+            return None;
+        }
+        Some(match is_seen(from, entries.1) {
+            true => BlockMask::corner(b, b, b),
+            false => BlockMask::from_fn(b, |row, column| is_seen(from + row, entries.0 + column)),
+        })
+    })?;
+    Ok(layout.of_first_head(shape.heads)?)
 }

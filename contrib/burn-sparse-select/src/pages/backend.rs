@@ -17,13 +17,17 @@ mod kernels {
     impl PageChoiceOps for CubeBackend {
         fn topk_pages(scores: CubeTensor, spans: CubeTensor, choice: PageChoice) -> CubeTensor {
             let [batch, kv_heads, entries] = scores.meta.shape().dims();
-            let shape = TopKPagesShape::new(
-                [batch, kv_heads],
-                [spans.meta.shape()[1], entries],
-                choice.page,
-                [choice.block, choice.keep],
-            )
-            .forced(choice.forced);
+            let shape = TopKPagesShape {
+                batch,
+                kv_heads,
+                tables: spans.meta.shape()[1],
+                entries,
+                page: choice.page,
+                block: choice.block,
+                chosen: choice.chosen(),
+                kept: choice.kept(),
+                forced: choice.forced,
+            };
             if batch * kv_heads * entries == 0 || uses_reference() {
                 return reference::highest::<Self>(scores, spans, &choice);
             }

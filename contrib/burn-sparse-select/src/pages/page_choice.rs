@@ -5,6 +5,7 @@ use std::ops::Range;
 use blocksparse::Always;
 use burn_blocksparse::OpError;
 
+use crate::selection::by_query::top_k;
 use crate::selection::{GqaReduction, PageSummary, Selection};
 
 /// Choice of pages: a [`Selection`] over a paged cache.
@@ -47,7 +48,7 @@ impl PageChoice {
     }
 
     /// Blocks that are kept of a page list that has more.
-    fn kept(&self) -> usize {
+    pub(crate) fn kept(&self) -> usize {
         self.keep.max(self.forced_blocks())
     }
 
@@ -118,14 +119,7 @@ impl Selection {
             OpError::argument("selection", expected, self)
         })?;
         let rule = self.rule();
-        let blocksparse::Budget::TopK(keep) = rule.keep else {
-            let expected = "a number of blocks over a pool of pages";
-            return Err(OpError::argument(
-                "keep",
-                expected,
-                format!("{:?}", rule.keep),
-            ));
-        };
+        let keep = top_k(rule.keep, "a number of blocks over a pool of pages")?;
         blocksparse::ensure! { OpError; rule.forced.local != 0 => "forced.local", "at least 1, the query's own block, over a pool of pages", 0; }
         let block = self.estimator().grid().block;
         // A bound of several pages is no sum of theirs.

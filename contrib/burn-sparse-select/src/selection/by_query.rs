@@ -18,6 +18,17 @@ pub(crate) const TRAITS: EstimatorTraits = EstimatorTraits {
 /// Forced by default: the block that a query lies in.
 pub(crate) const FORCED: Always = Always { first: 0, local: 1 };
 
+/// A budget of so many blocks.
+///
+/// # Errors
+/// If it is another, and what is expected.
+pub(crate) fn top_k(keep: Budget, expected: impl Into<String>) -> Result<usize, OpError> {
+    match keep {
+        Budget::TopK(count) => Ok(count),
+        _ => Err(OpError::argument("keep", expected, format!("{keep:?}"))),
+    }
+}
+
 /// That a method's rule is a number of its blocks, at least so many, with the query's own among the forced ones.
 ///
 /// # Errors
@@ -27,14 +38,7 @@ pub(crate) fn check_rule(
     [name, blocks]: [&str; 2],
     least: usize,
 ) -> Result<(), OpError> {
-    let Budget::TopK(count) = rule.keep else {
-        let expected = format!("a number of {blocks} for {name}");
-        return Err(OpError::argument(
-            "keep",
-            expected,
-            format!("{:?}", rule.keep),
-        ));
-    };
+    let count = top_k(rule.keep, format!("a number of {blocks} for {name}"))?;
     blocksparse::ensure! {
         OpError;
         count >= least => "keep", format!("at least {least} {blocks} for {name}"), count;

@@ -1,11 +1,11 @@
 //! Attention of queries to single keys that each of them lists.
 
+use blocksparse::BlockLayout;
 use burn::backend::Dispatch;
 use burn::tensor::{Int, Tensor};
 
 use crate::selection::ops::SelectionOps;
-use crate::selection::overlap;
-use crate::selection::overlap::checked_overlap;
+use crate::selection::parts::{checked_overlap, overlap_of};
 use crate::selection::query_lists::SelectedBlocks;
 use crate::selection::token_sparse::backend::{gathers, plan};
 use crate::selection::token_sparse::ops::TokenSparseOps;
@@ -16,7 +16,7 @@ use crate::selection::values::UniqueKeys;
 use burn_blocksparse::internal::check;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
-use burn_blocksparse::{AttentionOptions, OpError};
+use burn_blocksparse::{AttentionOptions, DeviceLayout, OpError};
 
 /// The keys that each query sees, by their indices: those that heads of queries which share keys chose as one. They are on the device, without autodiff, and
 /// are not read back.
@@ -114,7 +114,7 @@ impl TokenIndices {
             true => (query + 1 + self.seq_kv).saturating_sub(queries),
             false => self.seq_kv,
         };
-        overlap::measure(&self.keys, |query, listed| listed < seen(query))
+        overlap_of(&self.keys, |query, listed| listed < seen(query))
     }
 
     /// The keys that each query sees, ascending, each once, and −1 after the last: i32 `[batch, lists, queries, most]`.
@@ -153,6 +153,56 @@ impl TokenIndices {
             true => self.keys,
             false => self.keys.expand([batch, kv_heads, queries, most]),
         }
+    }
+
+    /// Returns the plan of [`token_sparse_attention`] for these arguments. It prints.
+    ///
+    /// # Errors
+    /// As [`token_sparse_attention`].
+    pub fn explain(
+        &self,
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+        options: &AttentionOptions,
+    ) -> Result<OpPlan, OpError> {
+        check([q, k, v], self, options)?;
+        let kernel_plan = kernel_plan([q, k, v], self, options);
+        Ok(OpPlan::new(&q.device(), |_| kernel_plan))
+    }
+
+    /// The layout of these lists: the blocks of `places`, which is on the host, and of their pairs those in the lists, single keys, as each query chose them. Every option of attention
+    /// works with it, such as biases, softcaps and dropout.
+    ///
+    /// Tiles of adjacent queries see all blocks of `places`, whatever is listed: that is fast where queries list a good part of what they see, and takes a bit
+    /// for each pair of its blocks, in the tiles of a launch. [`token_sparse_attention`](crate::selection::token_sparse_attention) goes either this way or by the lists
+    /// alone, without options. Take one layout of places for all calls.
+    ///
+    /// ```
+    /// use burn::tensor::{Device, Distribution, Int, Tensor};
+    /// use burn_blocksparse::{Pattern, SparseAttentionCall};
+    /// use burn_sparse_select::SelectedBlocks;
+    ///
+    /// let device = Device::flex();
+    /// let x = Tensor::<4>::random([1, 2, 64, 16], Distribution::Default, &device);
+    /// // Every query lists itself and the first key.
+    /// let lists = (0..64).flat_map(|query| [query, 0]);
+    /// let keys = Tensor::<1, Int>::from_data(lists.collect::<Vec<i32>>().as_slice(), &device);
+    /// let lists = SelectedBlocks::of_keys(keys.reshape([1, 1, 64, 2]), 64)?;
+    /// let places = Pattern::causal().layout(2, 64, 16)?;
+    /// let layout = lists.layout(&places)?;
+    /// let dense = layout.to_host()?.to_dense(0);
+    /// assert!(dense[9][0] && dense[9][9] && !dense[9][5]);
+    /// let call = SparseAttentionCall::new(x.clone(), x.clone(), x, &layout).softcap(20.0);
+    /// let out = call.run()?.out;
+    /// assert_eq!(out.dims(), [1, 2, 64, 16]);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`OpError`] if the lists do not fit the layout, the batch of the layout is another one, or it is itself made on a device.
+    pub fn layout(&self, places: &BlockLayout) -> Result<DeviceLayout, OpError> {
+        DeviceLayout::of_keys(places, self.keys().clone(), self.seq_kv())
     }
 }
 
@@ -206,24 +256,6 @@ pub fn token_sparse_attention(
     let output = <Dispatch as TokenSparseOps>::token_sparse_attention(inputs, call);
     let (out, lse) = (output.out, output.lse);
     Ok((Tensor::from_dispatch(out), Tensor::from_dispatch(lse)))
-}
-
-impl TokenIndices {
-    /// Returns the plan of [`token_sparse_attention`] for these arguments. It prints.
-    ///
-    /// # Errors
-    /// As [`token_sparse_attention`].
-    pub fn explain(
-        &self,
-        q: &Tensor<4>,
-        k: &Tensor<4>,
-        v: &Tensor<4>,
-        options: &AttentionOptions,
-    ) -> Result<OpPlan, OpError> {
-        check([q, k, v], self, options)?;
-        let kernel_plan = kernel_plan([q, k, v], self, options);
-        Ok(OpPlan::new(&q.device(), |_| kernel_plan))
-    }
 }
 
 fn check(

@@ -7,15 +7,13 @@
 // mean, moba, quest, antidiagonal, sparge, flex, vertical_slash
 //              methods
 // lines        columns and diagonals of attention, for the last two
-// parts        calls in parts, and who sees whom
+// parts        calls in parts, who sees whom, and what the lists of adjacent queries have in common
 // selected     attention over what is chosen
 // query_lists  the queries that chose each block, where every query chooses for itself
 // lists        attention over such lists, in parts of heads
 // key_lists    attention over lists of single keys
 // token_sparse the backend operation of both kinds of lists
 // token_order  what clusters and hashes of tokens are found by
-// overlap      what the lists of adjacent queries have in common
-// listed       blocks' lists by kernels that take single queries
 // layouts      layouts of what is forced, which are kept
 // by_query     the same choice on the host
 // estimates    the same scores by kernels, where a device has them
@@ -24,20 +22,18 @@
 // text         arguments of selections as text
 // methods      the table of methods, by which selections are read
 // reference    what kernels do of it, in Burn's primitives and in loops on the host
-// recall       how much of the attention a choice keeps
-// quality      the same beside the best choice, for reports
+// quality      how much of the attention a choice keeps, also beside the best choice, for reports
 pub mod backend;
 #[cfg(feature = "cube")]
 pub mod estimate_backend;
 #[cfg(feature = "cube")]
 pub mod estimate_ops;
-mod key_layout;
 pub mod ops;
 pub mod token_sparse;
 pub mod top_k;
 
 mod antidiagonal;
-mod by_query;
+pub(crate) mod by_query;
 #[cfg(feature = "cube")]
 mod estimates;
 pub mod estimator;
@@ -45,17 +41,14 @@ mod flex;
 pub mod key_lists;
 pub mod layouts;
 mod lines;
-mod listed;
 pub mod lists;
 mod mean;
 mod methods;
 mod moba;
-mod overlap;
 pub mod parts;
 mod quality;
 pub mod query_lists;
 mod quest;
-mod recall;
 pub mod reference;
 pub mod selected;
 pub mod sharing;
@@ -98,10 +91,9 @@ use layouts::LayoutCache;
 pub use mean::MeanPool;
 pub(crate) use mean::{means, products};
 pub use moba::Moba;
-pub use quality::SelectionQuality;
+pub use quality::{SelectionQuality, recall};
 pub use query_lists::SelectedBlocks;
 pub use quest::Quest;
-pub use recall::recall;
 pub use selected::{SelectedOptions, attention_selected, attention_selected_with_lse};
 pub use sharing::GqaReduction;
 pub use sparge::SpargeAttn;

@@ -7,6 +7,7 @@ use burn::tensor::kind::Basic;
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
 
 use crate::selection::estimator::EstimateInputs;
+use burn_blocksparse::OpError;
 
 /// Elements of a tensor on the way to scores: 64 MiB of f32, unless one head has more.
 pub(crate) const NUMBERS: usize = 1 << 24;
@@ -130,4 +131,45 @@ pub(crate) fn softmax_reference(x: &[Option<f64>]) -> Vec<f64> {
 /// In f32, `[.., rows from..to, ..]` of queries or keys.
 pub(crate) fn rows_of(x: &Tensor<4>, rows: Range<usize>) -> Tensor<4> {
     x.clone().slice_dim(2, rows).cast(DType::F32)
+}
+
+/// Adjacent queries that are compared.
+const NEIGHBOURS: usize = 8;
+
+/// What is expected to be in common, if it is a share.
+pub(crate) fn checked_overlap(overlap: f64) -> Result<f64, OpError> {
+    blocksparse::ensure! { OpError; (0.0..=1.0).contains(&overlap) => "overlap", "from 0 to 1", overlap; }
+    Ok(overlap)
+}
+
+/// `(8 − u) / 7`, where `u` is how much the union of the lists of eight adjacent queries has for one of a list; 1 without any lists. `[batch, lists,
+/// queries, most]`, where negative numbers are on no list. Groups of eight count whose queries all choose, which `chooses` says of a query and the length of
+/// its list.
+///
+/// Reads all lists back, and counts on the host.
+pub(crate) fn overlap_of(lists: &Tensor<4, Int>, chooses: impl Fn(usize, usize) -> bool) -> f64 {
+    let [.., queries, most] = lists.dims();
+    let numbers = lists.clone().into_data().convert::<i64>();
+    let numbers = numbers.into_vec::<i64>().expect("converted so");
+    let (mut in_unions, mut in_lists) = (0, 0);
+    for of_head in numbers.chunks(queries * most) {
+        for (group, lists) in of_head.chunks_exact(NEIGHBOURS * most).enumerate() {
+            let own = lists
+                .chunks(most)
+                .map(|list| list.iter().filter(|&&key| key >= 0));
+            let mut queries = own.clone().zip(group * NEIGHBOURS..);
+            if queries.all(|(list, query)| chooses(query, list.count())) {
+                let mut all: Vec<i64> = own.flatten().copied().collect();
+                in_lists += all.len();
+                all.sort_unstable();
+                all.dedup();
+                in_unions += all.len();
+            }
+        }
+    }
+    if in_lists == 0 {
+        return 1.0;
+    }
+    let count = NEIGHBOURS as f64;
+    (count - count * in_unions as f64 / in_lists as f64) / (count - 1.0)
 }

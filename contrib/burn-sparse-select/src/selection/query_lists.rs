@@ -6,10 +6,9 @@ use blocksparse::{Always, ScoreGrid};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Int, Tensor};
 
+use crate::selection::estimator::EstimateGrid;
 use crate::selection::ops::SelectionOps;
-use crate::selection::overlap;
-use crate::selection::overlap::checked_overlap;
-use crate::selection::parts::{in_steps, joined};
+use crate::selection::parts::{checked_overlap, in_steps, joined, overlap_of};
 use crate::selection::values::{QueryTiles, TopKBlocks};
 use burn_blocksparse::OpError;
 
@@ -186,7 +185,7 @@ impl SelectedBlocks {
     /// ```
     pub fn measure_group_reuse(&self) -> f64 {
         let [.., most] = self.blocks.dims();
-        overlap::measure(&self.blocks, |_, listed| listed == most)
+        overlap_of(&self.blocks, |_, listed| listed == most)
     }
 
     pub(crate) fn shape(&self) -> ListsShape {
@@ -216,13 +215,7 @@ impl SelectedBlocks {
         ] {
             OpError::ensure_positive(argument, size)?;
         }
-        let grid = ScoreGrid {
-            query_rows: 1,
-            block,
-            seq_q,
-            seq_kv,
-            causal: true,
-        };
+        let grid = EstimateGrid::by_query(block).of([seq_q, seq_kv], true);
         let tile = tile(block);
         let sizes = ListSizes {
             grid,

@@ -1,9 +1,10 @@
 //! Attention over what a selection chooses.
 
-use blocksparse::{BlockLayout, Budget};
+use blocksparse::BlockLayout;
 use burn::tensor::Tensor;
 
 use crate::selection::Selection;
+use crate::selection::by_query::top_k;
 use crate::selection::estimator::EstimateInputs;
 use crate::selection::lists::{attention_of_choice, check_options, selected_blocks_attention};
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
@@ -76,7 +77,7 @@ impl SelectedOptions {
 /// As [`sparse_attention`](burn_blocksparse::sparse_attention).
 ///
 /// # Errors
-/// As [`sparse_attention`](burn_blocksparse::sparse_attention) and [`Selection::choose`]. Where every query chooses for itself, also if the rule is not [`Budget::TopK`] with the
+/// As [`sparse_attention`](burn_blocksparse::sparse_attention) and [`Selection::choose`]. Where every query chooses for itself, also if the rule is not [`Budget::TopK`](blocksparse::Budget::TopK) with the
 /// query's own block among the forced ones, if queries see later keys, or for ALiBi and dropout, which depend on the places of queries.
 pub fn attention_selected(
     q: Tensor<4>,
@@ -238,14 +239,8 @@ impl Selection {
     fn list_sizes(&self, call: &EstimateInputs) -> Result<Option<ListSizes>, OpError> {
         self.check_for(call)?;
         blocksparse::ensure! { OpError; call.causal => "call.causal", "true where every query chooses for itself", false; }
-        let Budget::TopK(keep) = self.keep else {
-            let expected = "a number of blocks where every query chooses for itself";
-            return Err(OpError::argument(
-                "keep",
-                expected,
-                format!("{:?}", self.keep),
-            ));
-        };
+        let expected = "a number of blocks where every query chooses for itself";
+        let keep = top_k(self.keep, expected)?;
         blocksparse::ensure! {
             OpError;
             self.forced.local > 0 => "forced.local", "at least 1, the query's own block, where every query chooses for itself", 0;

@@ -1,12 +1,7 @@
 //! Rows written into pages.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::{check_types, most_units, vector_of};
+use blocksparse_cubecl::prelude::*;
 
 /// Units of a cube.
 const UNITS: usize = 256;

@@ -3,17 +3,16 @@
 // A kernel's integers have no such method.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-
-use crate::kernels::paged::exchange::{across_row, collect, deal, of_rows};
+use crate::kernels::paged::exchange::{
+    across_row, any_differ, collect, deal, of_rows, shuffle_xor,
+};
 use crate::kernels::paged::join::{Parts, ShareOuts, join_parts, room_for};
-use crate::kernels::paged::lanes::{any_differ, shuffle_xor};
 use crate::kernels::paged::page_list::{
     CubePages, Found, PageLists, Scales, Sizes, cube_of, page_at, pages_of_cube, query_row,
     share_of, sight_of, stored_page,
 };
 use crate::kernels::paged::tile::Tile;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::codec::decode_word;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 

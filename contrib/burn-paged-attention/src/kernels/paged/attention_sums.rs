@@ -6,14 +6,9 @@
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::paged::shape::PagedShape;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::{most_units, vector_of};
+use blocksparse_cubecl::prelude::*;
 
 /// Units of a cube.
 const UNITS: usize = 128;

@@ -2,8 +2,8 @@
 
 use cubecl::prelude::*;
 
-use crate::kernels::paged::lanes::{shuffle, shuffle_xor};
 use crate::kernels::paged::tile::Tile;
+use blocksparse_cubecl::arch::ptx;
 
 /// Sums of `values` over the lanes of each group, dealt out: lane `l` gets the sums from `l · lane_scores` on (with copies where there are fewer sums than
 /// lanes). `values` and `shared` are overwritten.
@@ -146,4 +146,34 @@ pub fn across_row<A: Float>(
 #[cube]
 fn combine<A: Float>(a: A, b: A, #[comptime] max: bool) -> A {
     if comptime!(max) { a.max(b) } else { a + b }
+}
+
+/// The number of the lane `distance` away. CubeCL's shuffles ask on CUDA which lanes are there before each of them; PTX says that all are.
+#[cube]
+pub fn shuffle_xor<A: Float>(x: A, #[comptime] distance: u32, #[comptime] t: Tile) -> A {
+    if comptime!(t.ptx) {
+        A::cast_from(ptx::shuffle_xor(f32::cast_from(x), distance))
+    } else {
+        plane_shuffle_xor(x, distance)
+    }
+}
+
+/// The number of a lane.
+#[cube]
+pub fn shuffle<A: Float>(x: A, lane: u32, #[comptime] t: Tile) -> A {
+    if comptime!(t.ptx) {
+        A::cast_from(ptx::shuffle(f32::cast_from(x), lane))
+    } else {
+        plane_shuffle(x, lane)
+    }
+}
+
+/// Whether `x` differs from `y` in any lane.
+#[cube]
+pub fn any_differ<A: Float>(x: A, y: A, #[comptime] t: Tile) -> bool {
+    if comptime!(t.ptx) {
+        ptx::any_differ(f32::cast_from(x), f32::cast_from(y)) != 0u32
+    } else {
+        plane_any(x != y)
+    }
 }

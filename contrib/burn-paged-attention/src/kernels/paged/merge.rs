@@ -1,9 +1,7 @@
 //! The shares of each query as one softmax.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-
 use blocksparse_cubecl::limits::{most_units, vector_of};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX};
 
 /// How a cube merges a row: `ways` groups of `columns` units have every `ways`-th share.

@@ -18,8 +18,7 @@
 use cubecl::prelude::*;
 
 use crate::kernels::paged::attend::zeros;
-use crate::kernels::paged::join::{Parts, ShareOuts, join_parts, room_for};
-use crate::kernels::paged::last::{Joined, join_shares};
+use crate::kernels::paged::join::{Joined, Parts, ShareOuts, join_parts, join_shares, room_for};
 use crate::kernels::paged::mma_load::{
     Lane, key_factor, load_keys, load_scales, load_values, paired, value_factor,
 };

@@ -7,12 +7,10 @@
 //! ```text
 //! tile       how a cube shares keys among units          page_list shares of page lists, and their pages
 //! exchange   what the lanes of a key tell each other     attend   the kernel over a share
-//! lanes      shuffles within a plane                      join     the softmaxes of a cube as one
 //! merge      the shares of a query as one softmax        append   rows written into pages
 //! mma        the kernel over a share on tensor cores      mma_tile its shape
-//! mma_codec  numbers of eight bits on tensor cores
-//! mma_load   what lanes load on tensor cores
-//! last       the shares of a query as one softmax, in the launch of mma
+//! mma_load   what lanes load on tensor cores              join     the softmaxes of a cube as one, and shares in
+//!                                                         the launch of mma
 //! quantize   rows written into pages of eight bits        shape    what a call is
 //! plan       how it is launched
 //! summary    what is known of each page besides its keys  page_scores  scores of pages by it
@@ -25,11 +23,8 @@ mod attend;
 mod attention_sums;
 mod exchange;
 mod join;
-mod lanes;
-mod last;
 mod merge;
 mod mma;
-mod mma_codec;
 mod mma_load;
 mod mma_tile;
 mod page_list;

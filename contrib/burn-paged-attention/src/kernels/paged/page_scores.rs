@@ -9,14 +9,9 @@
 //! So the queries of the heads `h` that share a head of keys are one row, and a summary is read once for all of them. A cube has some pages of one head of
 //! keys: neighbouring units, the lanes, share a page, and what they have of its sum meets in shared memory, once for all pages of the cube.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::paged::summary::check_float;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::{most_units, vector_of};
+use blocksparse_cubecl::prelude::*;
 use burn_sparse_select::PageSummary;
 
 /// Units of a cube.

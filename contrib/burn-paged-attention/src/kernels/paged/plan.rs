@@ -2,13 +2,8 @@
 
 use std::fmt;
 
-use cubecl::ir::{ElemType, UIntKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::paged::attend::attend;
-use crate::kernels::paged::join::ShareOutsLaunch;
-use crate::kernels::paged::last::JoinedLaunch;
+use crate::kernels::paged::join::{JoinedLaunch, ShareOutsLaunch};
 use crate::kernels::paged::merge::{MergeSizesLaunch, MergeTile, merge};
 use crate::kernels::paged::mma::attend_mma;
 use crate::kernels::paged::mma_tile::MmaTile;
@@ -17,9 +12,9 @@ use crate::kernels::paged::page_list::{
 };
 use crate::kernels::paged::shape::PagedShape;
 use crate::kernels::paged::tile::Tile;
-use blocksparse_cubecl::args::{address_in, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::args::address_in;
 use blocksparse_cubecl::limits::check_types;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::rows::accumulator_of;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
@@ -171,9 +166,6 @@ impl PagedPlan {
     }
 
     /// The plan of a call without some tiers, for measuring and comparing.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
     pub fn with_limit(
         client: &Client,
         shape: PagedShape,

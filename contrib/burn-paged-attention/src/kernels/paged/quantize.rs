@@ -3,16 +3,11 @@
 // A kernel's integers have no such method.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::ir::{ElemType, FloatKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
 use blocksparse::Quantization;
 use blocksparse::internal::SMALLEST;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::{check_types, most_units};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::codec::{INFINITY, encode};
 
 /// Units of a cube.
@@ -130,9 +125,6 @@ fn read<E: Float>(k: &[E], v: &[E], is_key: bool, at: usize) -> f32 {
 
 /// [`append_rows`](crate::kernels::paged::append_rows) into pages of keys, values, scales of keys and scales of values, the first two in words of four numbers. The shape's dtype is
 /// that of the new rows; widths are multiples of 4.
-///
-/// # Errors
-/// As [`append_rows`](crate::kernels::paged::append_rows).
 pub fn append_quantized(
     client: &Client,
     shape: &AppendShape,

@@ -1,12 +1,8 @@
 //! Slots one by one: those of page lists in their order, those of keys that were picked among them, and what is known of each.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
-
 /// Units of a cube.
+use blocksparse_cubecl::prelude::*;
+
 const UNITS: usize = 256;
 
 /// Page lists over region one of a table that all heads of keys share.
@@ -110,9 +106,6 @@ fn picked(
 
 /// The slots of each of so many heads of keys at some places of page lists, i32 `[page_lists, heads, most]`: of all pages, of which an entry of the table has one for
 /// each head, one behind the other. `places` are i32 `[page_lists, most]`, below 0 where there is none, and so is then the slot. Contiguous.
-///
-/// # Errors
-/// As [`page_list_slots`].
 pub fn picked_slots(
     client: &Client,
     shape: &SlotShape,
@@ -157,9 +150,6 @@ fn written(at: &[i32], values: &[i32], to: &mut [i32], count: usize, length: usi
 }
 
 /// Writes so many numbers at places of `length` others, all i32, in place; what has no place there is left out. No two may have the same one.
-///
-/// # Errors
-/// As [`page_list_slots`].
 pub fn write_integers(
     client: &Client,
     [count, length]: [usize; 2],

@@ -1,14 +1,9 @@
 //! What is known of each page of keys besides the keys: bounds of their numbers, or their mean.
 
-use cubecl::ir::{ElemType, FloatKind, UIntKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::paged::append::{AppendShape, Rows, row_slot};
 use blocksparse::Quantization;
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::{most_units, vector_of};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::codec::decode_word;
 use burn_sparse_select::PageSummary;
 

@@ -1,11 +1,11 @@
 //! How a cube attends: the comptime shape of the kernel.
 
+use blocksparse::Quantization;
 use cubecl::ir::features::Plane;
 use cubecl::prelude::*;
 
 use crate::kernels::paged::PagedShape;
 use crate::kernels::paged::page_list::PageListShape;
-use blocksparse::Quantization;
 use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::limits::most_units;
 

@@ -1,15 +1,9 @@
 //! Scores of the keys of blocks that queries list: each block is multiplied with the queries that list it. On wgmma alone; others list the keys.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::indexer::pairs::{PairInputs, PairSizes, check};
-use crate::kernels::indexer::wanted::{Epilogue, PairSum};
+use crate::kernels::indexer::pairs::{Epilogue, PairInputs, PairSizes, PairSum, check};
 use crate::kernels::indexer::warpgroups::{BlockSums, PLACES, launch_blocks};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::{ListBuffers, ListSizes, list_queries};
+use blocksparse_cubecl::prelude::*;
 
 /// Units of a cube that names keys.
 const UNITS: usize = 256;

@@ -1,12 +1,8 @@
 //! How far the softmax of a query's scores is from the attention that it is to find.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::pairs::{PairSizes, Sizes, key_of};
 use crate::kernels::selection::across_cube;
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// Below every score; the exponential of its distance to one is 0.
@@ -158,9 +154,6 @@ fn spread_rows(numbers: &[f32], keys: &[i32], out: &mut [f32], s: Sizes, count: 
 
 /// Numbers of listed keys, f32 `[batch, rows, listed]`, at the places of the keys: `[batch, rows, seq_kv]`, 0 elsewhere. `keys` are i32
 /// `[batch, seq_q, listed]`, ascending, −1 behind the last.
-///
-/// # Errors
-/// As [`compare`].
 pub fn spread_listed(
     client: &Client,
     sizes: &PairSizes,

@@ -8,17 +8,12 @@
 //!
 //! Keys are few beside what they meet, so several cubes share the mainloop of a tile of keys: each has every so many-th step of it and a sum of its own.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::mma;
 use crate::kernels::indexer::pairs::{
     PairInputs, PairSizes, SharedGradient, SharedGradientLaunch, Sizes, check, key_of,
 };
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, SIDE, fill, multiply};
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::addressing::Four;
 
 /// Cubes of a multiprocessor where keys are rows, and cubes that share a mainloop, at most.
@@ -488,9 +483,6 @@ pub fn key_parts(client: &Client, sizes: &PairSizes) -> usize {
 
 /// The gradient by the keys that the queries which are computed give, f32 `[parts, batch, 1, seq_kv, width]`, in so many parts that are to be added: they are added
 /// to what is there, if it `adds`. Of all keys, not of lists; `causal` says that no query has a number for a key behind its position.
-///
-/// # Errors
-/// As [`by_queries`].
 pub fn by_keys(
     client: &Client,
     sizes: &PairSizes,

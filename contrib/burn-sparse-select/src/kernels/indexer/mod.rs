@@ -2,20 +2,17 @@
 //! where there are some.
 //!
 //! ```text
-//! wanted     what is added up of pairs
-//! pairs      what a call is of: queries of several heads with keys, all that are seen or those that are listed
+//! pairs      what a call is of: queries of several heads with keys, all that are seen or those that are listed; what is added up of them, and
+//!            what becomes of the sums
 //! rows       rows of numbers in shared memory, and their products
 //! sums       of each pair the sum over heads: an indexer's scores, or what attention gives a key
 //! blocks     the same of the keys of blocks that queries list, where warpgroups make them
-//! top_k      of each query the keys of the highest scores; in top_k_parts of few long rows, whose parts are cubes' own;
-//!            top_k_rows is what both have of a row
+//! top_k      of each query the keys of the highest scores; in top_k_parts of few long rows, whose parts are cubes' own
 //! compare    of each query how far the softmax of its scores is from the attention, and the gradient with respect to the scores
 //! gradients  that gradient through the scores: by queries and weights, or by keys
 //! mma        sums and gradients of half precision on tensor cores
 //! warpgroups sums of many heads on wgmma
-//! rounding   rows rotated and rounded to 8 bits
-//! pack       such rows in bytes
-//! ending     what heads give a pair there, and what becomes of their sum
+//! rounding   rows rotated and rounded to 8 bits, and such rows in bytes
 //! ```
 //!
 //! ```text
@@ -29,26 +26,21 @@
 
 mod blocks;
 mod compare;
-mod ending;
 mod gradients;
 mod mma;
-mod pack;
 mod pairs;
 mod rounding;
 mod rows;
 mod sums;
 mod top_k;
 mod top_k_parts;
-mod top_k_rows;
-mod wanted;
 mod warpgroups;
 
 pub use blocks::{QueriesOfBlocks, block_sums, has_block_sums, keys_of_places};
 pub use compare::{Compared, compare, spread_listed};
 pub use gradients::{IndexerGradients, by_keys, by_queries, key_parts};
-pub use pairs::{KeyBytes, MOST_WIDTH, PairInputs, PairSizes, check};
+pub use pairs::{KeyBytes, MOST_WIDTH, PairInputs, PairSizes, PairSum, check};
 pub use rounding::{check_rounding, round_rows};
 pub use sums::{key_bytes, pair_sums};
 pub use top_k::top_k_keys;
-pub use top_k_rows::TopKKeys;
-pub use wanted::PairSum;
+pub use top_k_parts::TopKKeys;

@@ -4,19 +4,14 @@
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::indexer::ending::Ending;
-use crate::kernels::indexer::pack::{PACKED, pack_keys};
-use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes, Sizes, check, key_of};
+use crate::kernels::indexer::pairs::{
+    Ending, Epilogue, KeyBytes, PairInputs, PairSizes, PairSum, Sizes, check, key_of,
+};
+use crate::kernels::indexer::rounding::{PACKED, pack_keys};
 use crate::kernels::indexer::rows::{ACROSS, DEPTH, PITCH, fill, multiply};
-use crate::kernels::indexer::wanted::{Epilogue, PairSum};
 use crate::kernels::indexer::warpgroups::{ByteSums, GroupSums};
 use crate::kernels::indexer::{mma, warpgroups};
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::addressing::Four;
 
 /// Rows of products of a unit.

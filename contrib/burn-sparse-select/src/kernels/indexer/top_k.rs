@@ -3,17 +3,12 @@
 //! Long rows have a cube each ([`radix_select`](blocksparse_cubecl::primitives::radix_select)), few long ones several
 //! ([`top_k_parts`](crate::kernels::indexer::top_k_parts)).
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::pairs::{PairSizes, Sizes};
 use crate::kernels::indexer::top_k_parts;
-use crate::kernels::indexer::top_k_parts::Parts;
-use crate::kernels::indexer::top_k_rows::{
-    Launch, RowArgs, ScoreKeys, TopKKeys, fill_list, row_of,
+use crate::kernels::indexer::top_k_parts::{
+    Launch, Parts, RowArgs, ScoreKeys, TopKKeys, fill_list, row_of,
 };
-use blocksparse_cubecl::args::{buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::primitives::radix_select::{ListPlace, RadixTile, list_top_k, vector_of};
 
 /// Rows of numbers are as long as multiples of so many where keys are left out, so that they begin where loads do.

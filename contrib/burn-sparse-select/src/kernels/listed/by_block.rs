@@ -1,22 +1,16 @@
 //! Attention by blocks: which calls are attended to so, and the launches.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::listed::check::check;
 use crate::kernels::listed::launch::by_blocks;
 use crate::kernels::listed::mainloops::{keys_line, keys_tile};
 use crate::kernels::listed::merge;
 use crate::kernels::listed::merge::MergeShape;
-use crate::kernels::listed::request::ListedRequest;
-use crate::kernels::listed::row_stats::stats_of;
+use crate::kernels::listed::request::{ListedRequest, check, stats_of};
 use crate::kernels::listed::views::{ListedGradients, PIECE, check_inputs, far_rows, input};
 use crate::kernels::listed::warpgroups::block;
 use crate::kernels::listed::warpgroups::block::BlockTile;
-use blocksparse_cubecl::args::buffer;
 use blocksparse_cubecl::call::{OutputGrads, Outputs, TensorView, check_hopper};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::tile::Tile;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tensor::scales;
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
@@ -138,9 +132,6 @@ impl ByBlock {
 }
 
 /// As [`forward`](crate::kernels::listed::forward).
-///
-/// # Errors
-/// As there.
 pub fn forward_by_block(
     client: &Client,
     plan: &ByBlock,
@@ -159,9 +150,6 @@ pub fn forward_by_block(
 }
 
 /// As [`backward`](crate::kernels::listed::backward).
-///
-/// # Errors
-/// As there.
 #[allow(clippy::too_many_arguments)]
 pub fn backward_by_block(
     client: &Client,

@@ -5,8 +5,7 @@
 
 use cubecl::prelude::*;
 
-use crate::kernels::listed::rows::{CubeRows, head_of_row};
-use crate::kernels::listed::tile::MainloopTile;
+use crate::kernels::listed::tile::{CubeRows, MainloopTile, head_of_row};
 use crate::kernels::listed::views::{Input, first_row};
 use blocksparse_cubecl::arch::sm80::*;
 use blocksparse_cubecl::mma::gather::copy_of_row;

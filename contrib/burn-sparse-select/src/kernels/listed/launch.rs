@@ -1,23 +1,18 @@
 //! Launches over lists of queries.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::listed::lists::{LaunchedLists, ListedLists, for_lists};
 use crate::kernels::listed::mainloops::{ByKeys, Mainloop, Mainloops};
-use crate::kernels::listed::request::ListedRequest;
-use crate::kernels::listed::row_stats::stats_of;
+use crate::kernels::listed::request::{ListedRequest, stats_of};
 use crate::kernels::listed::spread_launch::Spread;
 use crate::kernels::listed::tile::MainloopTile;
 use crate::kernels::listed::views::{
     ListedGradients, check_inputs, far_rows, input, words, words_of,
 };
 use crate::kernels::listed::warpgroups::WarpgroupTile;
-use crate::kernels::listed::{fold, keys, mainloop, warpgroups};
-use blocksparse_cubecl::args::buffer;
+use crate::kernels::listed::{keys, mainloop, warpgroups};
 use blocksparse_cubecl::call::{OutputGrads, Outputs, TensorView};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::tile::Tile;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::slices::Slice;
 use blocksparse_cubecl::tensor::scales;
 
@@ -53,9 +48,6 @@ pub fn forward(
 
 /// Adds the gradients by what the lists, which are of the plan's kind, name: of a loss whose gradients by the outputs are `grads`, where `outputs` are those
 /// over all keys. q and `grads.out` are contiguous.
-///
-/// # Errors
-/// As [`forward`].
 #[allow(clippy::too_many_arguments)]
 pub fn backward(
     client: &Client,
@@ -282,7 +274,7 @@ pub fn by_blocks(
                 tile,
             );
             if shape.parts > 1 {
-                fold::fold::launch_unchecked(
+                keys::fold::launch_unchecked(
                     client,
                     slice.cubes(key_tiles),
                     CubeDim::new_1d(tile.units() as u32),

@@ -1,14 +1,10 @@
 //! The lists of launches: of a query each, or unions of those of neighbouring queries.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::listed::mainloops::Mainloops;
 use crate::kernels::listed::request::ListedRequest;
-use crate::kernels::listed::rows::{ListTensorsLaunch, ListsLaunch};
-use blocksparse_cubecl::args::buffer;
-use blocksparse_cubecl::error::KernelError;
+use crate::kernels::listed::tile::{ListTensorsLaunch, ListsLaunch};
 use blocksparse_cubecl::on_device::{BitsOfKeys, Queries, Uniting, neighbour_lists};
+use blocksparse_cubecl::prelude::*;
 
 /// The lists of a call, i32.
 #[derive(Clone, Copy, Debug)]
@@ -79,9 +75,6 @@ impl LaunchedLists<'_> {
 }
 
 /// Launches over all lists, of neighbours some at a time.
-///
-/// # Errors
-/// Those of launches.
 pub fn for_lists(
     client: &Client,
     mainloops: &Mainloops,

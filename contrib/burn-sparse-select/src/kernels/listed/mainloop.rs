@@ -24,8 +24,7 @@
 use cubecl::prelude::*;
 
 use crate::kernels::listed::gather::*;
-use crate::kernels::listed::rows::{head_of_row, is_written};
-use crate::kernels::listed::tile::MainloopTile;
+use crate::kernels::listed::tile::{MainloopTile, head_of_row, is_written};
 use crate::kernels::listed::views::Input;
 use blocksparse_cubecl::arch::sm80::*;
 use blocksparse_cubecl::mma::forward::{load_row, softmax};

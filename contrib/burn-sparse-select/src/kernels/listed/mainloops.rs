@@ -4,8 +4,7 @@ use std::fmt;
 
 use cubecl::prelude::*;
 
-use crate::kernels::listed::check::check;
-use crate::kernels::listed::request::ListedRequest;
+use crate::kernels::listed::request::{ListedRequest, check};
 use crate::kernels::listed::spread::{KEYS, SpreadTile};
 use crate::kernels::listed::tile::{MainloopTile, RESERVED};
 use crate::kernels::listed::warpgroups;

@@ -5,17 +5,16 @@
 //! its list, with its heads as 16 rows or more, and carries on what attention to other keys left in the outputs.
 //!
 //! ```text
-//! request    what a call asks for                         check    which calls are taken
+//! request    what a call asks for, which are taken, and what backward passes know of each row
 //! plan       which way each pass goes                     costs    what the ways should take
-//! mainloops  what mainloops run                           tile     the shape of a query's mainloop
+//! mainloops  what mainloops run                           tile     the shape of a query's mainloop, and its rows
 //! lists      of queries, or unions of neighbours' lists   launch   launches
-//! rows       which query and head a row of a cube is      views    tensors as launches get them
+//! views      tensors as launches get them
 //! gather     rows and listed keys on their way to shared memory
 //! mainloop   a cube a query: its list, forward and for dQ
-//! keys       a cube 64 keys of a block: the queries that chose it, for dK and dV
-//! fold       sums of the parts of a block's list
+//! keys       a cube 64 keys of a block: the queries that chose it, for dK and dV, and sums of the parts of a block's list
 //! spread     a cube a query of single keys: a record of dK and dV for each pair
-//! records    sums of records by keys                      row_stats  what backward passes know of each row
+//! records    sums of records by keys
 //! spread_launch  launches of these
 //! by_block   launches over blocks, each with the queries that list it; merge adds up what they give a row
 //! warpgroups mainloops of many heads, or of neighbouring queries together, on wgmma
@@ -25,9 +24,7 @@
 //! Every query sees all keys of its list that there are: lists are of blocks before its own, and what is causal is no matter here.
 
 mod by_block;
-mod check;
 mod costs;
-mod fold;
 mod gather;
 mod keys;
 mod launch;
@@ -40,8 +37,6 @@ mod plan;
 mod plan_tests;
 mod records;
 mod request;
-mod row_stats;
-mod rows;
 mod spread;
 mod spread_launch;
 mod tile;

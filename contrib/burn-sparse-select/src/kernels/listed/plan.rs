@@ -57,9 +57,6 @@ static RECENT: Recent<(DeviceKey, ListedRequest, u64), Arc<ListedPlan>> = Recent
 
 impl ListedPlan {
     /// As [`new`](Self::new), remembered with those of a few recent calls: both passes of a call have one plan, and so have the layers that ask for the same.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
     pub fn of(
         client: &Client,
         request: ListedRequest,

@@ -1,10 +1,15 @@
-//! What a call over lists of queries asks for.
-
-use cubecl::ir::ElemType;
+//! What a call over lists of queries asks for, and which calls kernels take on which devices.
 
 use crate::kernels::listed::keys::ListShape;
+use blocksparse_cubecl::arch::sm80::Element;
+use blocksparse_cubecl::args::{ScoreOptions, load_width};
+use blocksparse_cubecl::call::{OutputGrads, Outputs, check_ampere};
 use blocksparse_cubecl::mma::tile::Tile;
 use blocksparse_cubecl::on_device::KeyListSizes;
+use blocksparse_cubecl::prelude::*;
+use blocksparse_cubecl::stats;
+use blocksparse_cubecl::stats::{Known, Wanted};
+use blocksparse_cubecl::tensor::{TOO_LARGE, half_of, is_u32};
 use blocksparse_cubecl::tuning::Tuning;
 
 /// Parts of a block's list, and steps of a part: so that the list of a block that all queries chose takes no longer than everything else.
@@ -178,4 +183,80 @@ impl ListedRequest {
         let fit = fit.max(32) / 32 * 32;
         Some(fit.min(lists))
     }
+}
+
+/// The most that queries and keys are wide, and values.
+const WIDEST: [usize; 2] = [192, 128];
+
+/// Rows of a query at most.
+const MOST_ROWS: usize = 128;
+
+/// What the products' operands are, or why the call is not taken.
+pub fn check(
+    properties: &DeviceProperties,
+    request: &ListedRequest,
+) -> Result<Element, &'static str> {
+    check_ampere(properties)?;
+    if Tuning::or_reason()?.tier.is_simt() {
+        return Err("BLOCKSPARSE_TIER says simt");
+    }
+    let element = Element::Half(half_of(request.dtype)?);
+    let rows = request.rows();
+    if rows > MOST_ROWS || rows == 0 {
+        return Err("more than 128 heads share a list");
+    }
+    let widths = [request.head_dim, request.value_dim].into_iter();
+    let is_served =
+        |(width, widest): (usize, usize)| width.is_multiple_of(16) && (1..=widest).contains(&width);
+    if !widths.zip(WIDEST).all(is_served) {
+        return Err("head_dim is no multiple of 16 up to 192, or value_dim of 16 up to 128");
+    }
+    if !(matches!(request.block, 1 | 16 | 32) || request.block.is_multiple_of(64)) {
+        return Err("blocks are not of 1, 16, 32, 64 or a multiple of 64 keys");
+    }
+    if request.is_of_keys() && i32::try_from(request.listed()).is_err() {
+        return Err(TOO_LARGE);
+    }
+    let widest = request.head_dim.max(request.value_dim);
+    let numbers = [
+        request.all_rows() * widest.max(2),
+        request.all_keys() * widest,
+        request.listed(),
+        request.batch * request.kv_heads * request.tiles * request.tile,
+    ];
+    // Pairs of a row of stats, and words of everything else.
+    match numbers.into_iter().all(is_u32) {
+        true => Ok(element),
+        false => Err(TOO_LARGE),
+    }
+}
+
+/// `lse · log2 e` and delta of each query: `[batch · heads, seq_q, 2]`, f32.
+pub fn stats_of(
+    client: &Client,
+    request: &ListedRequest,
+    outputs: Outputs,
+    grads: OutputGrads,
+    scale: f64,
+) -> Result<Handle, KernelError> {
+    let largest = (request.all_rows() * request.value_dim).max(grads.out.reach());
+    let known = Known {
+        client,
+        batch: request.batch,
+        heads: request.heads,
+        value_dim: request.value_dim,
+        dtypes: [request.dtype, ElemType::Float(FloatKind::F32)],
+        outputs,
+        grads,
+        options: &ScoreOptions::new(scale),
+        slopes: None,
+        width: load_width(request.dtype, &[("grad_out", grads.out)])?,
+        address: address_of(client, largest)?,
+    };
+    let wanted = Wanted {
+        pitch: request.seq_q,
+        lse_factor: std::f64::consts::LOG2_E,
+        by_class: false,
+    };
+    stats::of_queries(&known, None, wanted)
 }

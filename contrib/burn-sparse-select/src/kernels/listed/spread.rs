@@ -20,7 +20,7 @@ use crate::kernels::listed::gather::{
     QueryList, Sources, copy_of_lanes, copy_own, position_of_key, sources_of,
 };
 use crate::kernels::listed::keys::{by_scores, weigh};
-use crate::kernels::listed::rows::{CubeRows, place_of_row, queries_from};
+use crate::kernels::listed::tile::{CubeRows, place_of_row, queries_from};
 use crate::kernels::listed::views::Input;
 use blocksparse_cubecl::arch::sm80::*;
 use blocksparse_cubecl::mma::product::*;

@@ -1,8 +1,5 @@
 //! Launches of gradients by keys and values as records of pairs.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::listed::lists::LaunchedLists;
 use crate::kernels::listed::mainloops::{ByKeys, Mainloops};
 use crate::kernels::listed::records::GatheredLaunch;
@@ -10,11 +7,10 @@ use crate::kernels::listed::spread::{ChunkLaunch, SpreadTile, spread};
 use crate::kernels::listed::views::{ListedGradients, far_rows, input, words_of};
 use crate::kernels::listed::warpgroups::{SpreadGroups, WarpgroupTile};
 use crate::kernels::listed::{records, warpgroups};
-use blocksparse_cubecl::args::buffer;
 use blocksparse_cubecl::call::TensorView;
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::tile::Tile;
 use blocksparse_cubecl::on_device::{KeyListSizes, PairPlaces, Queries, pair_places, places_of};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::slices::Slice;
 use blocksparse_cubecl::tensor::{half_of, scales};
 

@@ -5,17 +5,13 @@
 
 use std::sync::Arc;
 
-use cubecl::ir::{ElemType, IntKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::listed::request::ListedRequest;
 use blocksparse::internal::Recent;
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, LayoutShape, Pattern};
 use blocksparse_cubecl::call::Request;
 use blocksparse_cubecl::choice::AttentionPlan;
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::{ChoiceTensor, choose_blocks};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tensor::TOO_LARGE;
 
 /// Positions of a block of what is seen: those of the widest tile.

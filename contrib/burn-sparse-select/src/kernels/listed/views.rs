@@ -1,13 +1,9 @@
 //! Tensors as kernels over lists get them.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use blocksparse_cubecl::arch::sm80::address;
-use blocksparse_cubecl::args::buffer;
 use blocksparse_cubecl::call::TensorView;
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::gather::{Strides, StridesLaunch, head_address};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tensor::{check_rows, check_scale, is_u32};
 
 /// Elements of 16 bytes.

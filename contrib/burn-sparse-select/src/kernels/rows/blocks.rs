@@ -1,12 +1,6 @@
 //! Blocks of neighbouring rows: their means, and how alike their rows are.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::rows::only::{OnlyLists, is_wanted, numbers_of};
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::rows::norm_shape::{LANE_NUMBERS, has, place, sum_of, tile_of};
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
@@ -404,4 +398,48 @@ pub fn block_means(
         );
     }
     Ok(())
+}
+
+/// Of lists those that are wanted.
+#[derive(Clone, Copy, Debug)]
+pub struct OnlyLists<'a> {
+    /// `[lists]`, f32.
+    pub numbers: &'a Handle,
+    pub lists: usize,
+    pub limit: f32,
+    /// Whether lists are wanted whose number is at least the limit, or all others.
+    pub above: bool,
+}
+
+/// The lists' numbers as a launch has them.
+pub(crate) fn numbers_of<T: LaunchArg<RuntimeArg = BufferArg>>(
+    only: Option<OnlyLists>,
+) -> ComptimeOptionArgs<T> {
+    optional(
+        only.map(|only| only.numbers),
+        only.map_or(0, |only| only.lists),
+    )
+}
+
+/// Whether a list is wanted: each is where there are no numbers.
+#[cube]
+pub(crate) fn is_wanted(
+    only: &ComptimeOption<Box<[f32]>>,
+    list: usize,
+    limit: f32,
+    #[comptime] above: bool,
+) -> bool {
+    let mut wanted = true.runtime();
+    #[comptime]
+    match only {
+        ComptimeOption::Some(numbers) => {
+            let is_above = numbers[list] >= limit;
+            wanted = match comptime!(above) {
+                true => is_above,
+                false => !is_above,
+            };
+        }
+        ComptimeOption::None => {}
+    }
+    wanted
 }

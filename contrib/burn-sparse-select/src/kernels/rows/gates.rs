@@ -1,12 +1,7 @@
 //! Branches added, each times the gate of a row, and their gradients.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::check_types;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::{check_buffers, has, place, sum_of};
 use blocksparse_cubecl::rows::typed::Typed;
@@ -170,9 +165,6 @@ fn check(
 }
 
 /// How [`gated_sum`] and its backward pass are launched, of so many branches of `element`, and gates of a type.
-///
-/// # Errors
-/// As theirs.
 pub fn gated_text(
     client: &Client,
     width: usize,
@@ -250,9 +242,6 @@ pub struct GatedBackward<'a> {
 }
 
 /// Runs a backward pass.
-///
-/// # Errors
-/// As [`gated_sum`].
 pub fn gated_sum_backward(
     client: &Client,
     [rows, width]: [usize; 2],

@@ -2,7 +2,6 @@
 
 pub(crate) mod blocks;
 pub(crate) mod gates;
-pub(crate) mod only;
 pub(crate) mod top_k;
 pub(crate) mod top_k_pages;
 pub(crate) mod whole;

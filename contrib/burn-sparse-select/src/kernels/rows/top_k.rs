@@ -1,10 +1,6 @@
 //! The highest numbers of rows, by [`radix_select`](blocksparse_cubecl::primitives::radix_select), a cube a row.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::primitives::radix_select::{
     ListPlace, RadixTile, RowKeys, RowKeysExpand, Span, list_top_k, vector_of,
 };

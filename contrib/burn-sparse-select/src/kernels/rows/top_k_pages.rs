@@ -1,19 +1,14 @@
 //! The pages of the highest scores, by [`radix_select`](blocksparse_cubecl::primitives::radix_select) over blocks of them, a cube a row.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use blocksparse::Always;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::primitives::radix_select::{
     ListPlace, RadixTile, RowKeys, RowKeysExpand, Span, list_top_k,
 };
 use blocksparse_cubecl::shared::order_key::key;
 
 /// What a call is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
+#[derive(Clone, Copy, Debug)]
 pub struct TopKPagesShape {
     /// Page lists.
     pub batch: usize,
@@ -27,60 +22,17 @@ pub struct TopKPagesShape {
     pub page: usize,
     /// Pages of a block: they are kept together, by the sum of their scores.
     pub block: usize,
-    /// Blocks that are kept, the forced ones among them (more, if more are forced).
-    pub keep: usize,
-    /// Blocks that are kept whatever their score: the first, and up to the one in which a page list ends, which is always one of them.
+    /// Blocks that are chosen by score, at most, and those that have a place in a list.
+    pub chosen: usize,
+    pub kept: usize,
+    /// Blocks that are kept whatever their score: the first, and up to the one in which a page list ends, which is one of them.
     pub forced: Always,
 }
 
 impl TopKPagesShape {
-    /// `[batch, kv_heads]`, `[tables, entries]`, slots of a page, pages of a block, and how many blocks are kept, that in which a page list ends alone
-    /// whatever its score.
-    pub fn new(
-        [batch, kv_heads]: [usize; 2],
-        [tables, entries]: [usize; 2],
-        page: usize,
-        [block, keep]: [usize; 2],
-    ) -> Self {
-        Self {
-            batch,
-            kv_heads,
-            tables,
-            entries,
-            page,
-            block,
-            keep,
-            forced: Always { first: 0, local: 1 },
-        }
-    }
-
-    /// Sets which blocks are kept whatever their score.
-    pub fn forced(mut self, forced: Always) -> Self {
-        self.forced = Always {
-            // What lies behind a page list's pages has no score.
-            local: forced.local.max(1),
-            ..forced
-        };
-        self
-    }
-
-    fn forced_blocks(&self) -> usize {
-        self.forced.first.saturating_add(self.forced.local)
-    }
-
-    /// Blocks that are chosen by score, at most.
-    fn chosen(&self) -> usize {
-        self.keep.saturating_sub(self.forced_blocks())
-    }
-
-    /// Blocks that have a place in a list.
-    fn kept(&self) -> usize {
-        self.keep.max(self.forced_blocks())
-    }
-
     /// Pages that are listed for each page list.
     fn listed(&self) -> usize {
-        self.kept().saturating_mul(self.block)
+        self.kept.saturating_mul(self.block)
     }
 }
 
@@ -192,9 +144,8 @@ fn top_k<N: Size>(
 }
 
 /// Of each page list and head of keys the blocks of pages that are forced, that in which region one ends among them, and of the others so many with the highest
-/// scores that `keep` are kept: of equal ones the earlier, and NaN is the lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the page list's
-/// pages count; `spans` are `[batch, tables, 4]`, i32; `pages` are i32 `[batch, kv_heads, kept · block]`, where `kept` is `keep`, or the number of forced blocks
-/// if that is more: entries of the table, ascending, and −1 behind them. Contiguous.
+/// scores: of equal ones the earlier, and NaN is the lowest. `scores` are f32 `[batch, kv_heads, entries]`, of which those of the page list's pages count;
+/// `spans` are `[batch, tables, 4]`, i32; `pages` are i32 `[batch, kv_heads, kept · block]`: entries of the table, ascending, and −1 behind them. Contiguous.
 ///
 /// # Errors
 /// [`KernelError`] if the device cannot index the scores, or its cubes are too small.
@@ -212,7 +163,7 @@ pub fn topk_pages(
     let largest = rows.saturating_mul(shape.entries.max(shape.listed()));
     let address = address_of(client, largest)?;
     let cubes = spread(client, rows as u64)?;
-    if rows * shape.entries * shape.kept() == 0 {
+    if rows * shape.entries * shape.kept == 0 {
         return Ok(());
     }
     // More are none's, and numbers of a kernel are small.
@@ -233,8 +184,8 @@ pub fn topk_pages(
                 shape.kv_heads,
                 shape.tables,
                 shape.entries,
-                shape.chosen(),
-                shape.kept(),
+                shape.chosen,
+                shape.kept,
                 shape.forced.first.min(blocks),
                 shape.forced.local.min(blocks),
             ),

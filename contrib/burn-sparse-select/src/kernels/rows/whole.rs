@@ -1,12 +1,7 @@
 //! The means of all rows of sequences, by means of blocks: a sequence is more than a cube adds up in time.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 
 /// Units of a cube side by side, each with a channel.
 const CHANNELS: usize = 64;
@@ -63,9 +58,6 @@ fn of_means(means: &[f32], whole: &mut [f32], of: Sizes) {
 }
 
 /// The mean of all rows of each list of `x`, contiguous `[lists, rows, width]` with at least one row: `[lists, width]`, f32.
-///
-/// # Errors
-/// As [`block_means`].
 pub(crate) fn whole_means(
     client: &Client,
     element: ElemType,

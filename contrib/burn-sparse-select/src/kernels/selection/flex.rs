@@ -8,21 +8,14 @@
 //! What is kept of a list is looked for only by the way that it takes. Where the products of the last queries are not in memory, blocks' shares come before the
 //! sums over keys and distances, which lists that means decide for do not have at all.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
-use crate::kernels::rows::only::OnlyLists;
-use crate::kernels::selection::line_sizes::LineSizes;
-use crate::kernels::selection::line_weights::{LineWeights, RUN};
+use crate::kernels::rows::blocks::{Beside, Blocked, OnlyLists, RowBlocks, block_means};
+use crate::kernels::selection::line_weights::{LineSizes, LineWeights, RUN};
 use crate::kernels::selection::lines::line_sums;
 use crate::kernels::selection::means::{MeanProducts, SeenRows, mean_products, softmax_of_seen};
 use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept};
 use crate::kernels::selection::touched::{ScoreSizes, Touched, is_kept, is_touched};
 use crate::kernels::selection::{UNITS, across_cube};
-use blocksparse_cubecl::args::{buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 use burn_fused_ops::kernels::linear::UNWANTED;
 
@@ -50,9 +43,6 @@ pub struct FlexTensors<'a> {
 /// means say, those of [`touched_blocks`](crate::kernels::selection::touched_blocks), with a share of keys and of distances; else the highest of the softmax of products of means,
 /// with the same share of the whole. The first block has 1 in any case, and so have the blocks of the heaviest `limits.blocks` blocks of keys, and of as many
 /// distances between blocks, by what the last block of queries gives them.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn flex_blocks(
     client: &Client,
     element: ElemType,

@@ -1,15 +1,11 @@
 //! The blocks that single queries choose by the means of their keys, where tensor cores have all of a query's products in one tile: queries pick there
 //! (`linear/highest.rs`), and no product is in memory. A mean counts as two numbers of the queries' type, whose sum it is but for 2⁻¹⁶ or so of it.
-
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
+//! Also the highest product of each row with every so many rows of another matrix ([`RunMaxima`]).
 
 use crate::kernels::rows::blocks::{Beside, Blocked, RowBlocks, block_means};
 use crate::kernels::selection::UNITS;
 use crate::kernels::selection::products::{RowsView, asked, pitch, request_of};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, Highest, ProductPlan, SeenColumns, multiply,
 };
@@ -133,5 +129,50 @@ fn halve<E: Float>(
         let high = E::cast_from(number);
         out[row * 2 * width + column] = high;
         out[(row * 2 + 1) * width + column] = E::cast_from(number - f32::cast_from(high));
+    }
+}
+
+/// Rows of a run, at most.
+pub const MOST_RUN: usize = 128;
+
+/// Which products.
+#[derive(Clone, Copy, Debug)]
+pub struct RunMaxima {
+    /// Matrices of the left factor, and their rows.
+    pub rows: [usize; 2],
+    /// Rows of a matrix of the right factor, whole runs.
+    pub columns: usize,
+    /// Elements of a row.
+    pub width: usize,
+    /// Rows of a run: 8, 16, 32, 64 or 128.
+    pub run: usize,
+}
+
+impl RunMaxima {
+    /// Whether a kernel makes them.
+    pub fn is_served(&self, client: &Client, element: ElemType) -> bool {
+        let [batch, rows] = self.rows;
+        let sizes = [batch, rows, self.columns, self.width];
+        let request = request_of(element, sizes, Epilogue::Maxima { run: self.run });
+        request.is_some_and(|request| ProductPlan::new(client, request).is_ok())
+    }
+
+    /// Makes them, `[a.matrices, a.rows, b.rows / run]` in f32. NaN counts only where all of a run are.
+    ///
+    /// # Errors
+    /// [`KernelError`] if they are not [served](Self::is_served), or rows do not begin at multiples of 16 bytes.
+    pub fn launch(
+        &self,
+        client: &Client,
+        element: ElemType,
+        factors: [&RowsView; 2],
+        out: &Handle,
+    ) -> Result<(), KernelError> {
+        let refused = || KernelError::Factor { factor: "b" };
+        let ([left, right], request) = asked(element, factors).ok_or_else(refused)?;
+        let request = request.with(Epilogue::Maxima { run: self.run });
+        let plan = ProductPlan::new(client, request).map_err(|_| refused())?;
+        let beside = EpilogueTensors::default();
+        multiply(client, &plan, [&left, &right], out, &beside)
     }
 }

@@ -13,15 +13,10 @@
 
 use std::ops::Range;
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::selection::products::{RowsView, RunSums, pitch, products};
 use crate::kernels::selection::{NUMBERS, UNITS, lanes_of_rows};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::vector_of;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// Sizes of a call.
@@ -109,9 +104,6 @@ impl Antidiagonals {
 
 /// What blocks of queries give blocks of keys, by antidiagonals: `out` `[lists, rows, blocks]` in f32. `q` is `[lists, seq_q, width]` and `k` likewise, of
 /// elements of a type that products take.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn antidiagonal_attention_sums(
     client: &Client,
     element: ElemType,

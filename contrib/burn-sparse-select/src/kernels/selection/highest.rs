@@ -1,13 +1,9 @@
 //! The blocks of the highest scores of each row, a row to a warp: scores are read once, by neighbouring lanes.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::selection::compressed::chosen::{insert_all, nothing_chosen};
 use blocksparse_cubecl::ScoredRows;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
 use blocksparse_cubecl::call::check_ampere;
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::order_key::key;
 
 /// Rows of a cube.

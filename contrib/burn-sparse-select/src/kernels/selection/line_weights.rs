@@ -8,15 +8,9 @@
 //! lines        what tiles have of a key, and of a distance, added up               a unit each
 //! ```
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::selection::line_sizes::{LineSizes, Lines, seen};
-use crate::kernels::selection::products::{RowsView, RunSums, asked};
+use crate::kernels::selection::products::{RowsView, RunSums, asked, pitch};
 use crate::kernels::selection::{NUMBERS, UNITS, across_cube};
-use blocksparse_cubecl::args::{buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, LINE_GROUPS, LINE_ROWS, ProductPlan, ProductRequest, SeenColumns,
@@ -98,9 +92,6 @@ fn first_seen(of: &LineSizes) -> i64 {
 
 impl<'a> LineWeights<'a> {
     /// Of queries and keys as [`line_sums`](crate::kernels::selection::lines::line_sums) has them. None where their products have to be in memory.
-    ///
-    /// # Errors
-    /// [`KernelError`] if the device cannot run it.
     pub fn new(
         client: &Client,
         element: ElemType,
@@ -148,9 +139,6 @@ impl<'a> LineWeights<'a> {
     }
 
     /// What blocks of keys get of all queries: `out` `[lists, blocks]`. The block is a multiple of [`RUN`].
-    ///
-    /// # Errors
-    /// [`KernelError`] if the device cannot run it.
     pub fn by_blocks(
         &self,
         client: &Client,
@@ -181,9 +169,6 @@ impl<'a> LineWeights<'a> {
     }
 
     /// As [`line_sums`](crate::kernels::selection::lines::line_sums).
-    ///
-    /// # Errors
-    /// [`KernelError`] if the device cannot run it.
     pub fn sums(&self, client: &Client, sums: &Handle) -> Result<(), KernelError> {
         let ([lists, kv_lists], [queries, keys]) = (self.of.lists, self.of.seq);
         let (group, bytes) = (lists / kv_lists, self.element.size());
@@ -366,4 +351,54 @@ fn lines_of_parts(
         }
         sums[(of.first * 2 + line) * of.keys + place] = sum;
     }
+}
+
+/// Numbers of a unit of a part.
+pub const PART_NUMBERS: usize = 16;
+
+/// Elements of a part of a row.
+pub const PART: usize = UNITS * PART_NUMBERS;
+
+/// Sizes of a call.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LineSizes {
+    /// Batch entries times heads, of queries and of keys; these divide those.
+    pub lists: [usize; 2],
+    /// So many last queries, which is all that `q` has, and keys.
+    pub seq: [usize; 2],
+    /// Elements of a query.
+    pub width: usize,
+    /// What products are multiplied by before the softmax.
+    pub factor: f64,
+}
+
+impl LineSizes {
+    /// Of so many lists from `first` on.
+    pub(crate) fn launched(&self, first: usize, lists: usize) -> LinesLaunch {
+        let [queries, keys] = self.seq;
+        let (parts, factor) = (keys.div_ceil(PART), self.factor as f32);
+        LinesLaunch::new(lists, first, queries, keys, pitch(keys), parts, factor)
+    }
+}
+
+/// Products of the last queries of some lists.
+#[derive(CubeType, CubeLaunch, Clone, Copy)]
+pub struct Lines {
+    pub lists: usize,
+    /// The first list, of all.
+    pub first: usize,
+    pub queries: usize,
+    pub keys: usize,
+    /// Elements of a row of products.
+    pub pitch: usize,
+    /// Parts of a row.
+    pub parts: usize,
+    pub factor: f32,
+}
+
+/// How many keys a query sees.
+#[cube]
+pub fn seen(query: usize, of: &Lines) -> usize {
+    let behind = of.queries - 1 - query;
+    of.keys.max(behind) - behind
 }

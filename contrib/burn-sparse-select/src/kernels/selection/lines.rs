@@ -13,16 +13,12 @@
 
 use std::fmt;
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::selection::line_sizes::{LineSizes, Lines, PART, PART_NUMBERS, seen};
-use crate::kernels::selection::line_weights::{LineWeights, product_of_sums};
+use crate::kernels::selection::line_weights::{
+    LineSizes, LineWeights, Lines, PART, PART_NUMBERS, product_of_sums, seen,
+};
 use crate::kernels::selection::products::{RowsView, pitch, products};
 use crate::kernels::selection::{NUMBERS, UNITS, across_cube};
-use blocksparse_cubecl::args::{buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// How the last queries' sums are made.
@@ -61,9 +57,6 @@ const AT_A_TIME: usize = 4;
 
 /// The sums over queries: `sums` `[lists, 2, seq_kv]` in f32, of each key, and of each distance from a query back to a key. `q` is `[lists, queries, width]`,
 /// the last of which sits at the last key and sees all; `k` is `[kv lists, seq_kv, width]`.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn line_sums(
     client: &Client,
     element: ElemType,

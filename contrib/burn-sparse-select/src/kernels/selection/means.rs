@@ -1,15 +1,11 @@
 //! The products of means of blocks of queries and of keys, and their softmax.
 
-use cubecl::ir::{ElemType, FloatKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::rows::only::OnlyLists;
+use crate::kernels::rows::blocks::{Beside, Blocked, OnlyLists, RowBlocks, block_means};
+use crate::kernels::rows::whole::whole_means;
 use crate::kernels::selection::products::{RowsView, SeenBlocks, Wanted, dots};
 use crate::kernels::selection::{UNITS, lanes_of_rows};
-use blocksparse_cubecl::args::{buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::bits::{Grid, GridLaunch, last_position};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// Which blocks rows of means see, if queries see no later keys.
@@ -52,9 +48,6 @@ pub struct MeanProducts {
 
 /// `factor · a · bᵀ` of means `[lists, rows, width]` and `[kv lists, blocks, width]`, in f32: `[lists, rows, blocks]`. If `only` some lists of queries are
 /// wanted, the products of others are 0.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn mean_products(
     client: &Client,
     [q, k]: [&Handle; 2],
@@ -97,9 +90,6 @@ pub struct Likeness<'a> {
 
 /// Rows of products become their softmax over the blocks that they see, in place: `x` is `[lists, rows, blocks]`. What they do not see becomes 0. Blocks of keys
 /// that are not alike have no part in it and become +∞, and so do all blocks of queries that are not.
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn softmax_of_seen(
     client: &Client,
     x: &Handle,
@@ -230,4 +220,76 @@ fn softmax_rows(
             block += comptime!(LANES);
         }
     }
+}
+
+/// Which scores are wanted.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AlikeScores {
+    /// Products of means; `rows` are of the queries that are given.
+    pub products: MeanProducts,
+    /// Queries that are given, and keys.
+    pub seq: [usize; 2],
+    /// Queries and keys of a block.
+    pub block: usize,
+    /// The least self-similarity of a block whose mean stands for it: the mean of the cosines of all pairs of its rows.
+    pub similarity: f64,
+    /// Whether keys are taken less their mean over the sequence.
+    pub smooth: bool,
+}
+
+/// The softmax of products of means over the blocks that rows see, `[lists, rows, blocks]`, as [`softmax_of_seen`] has it with the likenesses of blocks. `q` is
+/// contiguous `[lists, queries, width]`, `k` `[kv lists, keys, width]`.
+///
+/// ```text
+/// means of all keys      if keys are taken less those                       two launches
+/// means and likenesses   of blocks of keys and of queries, each read once   a cube a block
+/// products of means
+/// their softmax          +∞ where a block is not alike                      a plane a row
+/// ```
+pub fn alike_scores(
+    client: &Client,
+    element: ElemType,
+    [q, k]: [&Handle; 2],
+    of: &AlikeScores,
+    out: &Handle,
+) -> Result<(), KernelError> {
+    crate::kernels::selection::check(client)?;
+    let ([lists, kv_lists], width) = (of.products.lists, of.products.width);
+    let [queries, keys] = of.seq;
+    let made = |numbers: usize| client.empty(numbers * size_of::<f32>());
+    let q_blocks = RowBlocks::new(lists, [queries, width], of.block);
+    let k_blocks = RowBlocks::new(kv_lists, [keys, width], of.block);
+    let [q_count, k_count] = [&q_blocks, &k_blocks].map(|of| of.lists * of.blocks());
+    let less = match of.smooth {
+        true => Some(whole_means(client, element, k, [kv_lists, keys, width])?),
+        false => None,
+    };
+    let [q_means, k_means] = [q_count, k_count].map(|count| made(count * width));
+    let [q_alike, k_alike] = [q_count, k_count].map(made);
+    let of_queries = Blocked {
+        x: q,
+        of: &q_blocks,
+        means: &q_means,
+    };
+    let of_keys = Blocked {
+        x: k,
+        of: &k_blocks,
+        means: &k_means,
+    };
+    let beside = Beside {
+        second: Some(of_queries),
+        alike: Some([&k_alike, &q_alike]),
+        less: less.as_ref(),
+        only: None,
+    };
+    block_means(client, element, of_keys, beside)?;
+    let MeanProducts { rows, blocks, .. } = of.products;
+    mean_products(client, [&q_means, &k_means], &of.products, None, out)?;
+    let likeness = Likeness {
+        alike: [&q_alike, &k_alike],
+        kv_lists,
+        limit: of.similarity as f32,
+    };
+    let dims = [lists, rows, blocks];
+    softmax_of_seen(client, out, dims, of.products.seen, Some(likeness))
 }

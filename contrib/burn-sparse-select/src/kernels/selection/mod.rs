@@ -4,59 +4,48 @@
 //! products      rows times rows: on tensor cores, or in f32
 //! groups        sums over antidiagonals: groups of rows, the softmax of their products, its sums by blocks
 //! lines         the attention of the last queries, summed over keys and over distances
-//! line_sizes    which queries those are, and what they see
 //! line_weights  the same without products in memory, where tensor cores make them twice
-//! digits        of a number that is looked for, four bits at a time
 //! threshold     of each line of numbers the least that is kept: so many, or a share of the whole
-//! threshold_parts  the same of a few lines that are very long, by several cubes each
 //! touched       blocks in which something is kept
 //! flex          those, or the highest by means, as a head's last queries say
-//! gate          the blocks that single queries choose by means, in the products
-//! maxima        the highest products of rows with those of blocks, which tensor cores write alone
+//! gate          the blocks that single queries choose by means, in the products, and the highest products of rows with those of blocks, which are written alone
 //! highest       the blocks of the highest scores of rows, a row to a warp
-//! means         the products of means of blocks, and their softmax
-//! alike         that softmax, where blocks are alike in themselves
+//! means         the products of means of blocks, and their softmax, also where blocks are alike in themselves
 //! compressed    the attention that blocks get in compressed form, and what single queries choose by it
 //! ```
 //!
 //! What is in between never has more than [`NUMBERS`] numbers, unless a single row of blocks has more. Every number has one writer and sums have a fixed
 //! order, so the same input gives the same bits on a device.
 
-mod alike;
 mod compressed;
-mod digits;
 mod flex;
 mod gate;
 mod groups;
 pub(crate) mod highest;
-mod line_sizes;
 mod line_weights;
 mod lines;
-mod maxima;
 mod means;
 mod products;
 mod threshold;
-mod threshold_parts;
 mod touched;
 
 use cubecl::ir::features::Plane;
-use cubecl::prelude::*;
 
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::limits::most_units;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::row_tile::RowTile;
 
-pub use alike::{AlikeScores, alike_scores};
 pub use compressed::{
     CompressedInputs, CompressedPlan, CompressedShape, Wanted, compressed_attention_sums,
 };
 pub use flex::{FlexLimits, FlexTensors, flex_blocks};
-pub use gate::{GateSizes, query_picks};
+pub use gate::{GateSizes, MOST_RUN, RunMaxima, query_picks};
 pub use groups::{Antidiagonals, antidiagonal_attention_sums};
-pub use line_sizes::LineSizes;
+pub use line_weights::LineSizes;
 pub use lines::{LinesPlan, line_sums};
-pub use maxima::{MOST_RUN, RunMaxima};
-pub use means::{Likeness, MeanProducts, SeenRows, mean_products, softmax_of_seen};
+pub use means::{
+    AlikeScores, Likeness, MeanProducts, SeenRows, alike_scores, mean_products, softmax_of_seen,
+};
 pub use products::{RowsView, products};
 pub use threshold::{Kept, KeptLines, least_kept};
 pub use touched::{Touched, touched_blocks};

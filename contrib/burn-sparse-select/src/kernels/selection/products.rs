@@ -1,15 +1,9 @@
 //! Rows times rows, `a · bᵀ`, with results in f32.
 
-use cubecl::ir::ElemType;
-use cubecl::ir::FloatKind;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::rows::only::{OnlyLists, is_wanted, numbers_of};
+use crate::kernels::rows::blocks::{OnlyLists, is_wanted, numbers_of};
 use crate::kernels::selection::UNITS;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::on_device::bits::{Grid, GridLaunch, last_position};
+use blocksparse_cubecl::prelude::*;
 use burn_fused_ops::kernels::linear::{
     Epilogue, EpilogueTensors, MatrixView, Order, ProductPlan, ProductRequest, SeenColumns,
     multiply,

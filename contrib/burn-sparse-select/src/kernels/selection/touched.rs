@@ -8,14 +8,10 @@
 
 use std::ops::Range;
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::rows::only::OnlyLists;
+use crate::kernels::rows::blocks::OnlyLists;
 use crate::kernels::selection::UNITS;
 use crate::kernels::selection::threshold::{Kept, KeptLines, least_kept};
-use blocksparse_cubecl::args::{buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 
 /// Which blocks are asked for.
 #[derive(Clone, Debug, PartialEq)]
@@ -173,9 +169,6 @@ impl Touched {
 
 /// Scores of 1 and 0, `[lists, rows, blocks]` in f32: 1 if a block has a key that is kept, or a pair at a distance that is kept, by `sums` `[lists, 2, keys]`
 /// of keys and of distances (`line_sums`).
-///
-/// # Errors
-/// [`KernelError`] if the device cannot run it.
 pub fn touched_blocks(
     client: &Client,
     sums: &Handle,

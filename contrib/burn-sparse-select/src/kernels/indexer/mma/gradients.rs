@@ -5,16 +5,12 @@
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::indexer::gradients::IndexerGradients;
-use crate::kernels::indexer::mma::gradient_tile::{EIGHTS, GradientTile, ROWS};
 use crate::kernels::indexer::mma::loads::{
     Line, Work, copy_line, copy_queries, key_line, load_left,
 };
 use crate::kernels::indexer::mma::sums::step_of;
-use crate::kernels::indexer::mma::tile::{COLUMNS, EIGHT, UNITS};
+use crate::kernels::indexer::mma::tile::{COLUMNS, EIGHT, EIGHTS, GradientTile, ROWS, UNITS};
 use crate::kernels::indexer::pairs::{PairSizes, SharedGradient, SharedGradientLaunch, Sizes};
 use blocksparse_cubecl::arch::ptx::{
     global_address, pack, shared_address, shuffle_xor, uniform, unpack,
@@ -23,8 +19,7 @@ use blocksparse_cubecl::arch::sm80::{
     commit_copies, load_matrices, load_transposes, multiply, shared_load_pair, wait_copies,
     wait_copies_but,
 };
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::addressing::Four;
 
 /// The two rows of a unit: where each one's differences begin, or the differences' column.

@@ -4,17 +4,14 @@
 //! tile            the shape of a cube's work, and whether tensor cores take a call
 //! loads           what is copied to shared memory: keys once, queries step by step
 //! sums            the kernel of sums, and its launch
-//! gradient_tile   the shape of a cube's work of a gradient
 //! gradients       the kernel of the gradients, and its launch
 //! ```
 
-mod gradient_tile;
 mod gradients;
 mod loads;
 mod sums;
 mod tile;
 
-pub use gradient_tile::GradientTile;
 pub use gradients::{GradientWork, launch_gradient};
 pub use sums::launch;
-pub use tile::SumTile;
+pub use tile::{GradientTile, SumTile};

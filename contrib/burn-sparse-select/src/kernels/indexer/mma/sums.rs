@@ -4,20 +4,16 @@
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if)]
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::indexer::ending::{Ending, finished, term};
 use crate::kernels::indexer::mma::loads::{Step, Work, copy_queries, load_keys};
 use crate::kernels::indexer::mma::tile::{EIGHT, SumTile, UNITS};
-use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes, key_of};
-use crate::kernels::indexer::wanted::Epilogue;
+use crate::kernels::indexer::pairs::{
+    Ending, Epilogue, PairInputs, PairSizes, Sizes, finished, key_of, term,
+};
 use blocksparse_cubecl::arch::ptx::{global_address, shared_address, shuffle_xor, uniform, unit};
 use blocksparse_cubecl::arch::sm80::{
     commit_copies, load_matrices, multiply, shared_load_pair, wait_copies_but,
 };
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::addressing::Four;
 
 #[cube(launch_unchecked, address_type = "dynamic")]

@@ -4,13 +4,7 @@
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::indexer::ending::{Ending, finished};
-use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes};
-use crate::kernels::indexer::wanted::Epilogue;
+use crate::kernels::indexer::pairs::{Ending, Epilogue, PairInputs, PairSizes, Sizes, finished};
 use crate::kernels::indexer::warpgroups::heads::{
     HeadSums, Totals, no_totals, own_key, totals_of, traded,
 };
@@ -21,9 +15,8 @@ use blocksparse_cubecl::arch::ptx::shared_load;
 use blocksparse_cubecl::arch::sm80::copy_word;
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, copy_row, lane_row, own_copies};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::tile::NOWHERE;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tensor::half_of;
 use blocksparse_cubecl::tuning::Tuning;
 
@@ -311,9 +304,6 @@ fn place_of(column: u32, place0: usize, work: &Work, s: &Sizes, #[comptime] t: B
 }
 
 /// Makes the sums of one batch entry, by the queries that chose the block of each tile.
-///
-/// # Errors
-/// As [`mma::launch`](crate::kernels::indexer::mma::launch)'s.
 pub(crate) fn launch_blocks(
     client: &Client,
     sizes: &PairSizes,

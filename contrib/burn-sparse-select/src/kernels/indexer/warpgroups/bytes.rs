@@ -1,26 +1,23 @@
-//! Sums of numbers of 8 bits (E4M3), twice as many products a cycle. Keys of a cube are in registers, as left operands; a unit asks TMA for columns, some steps ahead.
+//! Sums of numbers of 8 bits (E4M3: 4 bits of exponent and 3 of fraction; OCP 8-bit floating point, 2023), twice as many products a cycle. Keys of a cube are in registers, as left operands; a unit asks TMA for columns, some steps ahead.
 
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::ir::{ElemType, UIntKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
 use cubecl_cpp::cuda::ptx::tensor_map_address;
 
-use crate::kernels::indexer::ending::Ending;
-use crate::kernels::indexer::pack::pack_queries;
-use crate::kernels::indexer::pairs::{KeyBytes, PairInputs, PairSizes, Sizes};
-use crate::kernels::indexer::wanted::{Epilogue, PairSum};
-use crate::kernels::indexer::warpgroups::asm::{bulk_load, byte_product, swizzled};
+use crate::kernels::indexer::pairs::{
+    Ending, Epilogue, KeyBytes, PairInputs, PairSizes, PairSum, Sizes,
+};
+use crate::kernels::indexer::rounding::pack_queries;
 use crate::kernels::indexer::warpgroups::heads::{
     HeadSums, Keys, Totals, no_totals, own_key, totals_of, write_two,
 };
 use crate::kernels::indexer::warpgroups::order::{Order, StepOrder, Work, is_seen, run_from};
 use crate::kernels::indexer::warpgroups::{COLUMNS, GROUP_KEYS, UNITS, WARPS, WIDTH, share, takes};
+use blocksparse_cubecl::arch::ptx::val;
 use blocksparse_cubecl::arch::sm90::*;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::arch::tma::registers;
+use blocksparse_cubecl::prelude::*;
 
 /// Steps that there is room for, and how far ahead columns are asked for: some warps may still have a step before.
 const STAGES: usize = 8;
@@ -85,7 +82,7 @@ impl ByteSums {
     }
 }
 
-/// As [`pair_sums`](crate::kernels::indexer::pair_sums) says, of what [`pack`](crate::kernels::indexer::pack) makes.
+/// As [`pair_sums`](crate::kernels::indexer::pair_sums) says, of what [`pack_queries`] and [`pack_keys`](crate::kernels::indexer::rounding::pack_keys) make.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sum_bytes<N: Size>(
     q: &TensorMap<u32, Tiled>,
@@ -292,9 +289,6 @@ fn load_step(at: usize, work: &Work, s: &Sizes, #[comptime] t: ByteSums) {
 }
 
 /// Makes the sums.
-///
-/// # Errors
-/// As [`mma::launch`](crate::kernels::indexer::mma::launch)'s.
 pub(crate) fn launch_bytes(
     client: &Client,
     sizes: &PairSizes,
@@ -340,4 +334,56 @@ pub(crate) fn launch_bytes(
         );
     }
     Ok(())
+}
+
+/// Depth of one wgmma of bytes.
+const BYTE_DEPTH: usize = 32;
+
+/// The upper word of descriptors of rows of 128 bytes, swizzled as wide. It is a constant, so that steps of a product add to the lower word alone.
+const SWIZZLED: u32 = (1 << 30) | 64;
+
+/// `a · bᵀ`: `a` in registers, `b` in shared memory in rows of 128 bytes. The first step overwrites the output.
+fn product_text(cols: usize, depth: usize) -> String {
+    let (out, words) = (registers(0, cols / 2), cols / 2);
+    let mut text = format!(
+        "{{ .reg .b32 l, h; .reg .b64 b; mov.b32 h, {SWIZZLED}; wgmma.fence.sync.aligned; "
+    );
+    for k in 0..depth / BYTE_DEPTH {
+        text += &format!(
+            "add.u32 l, $2, {}; mov.b64 b, {{l, h}}; \
+             wgmma.mma_async.sync.aligned.m64n{cols}k{BYTE_DEPTH}.f32.e4m3.e4m3 {{{out}}}, {{{}}}, b, {}, 1, 1; ",
+            (k * BYTE_DEPTH) >> 4,
+            registers(words + 4 * k, 4),
+            usize::from(k > 0),
+        );
+    }
+    text + "wgmma.commit_group.sync.aligned; }"
+}
+
+/// Starts `a · bᵀ` `[64, 2 · S]` of rows of four times as many bytes as `a` has words. The result is there after a
+/// [`wait`](blocksparse_cubecl::arch::sm90::wait).
+#[cube]
+pub(crate) fn byte_product<P: Size, S: Size>(a: Vector<u32, P>, b: u32) -> Vector<f32, S> {
+    let out: Vector<f32, S>;
+    let width = S::value();
+    let words = P::value();
+    let cols = comptime!(width * 2);
+    let depth = comptime!(words * 8);
+    gpu_asm!("{body} /* {d} {a} {b} */",
+        body = const product_text(cols, depth),
+        d = out(_) out, a = in(_) val::<Vector<u32, P>>(a), b = in(_) val::<u32>(b));
+    out
+}
+
+/// The lower word of the descriptor of a right operand in rows of 128 bytes.
+#[cube]
+pub(crate) fn swizzled(address: u32) -> u32 {
+    address >> 4u32 | comptime!(1u32 << 16)
+}
+
+/// Copies bytes of memory, a multiple of 16, to shared memory.
+#[cube]
+pub(crate) fn bulk_load(target: u32, source: u64, bar: u32, #[comptime] bytes: usize) {
+    gpu_asm!("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{t}], [{s}], {n}, [{b}];",
+        t = in(_) val::<u32>(target), s = in(_) val::<u64>(source), n = const bytes, b = in(_) val::<u32>(bar));
 }

@@ -3,13 +3,8 @@
 // Kernels have no `is_multiple_of`.
 #![allow(clippy::manual_is_multiple_of)]
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::indexer::ending::Ending;
 use crate::kernels::indexer::mma::SumTile;
-use crate::kernels::indexer::pairs::{PairInputs, PairSizes, Sizes};
-use crate::kernels::indexer::wanted::Epilogue;
+use crate::kernels::indexer::pairs::{Ending, Epilogue, PairInputs, PairSizes, Sizes};
 use crate::kernels::indexer::warpgroups::heads::{HeadSums, Keys, no_totals, totals_of, write_two};
 use crate::kernels::indexer::warpgroups::order::{Order, StepOrder, Work, is_seen, run_from};
 use crate::kernels::indexer::warpgroups::{
@@ -18,9 +13,8 @@ use crate::kernels::indexer::warpgroups::{
 use blocksparse_cubecl::arch::sm80::copy_word;
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, copies_are_there, copy_row, lane_row};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::mma::tile::NOWHERE;
+use blocksparse_cubecl::prelude::*;
 
 /// Steps that there is room for: one is multiplied and two are on their way, while some warps may still have the one before.
 const STAGES: usize = 4;
@@ -243,9 +237,6 @@ fn place_of(column: u32, heads: usize, row0: usize, s: &Sizes, #[comptime] t: Gr
 }
 
 /// Makes the sums.
-///
-/// # Errors
-/// As [`mma::launch`](crate::kernels::indexer::mma::launch)'s.
 pub(crate) fn launch(
     client: &Client,
     sizes: &PairSizes,

@@ -2,8 +2,7 @@
 
 use cubecl::prelude::*;
 
-use crate::kernels::indexer::ending::{Ending, finished, term};
-use crate::kernels::indexer::pairs::Sizes;
+use crate::kernels::indexer::pairs::{Ending, Sizes, finished, term};
 use crate::kernels::indexer::warpgroups::{COLUMNS, EIGHT};
 use blocksparse_cubecl::arch::ptx::shuffle_xor;
 use blocksparse_cubecl::arch::sm80::shared_load_pair;

@@ -4,7 +4,6 @@
 //! by all warpgroups. What each wants of a step is a number of a key and a query: a unit adds what its columns of a query give, and three neighbours the others.
 //!
 //! ```text
-//! asm      PTX of numbers of 8 bits
 //! order    the steps of a launch
 //! heads    what the heads of a query give a key, added up
 //! halves   of bf16 and f16
@@ -12,7 +11,6 @@
 //! blocks   of bf16 and f16, of the keys of blocks that queries list
 //! ```
 
-mod asm;
 mod blocks;
 mod bytes;
 mod halves;

@@ -24,7 +24,7 @@
 use cubecl::prelude::*;
 
 use crate::kernels::listed::gather::{first_of_heads, rows_of_query};
-use crate::kernels::listed::rows::{ListTensors, Lists, is_written, place_of_row};
+use crate::kernels::listed::tile::{ListTensors, Lists, is_written, place_of_row};
 use crate::kernels::listed::views::Input;
 use crate::kernels::listed::warpgroups::steps::*;
 use crate::kernels::listed::warpgroups::tile::WarpgroupTile;

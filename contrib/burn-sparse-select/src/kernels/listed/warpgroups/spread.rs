@@ -10,8 +10,8 @@
 use cubecl::prelude::*;
 
 use crate::kernels::listed::gather::{QueryList, Sources};
-use crate::kernels::listed::rows::ListTensors;
 use crate::kernels::listed::spread::{Chunk, record_of, share_stats, spread_query};
+use crate::kernels::listed::tile::ListTensors;
 use crate::kernels::listed::views::Input;
 use crate::kernels::listed::warpgroups::steps::{
     Listed, RowStrides, copy_heads, copy_keys, listed_at, steps_of,

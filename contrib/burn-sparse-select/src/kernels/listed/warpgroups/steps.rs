@@ -12,7 +12,7 @@ use cubecl::prelude::*;
 use crate::kernels::listed::gather::{
     ListMainloop, QueryList, Sources, list_mainloop_of, position_of_key,
 };
-use crate::kernels::listed::rows::{
+use crate::kernels::listed::tile::{
     CubeRows, ListTensors, Lists, head_of_row, queries_from, query_of_row,
 };
 use crate::kernels::listed::views::Input;

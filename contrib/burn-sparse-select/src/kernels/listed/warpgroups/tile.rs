@@ -1,6 +1,6 @@
 //! The shape of a mainloop on wgmma, and where its parts lie in shared memory.
 
-use crate::kernels::listed::rows::CubeRows;
+use crate::kernels::listed::tile::CubeRows;
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::arch::swizzled::Spans;
 

@@ -13,9 +13,6 @@
 // What is known at compile time stays apart from what is not; kernels have no `is_multiple_of`.
 #![allow(clippy::collapsible_if, clippy::manual_is_multiple_of)]
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::selection::compressed::asm::async_fence;
 use crate::kernels::selection::compressed::chosen::{insert_all, nothing_chosen};
 use crate::kernels::selection::compressed::steps::{
@@ -27,8 +24,7 @@ use crate::kernels::selection::compressed::tile::{
 use crate::kernels::selection::compressed::{CompressedInputs, Wanted};
 use blocksparse_cubecl::arch::ptx::{shared_address, shared_store, uniform};
 use blocksparse_cubecl::arch::sm80::{address, bits_of, wait_copies};
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::order_key::key;
 use blocksparse_cubecl::tensor::check_rows;
@@ -102,11 +98,8 @@ pub fn compressed_attention_sums(
     };
     let chooses = matches!(wanted, Wanted::Choice { .. });
     if most > MOST {
-        return Err(KernelError::limit(
-            "blocks that a query chooses",
-            MOST as u32,
-            most,
-        ));
+        let what = "blocks that a query chooses";
+        return Err(KernelError::limit(what, MOST as u32, most));
     }
     let shape = &plan.shape;
     let (lists, entries, blocks) = (shape.lists(), shape.entries(), shape.chosen_from());

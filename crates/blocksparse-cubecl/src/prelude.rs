@@ -1,0 +1,8 @@
+//! What launchers of kernels need beside CubeCL's prelude, which is in it.
+
+pub use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
+pub use cubecl::prelude::*;
+pub use cubecl::server::Handle;
+
+pub use crate::args::{address_of, buffer, optional, spread};
+pub use crate::error::KernelError;
