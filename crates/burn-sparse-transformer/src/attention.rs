@@ -275,7 +275,7 @@ impl SparseMultiHeadAttention {
         let (mut query, key) = (Positions::From(0), Positions::From(cached));
         if let Some(rope) = &self.rope {
             ensure! { seq_q <= seq_kv =>
-                "query", format!("at most {seq_kv} positions, as many as keys, with rope"), seq_q; }
+            "query", format!("at most {seq_kv} positions, as many as keys, with rope"), seq_q; }
             query = Positions::From(seq_kv - seq_q);
             query.check(rope, seq_q)?;
             key.check(rope, new)?;
@@ -300,7 +300,7 @@ impl SparseMultiHeadAttention {
         let rises = cu_seqlens.windows(2).all(|pair| pair[0] <= pair[1]);
         let ends = (cu_seqlens.first(), cu_seqlens.last());
         ensure! { rises && ends == (Some(&0), Some(&total)) =>
-            "cu_seqlens", format!("rising from 0 to {total}, the length of x"), format!("{cu_seqlens:?}"); }
+        "cu_seqlens", format!("rising from 0 to {total}, the length of x"), format!("{cu_seqlens:?}"); }
         let sequences = cu_seqlens.windows(2).filter(|pair| pair[0] < pair[1]);
         let mut request = Request::new(total, total);
         request.documents = sequences.clone().map(|pair| pair[0]).collect();

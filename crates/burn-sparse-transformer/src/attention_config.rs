@@ -288,7 +288,7 @@ impl SparseMultiHeadAttentionConfig {
         let reach = self.relative_reach.unwrap_or(0);
         let most = (AttentionTensors::MAX_DISTANCES / self.n_heads).saturating_sub(1) / 2;
         ensure! { reach <= most =>
-            "relative_reach", format!("at most {most} with {} heads", self.n_heads), reach; }
+        "relative_reach", format!("at most {most} with {} heads", self.n_heads), reach; }
         ensure_scores(self.scale, self.softcap)?;
         ensure_above_zero("softmax_threshold", self.softmax_threshold.unwrap_or(1.0))?;
         ensure_above_zero("qk_norm_eps", self.qk_norm_eps)

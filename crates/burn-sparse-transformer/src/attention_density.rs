@@ -39,7 +39,7 @@ impl SparseMultiHeadAttention {
         let (kept, entries) = match self.selection() {
             Some(selection) if is_by_query(selection) => {
                 ensure! { causal =>
-                    "pattern", "causal where every query chooses for itself", self.pattern(); }
+                "pattern", "causal where every query chooses for itself", self.pattern(); }
                 // What a query sees lies before it, and padding behind: each entry is as if it were alone.
                 let of = |sizes| pairs_by_query(selection, sizes).map(|pairs| pairs as f64);
                 let kept = match self.cut(selection, &request)?.lengths {

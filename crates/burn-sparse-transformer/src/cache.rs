@@ -194,7 +194,7 @@ impl SparseTransformerCache {
     ) -> Result<T> {
         let (own, start) = (self.blocks.len(), self.position);
         ensure! { own == blocks =>
-            "cache", format!("of {blocks} blocks, the model's"), format!("{own} blocks"); }
+        "cache", format!("of {blocks} blocks, the model's"), format!("{own} blocks"); }
         let result = run(start, &mut self.blocks);
         match &result {
             Ok(_) => self.position += new,

@@ -201,7 +201,7 @@ impl SparseTransformerEncoder {
 
     fn cached(&self, x: Tensor<3>, caches: &mut [SparseMhaCache], last: bool) -> Result<Tensor<3>> {
         ensure! { caches.len() == self.layers.len() =>
-            "caches", format!("{}, one for each layer", self.layers.len()), caches.len(); }
+        "caches", format!("{}, one for each layer", self.layers.len()), caches.len(); }
         let before: Vec<usize> = caches.iter().map(SparseMhaCache::len).collect();
         let mut layers = self.layers.iter().zip(caches.iter_mut());
         let result = layers

@@ -212,7 +212,7 @@ impl SparseMultiHeadAttention {
         self.ensure_no_content()?;
         let by_head = self.pattern().is_by_head();
         ensure! { !by_head =>
-            "pattern", "one for all heads where heads choose in different ways", self.pattern(); }
+        "pattern", "one for all heads where heads choose in different ways", self.pattern(); }
         let expected = "none where heads choose in different ways";
         ensure_none("selection", self.selection.is_some(), expected)?;
         let sinks = self.sinks.is_some() || self.quiet_softmax;
@@ -284,7 +284,7 @@ impl SparseTransformer {
 
     fn ensure_layers(&self, count: usize) -> Result<()> {
         ensure! { count == self.blocks.len() =>
-            "layers", format!("{}, the model's", self.blocks.len()), count; }
+        "layers", format!("{}, the model's", self.blocks.len()), count; }
         Ok(())
     }
 

@@ -243,6 +243,6 @@ pub(crate) fn validate_rope(config: &RotaryEncodingConfig, d_k: usize) -> Result
     }
     ensure_multiple("rope.d_model", config.d_model, "the rotated pairs", 2)?;
     ensure! { config.theta > 0.0 && config.theta.is_finite() =>
-        "rope.theta", "positive and finite", config.theta; }
+    "rope.theta", "positive and finite", config.theta; }
     Ok(())
 }

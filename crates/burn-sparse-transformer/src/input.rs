@@ -69,10 +69,10 @@ impl Padding {
             }
             Self::Lengths(lengths) => {
                 ensure! { lengths.len() == batch =>
-                    "lengths", format!("of {batch} batch entries"), lengths.len(); }
+                "lengths", format!("of {batch} batch entries"), lengths.len(); }
                 let over = lengths.iter().find(|&&length| length > seq_kv);
                 ensure! { over.is_none() =>
-                    "lengths", format!("at most {seq_kv}, the number of keys"), over.unwrap_or(&0); }
+                "lengths", format!("at most {seq_kv}, the number of keys"), over.unwrap_or(&0); }
                 let entries = lengths.iter();
                 entries
                     .map(|&length| (0..seq_kv).map(|j| j < length).collect())

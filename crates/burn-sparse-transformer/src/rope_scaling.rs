@@ -69,7 +69,7 @@ impl RopeScaling {
             Self::Factors { factors } => return check_factors(factors, width),
         };
         ensure! { factor.is_finite() && factor >= 1.0 =>
-            "rope_scaling.factor", "finite and at least 1", factor; }
+        "rope_scaling.factor", "finite and at least 1", factor; }
         if let Self::Yarn {
             attention_factor: Some(factor),
             ..
@@ -181,7 +181,7 @@ impl RopeScaling {
 fn check_factors(factors: &[f64], width: usize) -> Result<()> {
     let count = factors.len();
     ensure! { count == width / 2 =>
-        "the number of rope_scaling.factors", format!("{}, half the width of a head", width / 2), count; }
+    "the number of rope_scaling.factors", format!("{}, half the width of a head", width / 2), count; }
     let wrong = (factors.iter()).find(|factor| !(factor.is_finite() && **factor > 0.0));
     ensure! { wrong.is_none() => "rope_scaling.factors", "finite and above 0", wrong.unwrap_or(&0.0); }
     Ok(())

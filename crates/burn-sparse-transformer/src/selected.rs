@@ -65,7 +65,7 @@ impl AttentionKind for Selection {
 
     fn ensure_decodable(&self) -> Result<()> {
         ensure! { self.ignores_later_rows() =>
-            "selection", "prefix stable with a cache: later tokens influence this one's choice; take quest or moba, or let prompts alone choose: `with_choosing_prompts` of a pool", self; }
+        "selection", "prefix stable with a cache: later tokens influence this one's choice; take quest or moba, or let prompts alone choose: `with_choosing_prompts` of a pool", self; }
         Ok(())
     }
 
@@ -323,7 +323,7 @@ pub(crate) fn check_selection(pattern: &Pattern, selection: Option<&Selection>) 
     let estimator = selection.estimator();
     let full = [estimator.full_first_layers(), estimator.full_last_layers()];
     ensure! { full == [0; 2] =>
-        "selection", "one without full layers for a layer alone: a model's `selections` have them", selection; }
+    "selection", "one without full layers for a layer alone: a model's `selections` have them", selection; }
     check_choice(pattern, selection)
 }
 
@@ -331,7 +331,7 @@ pub(crate) fn check_selection(pattern: &Pattern, selection: Option<&Selection>) 
 fn check_choice(pattern: &Pattern, selection: &Selection) -> Result<()> {
     selection.check()?;
     ensure! { is_whole(pattern) || !is_by_query(selection) =>
-        "pattern", "the dense causal pattern, or dense, with a selection by which every query chooses for itself", pattern; }
+    "pattern", "the dense causal pattern, or dense, with a selection by which every query chooses for itself", pattern; }
     Ok(())
 }
 
@@ -356,7 +356,7 @@ fn lengths_of(request: &Request) -> Result<Option<Vec<usize>>> {
     };
     let lengths: Option<Vec<usize>> = request.restrictions.iter().map(length).collect();
     ensure! { lengths.is_some() =>
-        "padding", "at the end of self-attention's sequences with a selection", "other padding"; }
+    "padding", "at the end of self-attention's sequences with a selection", "other padding"; }
     Ok(lengths)
 }
 

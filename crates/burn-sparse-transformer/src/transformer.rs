@@ -281,7 +281,7 @@ impl SparseTransformerConfig {
                 let own = self.factorization.pattern(layer)?;
                 let given = self.factorization.pattern(layer - 1)?;
                 ensure! { own == given =>
-                    "factorization", format!("{given} in layer {layer}, which shares a choice"), &own; }
+                "factorization", format!("{given} in layer {layer}, which shares a choice"), &own; }
             }
         }
         Ok(())
@@ -291,13 +291,13 @@ impl SparseTransformerConfig {
         self.validate_sharing()?;
         let heads = self.local_heads.as_ref().map(Vec::len);
         ensure! { heads.is_none_or(|count| count == 1 || count == self.n_layers) =>
-            "local_heads", format!("one number, or {}, one for each layer", self.n_layers), heads.unwrap_or_default(); }
+        "local_heads", format!("one number, or {}, one for each layer", self.n_layers), heads.unwrap_or_default(); }
         ensure_positive("vocab_size", self.vocab_size)?;
         ensure_positive("context", self.context)?;
         ensure_positive("n_layers", self.n_layers)?;
         ensure_positive("d_model", self.d_model)?;
         ensure! { !self.embeds_positions() || (1..=self.context).contains(&self.embedding_width()) =>
-            "embedding_width", format!("between 1 and {}, the context", self.context), self.embedding_width(); }
+        "embedding_width", format!("between 1 and {}, the context", self.context), self.embedding_width(); }
         let channels = self.embedding_channels.unwrap_or(1);
         ensure_positive("embedding_channels", channels)?;
         ensure_multiple(

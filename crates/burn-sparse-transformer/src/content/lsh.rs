@@ -387,7 +387,7 @@ impl LshHeadsConfig {
         ensure_positive("rounds", self.rounds)?;
         if let Some(buckets) = self.n_buckets {
             ensure! { buckets > 0 && buckets.is_multiple_of(2) && buckets <= 1 << 20 =>
-                "n_buckets", "even, from 2 to 2²⁰: half of the buckets are opposite to the others", buckets; }
+            "n_buckets", "even, from 2 to 2²⁰: half of the buckets are opposite to the others", buckets; }
         }
         Ok(())
     }

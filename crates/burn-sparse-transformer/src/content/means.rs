@@ -79,7 +79,7 @@ pub(super) fn settled(
     let [batch, heads, length, dim] = x.dims();
     let tokens = batch * length;
     ensure! { tokens >= clusters =>
-        "x", format!("of {clusters} tokens at least, as many as clusters"), tokens; }
+    "x", format!("of {clusters} tokens at least, as many as clusters"), tokens; }
     let x = (x.swap_dims(0, 1)).reshape([1, heads, tokens, dim]);
     let rows = x.clone().reshape([heads * tokens, dim]);
     let mut drawn = Vec::with_capacity(heads * clusters);

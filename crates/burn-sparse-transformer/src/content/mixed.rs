@@ -273,23 +273,23 @@ impl SparseMultiHeadAttentionConfig {
                 check_pattern(name, &self.pattern)?;
             }
             ensure! { self.pattern.is_causal() =>
-                "pattern", format!("causal with {name}, whose tokens see earlier ones alone"), &self.pattern; }
+            "pattern", format!("causal with {name}, whose tokens see earlier ones alone"), &self.pattern; }
             let expected = format!("none with {name}, which is all heads of a layer");
             ensure_none("local_heads", self.local_heads.is_some(), &expected)?;
             return self.ensure_no_options(&expected);
         }
         let local = self.pattern_heads();
         ensure! { (1..self.n_heads).contains(&local) =>
-            "local_heads", format!("at least 1 and below n_heads = {}, so that there are heads of both kinds", self.n_heads), local; }
+        "local_heads", format!("at least 1 and below n_heads = {}, so that there are heads of both kinds", self.n_heads), local; }
         let counted =
             !matches!(content, ContentAttention::Routing(config) if config.clusters.is_none());
         ensure! { counted => "clusters", "given where the context is not", "none"; }
         if let ContentAttention::Lsh(config) = content {
             ensure! { config.causal =>
-                "causal", "true: its queries see earlier tokens alone", config.causal; }
+            "causal", "true: its queries see earlier tokens alone", config.causal; }
         }
         ensure! { self.pattern.is_causal() =>
-            "pattern", "causal next to content-based heads, which see earlier tokens alone", &self.pattern; }
+        "pattern", "causal next to content-based heads, which see earlier tokens alone", &self.pattern; }
         let expected = "none next to content-based heads";
         self.ensure_no_options(expected)?;
         for (argument, given) in [

@@ -50,7 +50,7 @@ impl RoutingHeadsConfig {
         ensure_positive("clusters", clusters)?;
         let places = clusters.checked_mul(self.window);
         ensure! { places.is_some_and(|places| places <= 1 << 30) =>
-            "clusters", "such that clusters · window is at most 2³⁰", clusters; }
+        "clusters", "such that clusters · window is at most 2³⁰", clusters; }
         Ok(clusters)
     }
 

@@ -75,7 +75,7 @@ impl DsaHeadsConfig {
         let fits = !self.index_fp8 || HadamardFp8::takes(self.index_dim);
         let [least, most] = HADAMARD_WIDTHS;
         ensure! { fits =>
-            "index_dim", format!("a power of two from {least} to {most}, for fp8"), self.index_dim; }
+        "index_dim", format!("a power of two from {least} to {most}, for fp8"), self.index_dim; }
         Ok(())
     }
 

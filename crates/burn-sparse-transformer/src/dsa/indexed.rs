@@ -99,7 +99,7 @@ pub(crate) fn seen(seq: usize, most: usize) -> u64 {
 pub(crate) fn cached_keys(cache: &mut SparseMhaCache, k: &Tensor<4>) -> Result<Tensor<4>> {
     let (before, known) = (cache.len(), cache.index().len());
     ensure! { before == known =>
-        "cache", format!("one whose {before} tokens an indexer has seen"), format!("one of {known}"); }
+    "cache", format!("one whose {before} tokens an indexer has seen"), format!("one of {known}"); }
     let [batch, _, new, width] = k.dims();
     cache.index().check([batch, 1, width], new)?;
     // Of an indexer there are no values.
@@ -112,14 +112,14 @@ pub(crate) fn rotated(rope_dim: Option<usize>, width: usize) -> Result<usize> {
     let rotated = rope_dim.unwrap_or(width / 4 * 2);
     let fits = rotated <= width && rotated.is_multiple_of(2);
     ensure! { fits =>
-        "rope_dim", format!("an even number, at most {width}, the width of an index head"), rotated; }
+    "rope_dim", format!("an even number, at most {width}, the width of an index head"), rotated; }
     Ok(rotated)
 }
 
 /// That tokens see all earlier ones, from which an indexer chooses.
 pub(crate) fn check_pattern(name: &str, pattern: &Pattern) -> Result<()> {
     ensure! { *pattern == Pattern::causal() =>
-        "pattern", format!("causal with {name}, whose tokens choose from all earlier ones"), pattern; }
+    "pattern", format!("causal with {name}, whose tokens choose from all earlier ones"), pattern; }
     Ok(())
 }
 

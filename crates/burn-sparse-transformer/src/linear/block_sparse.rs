@@ -206,7 +206,7 @@ impl BlockSparseLinear {
         let shape = [layout.inputs(), layout.outputs()];
         let fewer = WeightLayout::by_magnitude(shape, layout.block(), &norms, density)?;
         ensure! { fewer.len() <= layout.len() =>
-            "density", format!("at most {}, the layer's", layout.density()), density; }
+        "density", format!("at most {}, the layer's", layout.density()), density; }
         let stay: Vec<usize> = fewer
             .kept_blocks()
             .filter_map(|(input, output)| layout.index_of(input as usize, output as usize))

@@ -112,7 +112,7 @@ fn pattern(of: &JsonKeys, kind: &str, context: usize) -> Result<Pattern> {
         (None, _) => n_layers.saturating_sub(of.maybe_count("max_window_layers")?.unwrap_or(28)),
     };
     ensure! { sliding == 0 || sliding == n_layers =>
-        "sliding_window", format!("in all {n_layers} layers or in none"), format!("a window in {sliding}"); }
+    "sliding_window", format!("in all {n_layers} layers or in none"), format!("a window in {sliding}"); }
     Ok(match sliding {
         0 => Pattern::causal(),
         _ => Pattern::local(window),

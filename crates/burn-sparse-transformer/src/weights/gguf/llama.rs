@@ -35,7 +35,7 @@ impl LlamaConfig {
     pub fn from_gguf(gguf: &Gguf) -> Result<Self> {
         let architecture = gguf.architecture().unwrap_or("none");
         ensure! { ARCHITECTURES.contains(&architecture) =>
-            "general.architecture", "llama, qwen2 or qwen3", architecture; }
+        "general.architecture", "llama, qwen2 or qwen3", architecture; }
         let of = GgufKeys { gguf, architecture };
         of.only("expert_count", 0.0)?;
         of.only("attention.scale", 0.0)?;
