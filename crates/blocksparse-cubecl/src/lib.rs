@@ -15,17 +15,6 @@
 //! A call is a [`Request`] over a layout. [`AttentionPlan`] is what it will run, chosen from the layout, the request and the device; it
 //! prints. Nothing falls back silently: what cannot run is a [`KernelError`] before anything is launched.
 //!
-//! ```text
-//! call       a call as data: views, Request, ScoreKind        error      what can be wrong
-//! args       what kernels get: buffers, strides, numbers      uploaded   what lies on a device
-//! pass       a pass over a layout, as tiers get it            device     launch plans on devices
-//! tier       the tiers as values, in the order of asking      stats      lse and delta of queries
-//! choice     AttentionPlan                                    on_device  launch plans made there
-//! tuning     what environment variables say                   shared     what kernels of several tiers share
-//! forward, backward, attention_sums                           simt, mma, hopper: the tiers
-//! primitives radix select
-//! ```
-//!
 //! [`rows`] are rows by an index and merges by lse. Kernels of training ops, of pages and of choices by content stand in the crates of those, on the
 //! hidden modules of this one.
 
