@@ -13,7 +13,7 @@ use super::call::{DeviceFacts, Request, ScoreKind, TableView, TensorView};
 use super::device::{DeviceLinePlan, line_plan};
 use super::error::KernelError;
 use super::limits::most_units;
-use super::pass::{BackwardPass, Pass};
+use super::pass::BackwardPass;
 use super::shared::addressing::PlanWordsLaunch;
 use super::simt::Tile;
 use super::simt::attention_sums::{
@@ -73,10 +73,8 @@ fn check(
     let tile = tile(device.properties, layout, request, gradient)?;
     let hardware = &device.properties.hardware;
     let lines = layout.seq_q().div_ceil(tile.rows) + layout.seq_kv().div_ceil(tile.rows);
-    KernelError::check_limits([
-        ("the diagonals of tiles", hardware.max_cube_count.0, lines),
-        ("the buffers of a kernel", hardware.max_bindings, buffers),
-    ])?;
+    KernelError::check("the diagonals of tiles", hardware.max_cube_count.0, lines)?;
+    KernelError::check("the buffers of a kernel", hardware.max_bindings, buffers)?;
     Ok(tile)
 }
 
@@ -152,14 +150,9 @@ pub fn distance_gradient(
     stats: &Handle,
     out: &Handle,
 ) -> Result<(), KernelError> {
-    let Pass {
-        client,
-        layout,
-        request,
-        inputs: [q, k, v],
-        options,
-        ..
-    } = pass.pass;
+    let (client, layout) = (pass.pass.client, pass.pass.layout);
+    let (request, [q, k, v]) = (pass.pass.request, pass.pass.inputs);
+    let options = pass.pass.options;
     let Some(TableView { shape, .. }) = options.relative else {
         return Ok(());
     };
@@ -226,13 +219,8 @@ struct Segments {
 
 impl Segments {
     fn new(summed: &Summed, line: Line) -> Result<Self, KernelError> {
-        let &Summed {
-            client,
-            layout,
-            request,
-            options,
-            ..
-        } = summed;
+        let (client, layout, request) = (summed.client, summed.layout, summed.request);
+        let options = summed.options;
         let properties = client.properties();
         let tile = tile(properties, layout, request, summed.gradient.is_some())?;
         let (heads, seq_q, seq_kv) = (layout.heads(), layout.seq_q(), layout.seq_kv());
@@ -292,14 +280,8 @@ impl Segments {
 
     /// Sums of each segment.
     fn sum(&self, summed: &Summed) -> Result<(), KernelError> {
-        let &Summed {
-            client,
-            layout,
-            request,
-            inputs: [q, k],
-            options,
-            ..
-        } = summed;
+        let (client, layout, request) = (summed.client, summed.layout, summed.request);
+        let ([q, k], options) = (summed.inputs, summed.options);
         let (tile, width, accumulator) = (self.tile, self.width, request.accumulator());
         let heads = layout.heads();
         let gradient = summed.gradient;
@@ -341,8 +323,7 @@ impl Segments {
                         line: self.line,
                         tile,
                     },
-                    request.dtype,
-                    accumulator,
+                    [request.dtype, accumulator],
                 );
             }
         }

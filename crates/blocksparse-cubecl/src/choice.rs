@@ -302,10 +302,8 @@ fn check_limits(
         _ => 8 + 2 * usize::from(request.score.bias) + usize::from(request.score.seeds),
     } + usize::from(request.store);
     let hardware = &properties.hardware;
-    KernelError::check_limits([
-        ("the tiles of a head", hardware.max_cube_count.0, tiles),
-        ("the buffers of a kernel", hardware.max_bindings, buffers),
-    ])
+    KernelError::check("the tiles of a head", hardware.max_cube_count.0, tiles)?;
+    KernelError::check("the buffers of a kernel", hardware.max_bindings, buffers)
 }
 
 impl fmt::Display for AttentionPlan {

@@ -106,16 +106,12 @@ impl KernelError {
         }
     }
 
-    /// Checks that a launch has no more of anything than the device allows.
-    pub fn check_limits<const N: usize>(
-        limits: [(&'static str, u32, usize); N],
-    ) -> Result<(), Self> {
-        let exceeded = limits
-            .iter()
-            .find(|(_, limit, got)| *got as u64 > u64::from(*limit));
-        match exceeded {
-            Some(&(what, limit, got)) => Err(Self::limit(what, limit, got)),
-            None => Ok(()),
+    /// Checks that there are no more of something.
+    pub fn check(what: &'static str, limit: impl Into<u64>, got: usize) -> Result<(), Self> {
+        let limit = limit.into();
+        match got as u64 <= limit {
+            true => Ok(()),
+            false => Err(Self::limit(what, limit, got)),
         }
     }
 

@@ -140,13 +140,8 @@ impl<'a> BackwardPass<'a> {
     pub fn operands(&self, mainloop: Mainloop) -> Operands<'a> {
         let [q, k, v] = self.inputs;
         let grad_out = self.grads.out;
-        let &Request {
-            batch,
-            kv_heads,
-            head_dim,
-            value_dim,
-            ..
-        } = self.request;
+        let (batch, kv_heads) = (self.request.batch, self.request.kv_heads);
+        let (head_dim, value_dim) = (self.request.head_dim, self.request.value_dim);
         match mainloop {
             Mainloop::Rows => Operands {
                 mainloop,

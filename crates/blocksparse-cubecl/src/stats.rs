@@ -86,19 +86,10 @@ pub fn of_queries(
     residue: Option<Residue>,
     wanted: Wanted,
 ) -> Result<Handle, KernelError> {
-    let &Known {
-        client,
-        batch,
-        heads,
-        value_dim,
-        dtypes: [dtype, accumulator],
-        outputs,
-        grads,
-        options,
-        slopes,
-        width,
-        address,
-    } = known;
+    let (client, batch, heads) = (known.client, known.batch, known.heads);
+    let (value_dim, [dtype, accumulator]) = (known.value_dim, known.dtypes);
+    let (outputs, grads, options) = (known.outputs, known.grads, known.options);
+    let (slopes, width, address) = (known.slopes, known.width, known.address);
     let outs = batch * heads * grads.out.shape[2];
     let rows = batch * heads * wanted.pitch;
     let [table_start, numbers] = options.stats_len(rows);
@@ -132,8 +123,7 @@ pub fn of_queries(
                 lanes,
                 residue: wanted.by_class,
             },
-            dtype,
-            accumulator,
+            [dtype, accumulator],
         );
     }
     Ok(stats)

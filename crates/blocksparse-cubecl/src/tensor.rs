@@ -78,14 +78,8 @@ pub fn check_rows(
 
 /// Checks that a table of distances can be indexed: its kernels do it in signed 32 bits.
 pub fn check_table(numbers: usize) -> Result<(), KernelError> {
-    match i32::try_from(numbers) {
-        Ok(_) => Ok(()),
-        Err(_) => Err(KernelError::limit(
-            "the numbers of a table of distances",
-            i32::MAX as u32,
-            numbers,
-        )),
-    }
+    let what = "the numbers of a table of distances";
+    KernelError::check(what, i32::MAX as u32, numbers)
 }
 
 /// Checks that the scale is positive, unless there is a softcap: the running maximum is of unscaled scores.

@@ -135,10 +135,9 @@ impl ForwardTile {
 
     /// How the plan of its launch is cut.
     pub fn tiling(&self) -> Tiling {
-        let mainloop = Kernel::Forward.mainloop();
         match self {
-            Self::Hopper(tile) => tile.tiling(),
-            Self::Mma(tile) => tile.tiling(mainloop),
+            Self::Hopper(tile) => tile.tiling,
+            Self::Mma(tile) => tile.tiling(),
             Self::Simt(tile) => simt::tiling(tile),
         }
     }
@@ -147,7 +146,7 @@ impl ForwardTile {
     pub fn lines(&self, accumulator: usize) -> Vec<(&'static str, String)> {
         let tile = match self {
             Self::Hopper(tile) => tile.to_string(),
-            Self::Mma(tile) => mma::describe(*tile, Kernel::Forward).to_string(),
+            Self::Mma(tile) => mma::describe(*tile, Kernel::Forward),
             Self::Simt(tile) => simt::describe(tile, Kernel::Forward, accumulator),
         };
         vec![("forward", tile)]
@@ -234,9 +233,9 @@ impl BiasTile {
         let mainloop = kernel.mainloop();
         let index = usize::from(kernel == Kernel::BackwardColumns);
         match self {
-            Self::Hopper(own, _) if mainloop == Mainloop::Rows => own.pairs.tiling(),
-            Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => keys.tiling(mainloop),
-            Self::Hopper(_, tiles) | Self::Mma(tiles) => tiles[index].tiling(mainloop),
+            Self::Hopper(own, _) if mainloop == Mainloop::Rows => own.pairs.tiling,
+            Self::Hopper(hopper::BiasTiles { keys: Ok(keys), .. }, _) => keys.tiling,
+            Self::Hopper(_, tiles) | Self::Mma(tiles) => tiles[index].tiling(),
             Self::Simt(tiles) => simt::tiling(&tiles[index]),
         }
     }
@@ -252,7 +251,7 @@ impl BiasTile {
                     format!("{tile} (not on the {HOPPER} tier: {reason})")
                 }
             },
-            Self::Mma(tiles) => mma::describe(tiles[index], kernel).to_string(),
+            Self::Mma(tiles) => mma::describe(tiles[index], kernel),
             Self::Simt(tiles) => simt::describe(&tiles[index], kernel, accumulator),
         })
     }
@@ -326,12 +325,11 @@ impl BackwardTile {
 
     /// How the plan of a mainloop's launch is cut.
     pub fn tiling(&self, kernel: Kernel) -> Tiling {
-        let mainloop = kernel.mainloop();
         let index = usize::from(kernel == Kernel::BackwardColumns);
         match self {
-            Self::HopperFused(tile) => tile.tiling(),
-            Self::HopperUnfused(mainloops) => mainloops[index].tile.tiling(mainloop),
-            Self::Mma(tiles) => tiles[index].tiling(mainloop),
+            Self::HopperFused(tile) => tile.tiling,
+            Self::HopperUnfused(mainloops) => mainloops[index].tile.tiling,
+            Self::Mma(tiles) => tiles[index].tiling(),
             Self::SimtFused(fused) => simt::tiling(&fused.tile),
             Self::Simt(tiles, _) => simt::tiling(&tiles[index]),
         }
@@ -352,9 +350,7 @@ impl BackwardTile {
         match self {
             Self::HopperFused(tile) => vec![("backward", tile.to_string())],
             Self::HopperUnfused(plans) => mainloops(&|index, _| plans[index].to_string()),
-            Self::Mma(tiles) => {
-                mainloops(&|index, kernel| mma::describe(tiles[index], kernel).to_string())
-            }
+            Self::Mma(tiles) => mainloops(&|index, kernel| mma::describe(tiles[index], kernel)),
             Self::SimtFused(fused) => vec![("backward", fused.describe(accumulator))],
             Self::Simt(tiles, reason) => {
                 let mut lines = vec![("backward", format!("two mainloops: {reason}"))];

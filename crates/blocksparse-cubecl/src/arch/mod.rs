@@ -1,5 +1,67 @@
 //! What kernels say to a device in its own language: PTX, and planes of 32 units.
 
+/// Functions of one text of PTX each. In it `{o}` is the result, and other names are arguments, of which those behind `;` are known when a kernel is
+/// compiled. A text `with` another has that as `{body}`, made of them and of the numbers of elements of vectors.
+macro_rules! instructions {
+    () => {};
+    (
+        $(#[$of:meta])* $visible:vis fn $name:ident($($x:ident: $X:ty),* $(; $($c:ident: $C:ty),+)?) -> $O:ty =
+            $text:tt $(, options($($option:ident),+))?;
+        $($more:tt)*
+    ) => {
+        $(#[$of])*
+        #[cube]
+        $visible fn $name($($x: $X,)* $($(#[comptime] $c: $C,)+)?) -> $O {
+            let o: $O;
+            gpu_asm!($text, o = out(_) o $(, $x = in(_) $crate::arch::ptx::val::<$X>($x))*
+                $($(, $c = const $c)+)? $(, options($($option),+))?);
+            o
+        }
+        instructions! { $($more)* }
+    };
+    (
+        $(#[$of:meta])* $visible:vis fn $name:ident($($x:ident: $X:ty),* $(; $($c:ident: $C:ty),+)?) = $text:tt;
+        $($more:tt)*
+    ) => {
+        $(#[$of])*
+        #[cube]
+        $visible fn $name($($x: $X,)* $($(#[comptime] $c: $C,)+)?) {
+            gpu_asm!($text $(, $x = in(_) $crate::arch::ptx::val::<$X>($x))* $($(, $c = const $c)+)?);
+        }
+        instructions! { $($more)* }
+    };
+    (
+        $(#[$of:meta])* $visible:vis fn $name:ident$(<$($G:ident = $size:ident),+>)?($($x:ident: $X:ty),* $(; $($c:ident: $C:ty),+)?) -> $O:ty =
+            $text:tt with $body:expr $(, options($($option:ident),+))?;
+        $($more:tt)*
+    ) => {
+        $(#[$of])*
+        #[cube]
+        $visible fn $name$(<$($G: Size),+>)?($($x: $X,)* $($(#[comptime] $c: $C,)+)?) -> $O {
+            $($(let $size = $G::value();)+)?
+            let o: $O;
+            gpu_asm!($text, body = const $body, o = out(_) o $(, $x = in(_) $crate::arch::ptx::val::<$X>($x))*
+                $(, options($($option),+))?);
+            o
+        }
+        instructions! { $($more)* }
+    };
+    (
+        $(#[$of:meta])* $visible:vis fn $name:ident<$($G:ident = $size:ident),+>($($x:ident: $X:ty),* $(; $($c:ident: $C:ty),+)?) =
+            $text:tt with $body:expr;
+        $($more:tt)*
+    ) => {
+        $(#[$of])*
+        #[cube]
+        $visible fn $name<$($G: Size),+>($($x: $X,)* $($(#[comptime] $c: $C,)+)?) {
+            $(let $size = $G::value();)+
+            gpu_asm!($text, body = const $body $(, $x = in(_) $crate::arch::ptx::val::<$X>($x))*);
+        }
+        instructions! { $($more)* }
+    };
+}
+pub(crate) use instructions;
+
 #[doc(hidden)]
 pub mod ptx;
 #[doc(hidden)]

@@ -2,6 +2,8 @@
 //!
 //! `$i` in a text is operand `i`, the output first. Every operand has to occur in its text, if only in a PTX comment.
 
+use std::fmt;
+
 use cubecl::prelude::*;
 use cubecl_cpp::cuda::ptx::generic_to_shared;
 
@@ -33,26 +35,24 @@ impl Half {
     }
 }
 
+impl fmt::Display for Half {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.ptx())
+    }
+}
+
 /// Reads a variable. An asm gets a mutable variable as a pointer.
 #[cube]
 pub fn val<T: CubePrimitive>(x: T) -> T {
     intrinsic!(|scope| { x.read_value(scope).into() })
 }
 
-/// A number that is the same in all units of a warp, told to the compiler.
-#[cube]
-pub fn uniform(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("shfl.sync.idx.b32 {o}, {i}, 0, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), options(nomem));
-    o
-}
+instructions! {
+    /// A number that is the same in all units of a warp, told to the compiler.
+    pub fn uniform(x: u32) -> u32 = "shfl.sync.idx.b32 {o}, {x}, 0, 31, 0xffffffff;", options(nomem);
 
-/// This unit's place in the cube, read anew.
-#[cube]
-pub fn unit() -> u32 {
-    let o: u32;
-    gpu_asm!("mov.u32 {o}, %%tid.x;", o = out(_) o, options(nomem));
-    o
+    /// This unit's place in the cube, read anew.
+    pub fn unit() -> u32 = "mov.u32 {o}, %%tid.x;", options(nomem);
 }
 
 /// The address of a cube's shared memory.
@@ -63,64 +63,29 @@ pub fn shared_address(memory: &Shared<[u32]>) -> u32 {
     generic_to_shared::<u32>(unsafe { memory.as_ptr_unchecked() })
 }
 
-#[cube]
-pub fn shared_store(address: u32, x: u32) {
-    gpu_asm!("st.shared.u32 [{a}], {x};", a = in(_) val::<u32>(address), x = in(_) val::<u32>(x));
-}
+instructions! {
+    pub fn shared_store(address: u32, x: u32) = "st.shared.u32 [{address}], {x};";
 
-/// Two numbers, at a multiple of eight bytes.
-#[cube]
-pub fn shared_store_two(address: u32, first: f32, second: f32) {
-    gpu_asm!("st.shared.v2.f32 [{a}], {{{x}, {y}}};", a = in(_) val::<u32>(address), x = in(_) val::<f32>(first), y = in(_) val::<f32>(second));
-}
+    /// Two numbers, at a multiple of eight bytes.
+    pub fn shared_store_two(address: u32, first: f32, second: f32) = "st.shared.v2.f32 [{address}], {{{first}, {second}}};";
 
-/// Adds one to a number in shared memory that other units add to, too.
-#[cube]
-pub fn shared_count(address: u32) {
-    gpu_asm!("red.shared.add.u32 [{a}], 1;", a = in(_) val::<u32>(address));
-}
+    /// Adds one to a number in shared memory that other units add to, too.
+    pub fn shared_count(address: u32) = "red.shared.add.u32 [{address}], 1;";
 
-#[cube]
-pub fn shared_load(address: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("ld.shared.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
-    o
-}
+    pub fn shared_load(address: u32) -> u32 = "ld.shared.u32 {o}, [{address}];";
 
-#[cube]
-pub fn shared_load_four(address: u32) -> Vector<f32, Const<4>> {
-    let o: Vector<f32, Const<4>>;
-    gpu_asm!("ld.shared.v4.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
-    o
-}
+    pub fn shared_load_four(address: u32) -> Vector<f32, Const<4>> = "ld.shared.v4.f32 {o}, [{address}];";
 
-/// Four words, at a multiple of 16 bytes.
-#[cube]
-pub fn shared_load_words(address: u32) -> Vector<u32, Const<4>> {
-    let o: Vector<u32, Const<4>>;
-    gpu_asm!("ld.shared.v4.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
-    o
-}
+    /// Four words, at a multiple of 16 bytes.
+    pub fn shared_load_words(address: u32) -> Vector<u32, Const<4>> = "ld.shared.v4.u32 {o}, [{address}];";
 
-#[cube]
-pub fn shared_store_words(address: u32, x: Vector<u32, Const<4>>) {
-    gpu_asm!("st.shared.v4.u32 [{a}], {x};", a = in(_) val::<u32>(address), x = in(_) val::<Vector<u32, Const<4>>>(x));
-}
+    pub fn shared_store_words(address: u32, x: Vector<u32, Const<4>>) = "st.shared.v4.u32 [{address}], {x};";
 
-/// Whether `x` differs from `y` in any unit of the warp.
-#[cube]
-pub fn any_differ(x: f32, y: f32) -> u32 {
-    let o: u32;
-    gpu_asm!("{{ .reg .pred p, q; setp.ne.f32 p, {x}, {y}; vote.sync.any.pred q, p, 0xffffffff; selp.u32 {o}, 1, 0, q; }}",
-        o = out(_) o, x = in(_) val::<f32>(x), y = in(_) val::<f32>(y), options(nomem));
-    o
-}
+    /// Whether `x` differs from `y` in any unit of the warp.
+    pub fn any_differ(x: f32, y: f32) -> u32 =
+        "{{ .reg .pred p, q; setp.ne.f32 p, {x}, {y}; vote.sync.any.pred q, p, 0xffffffff; selp.u32 {o}, 1, 0, q; }}", options(nomem);
 
-#[cube]
-pub fn shuffle_xor(x: f32, #[comptime] mask: u32) -> f32 {
-    let o: f32;
-    gpu_asm!("shfl.sync.bfly.b32 {o}, {i}, {m}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<f32>(x), m = const mask, options(nomem));
-    o
+    pub fn shuffle_xor(x: f32; mask: u32) -> f32 = "shfl.sync.bfly.b32 {o}, {x}, {mask}, 31, 0xffffffff;", options(nomem);
 }
 
 /// The units of the warp for which it is so, as bits.
@@ -133,45 +98,22 @@ pub fn ballot(is_so: bool) -> u32 {
     o
 }
 
-/// The sum over the units of the warp.
-#[cube]
-pub fn total_across(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("redux.sync.add.u32 {o}, {x}, 0xffffffff;", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
-    o
-}
+instructions! {
+    /// The sum over the units of the warp.
+    pub fn total_across(x: u32) -> u32 = "redux.sync.add.u32 {o}, {x}, 0xffffffff;", options(nomem);
 
-/// The highest number of the units of the warp.
-#[cube]
-pub fn highest_across(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("redux.sync.max.u32 {o}, {x}, 0xffffffff;", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
-    o
-}
+    /// The highest number of the units of the warp.
+    pub fn highest_across(x: u32) -> u32 = "redux.sync.max.u32 {o}, {x}, 0xffffffff;", options(nomem);
 
-/// The lowest number of the units of the warp.
-#[cube]
-pub fn lowest_across(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("redux.sync.min.u32 {o}, {x}, 0xffffffff;", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
-    o
-}
+    /// The lowest number of the units of the warp.
+    pub fn lowest_across(x: u32) -> u32 = "redux.sync.min.u32 {o}, {x}, 0xffffffff;", options(nomem);
 
-/// Whether `x` is not 0 in any unit of the warp.
-#[cube]
-pub fn above_any(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("{{ .reg .pred p, q; setp.ne.u32 p, {x}, 0; vote.sync.any.pred q, p, 0xffffffff; selp.u32 {o}, 1, 0, q; }}",
-        o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
-    o
-}
+    /// Whether `x` is not 0 in any unit of the warp.
+    pub fn above_any(x: u32) -> u32 =
+        "{{ .reg .pred p, q; setp.ne.u32 p, {x}, 0; vote.sync.any.pred q, p, 0xffffffff; selp.u32 {o}, 1, 0, q; }}", options(nomem);
 
-/// An 8 × 8 matrix of half precision transposed: lane `4 g + t` has the word of row `g` and columns `2t, 2t + 1`.
-#[cube]
-pub fn transpose_eight(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("movmatrix.sync.aligned.m8n8.trans.b16 {o}, {i};", o = out(_) o, i = in(_) val::<u32>(x), options(nomem));
-    o
+    /// An 8 × 8 matrix of half precision transposed: lane `4 g + t` has the word of row `g` and columns `2t, 2t + 1`.
+    pub fn transpose_eight(x: u32) -> u32 = "movmatrix.sync.aligned.m8n8.trans.b16 {o}, {x};", options(nomem);
 }
 
 /// The lower halves of two words, `low`'s in the lower half, or the higher ones.
@@ -194,74 +136,30 @@ pub fn bytes_of(low: u32, high: u32, #[comptime] odd: bool) -> u32 {
     o
 }
 
-/// A word turned to the left.
-#[cube]
-pub fn rotate(x: u32, by: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("shf.l.wrap.b32 {o}, {i}, {i}, {s};", o = out(_) o, i = in(_) val::<u32>(x), s = in(_) val::<u32>(by),
-        options(pure, nomem));
-    o
-}
+instructions! {
+    /// A word turned to the left.
+    pub fn rotate(x: u32, by: u32) -> u32 = "shf.l.wrap.b32 {o}, {x}, {x}, {by};", options(pure, nomem);
 
-/// The number of a lane.
-#[cube]
-pub fn shuffle(x: f32, lane: u32) -> f32 {
-    let o: f32;
-    gpu_asm!("shfl.sync.idx.b32 {o}, {i}, {l}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<f32>(x), l = in(_) val::<u32>(lane), options(nomem));
-    o
-}
+    /// The number of a lane.
+    pub fn shuffle(x: f32, lane: u32) -> f32 = "shfl.sync.idx.b32 {o}, {x}, {lane}, 31, 0xffffffff;", options(nomem);
 
-/// A lane's word.
-#[cube]
-pub fn shuffle_word(x: u32, lane: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("shfl.sync.idx.b32 {o}, {i}, {l}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), l = in(_) val::<u32>(lane), options(nomem));
-    o
-}
+    /// A lane's word.
+    pub fn shuffle_word(x: u32, lane: u32) -> u32 = "shfl.sync.idx.b32 {o}, {x}, {lane}, 31, 0xffffffff;", options(nomem);
 
-/// The other lane's number.
-#[cube]
-pub fn trade(x: u32, #[comptime] mask: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("shfl.sync.bfly.b32 {o}, {i}, {m}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), m = const mask, options(nomem));
-    o
-}
+    /// The other lane's number.
+    pub fn trade(x: u32; mask: u32) -> u32 = "shfl.sync.bfly.b32 {o}, {x}, {mask}, 31, 0xffffffff;", options(nomem);
 
-#[cube]
-pub fn log2(x: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("lg2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
-    o
-}
+    pub fn log2(x: f32) -> f32 = "lg2.approx.ftz.f32 {o}, {x};", options(pure, nomem);
 
-/// `2^x`.
-#[cube]
-pub fn exp2(x: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("ex2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
-    o
-}
+    /// `2^x`.
+    pub fn exp2(x: f32) -> f32 = "ex2.approx.ftz.f32 {o}, {x};", options(pure, nomem);
 
-#[cube]
-pub fn reciprocal(x: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("rcp.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
-    o
-}
+    pub fn reciprocal(x: f32) -> f32 = "rcp.approx.ftz.f32 {o}, {x};", options(pure, nomem);
 
-#[cube]
-pub fn larger(a: f32, b: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("max.f32 {o}, {a}, {b};", o = out(_) o, a = in(_) val::<f32>(a), b = in(_) val::<f32>(b), options(pure, nomem));
-    o
-}
+    pub fn larger(a: f32, b: f32) -> f32 = "max.f32 {o}, {a}, {b};", options(pure, nomem);
 
-/// `a · b + c`.
-#[cube]
-pub fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("fma.rn.ftz.f32 {o}, {a}, {b}, {c};", o = out(_) o, a = in(_) val::<f32>(a), b = in(_) val::<f32>(b), c = in(_) val::<f32>(c), options(pure, nomem));
-    o
+    /// `a · b + c`.
+    pub fn multiply_add(a: f32, b: f32, c: f32) -> f32 = "fma.rn.ftz.f32 {o}, {a}, {b}, {c};", options(pure, nomem);
 }
 
 /// Two numbers in half precision, `low` in the lower half.
@@ -273,41 +171,25 @@ pub fn pack(low: f32, high: f32, #[comptime] half: Half) -> u32 {
     o
 }
 
-/// Four numbers of at most 448 in E4M3, the first in the lowest eight bits, as [`encode`](crate::shared::codec::encode) rounds them.
+/// Element `at` of a vector and the one behind it in half precision.
 #[cube]
-pub fn four_bytes(a: f32, b: f32, c: f32, d: f32) -> u32 {
-    let o: u32;
-    gpu_asm!("{{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, {b}, {a}; cvt.rn.satfinite.e4m3x2.f32 h, {d}, {c}; mov.b32 {o}, {{l, h}}; }}",
-        o = out(_) o, a = in(_) val::<f32>(a), b = in(_) val::<f32>(b), c = in(_) val::<f32>(c), d = in(_) val::<f32>(d),
-        options(pure, nomem));
-    o
+pub fn pack_at<S: Size>(x: &Vector<f32, S>, #[comptime] at: usize, #[comptime] half: Half) -> u32 {
+    pack(x.extract(at), x.extract(comptime!(at + 1)), half)
 }
 
-/// `a · b + c` of two numbers each in half precision, without a loss for subnormal ones.
-#[cube]
-pub fn multiply_add_pair(a: u32, b: u32, c: u32, #[comptime] half: Half) -> u32 {
-    let o: u32;
-    gpu_asm!("fma.rn.{t}x2 {o}, {a}, {b}, {c};", t = const half.ptx(), o = out(_) o, a = in(_) val::<u32>(a),
-        b = in(_) val::<u32>(b), c = in(_) val::<u32>(c), options(pure, nomem));
-    o
+instructions! {
+    /// Four numbers of at most 448 in E4M3, the first in the lowest eight bits, as [`encode`](crate::shared::codec::encode) rounds them.
+    pub fn four_bytes(a: f32, b: f32, c: f32, d: f32) -> u32 =
+        "{{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, {b}, {a}; cvt.rn.satfinite.e4m3x2.f32 h, {d}, {c}; mov.b32 {o}, {{l, h}}; }}", options(pure, nomem);
+
+    /// `a · b + c` of two numbers each in half precision, without a loss for subnormal ones.
+    pub fn multiply_add_pair(a: u32, b: u32, c: u32; half: Half) -> u32 = "fma.rn.{half}x2 {o}, {a}, {b}, {c};", options(pure, nomem);
 }
 
-/// One of two numbers in half precision.
-#[cube]
-pub fn unpack(pair: u32, #[comptime] high: bool, #[comptime] half: Half) -> f32 {
-    let o: f32;
-    gpu_asm!("{body} /* {o} {i} */", body = const half.unpack_text(high), o = out(_) o, i = in(_) val::<u32>(pair),
-        options(pure, nomem));
-    o
-}
-
-/// The product of two words: its lower and its higher word.
-#[cube]
-pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> {
-    let o: Vector<u32, Const<2>>;
-    gpu_asm!("{{ .reg .b64 p; mul.wide.u32 p, {a}, {b}; mov.b64 {o}, p; }}",
-        o = out(_) o, a = in(_) val::<u32>(a), b = in(_) val::<u32>(b), options(pure, nomem));
-    o
+instructions! {
+    /// The product of two words: its lower and its higher word.
+    pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> =
+        "{{ .reg .b64 p; mul.wide.u32 p, {a}, {b}; mov.b64 {o}, p; }}", options(pure, nomem);
 }
 
 /// A unit has 4 of every 16 bytes of its row. Four neighbours trade theirs, so that each has 16 at a time: a transposition,
@@ -336,12 +218,9 @@ pub fn trade_four(own: Vector<u32, Const<4>>, lane: u32) -> Vector<u32, Const<4>
     four
 }
 
-/// A warp's 8 × 8 matrix of halves, of which each unit has two of a row, transposed.
-#[cube]
-pub fn transpose(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("movmatrix.sync.aligned.m8n8.trans.b16 {o}, {x};", o = out(_) o, x = in(_) val::<u32>(x), options(nomem));
-    o
+instructions! {
+    /// A warp's 8 × 8 matrix of halves, of which each unit has two of a row, transposed.
+    pub fn transpose(x: u32) -> u32 = "movmatrix.sync.aligned.m8n8.trans.b16 {o}, {x};", options(nomem);
 }
 
 const READ_FOUR_WORDS: &str = "{ .reg .pred p; setp.lt.u32 p, %5, %6; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; \
@@ -358,20 +237,16 @@ pub fn global_address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     o
 }
 
-/// `read_four_words` of memory that the unit itself will write.
-#[cube]
-pub fn read_four_words_once(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> {
-    let o: Vector<u32, Const<4>>;
-    gpu_asm!("{body} /* {o} {a} {i} {e} */", body = const READ_FOUR_WORDS.replace(".nc", ""), o = out(_) o,
-        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end));
-    o
-}
+instructions! {
+    /// One of two numbers in half precision.
+    pub fn unpack(pair: u32; high: bool, half: Half) -> f32 =
+        "{body} /* {o} {pair} */" with half.unpack_text(high), options(pure, nomem);
 
-/// 16 bytes at an address of constant memory, or 0 unless `index < end`.
-#[cube]
-pub fn read_four_words(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> {
-    let o: Vector<u32, Const<4>>;
-    gpu_asm!("{body} /* {o} {a} {i} {e} */", body = const READ_FOUR_WORDS, o = out(_) o,
-        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end), options(nomem));
-    o
+    /// `read_four_words` of memory that the unit itself will write.
+    pub fn read_four_words_once(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> =
+        "{body} /* {o} {address} {index} {end} */" with READ_FOUR_WORDS.replace(".nc", "");
+
+    /// 16 bytes at an address of constant memory, or 0 unless `index < end`.
+    pub fn read_four_words(address: u64, index: u32, end: u32) -> Vector<u32, Const<4>> =
+        "{body} /* {o} {address} {index} {end} */" with READ_FOUR_WORDS, options(nomem);
 }

@@ -78,12 +78,9 @@ pub fn multiply(
     o
 }
 
-/// Rounds to tf32.
-#[cube]
-pub fn round(x: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("cvt.rna.tf32.f32 {o}, {i};", o = out(_) o, i = in(_) val::<u32>(x), options(pure, nomem));
-    o
+instructions! {
+    /// Rounds to tf32.
+    pub fn round(x: u32) -> u32 = "cvt.rna.tf32.f32 {o}, {x};", options(pure, nomem);
 }
 
 /// Operands as mma.sync takes them.
@@ -99,38 +96,20 @@ pub fn operand(x: Vector<u32, Four>, #[comptime] element: Element) -> Vector<u32
     o
 }
 
-/// The bits of a number.
-#[cube]
-pub fn bits_of(x: f32) -> u32 {
-    let o: u32;
-    gpu_asm!("mov.b32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(pure, nomem));
-    o
-}
+instructions! {
+    /// The bits of a number.
+    pub fn bits_of(x: f32) -> u32 = "mov.b32 {o}, {x};", options(pure, nomem);
 
-/// The number of these bits.
-#[cube]
-pub fn of_bits(x: u32) -> f32 {
-    let o: f32;
-    gpu_asm!("mov.b32 {o}, {i};", o = out(_) o, i = in(_) val::<u32>(x), options(pure, nomem));
-    o
-}
+    /// The number of these bits.
+    pub fn of_bits(x: u32) -> f32 = "mov.b32 {o}, {x};", options(pure, nomem);
 
-/// Four 8 × 8 matrices, whose rows the four eights of a warp's lanes name.
-#[cube]
-pub fn load_matrices(address: u32, #[comptime] offset: usize) -> Vector<u32, Four> {
-    let o: Vector<u32, Four>;
-    gpu_asm!("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {o}, [{a}+{i}];", o = out(_) o, a = in(_) val::<u32>(address),
-        i = const offset);
-    o
-}
+    /// Four 8 × 8 matrices, whose rows the four eights of a warp's lanes name.
+    pub fn load_matrices(address: u32; offset: usize) -> Vector<u32, Four> =
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {o}, [{address}+{offset}];";
 
-/// As `load_matrices`, each transposed.
-#[cube]
-pub fn load_transposes(address: u32, #[comptime] offset: usize) -> Vector<u32, Four> {
-    let o: Vector<u32, Four>;
-    gpu_asm!("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {o}, [{a}+{i}];", o = out(_) o, a = in(_) val::<u32>(address),
-        i = const offset);
-    o
+    /// As `load_matrices`, each transposed.
+    pub fn load_transposes(address: u32; offset: usize) -> Vector<u32, Four> =
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {o}, [{address}+{offset}];";
 }
 
 /// The address of a buffer.
@@ -143,93 +122,51 @@ pub fn address<T: CubePrimitive>(buffer: &[T]) -> u64 {
     o
 }
 
-/// Starts to copy 16 bytes at `base + position · stride` to shared memory, or zeros where the position is
-/// [`NOWHERE`](crate::mma::tile::NOWHERE).
-#[cube]
-pub fn copy_piece(target: u32, base: u64, position: u32, stride: u32) {
-    gpu_asm!("{{ .reg .pred p; .reg .b32 r, n; .reg .b64 a; setp.eq.u32 p, {x}, 0xffffffff; selp.b32 r, 0, {x}, p; \
-              selp.b32 n, 0, 16, p; mad.wide.u32 a, r, {s}, {b}; cp.async.cg.shared.global [{t}], [a], 16, n; }}",
-        t = in(_) val::<u32>(target), b = in(_) val::<u64>(base), x = in(_) val::<u32>(position), s = in(_) val::<u32>(stride));
+instructions! {
+    /// Starts to copy 16 bytes at `base + position · stride` to shared memory, or zeros where the position is
+    /// [`NOWHERE`](crate::mma::tile::NOWHERE).
+    pub fn copy_piece(target: u32, base: u64, position: u32, stride: u32) =
+        "{{ .reg .pred p; .reg .b32 r, n; .reg .b64 a; setp.eq.u32 p, {position}, 0xffffffff; selp.b32 r, 0, {position}, p; \
+              selp.b32 n, 0, 16, p; mad.wide.u32 a, r, {stride}, {base}; cp.async.cg.shared.global [{target}], [a], 16, n; }}";
+
+    /// As `copy_piece`, where rows are more than 4 GB apart.
+    pub fn copy_far_piece(target: u32, base: u64, position: u32, stride: u64) =
+        "{{ .reg .pred p; .reg .b32 r, n; .reg .b64 a; setp.eq.u32 p, {position}, 0xffffffff; selp.b32 r, 0, {position}, p; \
+              selp.b32 n, 0, 16, p; cvt.u64.u32 a, r; mad.lo.u64 a, a, {stride}, {base}; \
+              cp.async.cg.shared.global [{target}], [a], 16, n; }}";
+
+    /// Starts to copy 8 bytes to shared memory, or zeros if `bytes` is 0.
+    pub fn copy_pair(target: u32, source: u64, bytes: u32) = "cp.async.ca.shared.global [{target}], [{source}], 8, {bytes};";
+
+    /// Starts to copy a word to shared memory.
+    pub fn copy_word(target: u32, source: u64) = "cp.async.ca.shared.global [{target}], [{source}], 4;";
+
+    /// Adds to the number at an address that no other unit adds to, if `adds` is not 0. Nobody waits for it.
+    pub fn add_number(address: u64, x: f32, adds: u32) =
+        "{{ .reg .pred p; setp.ne.u32 p, {adds}, 0; @p red.relaxed.gpu.global.add.f32 [{address}], {x}; }}";
+
+    /// Waits for the copies that this unit started.
+    pub fn wait_copies() = "cp.async.wait_all;";
+
+    /// Ends a group of the copies that this unit started.
+    pub fn commit_copies() = "cp.async.commit_group;";
+
+    /// Waits for this unit's copies but for those of the last `groups` groups.
+    pub fn wait_copies_but(; groups: usize) = "cp.async.wait_group {groups};";
+
+    /// For which lanes of the warp `x` is not `y`, a bit each.
+    pub fn lanes_that_differ(x: u32, y: u32) -> u32 =
+        "{{ .reg .pred p; setp.ne.u32 p, {x}, {y}; vote.sync.ballot.b32 {o}, p, 0xffffffff; }}", options(nomem);
+
+    /// The word of a lane.
+    pub fn word_of_lane(x: u32, lane: u32) -> u32 = "shfl.sync.idx.b32 {o}, {x}, {lane}, 31, 0xffffffff;", options(nomem);
+
+    /// Two neighbouring words.
+    pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> = "ld.shared.v2.u32 {o}, [{address}];";
 }
 
-/// As `copy_piece`, where rows are more than 4 GB apart.
-#[cube]
-pub fn copy_far_piece(target: u32, base: u64, position: u32, stride: u64) {
-    gpu_asm!("{{ .reg .pred p; .reg .b32 r, n; .reg .b64 a; setp.eq.u32 p, {x}, 0xffffffff; selp.b32 r, 0, {x}, p; \
-              selp.b32 n, 0, 16, p; cvt.u64.u32 a, r; mad.lo.u64 a, a, {s}, {b}; \
-              cp.async.cg.shared.global [{t}], [a], 16, n; }}",
-        t = in(_) val::<u32>(target), b = in(_) val::<u64>(base), x = in(_) val::<u32>(position), s = in(_) val::<u64>(stride));
-}
-
-/// Starts to copy 8 bytes to shared memory, or zeros if `bytes` is 0.
-#[cube]
-pub fn copy_pair(target: u32, source: u64, bytes: u32) {
-    gpu_asm!("cp.async.ca.shared.global [{t}], [{s}], 8, {n};",
-        t = in(_) val::<u32>(target), s = in(_) val::<u64>(source), n = in(_) val::<u32>(bytes));
-}
-
-/// Starts to copy a word to shared memory.
-#[cube]
-pub fn copy_word(target: u32, source: u64) {
-    gpu_asm!("cp.async.ca.shared.global [{t}], [{s}], 4;",
-        t = in(_) val::<u32>(target), s = in(_) val::<u64>(source));
-}
-
-/// Adds to the number at an address that no other unit adds to, if `adds` is not 0. Nobody waits for it.
-#[cube]
-pub fn add_number(address: u64, x: f32, adds: u32) {
-    gpu_asm!("{{ .reg .pred p; setp.ne.u32 p, {n}, 0; @p red.relaxed.gpu.global.add.f32 [{a}], {x}; }}",
-        a = in(_) val::<u64>(address), x = in(_) val::<f32>(x), n = in(_) val::<u32>(adds));
-}
-
-/// Waits for the copies that this unit started.
-#[cube]
-pub fn wait_copies() {
-    gpu_asm!("cp.async.wait_all;");
-}
-
-/// Ends a group of the copies that this unit started.
-#[cube]
-pub fn commit_copies() {
-    gpu_asm!("cp.async.commit_group;");
-}
-
-/// Waits for this unit's copies but for those of the last `groups` groups.
-#[cube]
-pub fn wait_copies_but(#[comptime] groups: usize) {
-    gpu_asm!("cp.async.wait_group {n};", n = const groups);
-}
-
-/// For which lanes of the warp `x` is not `y`, a bit each.
-#[cube]
-pub fn lanes_that_differ(x: u32, y: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("{{ .reg .pred p; setp.ne.u32 p, {x}, {y}; vote.sync.ballot.b32 {o}, p, 0xffffffff; }}",
-        o = out(_) o, x = in(_) val::<u32>(x), y = in(_) val::<u32>(y), options(nomem));
-    o
-}
-
-/// The word of a lane.
-#[cube]
-pub fn word_of_lane(x: u32, lane: u32) -> u32 {
-    let o: u32;
-    gpu_asm!("shfl.sync.idx.b32 {o}, {i}, {l}, 31, 0xffffffff;", o = out(_) o, i = in(_) val::<u32>(x), l = in(_) val::<u32>(lane), options(nomem));
-    o
-}
-
-/// Two neighbouring words.
-#[cube]
-pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> {
-    let o: Vector<u32, Const<2>>;
-    gpu_asm!("ld.shared.v2.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u32>(address));
-    o
-}
-
-/// The number at an address that no unit writes to, or 0.
-#[cube]
-pub fn load_number(address: u64, exists: u32, #[comptime] element: Element) -> f32 {
-    let o: f32;
-    gpu_asm!("{body} /* {o} {a} {x} */", body = const element.load_text(), o = out(_) o,
-        a = in(_) val::<u64>(address), x = in(_) val::<u32>(exists), options(nomem));
-    o
+instructions! {
+    /// The number at an address that no unit writes to, or 0.
+    pub fn load_number(address: u64, exists: u32; element: Element) -> f32 =
+        "{body} /* {o} {address} {exists} */" with element.load_text(), options(nomem);
 }

@@ -11,13 +11,8 @@ pub use crate::arch::tma::*;
 /// `a · bᵀ` of two K-major operands in shared memory. Both lie in spans of 128 bytes of a row, `a_span` and
 /// `b_span` bytes apart. The first step overwrites the output, so nothing has to be zeroed.
 fn product_text(of: ProductShape, cols: usize) -> String {
-    let ProductShape {
-        half,
-        fp8,
-        depth: dim,
-        a_span,
-        b_span,
-    } = of;
+    let (half, fp8, dim) = (of.half, of.fp8, of.depth);
+    let (a_span, b_span) = (of.a_span, of.b_span);
     // With FP8 both operands are K-major at any rate.
     let (ty, depth, majors) = match fp8 {
         true => ("e4m3", 2 * DEPTH, ""),
@@ -212,150 +207,57 @@ pub struct ProductShape {
     pub b_span: usize,
 }
 
-/// Starts `a · bᵀ` `[64, cols]`. The result is there after a `wait`.
-#[cube]
-pub fn product<S: Size>(a: u64, b: u64, #[comptime] of: ProductShape) -> Vector<f32, S> {
-    let out: Vector<f32, S>;
-    let width = S::value();
-    let cols = comptime!(width * 2);
-    gpu_asm!("{body} /* {d} {a} {b} */",
-        body = const product_text(of, cols),
-        d = out(_) out, a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
-    out
+instructions! {
+    /// Starts `a · bᵀ` `[64, cols]`. The result is there after a `wait`.
+    pub fn product<S = width>(a: u64, b: u64; of: ProductShape) -> Vector<f32, S> =
+        "{body} /* {o} {a} {b} */" with product_text(of, 2 * width);
+
+    /// Starts `c + p · b` `[64, dim]`. The result is there after a `wait`.
+    pub fn accumulate<P = width, O = acc>(c: Vector<f32, O>, p: Vector<u32, P>, b: u64; half: Half, dim: usize) -> Vector<f32, O> =
+        "{body} /* {o} {c} {p} {b} */" with accumulate_text(half, acc, 4 * width, dim, true);
+
+    /// Starts `c + p · bᵀ` `[64, dim]` in FP8. The result is there after a `wait`.
+    pub fn accumulate_fp8<P = width, O = acc>(c: Vector<f32, O>, p: Vector<u32, P>, b: u64; dim: usize) -> Vector<f32, O> =
+        "{body} /* {o} {c} {p} {b} */" with accumulate_fp8_text(acc, 8 * width, dim);
+
+    /// Starts `p · b` `[64, dim]`. The result is there after a `wait`.
+    pub fn weigh<P = width, O = acc>(p: Vector<u32, P>, b: u64; half: Half, dim: usize) -> Vector<f32, O> =
+        "{body} /* {o} {p} {b} */" with accumulate_text(half, acc, 4 * width, dim, false);
+
+    /// Starts `aᵀ · b` `[64, 2 · O]` of operands whose rows are the `depth`. The result is there after a `wait`.
+    pub fn wide_product<O = width>(a: u64, b: u64; half: Half, depth: usize) -> Vector<f32, O> =
+        "{body} /* {o} {a} {b} */" with wide_product_text(half, 2 * width, depth);
+
+    /// Starts `c + a · b` `[64, dim]` of a depth-major `a` and a `b` whose rows are the `depth`. The result is there after a `wait`.
+    pub fn accumulate_shared<O = acc>(c: Vector<f32, O>, a: u64, b: u64; half: Half, dim: usize, depth: usize, a_span: usize) -> Vector<f32, O> =
+        "{body} /* {o} {c} {a} {b} */" with accumulate_shared_text(half, acc, dim, depth, a_span);
+
+    /// Stores a left operand in shared memory, as a right or a wide one is read.
+    pub fn store_left<P = width>(p: Vector<u32, P>, address: u32; span: usize) =
+        "{body} /* {p} {address} */" with store_left_text(width, span);
+
+    /// Stores a unit's registers for the unit at its place of another warpgroup; `address` is 16 bytes on from each unit to the next.
+    pub fn store_own<P = width>(p: Vector<u32, P>, address: u32) = "{body} /* {p} {address} */" with own_text(width, false);
+
+    /// Loads what `store_own` stored.
+    pub fn load_own<P = width>(address: u32) -> Vector<u32, P> = "{body} /* {o} {address} */" with own_text(width, true);
+
+    /// Stores a warp's 16 rows in shared memory: for each 16 columns the fours of all lanes, the lower eight rows `eight` bytes on.
+    pub fn store_sixteen<O = width>(x: Vector<f32, O>, address: u32; eight: usize) =
+        "{body} /* {x} {address} */" with store_sixteen_text(width, eight);
+
+    /// The number in half precision at an address of constant memory, or 0 unless `index < end`.
+    pub fn read_half(address: u64, index: u32, end: u32; half: Half) -> f32 =
+        "{body} /* {o} {address} {index} {end} */" with read_half_text(half), options(nomem);
+
+    /// Waits until at most `pending` of the products started last are unfinished.
+    pub fn wait<N = acc>(c: Vector<f32, N>; pending: usize, used: usize) -> Vector<f32, N> =
+        "{body} /* {o} {c} */" with wait_text(pending, acc, used);
 }
 
-/// Starts `c + p · b` `[64, dim]`. The result is there after a `wait`.
-#[cube]
-pub fn accumulate<P: Size, O: Size>(
-    c: Vector<f32, O>,
-    p: Vector<u32, P>,
-    b: u64,
-    #[comptime] half: Half,
-    #[comptime] dim: usize,
-) -> Vector<f32, O> {
-    let out: Vector<f32, O>;
-    let acc = O::value();
-    let width = P::value();
-    let cols = comptime!(width * 4);
-    gpu_asm!("{body} /* {d} {c} {p} {b} */",
-        body = const accumulate_text(half, acc, cols, dim, true),
-        d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
-        p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
-    out
-}
-
-/// Starts `c + p · bᵀ` `[64, dim]` in FP8. The result is there after a `wait`.
-#[cube]
-pub fn accumulate_fp8<P: Size, O: Size>(
-    c: Vector<f32, O>,
-    p: Vector<u32, P>,
-    b: u64,
-    #[comptime] dim: usize,
-) -> Vector<f32, O> {
-    let out: Vector<f32, O>;
-    let acc = O::value();
-    let width = P::value();
-    let cols = comptime!(width * 8);
-    gpu_asm!("{body} /* {d} {c} {p} {b} */",
-        body = const accumulate_fp8_text(acc, cols, dim),
-        d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
-        p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
-    out
-}
-
-/// Starts `p · b` `[64, dim]`. The result is there after a `wait`.
-#[cube]
-pub fn weigh<P: Size, O: Size>(
-    p: Vector<u32, P>,
-    b: u64,
-    #[comptime] half: Half,
-    #[comptime] dim: usize,
-) -> Vector<f32, O> {
-    let out: Vector<f32, O>;
-    let acc = O::value();
-    let width = P::value();
-    let cols = comptime!(width * 4);
-    gpu_asm!("{body} /* {d} {p} {b} */",
-        body = const accumulate_text(half, acc, cols, dim, false),
-        d = out(_) out, p = in(_) val::<Vector<u32, P>>(p), b = in(_) val::<u64>(b));
-    out
-}
-
-/// Starts `aᵀ · b` `[64, 2 · O]` of operands whose rows are the `depth`. The result is there after a `wait`.
-#[cube]
-pub fn wide_product<O: Size>(
-    a: u64,
-    b: u64,
-    #[comptime] half: Half,
-    #[comptime] depth: usize,
-) -> Vector<f32, O> {
-    let out: Vector<f32, O>;
-    let width = O::value();
-    let cols = comptime!(width * 2);
-    gpu_asm!("{body} /* {d} {a} {b} */",
-        body = const wide_product_text(half, cols, depth),
-        d = out(_) out, a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
-    out
-}
-
-/// Starts `c + a · b` `[64, dim]` of a depth-major `a` and a `b` whose rows are the `depth`. The result is there after a `wait`.
-#[cube]
-pub fn accumulate_shared<O: Size>(
-    c: Vector<f32, O>,
-    a: u64,
-    b: u64,
-    #[comptime] half: Half,
-    #[comptime] dim: usize,
-    #[comptime] depth: usize,
-    #[comptime] a_span: usize,
-) -> Vector<f32, O> {
-    let out: Vector<f32, O>;
-    let acc = O::value();
-    gpu_asm!("{body} /* {d} {c} {a} {b} */",
-        body = const accumulate_shared_text(half, acc, dim, depth, a_span),
-        d = out(_) out, c = in(_) val::<Vector<f32, O>>(c),
-        a = in(_) val::<u64>(a), b = in(_) val::<u64>(b));
-    out
-}
-
-/// Stores a left operand in shared memory, as a right or a wide one is read.
-#[cube]
-pub fn store_left<P: Size>(p: Vector<u32, P>, address: u32, #[comptime] span: usize) {
-    let width = P::value();
-    gpu_asm!("{body} /* {p} {a} */", body = const store_left_text(width, span),
-        p = in(_) val::<Vector<u32, P>>(p), a = in(_) val::<u32>(address));
-}
-
-/// Stores a unit's registers for the unit at its place of another warpgroup; `address` is 16 bytes on from each unit to the next.
-#[cube]
-pub fn store_own<P: Size>(p: Vector<u32, P>, address: u32) {
-    let width = P::value();
-    gpu_asm!("{body} /* {p} {a} */", body = const own_text(width, false),
-        p = in(_) val::<Vector<u32, P>>(p), a = in(_) val::<u32>(address));
-}
-
-/// Loads what `store_own` stored.
-#[cube]
-pub fn load_own<P: Size>(address: u32) -> Vector<u32, P> {
-    let out: Vector<u32, P>;
-    let width = P::value();
-    gpu_asm!("{body} /* {d} {a} */", body = const own_text(width, true),
-        d = out(_) out, a = in(_) val::<u32>(address));
-    out
-}
-
-/// Makes this unit's writes to shared memory known to wgmma and TMA.
-#[cube]
-pub fn async_fence() {
-    gpu_asm!("fence.proxy.async.shared::cta;");
-}
-
-/// Stores a warp's 16 rows in shared memory: for each 16 columns the fours of all lanes, the lower eight rows `eight` bytes on.
-#[cube]
-pub fn store_sixteen<O: Size>(x: Vector<f32, O>, address: u32, #[comptime] eight: usize) {
-    let width = O::value();
-    gpu_asm!("{body} /* {x} {a} */", body = const store_sixteen_text(width, eight),
-        x = in(_) val::<Vector<f32, O>>(x), a = in(_) val::<u32>(address));
+instructions! {
+    /// Makes this unit's writes to shared memory known to wgmma and TMA.
+    pub fn async_fence() = "fence.proxy.async.shared::cta;";
 }
 
 /// Starts a copy of shared memory to global memory, or its addition as f32. `bulk_wait` waits for it.
@@ -365,115 +267,48 @@ pub fn bulk_store(target: u64, source: u32, #[comptime] bytes: usize, #[comptime
         t = in(_) val::<u64>(target), s = in(_) val::<u32>(source), b = const bytes);
 }
 
-/// Makes a group of the unit's bulk copies since the last one.
-#[cube]
-pub fn bulk_commit() {
-    gpu_asm!("cp.async.bulk.commit_group;");
+instructions! {
+    /// Makes a group of the unit's bulk copies since the last one.
+    pub fn bulk_commit() = "cp.async.bulk.commit_group;";
+
+    /// Waits until the unit's bulk copies are in memory.
+    pub fn bulk_wait() = "cp.async.bulk.wait_group 0;";
 }
 
-/// Waits until the unit's bulk copies are in memory.
-#[cube]
-pub fn bulk_wait() {
-    gpu_asm!("cp.async.bulk.wait_group 0;");
-}
+instructions! {
+    /// A number that another cube may be writing.
+    pub fn peek(address: u64) -> u32 = "ld.relaxed.gpu.global.u32 {o}, [{address}];";
 
-/// The number in half precision at an address of constant memory, or 0 unless `index < end`.
-#[cube]
-pub fn read_half(address: u64, index: u32, end: u32, #[comptime] half: Half) -> f32 {
-    let o: f32;
-    gpu_asm!("{body} /* {o} {a} {i} {e} */", body = const read_half_text(half), o = out(_) o,
-        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end), options(nomem));
-    o
-}
+    /// Four numbers that other cubes have written, as L2 has them.
+    pub fn peek_four(address: u64) -> Vector<f32, Const<4>> = "ld.relaxed.gpu.global.v4.f32 {o}, [{address}];";
 
-/// A number that another cube may be writing.
-#[cube]
-pub fn peek(address: u64) -> u32 {
-    let o: u32;
-    gpu_asm!("ld.relaxed.gpu.global.u32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address));
-    o
-}
+    /// Two numbers of constant memory.
+    pub fn read_two(address: u64) -> Vector<f32, Const<2>> = "ld.global.nc.v2.f32 {o}, [{address}];", options(nomem);
 
-/// Four numbers that other cubes have written, as L2 has them.
-#[cube]
-pub fn peek_four(address: u64) -> Vector<f32, Const<4>> {
-    let o: Vector<f32, Const<4>>;
-    gpu_asm!("ld.relaxed.gpu.global.v4.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address));
-    o
-}
+    /// The next number of a counter that all cubes draw from.
+    pub fn draw(address: u64) -> u32 = "atom.relaxed.gpu.global.add.u32 {o}, [{address}], 1;";
 
-/// Two numbers of constant memory.
-#[cube]
-pub fn read_two(address: u64) -> Vector<f32, Const<2>> {
-    let o: Vector<f32, Const<2>>;
-    gpu_asm!("ld.global.nc.v2.f32 {o}, [{a}];", o = out(_) o, a = in(_) val::<u64>(address), options(nomem));
-    o
-}
+    /// Orders what the unit and those that it has heard of did before it with what follows, for the whole device.
+    pub fn device_fence() = "fence.acq_rel.gpu;";
 
-/// The next number of a counter that all cubes draw from.
-#[cube]
-pub fn draw(address: u64) -> u32 {
-    let o: u32;
-    gpu_asm!("atom.relaxed.gpu.global.add.u32 {o}, [{a}], 1;", o = out(_) o, a = in(_) val::<u64>(address));
-    o
-}
+    /// Orders the unit's reads of global memory before it with its bulk copies and additions after it.
+    pub fn async_fence_global() = "fence.proxy.async.global;";
 
-/// Orders what the unit and those that it has heard of did before it with what follows, for the whole device.
-#[cube]
-pub fn device_fence() {
-    gpu_asm!("fence.acq_rel.gpu;");
-}
+    /// Waits until a number is `x`.
+    pub fn wait_until(address: u64, x: u32) =
+        "{{ .reg .pred done; .reg .u32 now; AGAIN: ld.relaxed.gpu.global.u32 now, [{address}]; setp.eq.u32 done, now, {x}; @!done bra AGAIN; }}";
 
-/// Orders the unit's reads of global memory before it with its bulk copies and additions after it.
-#[cube]
-pub fn async_fence_global() {
-    gpu_asm!("fence.proxy.async.global;");
-}
+    /// Writes a number that another cube may be reading.
+    pub fn post(address: u64, x: u32) = "st.relaxed.gpu.global.u32 [{address}], {x};";
 
-/// Waits until a number is `x`.
-#[cube]
-pub fn wait_until(address: u64, x: u32) {
-    gpu_asm!("{{ .reg .pred done; .reg .u32 now; AGAIN: ld.relaxed.gpu.global.u32 now, [{a}]; setp.eq.u32 done, now, {x}; @!done bra AGAIN; }}",
-        a = in(_) val::<u64>(address), x = in(_) val::<u32>(x));
-}
+    /// Writes a number to an address.
+    pub fn store_number(address: u64, x: f32) = "st.global.f32 [{address}], {x};";
 
-/// Writes a number that another cube may be reading.
-#[cube]
-pub fn post(address: u64, x: u32) {
-    gpu_asm!("st.relaxed.gpu.global.u32 [{a}], {x};", a = in(_) val::<u64>(address), x = in(_) val::<u32>(x));
-}
+    /// Writes two numbers to an address, a multiple of 8.
+    pub fn store_pair(address: u64, x: f32, y: f32) = "st.global.v2.f32 [{address}], {{{x}, {y}}};";
 
-/// Writes a number to an address.
-#[cube]
-pub fn store_number(address: u64, x: f32) {
-    gpu_asm!("st.global.f32 [{a}], {x};", a = in(_) val::<u64>(address), x = in(_) val::<f32>(x));
-}
-
-/// Writes two numbers to an address, a multiple of 8.
-#[cube]
-pub fn store_pair(address: u64, x: f32, y: f32) {
-    gpu_asm!("st.global.v2.f32 [{a}], {{{x}, {y}}};", a = in(_) val::<u64>(address),
-        x = in(_) val::<f32>(x), y = in(_) val::<f32>(y));
-}
-
-/// Waits for the other lanes of the warp.
-#[cube]
-pub fn sync_warp() {
-    gpu_asm!("bar.warp.sync 0xffffffff;");
-}
-
-/// Waits until at most `pending` of the products started last are unfinished.
-#[cube]
-pub fn wait<N: Size>(
-    c: Vector<f32, N>,
-    #[comptime] pending: usize,
-    #[comptime] used: usize,
-) -> Vector<f32, N> {
-    let out: Vector<f32, N>;
-    let acc = N::value();
-    gpu_asm!("{body} /* {d} {c} */", body = const wait_text(pending, acc, used),
-        d = out(_) out, c = in(_) val::<Vector<f32, N>>(c));
-    out
+    /// Waits for the other lanes of the warp.
+    pub fn sync_warp() = "bar.warp.sync 0xffffffff;";
 }
 
 /// Copies a box of a `[batch, head, class, row, column]` tensor map into shared memory.
@@ -502,12 +337,9 @@ pub fn load_line(map: u64, target: u32, bar: u32, column: u32, row: u32) {
         y = in(_) val::<u32>(row), b = in(_) val::<u32>(bar));
 }
 
-/// `2^x`. Volatile, or ptxas moves a wait for a wgmma in front of it.
-#[cube]
-pub fn exp2(x: f32) -> f32 {
-    let o: f32;
-    gpu_asm!("ex2.approx.ftz.f32 {o}, {i};", o = out(_) o, i = in(_) val::<f32>(x), options(nomem));
-    o
+instructions! {
+    /// `2^x`. Volatile, or ptxas moves a wait for a wgmma in front of it.
+    pub fn exp2(x: f32) -> f32 = "ex2.approx.ftz.f32 {o}, {x};", options(nomem);
 }
 
 /// Copies a box of 64 columns at a place into shared memory; with `residue` the map has the class as a dimension.
@@ -525,16 +357,8 @@ pub fn load_at(
 ) {
     let column = span * comptime!(ROW_ELEMENTS as u32);
     if comptime!(residue) {
-        load_class_box(
-            map,
-            target,
-            bar,
-            column,
-            place % class_len,
-            place / class_len,
-            head,
-            batch,
-        );
+        let (row, class) = (place % class_len, place / class_len);
+        load_class_box(map, target, bar, column, row, class, head, batch);
     } else {
         load_box(map, target, bar, column, place, head, batch);
     }

@@ -39,9 +39,8 @@ pub fn descriptor_of(address: u32, #[comptime] span: usize, #[comptime] row: usi
     u64::cast_from(low) | comptime!((swizzle << 62) | ((row as u64 / 2) << 32))
 }
 
-#[cube]
-pub fn barrier_init(bar: u32, #[comptime] arrivals: u32) {
-    gpu_asm!("mbarrier.init.shared::cta.b64 [{b}], {c};", b = in(_) val::<u32>(bar), c = const arrivals);
+instructions! {
+    pub fn barrier_init(bar: u32; arrivals: u32) = "mbarrier.init.shared::cta.b64 [{bar}], {arrivals};";
 }
 
 /// The barriers of a ring of stages, eight bytes apart: "full", which waits for TMA alone, and "empty", which waits for all warps. Makes them known to TMA, and
@@ -57,29 +56,18 @@ pub fn ring_init(full: u32, empty: u32, #[comptime] stages: usize, #[comptime] w
     barrier_fence();
 }
 
-/// Makes initialised barriers known to TMA.
-#[cube]
-pub fn barrier_fence() {
-    gpu_asm!("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;");
-}
+instructions! {
+    /// Makes initialised barriers known to TMA.
+    pub fn barrier_fence() = "fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;";
 
-/// Arrives, and has the phase wait for `bytes` of TMA.
-#[cube]
-pub fn barrier_expect(bar: u32, #[comptime] bytes: usize) {
-    gpu_asm!("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{b}], {c};",
-        b = in(_) val::<u32>(bar), c = const bytes);
-}
+    /// Arrives, and has the phase wait for `bytes` of TMA.
+    pub fn barrier_expect(bar: u32; bytes: usize) = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [{bar}], {bytes};";
 
-#[cube]
-pub fn barrier_arrive(bar: u32) {
-    gpu_asm!("mbarrier.arrive.shared::cta.b64 _, [{b}];", b = in(_) val::<u32>(bar));
-}
+    pub fn barrier_arrive(bar: u32) = "mbarrier.arrive.shared::cta.b64 _, [{bar}];";
 
-/// Waits for the end of the phase of this parity.
-#[cube]
-pub fn barrier_wait(bar: u32, parity: u32) {
-    gpu_asm!("{{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [{b}], {p}; @done bra DONE; bra AGAIN; DONE: }}",
-        b = in(_) val::<u32>(bar), p = in(_) val::<u32>(parity));
+    /// Waits for the end of the phase of this parity.
+    pub fn barrier_wait(bar: u32, parity: u32) =
+        "{{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [{bar}], {parity}; @done bra DONE; bra AGAIN; DONE: }}";
 }
 
 /// Copies a box of a `[batch, head, row, column]` tensor map into shared memory.
@@ -90,10 +78,9 @@ pub fn load_box(map: u64, target: u32, bar: u32, column: u32, row: u32, head: u3
         y = in(_) val::<u32>(row), z = in(_) val::<u32>(head), w = in(_) val::<u32>(batch), b = in(_) val::<u32>(bar));
 }
 
-/// Waits at a named barrier for `units` units, those that only arrive included.
-#[cube]
-pub fn named_sync(id: u32, #[comptime] units: u32) {
-    gpu_asm!("bar.sync {b}, {n};", b = in(_) val::<u32>(id), n = const units);
+instructions! {
+    /// Waits at a named barrier for `units` units, those that only arrive included.
+    pub fn named_sync(id: u32; units: u32) = "bar.sync {id}, {units};";
 }
 
 /// Waits likewise, and says whether it is so in any of the units.
@@ -106,8 +93,7 @@ pub fn named_any(id: u32, is_so: bool, #[comptime] units: u32) -> bool {
     o != 0
 }
 
-/// Arrives at a named barrier without waiting.
-#[cube]
-pub fn named_arrive(id: u32, #[comptime] units: u32) {
-    gpu_asm!("bar.arrive {b}, {n};", b = in(_) val::<u32>(id), n = const units);
+instructions! {
+    /// Arrives at a named barrier without waiting.
+    pub fn named_arrive(id: u32; units: u32) = "bar.arrive {id}, {units};";
 }

@@ -104,12 +104,9 @@ pub fn backward<S: Size, P: Size, O: Size, C: Size>(
         for i in 0..comptime!(t.own_buffers()) {
             barrier_init(base + comptime!(t.own() + 8 * i as u32), 1u32);
         }
-        ring_init(
-            base + comptime!(t.full()),
-            base + comptime!(t.empty()),
-            t.stages,
-            comptime!(t.warps()),
-        );
+        let full = base + comptime!(t.full());
+        let empty = base + comptime!(t.empty());
+        ring_init(full, empty, t.stages, comptime!(t.warps()));
         if comptime!(t.persistent) {
             cache_tile(words, &parts, &lengths, base, CUBE_POS_X, 0u32, t);
             let second = CUBE_COUNT_X + draw(tickets);
@@ -322,7 +319,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 let weights = pack_all::<S, P>(p, t.half);
                 let mut left = weights;
                 if comptime!(t.options.score.dropout) {
-                    left = pack_all::<S, P>(drop_out::<S>(p, &kept, comptime!(t.options)), t.half);
+                    left = pack_all::<S, P>(drop_out::<S>(p, &kept, t.options), t.half);
                 }
                 // Of weights nothing but gradients is left to make, so that no register has scores from here on.
                 if comptime!(!t.options.biased()) {
@@ -442,7 +439,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     }
     // Found again rather than kept: registers are short.
     let own = current_tile(words, parts, lengths, own, t);
-    let factor = factor_of(args, comptime!(t.options));
+    let factor = factor_of(args, t.options);
     store_keys::<O>(
         out,
         &grad_k,

@@ -303,15 +303,7 @@ pub fn load_own(
     let target = start + span * comptime!((t.rows() * ROW) as u32) + row * comptime!(ROW as u32);
     let place = place_of(plan, rows, row, t);
     load_at(
-        map,
-        target,
-        bar,
-        span,
-        place,
-        class_len,
-        head,
-        batch,
-        comptime!(t.residue),
+        map, target, bar, span, place, class_len, head, batch, t.residue,
     );
 }
 
@@ -366,13 +358,8 @@ pub fn turn_to(own: &OwnTile, lengths: &Lengths, cursor: &Cursor, #[comptime] t:
 #[cube]
 pub fn open(plan: &[u32], parts: &PlanParts, cursor: &Cursor, #[comptime] t: BackwardTile) {
     let heads_at = parts.heads + cursor.batch.read() as usize * parts.batch;
-    let record = record_of(
-        plan,
-        parts,
-        heads_at,
-        cursor.head.read(),
-        cursor.rank.read(),
-    );
+    let head = cursor.head.read();
+    let record = record_of(plan, parts, heads_at, head, cursor.rank.read());
     cursor
         .entry
         .store(parts.entries + plan[record] as usize * comptime!(t.entry_words()));
@@ -441,13 +428,9 @@ pub fn load_next(
                     + comptime!(t.stats_offset() as u32)
                     + stage * comptime!(t.stats_bytes() as u32)
                     + which * comptime!((t.group * 8).max(128) as u32);
-                load_line(
-                    loads.stats,
-                    target,
-                    full,
-                    at * 2,
-                    cursor.batch.read() * loads.heads + cursor.head.read(),
-                );
+                let column = at * 2;
+                let row = cursor.batch.read() * loads.heads + cursor.head.read();
+                load_line(loads.stats, target, full, column, row);
             } else {
                 let mut map = loads.q;
                 let mut start = loads.base + comptime!(t.q_offset() as u32);
@@ -459,6 +442,7 @@ pub fn load_next(
                     + stage * comptime!(t.b_bytes() as u32)
                     + span * comptime!((t.cols * ROW) as u32)
                     + which * comptime!((t.group * ROW) as u32);
+                let (head, batch) = (cursor.head.read(), cursor.batch.read());
                 load_at(
                     map,
                     target,
@@ -466,9 +450,9 @@ pub fn load_next(
                     span,
                     at,
                     loads.class_len,
-                    cursor.head.read(),
-                    cursor.batch.read(),
-                    comptime!(t.residue),
+                    head,
+                    batch,
+                    t.residue,
                 );
             }
         }

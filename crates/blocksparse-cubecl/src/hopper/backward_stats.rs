@@ -33,7 +33,7 @@ pub fn stats(
     let row = index / lanes;
     let eight = index % lanes;
     let place = row % pitch;
-    let position = position_of(place as usize, &listing, comptime!(t.residue));
+    let position = position_of(place as usize, &listing, t.residue);
     let head = (row / pitch % heads) as usize;
     let batch = (row / pitch / heads) as usize;
     let exists = row < rows && position < grad_strides.len;
@@ -98,7 +98,7 @@ pub fn relist(
     #[comptime] t: BackwardTile,
 ) {
     let row = ABSOLUTE_POS as u32;
-    let position = position_of((row % pitch) as usize, &listing, comptime!(t.residue)) as u32;
+    let position = position_of((row % pitch) as usize, &listing, t.residue) as u32;
     if row < rows {
         let mut pair = Vector::<f32, Const<2>>::zeroed();
         if position < seq_q {
@@ -145,7 +145,7 @@ pub fn finish(
     let eights = comptime!(t.dim as u32 / 8);
     let row = index / eights;
     let eight = index % eights;
-    let position = position_of((row % pitch) as usize, &listing, comptime!(t.residue));
+    let position = position_of((row % pitch) as usize, &listing, t.residue);
     if row < rows && position < seq_q as usize {
         let part = eight / comptime!((t.padded() / 8 / t.parts()) as u32);
         let counter = row / comptime!(t.counted() as u32) * comptime!(t.parts() as u32) + part;

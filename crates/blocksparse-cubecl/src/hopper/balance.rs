@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BinaryHeap};
 use super::fused::{SPREAD, SPREAD_SHARES, Sizes};
 use super::long_tiles::{LongTiles, MainloopPlan, Stretch};
 use super::tiles::{BackwardTile, MainloopTile};
-use crate::call::{PartRequest, Request};
+use crate::call::PartRequest;
 use crate::tensor::is_u32;
 use crate::tuning::TierLimit;
 use blocksparse::plan::{Mainloop, Tiling, tile_steps};
@@ -30,9 +30,7 @@ const NOTABLE: usize = 20;
 
 /// The cubes that share each tile: a divisor of the query heads to a head of keys, 1 if a cube has them all.
 pub(super) fn shares(part: &PartRequest, tile: &BackwardTile) -> usize {
-    let &PartRequest {
-        layout, request, ..
-    } = part;
+    let (layout, request) = (part.layout, part.request);
     let heads_per_kv = layout.heads() / request.kv_heads;
     let multiprocessors = part.properties.hardware.num_streaming_multiprocessors;
     let multiprocessors = multiprocessors.unwrap_or(1) as usize;
@@ -80,7 +78,7 @@ pub(super) fn faster_mainloops(
     let turns = turns(part, Mainloop::Columns);
     // Where nobody may share them, two mainloops wait for long tiles, too.
     if part.limit == TierLimit::HopperAlone
-        || !may_be_notable(part, fused.tiling(), turns, multiprocessors)
+        || !may_be_notable(part, fused.tiling, turns, multiprocessors)
     {
         return None;
     }
@@ -92,16 +90,13 @@ pub(super) fn faster_mainloops(
     }
     let mainloops = mainloops();
     let at_a_time = |tiling: Tiling, places: usize| (tiling.rows * tiling.cols * places) as f64;
-    let of_fused = at_a_time(fused.tiling(), multiprocessors);
-    let of_mainloop = |(MainloopPlan { tile, long }, mainloop): (MainloopPlan, Mainloop)| {
+    let of_fused = at_a_time(fused.tiling, multiprocessors);
+    let of_mainloop = |MainloopPlan { tile, long }: MainloopPlan| {
         let places = places(part, &tile);
-        let steps = Heads::new(part, &tile, mainloop).time(long, places);
-        steps as f64 * at_a_time(tile.tiling(mainloop), places) / of_fused
+        let steps = Heads::new(part, &tile).time(long, places);
+        steps as f64 * at_a_time(tile.tiling, places) / of_fused
     };
-    let times = mainloops
-        .into_iter()
-        .zip([Mainloop::Rows, Mainloop::Columns]);
-    let times = times.map(of_mainloop).zip(PRODUCTS);
+    let times = mainloops.map(of_mainloop).into_iter().zip(PRODUCTS);
     let of_mainloops: f64 = times.map(|(time, products)| time * products).sum();
     (time > FASTER * gain * of_mainloops).then_some(mainloops)
 }
@@ -125,7 +120,7 @@ struct Work<'a> {
 
 impl<'a> Work<'a> {
     fn new(part: &'a PartRequest<'a>, tile: &BackwardTile) -> Self {
-        let steps = tile_steps(part.layout, tile.tiling());
+        let steps = tile_steps(part.layout, tile.tiling);
         let tiles = steps.first().map_or(0, Vec::len);
         let mut ranked: Vec<usize> = (0..tiles).collect();
         ranked.sort_by_key(|&tile| Reverse(steps.iter().map(|steps| steps[tile]).sum::<usize>()));
@@ -162,12 +157,8 @@ impl<'a> Work<'a> {
     /// The time until the last cube ends, in steps, with so many cubes to each tile and one cube at a time on each multiprocessor. Cubes
     /// begin in the order of the launch.
     fn time(&self, shares: usize, multiprocessors: usize) -> usize {
-        let &PartRequest {
-            layout, request, ..
-        } = self.part;
-        let &Request {
-            batch, kv_heads, ..
-        } = request;
+        let (layout, request) = (self.part.layout, self.part.request);
+        let (batch, kv_heads) = (request.batch, request.kv_heads);
         let own = match shares {
             1 => CUBE,
             _ => SHARING_CUBE,
@@ -230,16 +221,16 @@ const READ_IN_A_STEP: usize = 8;
 const MOST_SUMS: usize = 1 << 26;
 
 /// The tiles of a mainloop whose steps cubes share, and how many cubes.
-pub(super) fn long_tiles(part: &PartRequest, tile: &MainloopTile, mainloop: Mainloop) -> LongTiles {
+pub(super) fn long_tiles(part: &PartRequest, tile: &MainloopTile) -> LongTiles {
     // Steps of layouts that a device chooses are not known here.
     if part.limit == TierLimit::HopperAlone || part.layout.device_choice().is_some() {
         return LongTiles::NONE;
     }
     let places = places(part, tile);
-    if !may_be_notable(part, tile.tiling(mainloop), turns(part, mainloop), places) {
+    if !may_be_notable(part, tile.tiling, turns(part, tile.mainloop), places) {
         return LongTiles::NONE;
     }
-    let heads = Heads::new(part, tile, mainloop);
+    let heads = Heads::new(part, tile);
     let longest = heads.longest(0);
     if longest * NOTABLE * places < heads.all_steps() {
         return LongTiles::NONE;
@@ -251,7 +242,7 @@ pub(super) fn long_tiles(part: &PartRequest, tile: &MainloopTile, mainloop: Main
         let is_long = |rank: &usize| heads.longest(*rank) > longest / cubes;
         let tiles = (0..heads.tiles).take_while(is_long).count();
         let long = LongTiles { tiles, cubes };
-        if long.elements(tile, mainloop, heads.of_launch.len()) > MOST_SUMS {
+        if long.elements(tile, heads.of_launch.len()) > MOST_SUMS {
             break;
         }
         let time = heads.time(long, places) as f64;
@@ -293,12 +284,12 @@ struct Heads {
 }
 
 impl Heads {
-    fn new(part: &PartRequest, tile: &MainloopTile, mainloop: Mainloop) -> Self {
+    fn new(part: &PartRequest, tile: &MainloopTile) -> Self {
         let layout = part.layout;
-        let turns = turns(part, mainloop);
-        let [length, _] = mainloop.lengths(layout);
+        let turns = turns(part, tile.mainloop);
+        let [length, _] = tile.mainloop.lengths(layout);
         let tiles = length.div_ceil(tile.rows());
-        let of_patterns = tile_steps(layout, tile.tiling(mainloop));
+        let of_patterns = tile_steps(layout, tile.tiling);
         let mut known = BTreeMap::new();
         let mut heads = Self {
             tiles,

@@ -189,8 +189,9 @@ pub fn bias_gradient<S: Size, P: Size>(
     };
 
     if UNIT_POS_X == 0 {
+        let full = base + comptime!(t.full());
         ring_init(
-            base + comptime!(t.full()),
+            full,
             base + comptime!(t.empty()),
             t.stages,
             comptime!(t.warps()),
@@ -228,13 +229,8 @@ pub fn bias_gradient<S: Size, P: Size>(
         let places = own_places(plan, rows_at, row, comptime!(t.own_shape()));
         let rows = unit_rows(places.upper, places.lower, listing, comptime!(t.pairs()));
 
-        let own = box_of(
-            plan,
-            rows_at,
-            its_entry,
-            warp + lane * comptime!(t.warps()),
-            t,
-        );
+        let index = warp + lane * comptime!(t.warps());
+        let own = box_of(plan, rows_at, its_entry, index, t);
         let loads = Loads {
             q: tensor_map_address(q),
             k: tensor_map_address(k),
@@ -280,12 +276,8 @@ pub fn bias_gradient<S: Size, P: Size>(
         let mut lse1 = lower.lse;
         let mut delta1 = lower.delta;
         while member.batch.read() < members.end_batch {
-            let of_head = options_of(
-                &args,
-                member.batch.read(),
-                member.head.read(),
-                comptime!(t.pairs()),
-            );
+            let batch = member.batch.read();
+            let of_head = options_of(&args, batch, member.head.read(), comptime!(t.pairs()));
             let first = done % comptime!(t.stages as u32);
             let s_started = start::<S>(base, a_desc, b_desc, done, t);
             let second = (done + 1) % comptime!(t.stages as u32);
@@ -322,6 +314,7 @@ pub fn bias_gradient<S: Size, P: Size>(
             );
             s = add_kept_bias::<S>(s, own_bias, cap_scale, t);
             if masked {
+                let quad = (lane % 4) * 2;
                 s = mask::<S>(
                     s,
                     plan,
@@ -329,7 +322,7 @@ pub fn bias_gradient<S: Size, P: Size>(
                     tile_entry,
                     j,
                     row,
-                    (lane % 4) * 2,
+                    quad,
                     comptime!(t.mask()),
                 );
             }
@@ -515,7 +508,7 @@ fn load_next(
                 loads.class_len,
                 head,
                 member.batch.read(),
-                comptime!(t.residue),
+                t.residue,
             );
         }
         if is_second {

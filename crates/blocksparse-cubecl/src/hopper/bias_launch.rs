@@ -35,7 +35,7 @@ pub struct BiasTiles {
 pub fn launch_bias_pairs(
     pass: &BackwardPass,
     part: Part,
-    tile: PairTile,
+    mut tile: PairTile,
     bias: &BiasView,
     out: &Handle,
 ) -> Result<(), KernelError> {
@@ -47,14 +47,11 @@ pub fn launch_bias_pairs(
     let heads = layout.heads();
     let [own_batches, own_heads, _, keys] = bias.shape;
     let first = out.offset_start.unwrap_or(0);
-    let tile = PairTile {
-        options: call.options(tile.options, residue),
-        wide: keys.is_multiple_of(2) && first.is_multiple_of(8) && residue.is_none(),
-        ..tile
-    };
+    tile.base.options = call.options(tile.options, residue);
+    tile.wide = keys.is_multiple_of(2) && first.is_multiple_of(8) && residue.is_none();
     let wanted = Wanted::of_places(part, 1);
     let stats = stats::make(pass, part, wanted)?;
-    let device_plan = plan(client, layout, tile.tiling())?;
+    let device_plan = plan(client, layout, tile.tiling)?;
     let scales = call.scales();
     let patterns = patterns(bias.shape, layout, request.batch);
     for (index, pattern) in patterns.into_iter().enumerate() {
@@ -65,11 +62,8 @@ pub fn launch_bias_pairs(
         if steps == 0 {
             continue;
         }
-        let tile = PairTile {
-            carry: tile.carry || index > 0,
-            several: pattern.is_some(),
-            ..tile
-        };
+        tile.base.carry |= index > 0;
+        tile.several = pattern.is_some();
         for slice in Slice::whole(own_batches, own_heads).cut(client) {
             // SAFETY: a cube computes a step that the plan has; TMA reads nothing beyond its maps; numbers are written at positions below the
             // lengths of queries and keys, and the buffers have the lengths they say (see `buffer`).

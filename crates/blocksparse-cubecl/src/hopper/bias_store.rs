@@ -4,6 +4,7 @@ use cubecl::prelude::*;
 
 use super::options::*;
 use super::pair_tile::PairTile;
+use crate::arch::instructions;
 use crate::arch::sm90::*;
 use crate::shared::addressing::PlanWords;
 use blocksparse::plan::EMPTY;
@@ -87,7 +88,7 @@ fn column_of(
     let col = comptime!(8 * eight);
     let entry = its_entry + comptime!(col / t.group * 2);
     let place = plan.words[entry] * comptime!(t.group as u32) + comptime!((col % t.group) as u32);
-    let first = position_at(place, &plan.listing, comptime!(t.residue));
+    let first = position_at(place, &plan.listing, t.residue);
     select(
         plan.words[entry + 1] == EMPTY,
         u32::new(1 << 30),
@@ -127,36 +128,21 @@ fn store_two(row: u64, col: u32, stride: u32, end: u32, x: f32, y: f32, #[compti
     }
 }
 
-/// Two numbers at an address, or 0 unless `index < end`.
-#[cube]
-fn load_pair(address: u64, index: u32, end: u32) -> Vector<f32, Const<2>> {
-    let o: Vector<f32, Const<2>>;
-    gpu_asm!("{{ .reg .pred p; setp.lt.u32 p, {i}, {e}; mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000; \
-        @p ld.global.v2.f32 {o}, [{a}]; }}", o = out(_) o,
-        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end));
-    o
-}
+instructions! {
+    /// Two numbers at an address, or 0 unless `index < end`.
+    fn load_pair(address: u64, index: u32, end: u32) -> Vector<f32, Const<2>> =
+        "{{ .reg .pred p; setp.lt.u32 p, {index}, {end}; mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000; \
+        @p ld.global.v2.f32 {o}, [{address}]; }}";
 
-/// A number at an address, or 0 unless `index < end`.
-#[cube]
-fn load_single(address: u64, index: u32, end: u32) -> f32 {
-    let o: f32;
-    gpu_asm!("{{ .reg .pred p; setp.lt.u32 p, {i}, {e}; mov.f32 {o}, 0f00000000; @p ld.global.f32 {o}, [{a}]; }}", o = out(_) o,
-        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end));
-    o
-}
+    /// A number at an address, or 0 unless `index < end`.
+    fn load_single(address: u64, index: u32, end: u32) -> f32 =
+        "{{ .reg .pred p; setp.lt.u32 p, {index}, {end}; mov.f32 {o}, 0f00000000; @p ld.global.f32 {o}, [{address}]; }}";
 
-/// Writes two numbers if `index < end`.
-#[cube]
-fn store_pair(address: u64, index: u32, end: u32, x: f32, y: f32) {
-    gpu_asm!("{{ .reg .pred p; setp.lt.u32 p, {i}, {e}; @p st.global.v2.f32 [{a}], {{{x}, {y}}}; }}",
-        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end),
-        x = in(_) val::<f32>(x), y = in(_) val::<f32>(y));
-}
+    /// Writes two numbers if `index < end`.
+    fn store_pair(address: u64, index: u32, end: u32, x: f32, y: f32) =
+        "{{ .reg .pred p; setp.lt.u32 p, {index}, {end}; @p st.global.v2.f32 [{address}], {{{x}, {y}}}; }}";
 
-/// Writes a number if `index < end`.
-#[cube]
-fn store_single(address: u64, index: u32, end: u32, x: f32) {
-    gpu_asm!("{{ .reg .pred p; setp.lt.u32 p, {i}, {e}; @p st.global.f32 [{a}], {x}; }}",
-        a = in(_) val::<u64>(address), i = in(_) val::<u32>(index), e = in(_) val::<u32>(end), x = in(_) val::<f32>(x));
+    /// Writes a number if `index < end`.
+    fn store_single(address: u64, index: u32, end: u32, x: f32) =
+        "{{ .reg .pred p; setp.lt.u32 p, {index}, {end}; @p st.global.f32 [{address}], {x}; }}";
 }

@@ -3,14 +3,14 @@
 use cubecl::ir::features::Tma;
 
 use super::balance::{faster_mainloops, long_tiles, shares};
+use super::base::{Base, GROUP_ROWS};
 use super::bias_launch::BiasTiles;
 use super::coarse::Coarse;
 use super::fused::Sizes;
 use super::long_tiles::MainloopPlan;
-use super::options::Options;
 use super::pair_tile::PairTile;
 use super::shapes::{CANDIDATES, Candidate, candidates};
-use super::tiles::{BackwardTile, GROUP_ROWS, MainloopTile, Tile};
+use super::tiles::{BackwardTile, MainloopTile, Tile};
 use crate::arch::sm90::FP8_COLUMNS;
 use crate::call::{PartRequest, Request, ScoreKind, check_hopper};
 use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
@@ -54,9 +54,7 @@ fn check_tier(part: &PartRequest) -> Result<(), &'static str> {
 /// # Errors
 /// What the tier lacks: the device, the type, the head_dim, or something it does not compute.
 pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
-    let &PartRequest {
-        layout, request, ..
-    } = part;
+    let (layout, request) = (part.layout, part.request);
     check_tier(part)?;
     let half = half_of(request.dtype)?;
     check_options(request)?;
@@ -82,26 +80,16 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     let hardware = &part.properties.hardware;
     let mut best: Option<(f64, Tile)> = None;
     for shape in candidates(class, value_dim) {
-        let rows = GROUP_ROWS * shape.warpgroups;
+        let base = Base::new(part, (half, dim), Mainloop::Rows, shape.sizes);
+        let rows = base.rows();
         let may_cluster = request.may_cluster(layout, Mainloop::Rows);
-        let grouping = Grouping::best(layout, Mainloop::Rows, [rows, shape.cols], may_cluster);
+        let grouping = Grouping::best(layout, Mainloop::Rows, [rows, base.cols], may_cluster);
         let tile = Tile {
-            half,
+            base: base.clustered(grouping.clustered),
             fp8: false,
-            dim,
             value_dim,
-            warpgroups: shape.warpgroups,
-            cols: shape.cols,
-            group: shape.cols.min(layout.block_size()),
-            stages: shape.stages,
-            lag: shape.lag,
             overlap: shape.overlap && !request.score.threshold,
             max_scores: request.max_scores,
-            options: options(request),
-            residue: part.residue.is_some(),
-            carry: part.carry,
-            clustered: grouping.clustered,
-            coarse: None,
             heads_in_turn: keys_bytes(part) <= L2_BYTES,
         };
         let fits = tile.shared_bytes() <= hardware.max_shared_memory_size;
@@ -123,7 +111,7 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
 /// What the tier lacks, or these.
 pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
     let plain = choose(part)?;
-    let Tile { dim, value_dim, .. } = plain;
+    let (dim, value_dim) = (plain.dim, plain.value_dim);
     if plain.options.score != ScoreKind::default() {
         return Err("scores are more than products, or weights are dropped");
     }
@@ -136,19 +124,11 @@ pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
     if dim > 128 || !dim.is_multiple_of(16) || !value_dim.is_multiple_of(16) {
         return Err("a width is no multiple of 16 from 48 to 128");
     }
-    let cols = 128;
     // A multiprocessor has three cubes of one warpgroup, whose products and exponentials overlap; of narrow heads it has registers for steps that overlap.
     let tile = Tile {
+        base: Base::new(part, (plain.half, dim / 2), Mainloop::Rows, [1, 128, 2, 1]),
         fp8: true,
-        dim: dim / 2,
-        warpgroups: 1,
-        cols,
-        group: cols.min(part.layout.block_size()),
-        stages: 2,
-        lag: 1,
         overlap: value_dim <= 64,
-        clustered: false,
-        coarse: None,
         ..plain
     };
     match tile.group >= FP8_COLUMNS && tile.fits(part.layout.block_size()) {
@@ -199,34 +179,32 @@ fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize) -> Option<Tile>
     let coarse = Coarse::of(part, class)?;
     let speed_of = |tile: &Tile| {
         let same = |shape: &&Candidate| {
-            shape.dim == class && shape.warpgroups == tile.warpgroups && shape.cols == tile.cols
+            shape.dim == class && shape.sizes[..2] == [tile.warpgroups, tile.cols]
         };
-        CANDIDATES
-            .iter()
-            .find(same)
-            .map_or(1.0, |shape| shape.speed(part.request))
+        let same = CANDIDATES.iter().find(same);
+        same.map_or(1.0, |shape| shape.speed(part.request))
     };
     let tiles = CANDIDATES.iter().filter(|shape| shape.dim == class);
     let tiles = tiles.filter_map(|shape| {
+        let base = Base::new(
+            part,
+            (gathered.half, gathered.dim),
+            Mainloop::Rows,
+            shape.sizes,
+        );
         let tile = Tile {
-            warpgroups: shape.warpgroups,
-            cols: shape.cols,
-            group: shape.cols,
-            stages: shape.stages,
-            lag: shape.lag,
+            base: base.coarse(part.layout.block_size()),
             overlap: shape.overlap && !part.request.score.threshold,
-            clustered: false,
-            coarse: Some(part.layout.block_size()),
             ..gathered
         };
-        let cost = FORWARD.of_coarse(part.layout, tile.tiling())?;
+        let cost = FORWARD.of_coarse(part.layout, tile.tiling)?;
         let most = part.properties.hardware.max_shared_memory_size;
         let fits = tile.fits(part.layout.block_size()) && tile.shared_bytes() <= most;
         let speed = shape.speed(part.request);
         fits.then(|| (cost * of_rows(part, tile.rows()) / speed, tile))
     });
     let (cost, tile) = tiles.min_by(|(one, _), (other, _)| one.total_cmp(other))?;
-    let before = FORWARD.of_gathered(part.layout, gathered.tiling());
+    let before = FORWARD.of_gathered(part.layout, gathered.tiling);
     let before = before * of_rows(part, gathered.rows()) / speed_of(&gathered);
     coarse.takes(cost, before).then_some(tile)
 }
@@ -247,14 +225,6 @@ const BACKWARD: NarrowCosts = NarrowCosts {
 };
 
 const NO_TILE: &str = "no tile fits the shared memory of the device";
-
-/// What a kernel has; [`wide_bias`](Options::wide_bias) is known with the tensors only.
-fn options(request: &Request) -> Options {
-    Options {
-        score: request.score,
-        wide_bias: false,
-    }
-}
 
 /// How the backward pass runs.
 #[derive(Clone, Copy, Debug)]
@@ -334,28 +304,19 @@ fn fused(
         ..=64 => (128, 2),
         _ => (64, 3),
     };
+    let sizes = [2, cols, stages, stages - 1];
+    let mut base = Base::new(part, (forward.half, forward.dim), Mainloop::Columns, sizes);
+    base.tiling.visits = true;
     let steps = steps_of_tile(part.layout, part.request, cols);
     let short = steps * grouping.overhead < SHORT_MAINLOOP;
     // A cube that computes tile after tile has some registers less, and dropout needs many: 300 bytes are spilled for 24, and
     // the next tile's keys are not worth that (local: .43 ms for .38).
     let spills = forward.options.score.dropout;
     let tile = BackwardTile {
-        half: forward.half,
-        dim: forward.dim,
-        warpgroups: 2,
-        cols,
-        group: part.layout.block_size().min(cols),
-        stages,
-        lag: stages - 1,
-        options: forward.options,
-        residue: forward.residue,
-        carry: forward.carry,
-        clustered: grouping.clustered,
+        base: base.clustered(grouping.clustered),
         persistent: short && !spills,
-        apart: false,
         finishes: false,
         shares: 1,
-        coarse: None,
         unfenced: Tuning::or_reason()?.unfenced,
     };
     // The keys and values of two tiles fit at the least width only.
@@ -366,16 +327,13 @@ fn fused(
     let most = part.properties.hardware.max_shared_memory_size;
     let fits = |tile: &BackwardTile| tile.shared_bytes() <= most;
     let tile = [tile, single].into_iter().find(fits).ok_or(NO_TILE)?;
-    let tile = coarse_backward(part, tile).unwrap_or(tile);
+    let mut tile = coarse_backward(part, tile).unwrap_or(tile);
     let of_head = steps / (part.layout.heads() / part.request.kv_heads) as f64;
     let apart =
-        part.limit != TierLimit::HopperAlone && has_long_tiles(part.layout, tile.tiling(), of_head);
-    let tile = BackwardTile {
-        apart,
-        // A cube that begins a long tile would have drawn the next ones already, and their neighbours would wait for these.
-        persistent: tile.persistent && !apart,
-        ..tile
-    };
+        part.limit != TierLimit::HopperAlone && has_long_tiles(part.layout, tile.tiling, of_head);
+    tile.base.tiling.apart = apart;
+    // A cube that begins a long tile would have drawn the next ones already, and their neighbours would wait for these.
+    tile.persistent &= !apart;
     Ok(BackwardTile {
         finishes: tile.may_finish() && (short || tile.dim > 64),
         shares: shares(part, &tile),
@@ -387,14 +345,12 @@ fn fused(
 fn coarse_backward(part: &PartRequest, gathered: BackwardTile) -> Option<BackwardTile> {
     let coarse = Coarse::of(part, gathered.dim)?;
     let tile = BackwardTile {
-        group: gathered.cols,
-        clustered: false,
+        base: gathered.base.coarse(part.layout.block_size()),
         persistent: false,
-        coarse: Some(part.layout.block_size()),
         ..gathered
     };
-    let cost = BACKWARD.of_coarse(part.layout, tile.tiling())?;
-    let before = BACKWARD.of_gathered(part.layout, gathered.tiling());
+    let cost = BACKWARD.of_coarse(part.layout, tile.tiling)?;
+    let before = BACKWARD.of_gathered(part.layout, gathered.tiling);
     let most = part.properties.hardware.max_shared_memory_size;
     (tile.shared_bytes() <= most && coarse.takes(cost, before)).then_some(tile)
 }
@@ -437,7 +393,7 @@ fn mainloop_plans(part: &PartRequest, forward: &Tile) -> [MainloopPlan; 2] {
             ..=128 => choose_mainloop(part, forward, mainloop),
             _ => choose_wide_mainloop(part, forward, mainloop),
         };
-        let long = long_tiles(part, &tile, mainloop);
+        let long = long_tiles(part, &tile);
         MainloopPlan { tile, long }
     };
     [Mainloop::Rows, Mainloop::Columns].map(plan)
@@ -457,20 +413,12 @@ fn choose_mainloop(part: &PartRequest, forward: &Tile, mainloop: Mainloop) -> Ma
             (_, 1) => 2,
             _ => 3,
         };
+        let sizes = [warpgroups, 64, stages, stages.min(3) - 1];
+        let base = Base::new(part, (forward.half, forward.dim), mainloop, sizes);
         let tile = MainloopTile {
-            half: forward.half,
-            dim: forward.dim,
+            base: base.clustered(grouping.clustered),
             value_dim: forward.value_dim,
-            warpgroups,
             shared: false,
-            cols: 64,
-            group: layout.block_size().min(64),
-            stages,
-            lag: stages.min(3) - 1,
-            options: forward.options,
-            residue: forward.residue,
-            carry: forward.carry,
-            clustered: grouping.clustered,
             bias_sums: false,
             long_tiles: false,
         };
@@ -488,28 +436,20 @@ fn choose_wide_mainloop(part: &PartRequest, forward: &Tile, mainloop: Mainloop) 
         Mainloop::Rows if forward.options.score.dropout => (1, 64, 2),
         Mainloop::Rows => (2, 32, 3),
     };
-    let tile = MainloopTile {
-        half: forward.half,
-        dim: forward.dim,
+    let shared = mainloop == Mainloop::Columns;
+    let sizes = [warpgroups, cols, stages, stages - 1];
+    let mut base = Base::new(part, (forward.half, forward.dim), mainloop, sizes);
+    if shared {
+        base.tiling.rows = GROUP_ROWS;
+    }
+    let may_cluster = part.request.may_cluster(layout, mainloop);
+    let grouping = Grouping::best(layout, mainloop, [base.rows(), cols], may_cluster);
+    MainloopTile {
+        base: base.clustered(grouping.clustered),
         value_dim: forward.value_dim,
-        warpgroups,
-        shared: mainloop == Mainloop::Columns,
-        cols,
-        group: layout.block_size().min(cols),
-        stages,
-        lag: stages - 1,
-        options: forward.options,
-        residue: forward.residue,
-        carry: forward.carry,
-        clustered: false,
+        shared,
         bias_sums: false,
         long_tiles: false,
-    };
-    let may_cluster = part.request.may_cluster(layout, mainloop);
-    let grouping = Grouping::best(layout, mainloop, [tile.rows(), cols], may_cluster);
-    MainloopTile {
-        clustered: grouping.clustered,
-        ..tile
     }
 }
 
@@ -536,10 +476,11 @@ pub fn choose_bias(part: &PartRequest, forward: Tile) -> Result<BiasTiles, &'sta
     if forward.dim > 128 {
         return Err("head_dim is above 128");
     }
-    let keys = check_mainloops(part, &forward).map(|()| MainloopTile {
-        bias_sums: true,
-        carry: false,
-        ..choose_mainloop(part, &forward, Mainloop::Columns)
+    let keys = check_mainloops(part, &forward).map(|()| {
+        let mut tile = choose_mainloop(part, &forward, Mainloop::Columns);
+        tile.bias_sums = true;
+        tile.base.carry = false;
+        tile
     });
     Ok(BiasTiles {
         pairs: choose_pairs(part, &forward)?,
@@ -549,32 +490,21 @@ pub fn choose_bias(part: &PartRequest, forward: Tile) -> Result<BiasTiles, &'sta
 
 /// The tile of pairs that should be fastest.
 fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static str> {
-    let &PartRequest {
-        layout, request, ..
-    } = part;
+    let (layout, request) = (part.layout, part.request);
     let most = part.properties.hardware.max_shared_memory_size;
     let may_cluster = request.may_cluster(layout, Mainloop::Rows);
     let mut best: Option<(f64, PairTile)> = None;
     for (warpgroups, cols, speed) in PAIRS {
-        let shape = [GROUP_ROWS * warpgroups, cols];
-        let tile = PairTile {
-            half: forward.half,
-            dim: forward.dim,
-            warpgroups,
-            cols,
-            group: cols.min(layout.block_size()),
-            stages: 0,
-            lag: 1,
-            options: forward.options,
-            residue: forward.residue,
-            carry: forward.carry,
-            clustered: false,
+        let sizes = [warpgroups, cols, 0, 1];
+        let mut tile = PairTile {
+            base: Base::new(part, (forward.half, forward.dim), Mainloop::Rows, sizes),
             several: false,
             wide: false,
         };
         if !tile.fits(layout.block_size()) {
             continue;
         }
+        let shape = [tile.rows(), cols];
         let grouping = Grouping::best(layout, Mainloop::Rows, shape, may_cluster);
         // Tiles of 64 columns leave registers for two cubes on a multiprocessor.
         let half = (most + 1024) / 2 - 1024;
@@ -590,12 +520,9 @@ fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static
         let Some(stages) = (rooms.into_iter().map(stages_in)).find(|&stages| stages >= 3) else {
             continue;
         };
-        let tile = PairTile {
-            stages,
-            lag: if stages > 4 { 2 } else { 1 },
-            clustered: grouping.clustered,
-            ..tile
-        };
+        tile.base = tile.base.clustered(grouping.clustered);
+        tile.base.stages = stages;
+        tile.base.lag = if stages > 4 { 2 } else { 1 };
         let cost = grouping.overhead / speed;
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, tile));

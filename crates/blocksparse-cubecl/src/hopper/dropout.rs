@@ -59,7 +59,7 @@ fn each_pair(
         let first = position_at(
             plan.words[at] * group + col % group,
             &plan.listing,
-            comptime!(t.residue),
+            t.residue,
         );
         for i in 0..4u32 {
             let row = select(i < 2, rows.upper, rows.lower);
@@ -90,16 +90,8 @@ fn shared_pairs(
 ) -> u32 {
     let lane = unit() % 32;
     let ab = two_dealt(mask, of_head, rows, plan, entry, first, lane, t);
-    let cd = two_dealt(
-        mask,
-        of_head,
-        rows,
-        plan,
-        entry,
-        comptime!(first + 32),
-        lane,
-        t,
-    );
+    let col = comptime!(first + 32);
+    let cd = two_dealt(mask, of_head, rows, plan, entry, col, lane, t);
     collect(kept_eights(&ab, &cd), lane, comptime!(t.columns()))
 }
 
@@ -116,16 +108,8 @@ fn two_dealt(
     #[comptime] t: PairShape,
 ) -> Compared {
     let a = dealt(mask, of_head, rows, plan, entry, col, lane, t);
-    let b = dealt(
-        mask,
-        of_head,
-        rows,
-        plan,
-        entry,
-        comptime!(col + 16),
-        lane,
-        t,
-    );
+    let col = comptime!(col + 16);
+    let b = dealt(mask, of_head, rows, plan, entry, col, lane, t);
     two_compared(&a, &b)
 }
 

@@ -154,7 +154,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     };
     barrier_wait(base, 0u32);
     if comptime!(t.carry) {
-        let factor = factor_of(&args, comptime!(t.options));
+        let factor = factor_of(&args, t.options);
         carry_on::<O>(&mut sums, &before, lse_scale, factor, lane, t);
     }
     if comptime!(t.turns()) {
@@ -178,7 +178,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let l1 = quad_sum(sums.l1);
     let upper = row_of_unit(plan, rows, 0u32, seq_q, t);
     let lower = row_of_unit(plan, rows, ROW_PAIR, seq_q, t);
-    let factor = factor_of(&args, comptime!(t.options));
+    let factor = factor_of(&args, t.options);
     let shape = comptime!(OutShape::of(&t));
     let log2_scale = numbers.log2_scale;
     let (top0, top1) = (sums.m0 * log2_scale, sums.m1 * log2_scale);
@@ -268,7 +268,7 @@ fn overlapped<S: Size, P: Size, O: Size>(
     if comptime!(t.carry) {
         sums.o = rescale::<O>(sums.o, soft.a0, soft.a1, t);
     }
-    let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
+    let weights = drop_out::<S>(soft.p, &step.kept, t.options);
     let mut p = weights_operand::<S, P>(weights, t);
     if steps > 1 {
         wait_keys(base, 1u32, t);
@@ -303,7 +303,7 @@ fn overlapped<S: Size, P: Size, O: Size>(
             barrier_arrive(base + comptime!(t.v_empty()) + before * 8);
         }
         sums.o = rescale::<O>(sums.o, soft.a0, soft.a1, t);
-        let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
+        let weights = drop_out::<S>(soft.p, &step.kept, t.options);
         p = weights_operand::<S, P>(weights, t);
     }
     wait_values(base, steps - 1, t);
@@ -340,7 +340,7 @@ fn one_by_one<S: Size, P: Size, O: Size>(
         if sums.counts::<S>(s, &step, numbers, t) {
             let soft = weights_of_scores::<S, O>(s, &step, &*sums, numbers, t);
             sums.take::<S>(&soft, t);
-            let weights = drop_out::<S>(soft.p, &step.kept, comptime!(t.options));
+            let weights = drop_out::<S>(soft.p, &step.kept, t.options);
             let p = weights_operand::<S, P>(weights, t);
             wait_values(base, j, t);
             let v_desc = values(operands.v, now, t);

@@ -56,7 +56,7 @@ pub fn load_queries(
             loads.class_len,
             head,
             loads.batch,
-            comptime!(t.residue),
+            t.residue,
         );
     }
 }
@@ -152,7 +152,7 @@ fn parity(j: u32, #[comptime] t: Tile) -> u32 {
 /// The descriptor of a buffer of keys, from that of the first one.
 #[cube]
 pub fn buffer(first: u64, stage: u32, #[comptime] t: Tile) -> u64 {
-    first + u64::cast_from(stage * comptime!((t.stage_bytes() >> 4) as u32))
+    first + u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32))
 }
 
 /// That of a buffer of values.
@@ -187,11 +187,7 @@ pub fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[com
     let stage = stage(j, t);
     let full = comptime!(if values { t.v_full() } else { t.k_full() });
     let offset = comptime!((if values { t.v_offset() } else { t.k_offset() }) as u32);
-    let bytes = comptime!(if values {
-        t.value_bytes()
-    } else {
-        t.stage_bytes()
-    });
+    let bytes = comptime!(if values { t.value_bytes() } else { t.b_bytes() });
     let bar = loads.base + full + stage * 8;
     let mut map = loads.k;
     let mut active = its.active;
@@ -225,7 +221,7 @@ pub fn load_step(loads: &Loads, j: u32, at: u32, #[comptime] values: bool, #[com
             loads.class_len,
             its.head,
             loads.batch,
-            comptime!(t.residue),
+            t.residue,
         );
     }
 }

@@ -389,15 +389,9 @@ pub fn pack_weights<S: Size, P: Size>(s: Vector<f32, S>) -> Vector<u32, P> {
     #[unroll]
     for i in 0..P::value() {
         let at = comptime!(i / 2 * 8 + i % 2 * 2);
-        p.insert(
-            i,
-            four_bytes(
-                s.extract(at),
-                s.extract(comptime!(at + 1)),
-                s.extract(comptime!(at + 4)),
-                s.extract(comptime!(at + 5)),
-            ),
-        );
+        let (a, b) = (s.extract(at), s.extract(comptime!(at + 1)));
+        let (c, d) = (s.extract(comptime!(at + 4)), s.extract(comptime!(at + 5)));
+        p.insert(i, four_bytes(a, b, c, d));
     }
     p
 }

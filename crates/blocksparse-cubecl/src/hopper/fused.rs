@@ -116,28 +116,23 @@ impl Sizes {
 pub fn launch_fused(
     pass: &BackwardPass,
     part: Part,
-    tile: BackwardTile,
+    mut tile: BackwardTile,
     known: Option<Stats>,
 ) -> Result<Stats, KernelError> {
     let client = pass.client;
     let call = CallOptions::of(pass);
     check(&pass.named(), part.residue, call)?;
-    let tile = BackwardTile {
-        options: call.options(tile.options, part.residue),
-        ..tile
-    };
+    tile.base.options = call.options(tile.options, part.residue);
+    let seq_kv = pass.inputs[1].shape[2];
     let sizes = Sizes::new(
         &tile,
         part.layout,
         pass.request,
-        pass.inputs[1].shape[2],
+        seq_kv,
         pass.gradients.v_offset,
     );
-    let device_plan = plan(client, part.layout, tile.tiling())?;
-    let tile = BackwardTile {
-        finishes: tile.finishes && (device_plan.complete || tile.carry),
-        ..tile
-    };
+    let device_plan = plan(client, part.layout, tile.tiling)?;
+    tile.finishes &= device_plan.complete || tile.carry;
     let cubes = device_plan.tiles * pass.request.kv_heads * pass.request.batch * tile.shares;
     let eights = pass.grads.out.reach().div_ceil(8);
     for (what, count) in sizes.counts(&tile).into_iter().chain([
@@ -267,14 +262,8 @@ impl Launch<'_> {
 
     /// dK, dV and the sums of dQ.
     fn mainloop(&self, buffers: &Buffers, device_plan: &DevicePlan, cubes: usize) {
-        let &Self {
-            pass,
-            part,
-            tile,
-            sizes,
-            call,
-            ..
-        } = self;
+        let (pass, part, tile) = (self.pass, self.part, self.tile);
+        let (sizes, call) = (self.sizes, self.call);
         let request = pass.request;
         let [q, k, v] = pass.inputs;
         let (seq_q, seq_kv) = (q.shape[2], k.shape[2]);

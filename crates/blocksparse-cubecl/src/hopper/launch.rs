@@ -8,7 +8,7 @@ use super::long_tiles::{self, FoldLengthsLaunch, MainloopPlan, TileSharesLaunch}
 use super::mainloop_loads::MainloopLengthsLaunch;
 use super::maps::{stats_map, tensor_map};
 use super::options::{Options, PairArgs, PairArgsLaunch, PairScalarsLaunch};
-use super::tiles::{MainloopTile, Tile};
+use super::tiles::Tile;
 use super::{forward, mainloops, wide};
 use crate::args::{ScoreOptions, batch_words, buffer, optional, plan_parts, plan_words, schedule};
 use crate::call::TensorView;
@@ -56,14 +56,8 @@ impl<'a> CallOptions<'a> {
 
     /// Whether scores are not just products but for their scale.
     fn transformed(&self) -> bool {
-        let ScoreOptions {
-            softcap,
-            slopes,
-            bias,
-            relative,
-            ..
-        } = self.options;
-        softcap.is_some() || slopes.is_some() || bias.is_some() || relative.is_some()
+        let of = self.options;
+        of.softcap.is_some() || of.slopes.is_some() || of.bias.is_some() || of.relative.is_some()
     }
 
     /// Factors of scores to powers of two, and of products before that.
@@ -147,35 +141,24 @@ pub fn check(
 
 /// Checks that eights of an output's elements can be indexed.
 fn check_eights(what: &'static str, elements: usize) -> Result<(), KernelError> {
-    match u32::try_from(elements / 8) {
-        Ok(_) => Ok(()),
-        Err(_) => Err(KernelError::limit(what, u64::from(u32::MAX) * 8, elements)),
-    }
+    KernelError::check(what, u64::from(u32::MAX) * 8, elements)
 }
 
 /// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`] they hold the parts before.
 ///
 /// # Errors
 /// As `check`, and if the output is too large. Then nothing was launched.
-pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelError> {
-    let &Pass {
-        client,
-        request,
-        inputs: [q, k, v],
-        outputs,
-        ..
-    } = pass;
+pub fn launch_forward(pass: &Pass, part: Part, mut tile: Tile) -> Result<(), KernelError> {
+    let (client, request, [q, k, v]) = (pass.client, pass.request, pass.inputs);
+    let outputs = pass.outputs;
     let call = CallOptions::of(pass);
     let residue = part.residue;
     check(&pass.named(), residue, call)?;
-    let tile = Tile {
-        options: call.options(tile.options, residue),
-        ..tile
-    };
+    tile.base.options = call.options(tile.options, residue);
     let (heads, seq_q) = (part.layout.heads(), q.shape[2]);
     let rows = request.batch * heads * seq_q;
     check_eights("the elements of the output", rows * tile.value_dim)?;
-    let device_plan = plan(client, part.layout, tile.tiling())?;
+    let device_plan = plan(client, part.layout, tile.tiling)?;
     let mut scales = call.scales();
     let log2_e = std::f64::consts::LOG2_E;
     // The scales of queries have the factor of scores in them.
@@ -239,18 +222,9 @@ pub fn launch_mainloops(
 ) -> Result<(), KernelError> {
     let wanted = Wanted::of_places(part, TMA_PLACES);
     let stats = stats::make(pass, part, wanted)?;
-    for (plan, mainloop) in mainloops
-        .into_iter()
-        .zip([Mainloop::Rows, Mainloop::Columns])
-    {
-        launch_mainloop(
-            pass,
-            part,
-            plan,
-            &pass.operands(mainloop),
-            &stats,
-            wanted.pitch,
-        )?;
+    for plan in mainloops {
+        let operands = pass.operands(plan.tile.mainloop);
+        launch_mainloop(pass, part, plan, &operands, &stats, wanted.pitch)?;
     }
     Ok(())
 }
@@ -259,7 +233,7 @@ pub fn launch_mainloops(
 pub(super) fn launch_mainloop(
     pass: &BackwardPass,
     part: Part,
-    MainloopPlan { tile, long }: MainloopPlan,
+    MainloopPlan { mut tile, long }: MainloopPlan,
     operands: &Operands,
     stats: &Handle,
     pitch: usize,
@@ -270,12 +244,9 @@ pub(super) fn launch_mainloop(
     let ([a1, a2], [b1, b2]) = (operands.a, operands.b);
     let residue = part.residue;
     check(&operands.named(), residue, call)?;
-    let tile = MainloopTile {
-        options: call.options(tile.options, residue),
-        long_tiles: long.any(),
-        ..tile
-    };
-    let device_plan = plan(client, part.layout, tile.tiling(mainloop))?;
+    tile.base.options = call.options(tile.options, residue);
+    tile.long_tiles = long.any();
+    let device_plan = plan(client, part.layout, tile.tiling)?;
     let heads = part.layout.heads();
     let (outer_heads, len) = (operands.heads, a1.shape[2]);
     let sequences = mainloop.sides(len, b1.shape[2]);
@@ -291,7 +262,7 @@ pub(super) fn launch_mainloop(
     check_eights("the elements of a gradient", elements)?;
     let scales = call.scales();
     let stat_rows = request.batch * heads;
-    let numbers = long.elements(&tile, mainloop, request.batch * outer_heads);
+    let numbers = long.elements(&tile, request.batch * outer_heads);
     KernelError::check_u32("the sums of long tiles, in fours", numbers / 4)?;
     let sums = long.any().then(|| client.empty(numbers * 4));
     let shares = || match &sums {
@@ -359,7 +330,6 @@ pub(super) fn launch_mainloop(
                     shares(),
                     lengths(),
                     call.options.scalars(scales),
-                    mainloop,
                     tile,
                 );
             }
@@ -381,7 +351,6 @@ fn fold_long(
     device_plan: &DevicePlan,
     sums: &Handle,
 ) {
-    let mainloop = operands.mainloop;
     let (batch, heads, len) = (pass.request.batch, operands.heads, operands.a[0].shape[2]);
     let lengths = FoldLengthsLaunch::new(
         long.tiles as u32,
@@ -392,7 +361,7 @@ fn fold_long(
         len as u32,
         (operands.second / 8) as u32,
     );
-    let numbers = long.elements(&tile, mainloop, batch * heads);
+    let numbers = long.elements(&tile, batch * heads);
     // SAFETY: a unit reads the sums of eight columns of a row of a tile that the plan has, and writes those of a position below `len`.
     unsafe {
         long_tiles::fold_tiles::launch_unchecked(
@@ -404,7 +373,6 @@ fn fold_long(
             plan_parts(&device_plan.sections, batch_words(part.layout)),
             plan_words(device_plan, part.residue),
             lengths,
-            mainloop,
             tile,
         );
     }

@@ -21,7 +21,6 @@ use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Listing, PlanParts, PlanWords, TileHeads};
 use crate::shared::own_rows::{own_place, own_rows};
-use blocksparse::plan::Mainloop;
 
 /// Which tiles of a mainloop cubes share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,8 +46,8 @@ impl LongTiles {
     }
 
     /// Elements of the sums of so many heads.
-    pub(super) fn elements(&self, tile: &MainloopTile, mainloop: Mainloop, heads: usize) -> usize {
-        heads * self.tiles * self.cubes * gradients(mainloop) * tile.rows() * tile.dim
+    pub(super) fn elements(&self, tile: &MainloopTile, heads: usize) -> usize {
+        heads * self.tiles * self.cubes * gradients(tile) * tile.rows() * tile.dim
     }
 }
 
@@ -83,11 +82,8 @@ impl fmt::Display for MainloopPlan {
 }
 
 /// Gradients that a mainloop makes of its tiles' rows.
-fn gradients(mainloop: Mainloop) -> usize {
-    match mainloop {
-        Mainloop::Rows => 1,
-        Mainloop::Columns => 2,
-    }
+fn gradients(tile: &MainloopTile) -> usize {
+    1 + usize::from(tile.columns())
 }
 
 /// [`LongTiles`] as a mainloop gets them.
@@ -248,7 +244,6 @@ pub fn store_rows_or_sums<O: Size>(
     own: &MainloopRows,
     factor: f32,
     shares: &ComptimeOption<TileShares>,
-    #[comptime] mainloop: Mainloop,
     #[comptime] shape: StoreShape,
     #[comptime] t: MainloopTile,
 ) {
@@ -261,7 +256,7 @@ pub fn store_rows_or_sums<O: Size>(
             let of_cube = (own.outer * shares.tiles + share.rank) * shares.cubes + share.index;
             let rows = comptime!(t.rows() as u32);
             let sums = global_address::<f32>(&shares.sums[..]);
-            let its_first = (of_cube * comptime!(gradients(mainloop) as u32) + which) * rows;
+            let its_first = (of_cube * comptime!(gradients(&t) as u32) + which) * rows;
             let its = StoredRows {
                 place: own.row,
                 place8: own.row + 8,
@@ -314,12 +309,11 @@ pub fn fold_tiles(
     parts: PlanParts,
     plan: PlanWords,
     lengths: FoldLengths,
-    #[comptime] mainloop: Mainloop,
     #[comptime] t: MainloopTile,
 ) {
     let eights = comptime!(t.dim as u32 / 8);
     let rows = comptime!(t.rows() as u32);
-    let gradients = comptime!(gradients(mainloop) as u32);
+    let gradients = comptime!(gradients(&t) as u32);
     let index = ABSOLUTE_POS as u32;
     let eight = index % eights;
     let row = index / eights % rows;
@@ -335,7 +329,7 @@ pub fn fold_tiles(
         let tile = plan.words[parts.order + (record0 + rank) * 4];
         let rows_at = own_rows(&parts, record0, tile, comptime!(t.own_shape()));
         let place = own_place(&plan.words[..], rows_at, row, comptime!(t.own_shape()));
-        let found = row_position(place, &plan.listing, lengths.len, comptime!(t.residue));
+        let found = row_position(place, &plan.listing, lengths.len, t.residue);
         let mut width = eights.runtime();
         let mut start = 0u32;
         if which == 1 {
@@ -347,23 +341,24 @@ pub fn fold_tiles(
             let at = ((of_cube * rows + row) * eights + eight) as usize * 2;
             let between = (gradients * rows * eights) as usize * 2;
             let target = start + (outer * lengths.len + found.at) * width + eight;
-            fold_eight(
-                sums,
-                out,
-                at,
-                between,
-                lengths.cubes as usize,
-                target as usize,
-                comptime!(t.store()),
-            );
+            let shape = comptime!(t.store());
+            let shares = lengths.cubes as usize;
+            fold_eight(sums, out, at, between, shares, target as usize, shape);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::options::Options;
+    use cubecl::ir::{ElemType, FloatKind};
+
+    use super::super::base::Base;
     use super::*;
+    use crate::call::{PartRequest, Request};
+    use crate::described::Fake;
+    use crate::tuning::TierLimit;
+    use blocksparse::Pattern;
+    use blocksparse::plan::Mainloop;
 
     /// Cubes of a head are those of its tiles, each once, the shared ones first.
     #[test]
@@ -394,20 +389,22 @@ mod tests {
     /// The stretches of all cubes are the steps of all heads, each once and in order, and no cube has two more than another.
     #[test]
     fn stretches_make_up_all_steps() {
-        let tile = MainloopTile {
-            half: Half::Bf16,
-            dim: 128,
-            value_dim: 128,
-            warpgroups: 1,
-            shared: false,
-            cols: 64,
-            group: 64,
-            stages: 2,
-            lag: 1,
-            options: Options::default(),
-            residue: false,
+        let layout = Pattern::causal().layout(1, 128, 64).unwrap();
+        let device = Fake::sm90();
+        let request = Request::new([1, 1], [128, 128], ElemType::Float(FloatKind::BF16));
+        let part = PartRequest {
+            layout: &layout,
+            request: &request,
+            seq_kv: 128,
+            residue: None,
             carry: false,
-            clustered: false,
+            limit: TierLimit::None,
+            properties: &device.properties,
+        };
+        let tile = MainloopTile {
+            base: Base::new(&part, (Half::Bf16, 128), Mainloop::Columns, [1, 64, 2, 1]),
+            value_dim: 128,
+            shared: false,
             bias_sums: false,
             long_tiles: true,
         };

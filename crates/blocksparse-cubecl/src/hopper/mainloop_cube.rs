@@ -15,12 +15,11 @@ use crate::shared::addressing::{
     Listing, MainloopOperands, Schedule, TileHeads, batch_of, head_of, heads_of_tile,
 };
 use crate::shared::own_rows::own_rows;
-use blocksparse::plan::Mainloop;
 
 impl MainloopTile {
-    pub(super) fn weights(&self, mainloop: Mainloop) -> WeightShape {
+    pub(super) fn weights(&self) -> WeightShape {
         WeightShape {
-            columns: mainloop == Mainloop::Columns,
+            columns: self.columns(),
             cols: self.cols,
             stats_eight: 64,
             bits: None,
@@ -63,10 +62,8 @@ pub fn begin(
     shares: &ComptimeOption<TileShares>,
     schedule: &Schedule,
     heads_per_kv: u32,
-    #[comptime] mainloop: Mainloop,
     #[comptime] t: MainloopTile,
 ) -> MainloopCube {
-    let columns = comptime!(mainloop == Mainloop::Columns);
     let parts = &schedule.parts;
     let plan = &schedule.plan.words[..];
     let slice = &schedule.slice;
@@ -78,22 +75,14 @@ pub fn begin(
     let batch = batch_of(slice) as u32;
     if UNIT_POS_X == 0 {
         barrier_init(base, 1u32);
-        ring_init(
-            base + comptime!(t.full()),
-            base + comptime!(t.empty()),
-            t.stages,
-            comptime!(t.warps()),
-        );
+        let full = base + comptime!(t.full());
+        let empty = base + comptime!(t.empty());
+        ring_init(full, empty, t.stages, comptime!(t.warps()));
     }
     sync_cube();
 
-    let heads = heads_of_tile(
-        outer,
-        slice.heads as u32,
-        heads_per_kv,
-        columns,
-        t.bias_sums,
-    );
+    let (all_heads, columns) = (slice.heads as u32, comptime!(t.columns()));
+    let heads = heads_of_tile(outer, all_heads, heads_per_kv, columns, t.bias_sums);
     let heads_at = parts.heads + batch as usize * parts.batch;
     let record0 = plan[heads_at + heads.first as usize] as usize;
     let share = share_of_cube(shares, t);
@@ -157,7 +146,7 @@ pub fn begin(
     };
     #[unroll]
     for _ in 0..comptime!(t.stages - t.lag) {
-        cube.load(schedule, columns, t);
+        cube.load(schedule, t);
     }
     cube
 }
@@ -177,22 +166,10 @@ pub struct Turn {
 #[cube]
 impl MainloopCube {
     /// Loads the next step.
-    pub fn load(
-        &self,
-        schedule: &Schedule,
-        #[comptime] columns: bool,
-        #[comptime] t: MainloopTile,
-    ) {
-        load_next(
-            &schedule.plan.words[..],
-            &schedule.parts,
-            &self.loads,
-            self.heads_at,
-            self.tile,
-            &self.cursor,
-            columns,
-            t,
-        );
+    pub fn load(&self, schedule: &Schedule, #[comptime] t: MainloopTile) {
+        let (plan, parts) = (&schedule.plan.words[..], &schedule.parts);
+        let (heads_at, tile) = (self.heads_at, self.tile);
+        load_next(plan, parts, &self.loads, heads_at, tile, &self.cursor, t);
     }
 }
 
@@ -205,7 +182,6 @@ pub fn turn_of(
     turn: u32,
     before: u32,
     done: u32,
-    #[comptime] mainloop: Mainloop,
     #[comptime] t: MainloopTile,
 ) -> Turn {
     let plan = &schedule.plan.words[..];
@@ -215,7 +191,7 @@ pub fn turn_of(
     let entry = schedule.parts.entries + plan[record] as usize * 2;
     let steps = uniform(plan[record + 1]);
     let masked = uniform(plan[record + 2]);
-    let of_head = options_of(args, cube.batch, head, comptime!(t.pairs(mainloop)));
+    let of_head = options_of(args, cube.batch, head, comptime!(t.pairs()));
     let steps = steps_of_turn(before, done, steps, &cube.stretch, t);
     Turn {
         of_head,

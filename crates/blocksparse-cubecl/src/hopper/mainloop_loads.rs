@@ -58,16 +58,17 @@ pub fn load_own_rows(plan: &[u32], own: &OwnRows, base: u32, #[comptime] t: Main
             let rows = which / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
             let target =
                 start + span * comptime!((t.rows() * ROW) as u32) + rows * comptime!(ROW as u32);
+            let place = own_place(plan, own.at, rows, comptime!(t.own_shape()));
             load_at(
                 map,
                 target,
                 base,
                 span,
-                own_place(plan, own.at, rows, comptime!(t.own_shape())),
+                place,
                 own.class_len,
                 own.head,
                 own.batch,
-                comptime!(t.residue),
+                t.residue,
             );
             index += comptime!(t.warps());
         }
@@ -126,9 +127,9 @@ pub fn load_next(
     heads_at: usize,
     tile: u32,
     cursor: &Cursor,
-    #[comptime] columns: bool,
     #[comptime] t: MainloopTile,
 ) {
+    let columns = comptime!(t.columns());
     if comptime!(columns) {
         while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
             cursor.head.store(cursor.head.read() + 1);
@@ -176,13 +177,8 @@ pub fn load_next(
                     + comptime!(t.stats_offset() as u32)
                     + stage * comptime!(t.stats_bytes() as u32)
                     + which * comptime!((t.group * 8) as u32);
-                load_line(
-                    loads.stats,
-                    target,
-                    full,
-                    at * 2,
-                    loads.batch * loads.heads + cursor.head.read(),
-                );
+                let (column, row) = (at * 2, loads.batch * loads.heads + cursor.head.read());
+                load_line(loads.stats, target, full, column, row);
             } else {
                 let mut map = loads.b1;
                 let mut start = loads.base + comptime!(t.b1_offset() as u32);
@@ -204,7 +200,7 @@ pub fn load_next(
                     loads.class_len,
                     head,
                     loads.batch,
-                    comptime!(t.residue),
+                    t.residue,
                 );
             }
         }

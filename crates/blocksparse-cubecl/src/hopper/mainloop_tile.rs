@@ -2,80 +2,32 @@
 
 use std::fmt;
 
+use super::base::{Base, with_base};
 use super::gradient::StoreShape;
-use super::options::{Options, PairShape};
-use crate::arch::sm90::Half;
 use crate::shared::score::described_threshold;
-use blocksparse::plan::{Mainloop, Tiling};
+use blocksparse::plan::Mainloop;
 
 /// The comptime shape of the kernels of the two mainloops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MainloopTile {
-    /// Type of the tensors.
-    pub half: Half,
-    /// Width of queries and keys, a multiple of 8.
-    pub dim: usize,
-    /// Width of values, no larger. In shared memory they are as wide as keys, with zeros behind.
+    pub base: Base,
+    /// Width of values, no larger than that of keys. In shared memory they are as wide, with zeros behind.
     pub value_dim: usize,
-    /// Warpgroups, each with 64 rows unless they are shared: 1 or 2.
-    pub warpgroups: usize,
     /// Whether two warpgroups have the same rows: one makes the weights and dV of them, the other dK. There are no registers for both in
     /// one where heads are wider than 128.
     pub shared: bool,
-    /// Columns of a step.
-    pub cols: usize,
-    /// Consecutive positions an entry names.
-    pub group: usize,
-    /// Steps that are in shared memory at a time.
-    pub stages: usize,
-    /// How many steps late a buffer is filled again.
-    pub lag: usize,
-    /// What else a call may ask for.
-    pub options: Options,
-    /// Whether positions are listed by residue class.
-    pub residue: bool,
-    /// Whether results are added to what is there.
-    pub carry: bool,
-    /// Whether the tile's rows are gathered from like blocks.
-    pub clustered: bool,
     /// Whether a loop over columns makes the sums over queries of the gradients of scores, of each query head, and nothing else.
     pub bias_sums: bool,
     /// Whether cubes share [long tiles](super::long_tiles), which a launch says.
     pub long_tiles: bool,
 }
 
+with_base!(MainloopTile);
+
 impl MainloopTile {
-    pub(super) fn sum_width(&self) -> usize {
-        self.dim
-    }
-
-    /// Entries of mainloops are gathered.
-    pub(super) fn coarse(&self) -> Option<usize> {
-        None
-    }
-
-    /// Warpgroups with rows of their own.
-    pub(super) fn row_groups(&self) -> usize {
-        match self.shared {
-            true => 1,
-            false => self.warpgroups,
-        }
-    }
-
-    /// How the layout is cut.
-    pub fn tiling(&self, mainloop: Mainloop) -> Tiling {
-        Tiling {
-            clustered: self.clustered,
-            ..Tiling::new(mainloop, self.rows(), self.cols)
-        }
-    }
-
-    pub(super) fn entry_words(&self) -> usize {
-        self.tiling(Mainloop::Columns).entry_words()
-    }
-
-    pub(super) fn pairs(&self, mainloop: Mainloop) -> PairShape {
-        self.pairs_of(self.tiling(mainloop))
+    /// Whether columns are queries and rows keys, and not the other way round.
+    pub(super) fn columns(&self) -> bool {
+        self.mainloop == Mainloop::Columns
     }
 
     /// How dV is stored.
@@ -141,7 +93,7 @@ impl MainloopTile {
 
 impl fmt::Display for MainloopTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.describe(f)?;
+        self.describe(f, self.shared_bytes())?;
         // Two warpgroups with the same rows would have to agree on what they leave out.
         f.write_str(described_threshold(self.options.score, !self.shared))?;
         match self.shared {

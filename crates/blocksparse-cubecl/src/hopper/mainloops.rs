@@ -37,7 +37,6 @@ use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Listing, MainloopOperands, Schedule};
 use crate::shared::score::ScoreScalars;
-use blocksparse::plan::Mainloop;
 
 /// `operands` as maps `[batch, heads, seq, dim]`, with `residue` `[batch, heads, stride, seq / stride, dim]`;
 /// `stats` `[batch · heads, pitch, 2]`: `lse · log2 e` and delta of the query at each place, as a map and as numbers; `out`
@@ -55,24 +54,15 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
     shares: ComptimeOption<TileShares>,
     lengths: MainloopLengths,
     numbers: ScoreScalars,
-    #[comptime] mainloop: Mainloop,
     #[comptime] t: MainloopTile,
 ) {
-    let columns = comptime!(matches!(mainloop, Mainloop::Columns));
-    let (pairs, weights) = comptime!((t.pairs(mainloop), t.weights(mainloop)));
+    let columns = comptime!(t.columns());
+    let (pairs, weights) = comptime!((t.pairs(), t.weights()));
     let skips = comptime!(t.options.score.threshold);
     let plan = &schedule.plan;
     let listing = &plan.listing;
     let heads_per_kv = lengths.heads_per_kv;
-    let cube = begin(
-        &operands,
-        stats_map,
-        &shares,
-        &schedule,
-        heads_per_kv,
-        mainloop,
-        t,
-    );
+    let cube = begin(&operands, stats_map, &shares, &schedule, heads_per_kv, t);
     let (base, lane) = (cube.base, cube.lane);
 
     let group = cube.warp / 4;
@@ -115,7 +105,7 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
     let mut before = cube.stretch.first;
     barrier_wait(base, 0u32);
     for turn in 0..cube.heads.turns {
-        let turn = turn_of(&cube, &schedule, &args, turn, before, done, mainloop, t);
+        let turn = turn_of(&cube, &schedule, &args, turn, before, done, t);
         before -= turn.steps.first;
         for j in turn.steps.first..turn.steps.end {
             let stage = done % comptime!(t.stages as u32);
@@ -128,7 +118,7 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
             if comptime!(!skips) {
                 dp_started = product::<S>(a2_desc, b2_desc + offset, scores);
             }
-            cube.load(&schedule, columns, t);
+            cube.load(&schedule, t);
             let entry = turn.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
             let kept = kept_pairs(&args, &turn.of_head, &rows, plan, entry, pairs);
             let width = S::value();
@@ -154,7 +144,7 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
                 }
                 let mut out2_started = out2;
                 if comptime!(columns && !t.bias_sums) {
-                    let kept = drop_out::<S>(p, &kept, comptime!(t.options));
+                    let kept = drop_out::<S>(p, &kept, t.options);
                     let left = pack_all::<S, P>(kept, t.half);
                     let wide = b2_wide + offset;
                     out2_started = accumulate::<P, O>(out2, left, wide, t.half, t.value_dim);
@@ -206,15 +196,11 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
         let own = mainloop_rows(&schedule, &cube, &places, row, lengths.len);
         let shape = comptime!(t.store());
         let scale = numbers.scale;
-        store_rows_or_sums::<O>(
-            out, &out1, 0u32, 0u32, &own, scale, &shares, mainloop, shape, t,
-        );
+        store_rows_or_sums::<O>(out, &out1, 0u32, 0u32, &own, scale, &shares, shape, t);
         if comptime!(columns) {
-            let factor = factor_of(&args, comptime!(t.options));
+            let factor = factor_of(&args, t.options);
             let (second, shape) = (lengths.second, comptime!(t.store_values()));
-            store_rows_or_sums::<O>(
-                out, &out2, second, 1u32, &own, factor, &shares, mainloop, shape, t,
-            );
+            store_rows_or_sums::<O>(out, &out2, second, 1u32, &own, factor, &shares, shape, t);
         }
     }
 }
@@ -232,7 +218,7 @@ fn store_sums(
 ) {
     let sum = sum + shuffle_xor(sum, 1u32);
     let sum = sum + shuffle_xor(sum, 2u32);
-    let position = position_at(place, listing, comptime!(t.residue));
+    let position = position_at(place, listing, t.residue);
     if position < len && unit() % 4 == 0 {
         let at = u64::cast_from(head) * u64::cast_from(len) + u64::cast_from(position);
         store_number(global_address::<Vector<u32, Four>>(&*out) + at * 4u64, sum);

@@ -10,6 +10,7 @@ mod backward_chain;
 mod backward_loads;
 mod backward_stats;
 mod balance;
+mod base;
 mod bias_gradient;
 mod bias_kept;
 mod bias_launch;

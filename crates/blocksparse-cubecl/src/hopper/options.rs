@@ -175,8 +175,8 @@ pub fn position_at(place: u32, listing: &Listing, #[comptime] residue: bool) -> 
 #[cube]
 pub fn unit_rows(upper: u32, lower: u32, listing: &Listing, #[comptime] t: PairShape) -> UnitRows {
     UnitRows {
-        upper: position_at(upper, listing, comptime!(t.residue)),
-        lower: position_at(lower, listing, comptime!(t.residue)),
+        upper: position_at(upper, listing, t.residue),
+        lower: position_at(lower, listing, t.residue),
     }
 }
 
@@ -265,7 +265,7 @@ pub fn add_biases<S: Size>(
                 let col = comptime!(32 * part + 8 * eight);
                 let place = plan.words[entry + comptime!(col / t.group * t.entry_words)]
                     * comptime!(t.group as u32);
-                let first = position_at(place, &plan.listing, comptime!(t.residue));
+                let first = position_at(place, &plan.listing, t.residue);
                 #[unroll]
                 for i in 0..4usize {
                     let number = comptime!(4 * (4 * part + eight) + i);

@@ -51,7 +51,7 @@ pub fn row_of_unit(
     let unit = unit();
     let row = unit / 32 * 16 + unit % 32 / 4 + offset;
     let place = own_place(&plan.words[..], rows, row, comptime!(t.own_shape()));
-    let found = row_position(place, &plan.listing, seq_q, comptime!(t.residue));
+    let found = row_position(place, &plan.listing, seq_q, t.residue);
     OutRow {
         position: found.at,
         exists: found.exists,
@@ -114,14 +114,9 @@ pub fn write_row<O: Size>(
         #[unroll]
         for j in 0..4usize {
             let n = comptime!(16 * i + 4 * j + offset);
-            own.insert(
-                j,
-                pack(
-                    o.extract(n) * factor,
-                    o.extract(comptime!(n + 1)) * factor,
-                    t.half,
-                ),
-            );
+            let low = o.extract(n) * factor;
+            let high = o.extract(comptime!(n + 1)) * factor;
+            own.insert(j, pack(low, high, t.half));
         }
         let four = trade_four(own, lane);
         if row.exists && within(lane, i, t.value_dim) {

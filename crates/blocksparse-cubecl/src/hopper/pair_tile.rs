@@ -2,70 +2,24 @@
 
 use std::fmt;
 
-use super::options::{Options, PairShape};
-use crate::arch::sm90::{Half, ROW};
+use super::base::{Base, with_base};
+use super::options::PairShape;
+use crate::arch::sm90::ROW;
 use crate::shared::score::described_threshold;
-use blocksparse::plan::{Mainloop, Tiling};
 
 /// A tile of pairs: one step of one tile of queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PairTile {
-    /// Type of the tensors.
-    pub half: Half,
-    /// Width of queries, keys and values, a multiple of 8 up to 128.
-    pub dim: usize,
-    /// Warpgroups, each with 64 queries: 1 or 2.
-    pub warpgroups: usize,
-    /// Keys: 64 or 128.
-    pub cols: usize,
-    /// Consecutive positions an entry names.
-    pub group: usize,
-    /// Products whose operands are in shared memory at a time.
-    pub stages: usize,
-    /// How many products late a buffer is filled again.
-    pub lag: usize,
-    /// What else a call may ask for.
-    pub options: Options,
-    /// Whether positions are listed by residue class.
-    pub residue: bool,
-    /// Whether sums are added to what is there.
-    pub carry: bool,
-    /// Whether the tile's queries are gathered from like blocks.
-    pub clustered: bool,
+    pub base: Base,
     /// Whether heads and batch entries of several patterns share the bias.
     pub several: bool,
     /// Whether two neighbouring numbers of the gradient lie at a multiple of eight bytes.
     pub wide: bool,
 }
 
+with_base!(PairTile);
+
 impl PairTile {
-    pub(super) fn row_groups(&self) -> usize {
-        self.warpgroups
-    }
-
-    /// How the layout is cut.
-    pub fn tiling(&self) -> Tiling {
-        Tiling {
-            clustered: self.clustered,
-            ..Tiling::new(Mainloop::Rows, self.rows(), self.cols)
-        }
-    }
-
-    /// Whether layouts of this block size can be cut so.
-    pub(super) fn fits(&self, block: usize) -> bool {
-        [self.rows(), self.cols]
-            .iter()
-            .all(|side| side.is_multiple_of(block) || block.is_multiple_of(*side))
-    }
-
-    pub(super) fn entry_words(&self) -> usize {
-        self.tiling().entry_words()
-    }
-
-    pub(super) fn pairs(&self) -> PairShape {
-        self.pairs_of(self.tiling())
-    }
-
     /// The same with the given bias and nothing else, added to scores.
     pub(super) fn only_bias(&self) -> PairShape {
         let mut shape = self.pairs();

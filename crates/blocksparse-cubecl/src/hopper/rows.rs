@@ -39,14 +39,7 @@ pub fn pack_all<S: Size, P: Size>(s: Vector<f32, S>, #[comptime] half: Half) -> 
     let mut p = Vector::<u32, P>::zeroed();
     #[unroll]
     for i in 0..P::value() {
-        p.insert(
-            i,
-            pack(
-                s.extract(comptime!(2 * i)),
-                s.extract(comptime!(2 * i + 1)),
-                half,
-            ),
-        );
+        p.insert(i, pack_at::<S>(&s, comptime!(2 * i), half));
     }
     p
 }

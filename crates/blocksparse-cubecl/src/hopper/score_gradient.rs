@@ -90,10 +90,8 @@ pub fn weights_of<S: Size>(
                 let its = keeps(blocks, comptime!(eight / t.bits.unwrap().eights()));
                 less = select(its, less, f32::new(f32::NEG_INFINITY));
             }
-            p.insert(
-                at,
-                exp2(multiply_add(s.extract(at), numbers.log2_scale, less)),
-            );
+            let power = multiply_add(s.extract(at), numbers.log2_scale, less);
+            p.insert(at, exp2(power));
         }
     }
     p

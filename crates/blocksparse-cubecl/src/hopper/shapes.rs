@@ -6,10 +6,8 @@ use crate::call::Request;
 pub(super) struct Candidate {
     /// For widths up to this one.
     pub dim: usize,
-    pub warpgroups: usize,
-    pub cols: usize,
-    pub stages: usize,
-    pub lag: usize,
+    /// Warpgroups, columns, stages, and how many steps late a buffer is filled again.
+    pub sizes: [usize; 4],
     pub overlap: bool,
     speed: f64,
 }
@@ -18,25 +16,17 @@ impl Candidate {
     /// Its speed where scores are what a call has them be.
     pub fn speed(&self, request: &Request) -> f64 {
         let is_crowded = request.score.softcap || request.score.positions();
-        match self.dim == 64 && self.warpgroups == 2 && is_crowded {
+        match self.dim == 64 && self.sizes[0] == 2 && is_crowded {
             true => ALONE * self.speed,
             false => self.speed,
         }
     }
 }
 
-const fn candidate(
-    dim: usize,
-    [warpgroups, cols, stages, lag]: [usize; 4],
-    overlap: bool,
-    speed: f64,
-) -> Candidate {
+const fn candidate(dim: usize, sizes: [usize; 4], overlap: bool, speed: f64) -> Candidate {
     Candidate {
         dim,
-        warpgroups,
-        cols,
-        stages,
-        lag,
+        sizes,
         overlap,
         speed,
     }

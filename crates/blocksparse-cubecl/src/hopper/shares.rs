@@ -87,15 +87,8 @@ pub fn fold(
         if row >= rows {
             target = second as usize + ((row - rows) * eights + eight) as usize;
         }
-        fold_eight(
-            sums,
-            out,
-            at,
-            between,
-            comptime!(t.shares).runtime(),
-            target,
-            comptime!(t.store()),
-        );
+        let shares = comptime!(t.shares).runtime();
+        fold_eight(sums, out, at, between, shares, target, comptime!(t.store()));
     }
 }
 

@@ -29,57 +29,9 @@ pub struct Softmax<S: Size> {
     pub top1: f32,
 }
 
-/// One step of online softmax.
+/// One step of online softmax. Of coarse entries, over the blocks that the warp's rows keep: what the scores of the others are does not matter.
 #[cube]
 pub fn softmax<S: Size>(
-    s: Vector<f32, S>,
-    old_m0: f32,
-    old_m1: f32,
-    old_l0: f32,
-    old_l1: f32,
-    log2_scale: f32,
-) -> Softmax<S> {
-    let width = S::value();
-    let eights = comptime!(width / 4);
-    let x = largest::<S>(s);
-    let top0 = quad_max(x.upper);
-    let m0 = next_max(old_m0, top0, log2_scale);
-    let top1 = quad_max(x.lower);
-    let m1 = next_max(old_m1, top1, log2_scale);
-    let n0 = -m0 * log2_scale;
-    let n1 = -m1 * log2_scale;
-    // Exactly 1 where the maximum stays.
-    let a0 = exp2((old_m0 - m0) * log2_scale);
-    let a1 = exp2((old_m1 - m1) * log2_scale);
-    let mut p = s;
-    let mut l0 = old_l0 * a0;
-    let mut l1 = old_l1 * a1;
-    let mut l2 = f32::new(0.0);
-    let mut l3 = f32::new(0.0);
-    #[unroll]
-    for j in 0..eights {
-        let e = weights_of_eight::<S>(s, &mut p, comptime!(4 * j), log2_scale, n0, n1);
-        l0 += e.upper0;
-        l2 += e.upper1;
-        l1 += e.lower0;
-        l3 += e.lower1;
-    }
-    Softmax::<S> {
-        p,
-        m0,
-        m1,
-        l0: l0 + l2,
-        l1: l1 + l3,
-        a0,
-        a1,
-        top0,
-        top1,
-    }
-}
-
-/// One step of online softmax over the blocks of a step that the warp's rows keep. What the scores of the others are does not matter.
-#[cube]
-pub fn softmax_of_blocks<S: Size>(
     s: Vector<f32, S>,
     kept: u32,
     old_m0: f32,
@@ -87,10 +39,13 @@ pub fn softmax_of_blocks<S: Size>(
     old_l0: f32,
     old_l1: f32,
     log2_scale: f32,
-    #[comptime] t: BitShape,
+    #[comptime] bits: Option<BitShape>,
 ) -> Softmax<S> {
+    let width = S::value();
+    let blocks = comptime!(bits.map_or(1, |bits| bits.blocks()));
+    let eights = comptime!(width / 4 / blocks);
     let infinity = f32::new(f32::NEG_INFINITY);
-    let x = largest_of_blocks::<S>(s, kept, t);
+    let x = largest_kept::<S>(s, kept, bits);
     let top0 = quad_max(x.upper);
     let m0 = next_max(old_m0, top0, log2_scale);
     let top1 = quad_max(x.lower);
@@ -106,14 +61,17 @@ pub fn softmax_of_blocks<S: Size>(
     let mut l2 = f32::new(0.0);
     let mut l3 = f32::new(0.0);
     #[unroll]
-    for block in 0..comptime!(t.blocks()) {
-        let its = keeps(kept, block);
-        // Added to a score, it makes a weight of 0: two choices for the block, not one for each of its numbers.
-        let n0 = select(its, n0, infinity);
-        let n1 = select(its, n1, infinity);
+    for block in 0..blocks {
+        // Added to a score, −∞ makes a weight of 0: two choices for the block, not one for each of its numbers.
+        let (n0, n1) = if comptime!(bits.is_some()) {
+            let its = keeps(kept, block);
+            (select(its, n0, infinity), select(its, n1, infinity))
+        } else {
+            (n0, n1)
+        };
         #[unroll]
-        for eight in 0..comptime!(t.eights()) {
-            let at = comptime!(4 * (block * t.eights() + eight));
+        for eight in 0..eights {
+            let at = comptime!(4 * (block * eights + eight));
             let e = weights_of_eight::<S>(s, &mut p, at, log2_scale, n0, n1);
             l0 += e.upper0;
             l2 += e.upper1;
@@ -271,29 +229,34 @@ fn largest_of_eights<S: Size>(
     #[comptime] eights: usize,
 ) -> Largest {
     let mut upper = larger(s.extract(first), s.extract(comptime!(first + 1)));
-    let mut lower = larger(
-        s.extract(comptime!(first + 2)),
-        s.extract(comptime!(first + 3)),
-    );
+    let at = comptime!(first + 2);
+    let mut lower = larger(s.extract(at), s.extract(comptime!(at + 1)));
     #[unroll]
     for eight in 1..eights {
         let at = comptime!(first + 4 * eight);
         upper = larger(upper, larger(s.extract(at), s.extract(comptime!(at + 1))));
-        lower = larger(
-            lower,
-            larger(s.extract(comptime!(at + 2)), s.extract(comptime!(at + 3))),
-        );
+        let at = comptime!(at + 2);
+        lower = larger(lower, larger(s.extract(at), s.extract(comptime!(at + 1))));
     }
     Largest { upper, lower }
 }
 
-/// Those of the blocks that the warp's rows keep.
+/// Those of all columns, or of the blocks that the warp's rows keep.
 #[cube]
-pub fn largest_of_blocks<S: Size>(
+pub fn largest_kept<S: Size>(
     s: Vector<f32, S>,
     kept: u32,
-    #[comptime] t: BitShape,
+    #[comptime] bits: Option<BitShape>,
 ) -> Largest {
+    if comptime!(bits.is_some()) {
+        largest_of_blocks::<S>(s, kept, comptime!(bits.unwrap()))
+    } else {
+        largest::<S>(s)
+    }
+}
+
+#[cube]
+fn largest_of_blocks<S: Size>(s: Vector<f32, S>, kept: u32, #[comptime] t: BitShape) -> Largest {
     let infinity = f32::new(f32::NEG_INFINITY);
     let mut upper = infinity;
     let mut lower = infinity;

@@ -128,11 +128,7 @@ impl<O: Size> RowSums<O> {
         #[comptime] t: Tile,
     ) -> bool {
         if comptime!(t.options.score.threshold) {
-            let x = if comptime!(t.coarse.is_some()) {
-                largest_of_blocks::<S>(s, step.blocks, comptime!(t.bits().unwrap()))
-            } else {
-                largest::<S>(s)
-            };
+            let x = largest_kept::<S>(s, step.blocks, comptime!(t.bits()));
             let (top0, top1) = (quad_max(x.upper), quad_max(x.lower));
             self.tops.raise(top0, top1, t);
             let above = larger(top0 - self.m0, top1 - self.m1) * numbers.log2_scale;
@@ -217,11 +213,9 @@ pub fn weights_of_scores<S: Size, O: Size>(
     let (m0, m1, l0, l1) = (sums.m0, sums.m1, sums.l0, sums.l1);
     if comptime!(t.fp8) {
         softmax_of_products::<S>(s, step.factors.as_ref().unwrap(), m0, m1, l0, l1)
-    } else if comptime!(t.coarse.is_some()) {
-        let shape = comptime!(t.bits().unwrap());
-        softmax_of_blocks::<S>(s, step.blocks, m0, m1, l0, l1, numbers.log2_scale, shape)
     } else {
-        softmax::<S>(s, m0, m1, l0, l1, numbers.log2_scale)
+        let (scale, bits) = (numbers.log2_scale, comptime!(t.bits()));
+        softmax::<S>(s, step.blocks, m0, m1, l0, l1, scale, bits)
     }
 }
 

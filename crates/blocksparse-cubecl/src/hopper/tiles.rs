@@ -2,258 +2,33 @@
 
 use std::fmt;
 
-use super::bits::BitShape;
-use super::gradient::{MaskShape, StoreShape};
+use super::base::{Base, GROUP_ROWS, registers, with_base};
 pub use super::mainloop_tile::MainloopTile;
-use super::options::{Options, PairShape};
-use super::pair_tile::PairTile;
-use crate::arch::sm90::{Half, ProductShape, ROW, ROW_ELEMENTS};
-use crate::shared::own_rows::OwnShape;
+use crate::arch::sm90::{ProductShape, ROW, ROW_ELEMENTS};
 use crate::shared::score::described_threshold;
-use blocksparse::plan::{Mainloop, Tiling};
 
-/// Rows of a warpgroup.
-pub(super) const GROUP_ROWS: usize = 64;
+with_base!(Tile, BackwardTile);
 
-/// Sizes that all tiles have: warpgroups with 64 rows each, and columns of `group` side by side.
-macro_rules! sizes {
-    ($($tile:ident),*) => {$(
-        impl $tile {
-            /// Rows of a tile.
-            pub fn rows(&self) -> usize {
-                GROUP_ROWS * self.row_groups()
-            }
-
-            /// Units of a cube.
-            pub fn units(&self) -> usize {
-                128 * self.warpgroups
-            }
-
-            pub(super) fn warps(&self) -> u32 {
-                4 * self.warpgroups as u32
-            }
-
-            /// Spans of 64 columns in shared memory.
-            pub(super) fn spans(&self) -> usize {
-                self.dim.div_ceil(ROW_ELEMENTS)
-            }
-
-            /// Entries of a step.
-            pub(super) fn entries(&self) -> usize {
-                self.cols / self.group
-            }
-
-            /// Of products of own rows with a step's columns.
-            pub(super) fn scores(&self, depth: usize) -> ProductShape {
-                ProductShape {
-                    half: self.half,
-                    fp8: false,
-                    depth,
-                    a_span: self.rows() * ROW,
-                    b_span: self.cols * ROW,
-                }
-            }
-
-            pub(super) fn own_shape(&self) -> OwnShape {
-                OwnShape {
-                    rows: self.rows(),
-                    group: self.group,
-                    clustered: self.clustered,
-                }
-            }
-
-            /// The pairs of a step of a layout that is cut so.
-            pub(super) fn pairs_of(&self, tiling: Tiling) -> PairShape {
-                PairShape {
-                    options: self.options,
-                    mainloop: tiling.mainloop,
-                    half: self.half,
-                    cols: self.cols,
-                    group: self.group,
-                    entry_words: tiling.entry_words(),
-                    residue: self.residue,
-                }
-            }
-
-            /// Rows of a box of the tile's own rows. All positions of a box are of one class and one block.
-            pub(super) fn a_group(&self) -> usize {
-                match self.residue || self.clustered {
-                    true => self.rows().min(self.group),
-                    false => self.rows(),
-                }
-            }
-
-            /// Boxes of the own rows of one tensor.
-            pub(super) fn a_boxes(&self) -> usize {
-                self.rows() / self.a_group() * self.spans()
-            }
-
-            /// Bytes of the own rows of one tensor.
-            pub(super) fn a_bytes(&self) -> usize {
-                self.rows() * self.spans() * ROW
-            }
-        }
-    )*};
-}
-
-sizes!(Tile, BackwardTile, MainloopTile, PairTile);
-
-/// What is the same of all tiles with sums of rows.
-macro_rules! common {
-    ($($tile:ident),*) => {$(
-        impl $tile {
-            /// Registers of a unit's sums over the width.
-            pub(super) fn sums(&self) -> usize {
-                registers(self.sum_width())
-            }
-
-            pub(super) fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                let of_blocks = match (self.coarse(), self.clustered) {
-                    (Some(block), _) => format!("with bits of {block}-wide blocks"),
-                    (None, true) => format!("gathered from {}-wide blocks, like rows together", self.group),
-                    (None, false) => format!("gathered from {}-wide blocks", self.group),
-                };
-                write!(
-                    f,
-                    "hopper  {} × {} tiles {of_blocks}, {} units, {} stages in {} KiB shared",
-                    self.rows(),
-                    self.cols,
-                    self.units(),
-                    self.stages,
-                    self.shared_bytes().div_ceil(1024),
-                )
-            }
-        }
-    )*};
-}
-
-common!(Tile, BackwardTile, MainloopTile);
-
-/// Registers of a unit's sums of so many columns: those of whole 32, of which a unit stores 16 bytes.
-fn registers(columns: usize) -> usize {
-    (columns / 2).next_power_of_two().max(16)
-}
-
-/// What is the same of the tiles of the backward pass.
-macro_rules! backward {
-    ($($tile:ident),*) => {$(
-        impl $tile {
-            pub(super) fn mask(&self) -> MaskShape {
-                MaskShape {
-                    rows: self.rows(),
-                    cols: self.cols,
-                    group: self.group,
-                    entry_words: self.entry_words(),
-                }
-            }
-        }
-    )*};
-}
-
-backward!(BackwardTile, MainloopTile, PairTile);
-
-/// What is the same of those with gradients of rows.
-macro_rules! common_backward {
-    ($($tile:ident),*) => {$(
-        impl $tile {
-            pub(super) fn store(&self) -> StoreShape {
-                StoreShape {
-                    half: self.half,
-                    dim: self.dim,
-                    residue: self.residue,
-                    carry: self.carry,
-                }
-            }
-
-            /// Bytes of a step's rows of one tensor.
-            pub(super) fn b_bytes(&self) -> usize {
-                self.cols * self.spans() * ROW
-            }
-        }
-    )*};
-}
-
-common_backward!(BackwardTile, MainloopTile);
-
-/// The comptime shape of the kernel: its key in the cache of compiled kernels.
+/// The comptime shape of the forward kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Type of the tensors.
-    pub half: Half,
+    pub base: Base,
     /// Whether products are of E4M3.
     pub fp8: bool,
-    /// Width of queries and keys in elements of 16 bits, a multiple of 8.
-    pub dim: usize,
-    /// Width of values, no larger.
+    /// Width of values, no larger than that of keys.
     pub value_dim: usize,
-    /// Warpgroups, each with 64 rows: 1 or 2.
-    pub warpgroups: usize,
-    /// Columns of a step: 64 or 128.
-    pub cols: usize,
-    /// Consecutive positions an entry names.
-    pub group: usize,
-    /// Steps whose keys and values are in shared memory at a time.
-    pub stages: usize,
-    /// How many steps late a buffer is filled again: with 1 a warp may have to wait for the other warpgroup.
-    pub lag: usize,
     /// Whether a step's second product overlaps the next step's softmax.
     pub overlap: bool,
     /// Whether each row's largest score is written.
     pub max_scores: bool,
-    /// What else a call may ask for.
-    pub options: Options,
-    /// Whether positions are listed by residue class.
-    pub residue: bool,
-    /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
-    pub carry: bool,
-    /// Whether the tile's rows are gathered from like blocks.
-    pub clustered: bool,
-    /// The size of blocks, where a step is one coarse entry with bits of them.
-    pub coarse: Option<usize>,
     /// Whether tiles of all heads begin in turn, the longest first, and not head after head.
     pub heads_in_turn: bool,
 }
 
 impl Tile {
-    fn coarse(&self) -> Option<usize> {
-        self.coarse
-    }
-
-    fn row_groups(&self) -> usize {
-        self.warpgroups
-    }
-
-    /// How the layout is cut.
-    pub fn tiling(&self) -> Tiling {
-        Tiling {
-            clustered: self.clustered,
-            coarse: self.coarse.is_some(),
-            ..Tiling::new(Mainloop::Rows, self.rows(), self.cols)
-        }
-    }
-
-    /// Words of an entry.
-    pub(super) fn entry_words(&self) -> usize {
-        self.tiling().entry_words()
-    }
-
-    pub(super) fn bits(&self) -> Option<BitShape> {
-        BitShape::of(self.coarse, self.tiling())
-    }
-
-    /// Whether layouts of this block size can be cut so.
-    pub fn fits(&self, block: usize) -> bool {
-        let rows = self.rows();
-        (rows.is_multiple_of(block) || block.is_multiple_of(rows))
-            && (self.cols.is_multiple_of(block) || block.is_multiple_of(self.cols))
-            && self.group == self.tiling().group(block)
-            && self
-                .coarse
-                .is_none_or(|_| self.tiling().may_be_coarse(block))
-    }
-
-    pub(super) fn pairs(&self) -> PairShape {
-        self.pairs_of(self.tiling())
+    /// Registers of a unit's sums.
+    pub(super) fn sums(&self) -> usize {
+        registers(self.value_dim)
     }
 
     /// Whether there are registers for a step's masks while its scores are computed.
@@ -282,11 +57,6 @@ impl Tile {
             fp8: self.fp8,
             ..self.scores(self.dim)
         }
-    }
-
-    /// Columns of the sums.
-    fn sum_width(&self) -> usize {
-        self.value_dim
     }
 
     /// Spans of 64 columns of values in shared memory.
@@ -321,11 +91,6 @@ impl Tile {
 
     pub(super) fn mask_words(&self) -> usize {
         self.group.div_ceil(32)
-    }
-
-    /// Bytes of the keys of a step.
-    pub(super) fn stage_bytes(&self) -> usize {
-        self.cols * self.spans() * ROW
     }
 
     /// Bytes of the values of a step.
@@ -367,7 +132,7 @@ impl Tile {
     }
 
     pub(super) fn v_offset(&self) -> usize {
-        self.k_offset() + self.stages * self.stage_bytes()
+        self.k_offset() + self.stages * self.b_bytes()
     }
 
     /// Bytes of shared memory of a cube.
@@ -378,7 +143,7 @@ impl Tile {
 
 impl fmt::Display for Tile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.describe(f)?;
+        self.describe(f, self.shared_bytes())?;
         f.write_str(if self.fp8 { ", products in E4M3" } else { "" })?;
         f.write_str(described_threshold(self.options.score, true))
     }
@@ -387,80 +152,20 @@ impl fmt::Display for Tile {
 /// The comptime shape of the fused backward kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BackwardTile {
-    /// Type of the tensors.
-    pub half: Half,
-    /// Width of queries, keys and values, a multiple of 8 up to 128.
-    pub dim: usize,
-    /// Warpgroups, each with 64 keys: 1 or 2.
-    pub warpgroups: usize,
-    /// Queries of a step: 64 or 128.
-    pub cols: usize,
-    /// Consecutive positions an entry names.
-    pub group: usize,
-    /// Steps that are in shared memory at a time.
-    pub stages: usize,
-    /// How many steps late a buffer is filled again.
-    pub lag: usize,
-    /// What else a call may ask for.
-    pub options: Options,
-    /// Whether positions are listed by residue class.
-    pub residue: bool,
-    /// Whether results are added to what is there.
-    pub carry: bool,
-    /// Whether the tile's keys are gathered from like blocks.
-    pub clustered: bool,
+    /// Whose tiling says, too, whether tiles that are much longer than the others add dQ to sums of their own.
+    pub base: Base,
     /// Whether cubes compute tile after tile.
     pub persistent: bool,
-    /// Whether tiles that are much longer than the others add dQ to sums of their own.
-    pub apart: bool,
     /// Whether who visits queries last writes their dQ, see `backward_chain`: not where mainloops are
     /// long and heads narrow, where it gains nothing.
     pub finishes: bool,
     /// Cubes that share the query heads of a head of keys: see `shares`.
     pub shares: usize,
-    /// The size of blocks, where a step is one coarse entry with bits of them.
-    pub coarse: Option<usize>,
     /// Whether a visit's additions to dQ are posted without a fence. The hardware adds in L2, where the counter is; PTX's memory model asks for one.
     pub unfenced: bool,
 }
 
 impl BackwardTile {
-    fn sum_width(&self) -> usize {
-        self.dim
-    }
-
-    fn coarse(&self) -> Option<usize> {
-        self.coarse
-    }
-
-    fn row_groups(&self) -> usize {
-        self.warpgroups
-    }
-
-    /// How the layout is cut.
-    pub fn tiling(&self) -> Tiling {
-        Tiling {
-            clustered: self.clustered,
-            visits: true,
-            apart: self.apart,
-            coarse: self.coarse.is_some(),
-            ..Tiling::new(Mainloop::Columns, self.rows(), self.cols)
-        }
-    }
-
-    /// Words of an entry.
-    pub(super) fn entry_words(&self) -> usize {
-        self.tiling().entry_words()
-    }
-
-    pub(super) fn bits(&self) -> Option<BitShape> {
-        BitShape::of(self.coarse, self.tiling())
-    }
-
-    pub(super) fn pairs(&self) -> PairShape {
-        self.pairs_of(self.tiling())
-    }
-
     /// Columns in shared memory.
     pub(super) fn padded(&self) -> usize {
         self.spans() * ROW_ELEMENTS
@@ -612,7 +317,7 @@ impl BackwardTile {
 
 impl fmt::Display for BackwardTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.describe(f)?;
+        self.describe(f, self.shared_bytes())?;
         f.write_str(described_threshold(self.options.score, true))?;
         if self.persistent {
             write!(f, ", tile after tile")?;

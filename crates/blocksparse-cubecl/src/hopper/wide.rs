@@ -30,7 +30,6 @@ use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, MainloopOperands, Schedule};
 use crate::shared::score::ScoreScalars;
-use blocksparse::plan::Mainloop;
 
 /// Numbers of the named barriers: weights of two steps are there, and have been read.
 const FULL: u32 = 1;
@@ -49,19 +48,10 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     numbers: ScoreScalars,
     #[comptime] t: MainloopTile,
 ) {
-    let mainloop = comptime!(Mainloop::Columns);
-    let (pairs, weights) = comptime!((t.pairs(mainloop), t.weights(mainloop)));
+    let (pairs, weights) = comptime!((t.pairs(), t.weights()));
     let plan = &schedule.plan;
     let heads_per_kv = lengths.heads_per_kv;
-    let cube = begin(
-        &operands,
-        stats_map,
-        &shares,
-        &schedule,
-        heads_per_kv,
-        mainloop,
-        t,
-    );
+    let cube = begin(&operands, stats_map, &shares, &schedule, heads_per_kv, t);
     let (base, lane) = (cube.base, cube.lane);
     let group = cube.warp / 4;
     let row = cube.warp % 4 * 16 + lane / 4;
@@ -92,12 +82,12 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     let started = product::<S>(own_desc, deep, comptime!(t.scores(t.dim)));
     let mut x = wait::<S>(started, 0usize, width);
     for turn in 0..heads_per_kv {
-        let turn = turn_of(&cube, &schedule, &args, turn, before, done, mainloop, t);
+        let turn = turn_of(&cube, &schedule, &args, turn, before, done, t);
         before -= turn.steps.first;
         for j in turn.steps.first..turn.steps.end {
             let stage = done % comptime!(t.stages as u32);
             let offset = u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32));
-            cube.load(&schedule, true, t);
+            cube.load(&schedule, t);
             let entry = turn.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
             let kept = kept_pairs(&args, &turn.of_head, &rows, plan, entry, pairs);
             let stats_at = base
@@ -132,7 +122,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
                 store_own::<P>(weights, exchange);
                 named_arrive(comptime!(FULL) + even, 256u32);
                 if comptime!(t.options.score.dropout) {
-                    left = pack_all::<S, P>(drop_out::<S>(p, &kept, comptime!(t.options)), t.half);
+                    left = pack_all::<S, P>(drop_out::<S>(p, &kept, t.options), t.half);
                 }
             } else {
                 named_sync(comptime!(FULL) + even, 256u32);
@@ -170,7 +160,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     let mut factor = numbers.scale;
     let mut start = 0u32;
     if group == 0 {
-        factor = factor_of(&args, comptime!(t.options));
+        factor = factor_of(&args, t.options);
         start = lengths.second;
     }
     let which = 1 - group;
@@ -181,13 +171,9 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     }
     if is_narrow {
         let shape = comptime!(t.store_values());
-        store_rows_or_sums::<O>(
-            out, &sums, start, which, &own, factor, &shares, mainloop, shape, t,
-        );
+        store_rows_or_sums::<O>(out, &sums, start, which, &own, factor, &shares, shape, t);
     } else {
         let shape = comptime!(t.store());
-        store_rows_or_sums::<O>(
-            out, &sums, start, which, &own, factor, &shares, mainloop, shape, t,
-        );
+        store_rows_or_sums::<O>(out, &sums, start, which, &own, factor, &shares, shape, t);
     }
 }

@@ -32,7 +32,6 @@ use crate::shared::addressing::{
 use crate::shared::dropout::DropoutArgs;
 use crate::shared::own_rows::own_rows;
 use crate::shared::score::ScoreScalars;
-use blocksparse::plan::Mainloop;
 
 /// Lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -65,7 +64,6 @@ pub fn backward(
     lengths: MainloopLengths,
     numbers: ScoreScalars,
     dropout: DropoutArgs<f32>,
-    #[comptime] mainloop: Mainloop,
     #[comptime] t: Tile,
 ) {
     let parts = &schedule.parts;
@@ -73,7 +71,7 @@ pub fn backward(
     let listing = &schedule.plan.listing;
     let slice = &schedule.slice;
     let (a_len, b_len) = (strides.a1.len, strides.b1.len);
-    let columns = comptime!(matches!(mainloop, Mainloop::Columns));
+    let columns = comptime!(t.columns());
     let smem: Shared<[u32]> =
         Shared::new_aligned_slice(comptime!(t.shared_bytes(true) / 4), 128usize);
     let base = shared_address(&smem);
@@ -83,13 +81,8 @@ pub fn backward(
     let batch = batch_of(slice) as u32;
 
     let each = comptime!(columns && t.bias_gradient);
-    let heads = heads_of_tile(
-        outer,
-        slice.heads as u32,
-        lengths.heads_per_kv,
-        columns,
-        each,
-    );
+    let (all_heads, heads_per_kv) = (slice.heads as u32, lengths.heads_per_kv);
+    let heads = heads_of_tile(outer, all_heads, heads_per_kv, columns, each);
     let heads_at = parts.heads + batch as usize * parts.batch;
     let record0 = plan[heads_at + heads.first as usize] as usize;
     let pieces = comptime!(t.bias_gradient && !columns);
@@ -131,23 +124,23 @@ pub fn backward(
     };
     let rows = own_rows(parts, record0, tile, comptime!(t.own_shape()));
     own_positions(base, plan, rows, listing, a_len, t);
-    let found = next_place(plan, parts, heads_at, tile, &cursor, columns, t);
+    let found = next_place(plan, parts, heads_at, tile, &cursor, t);
     let mut loaded = found.place;
     store_place(base, 0u32, &found, listing, b_len, t);
-    let found = next_place(plan, parts, heads_at, tile, &cursor, columns, t);
+    let found = next_place(plan, parts, heads_at, tile, &cursor, t);
     store_place(base, 1u32, &found, listing, b_len, t);
     sync_cube();
 
     clear_rows(base, t);
     copy_own_rows(&operands, &strides, base, batch, heads.own, t);
-    copy_step(&loads, &strides.b1, &strides.b2, 0u32, loaded, columns, t);
+    copy_step(&loads, &strides.b1, &strides.b2, 0u32, loaded, t);
     loaded = found.place;
 
     let warp_rows = warp * comptime!(16 * t.warp_tiles as u32);
     let first_row = warp_rows + lane / 4;
     let quad = lane % 4 * 2;
     let places = operand_places(base, warp_rows, lane, t);
-    let of_rows = row_stats(stats, plan, &loads, outer, rows, first_row, columns, t);
+    let of_rows = row_stats(stats, plan, &loads, outer, rows, first_row, t);
 
     let gradient = gradient_rows(&out[..], &biases.strides, batch, outer, t);
     let key_pairs = comptime!(if t.bias_gradient { 2 * t.warp_tiles } else { 0 });
@@ -190,16 +183,8 @@ pub fn backward(
             let positions = base + comptime!(t.slot_offset() as u32) + slot_of(done, t);
             wait_copies();
             sync_cube();
-            copy_step(
-                &loads,
-                &strides.b1,
-                &strides.b2,
-                done + 1,
-                loaded,
-                columns,
-                t,
-            );
-            let found = next_place(plan, parts, heads_at, tile, &cursor, columns, t);
+            copy_step(&loads, &strides.b1, &strides.b2, done + 1, loaded, t);
+            let found = next_place(plan, parts, heads_at, tile, &cursor, t);
             loaded = found.place;
             let pairs = PairPlaces {
                 batch,
@@ -208,51 +193,31 @@ pub fn backward(
                 cols: positions,
                 lane,
             };
-            let kept = kept_pairs(&dropout.mask, &pairs, columns, t);
+            let kept = kept_pairs(&dropout.mask, &pairs, t);
 
             let b1_stage = stage * comptime!(t.b1_bytes() as u32);
             let b2_stage = stage * comptime!(t.b2_bytes() as u32);
             let stats_stage = places.stats + stage * comptime!(t.stats_bytes() as u32);
             let b1_cols = places.b1_cols + b1_stage;
-            let mut s = product(
-                places.a1_rows,
-                &none,
-                b1_cols,
-                false,
-                comptime!(t.head_dim),
-                t,
-            );
+            let mut s = product(places.a1_rows, &none, b1_cols, false, t.head_dim, t);
             if comptime!(t.score.softcap) {
                 cap(&mut s, numbers.softcap, numbers.cap_scale, t);
             }
             let slopes = cap_slopes(&s, numbers.softcap, t);
             let cols = positions + quad * 4;
             if comptime!(t.score.biased()) {
-                add_biases(&mut s, &of_head, numbers.cap_scale, own, cols, columns, t);
-                add_distances(&mut s, &biases.table, &of_head, own, cols, columns, t);
+                add_biases(&mut s, &of_head, numbers.cap_scale, own, cols, t);
+                add_distances(&mut s, &biases.table, &of_head, own, cols, t);
             }
             if j < masked {
                 let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
                 mask(&mut s, plan, parts.masks, entry, first_row, quad, t);
             }
-            weigh(
-                &mut s,
-                &of_rows,
-                stats_stage,
-                numbers.log2_scale,
-                columns,
-                t,
-            );
+            weigh(&mut s, &of_rows, stats_stage, numbers.log2_scale, t);
             if weights_count(&s, &numbers, t) {
                 if comptime!(columns && t.outputs.second()) {
                     let p = pack_kept(&s, &kept, t);
-                    accumulate(
-                        &p,
-                        places.b2_rows + b2_stage,
-                        &mut out2,
-                        comptime!(t.value_dim),
-                        t,
-                    );
+                    accumulate(&p, places.b2_rows + b2_stage, &mut out2, t.value_dim, t);
                 }
                 if comptime!(t.outputs.first()) {
                     let b2_cols = places.b2_cols + b2_stage;
@@ -266,13 +231,12 @@ pub fn backward(
                         &kept,
                         dropout.factor,
                         &slopes,
-                        columns,
                         t,
                     );
                     if comptime!(!t.bias_gradient) {
                         let left = pack_left(&ds, t);
                         let b1_rows = places.b1_rows + b1_stage;
-                        accumulate(&left, b1_rows, &mut out1, comptime!(t.head_dim), t);
+                        accumulate(&left, b1_rows, &mut out1, t.head_dim, t);
                     } else if comptime!(columns) {
                         sum_queries(&ds, &mut key_sums, t);
                     } else {
@@ -290,7 +254,7 @@ pub fn backward(
     }
     let first = (batch * slice.heads as u32 + outer) * a_len;
     if comptime!(t.outputs.first() && !t.bias_gradient) {
-        let (scale, dim) = (numbers.scale, comptime!(t.head_dim));
+        let (scale, dim) = (numbers.scale, t.head_dim);
         store_rows(
             out, &out1, 0u32, first, base, first_row, quad, scale, dim, t,
         );
@@ -301,7 +265,7 @@ pub fn backward(
         } else {
             f32::new(1.0)
         };
-        let (start, dim) = (lengths.second, comptime!(t.value_dim));
+        let (start, dim) = (lengths.second, t.value_dim);
         store_rows(
             out, &out2, start, first, base, first_row, quad, factor, dim, t,
         );

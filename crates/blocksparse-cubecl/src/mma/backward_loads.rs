@@ -17,27 +17,15 @@ pub fn clear_rows(base: u32, #[comptime] t: Tile) {
     clear_beyond(
         base + comptime!(t.a1_offset() as u32),
         comptime!(t.rows()),
-        comptime!(t.head_dim),
+        t.head_dim,
         t,
     );
-    clear_beyond(
-        base + comptime!(t.a2_offset() as u32),
-        comptime!(t.rows()),
-        comptime!(t.value_dim),
-        t,
-    );
-    clear_beyond(
-        base + comptime!(t.b1_offset(true) as u32),
-        comptime!(t.stages * t.cols),
-        comptime!(t.head_dim),
-        t,
-    );
-    clear_beyond(
-        base + comptime!(t.b2_offset(true) as u32),
-        comptime!(t.stages * t.cols),
-        comptime!(t.value_dim),
-        t,
-    );
+    let rows = comptime!(t.rows());
+    clear_beyond(base + comptime!(t.a2_offset() as u32), rows, t.value_dim, t);
+    let target = base + comptime!(t.b1_offset(true) as u32);
+    clear_beyond(target, comptime!(t.stages * t.cols), t.head_dim, t);
+    let target = base + comptime!(t.b2_offset(true) as u32);
+    clear_beyond(target, comptime!(t.stages * t.cols), t.value_dim, t);
 }
 
 /// Starts to copy the tile's own rows, of a head, as far as the launch needs them.
@@ -56,19 +44,14 @@ pub fn copy_own_rows(
         base,
         base + comptime!(t.a1_offset() as u32),
         comptime!(t.rows()),
-        comptime!(t.head_dim),
+        t.head_dim,
         t,
     );
     if comptime!(t.outputs.first()) {
-        copy_rows(
-            head_address(address::<u32>(&operands.a2[..]), &strides.a2, batch, head),
-            strides.a2.row,
-            base,
-            base + comptime!(t.a2_offset() as u32),
-            comptime!(t.rows()),
-            comptime!(t.value_dim),
-            t,
-        );
+        let head = head_address(address::<u32>(&operands.a2[..]), &strides.a2, batch, head);
+        let target = base + comptime!(t.a2_offset() as u32);
+        let rows = comptime!(t.rows());
+        copy_rows(head, strides.a2.row, base, target, rows, t.value_dim, t);
     }
 }
 
@@ -92,21 +75,19 @@ pub struct OperandPlaces {
 pub fn operand_places(base: u32, warp_rows: u32, lane: u32, #[comptime] t: Tile) -> OperandPlaces {
     let a1 = base + comptime!(t.a1_offset() as u32);
     let a2 = base + comptime!(t.a2_offset() as u32);
-    let a1_rows = a1
-        + warp_rows * comptime!(t.pitch(t.head_dim) as u32)
-        + lane_rows(lane, comptime!(t.head_dim), t);
-    let a2_rows = a2
-        + warp_rows * comptime!(t.pitch(t.value_dim) as u32)
-        + lane_rows(lane, comptime!(t.value_dim), t);
+    let a1_rows =
+        a1 + warp_rows * comptime!(t.pitch(t.head_dim) as u32) + lane_rows(lane, t.head_dim, t);
+    let a2_rows =
+        a2 + warp_rows * comptime!(t.pitch(t.value_dim) as u32) + lane_rows(lane, t.value_dim, t);
     let b1 = base + comptime!(t.b1_offset(true) as u32);
     let b2 = base + comptime!(t.b2_offset(true) as u32);
     OperandPlaces {
         a1_rows,
         a2_rows,
-        b1_cols: b1 + lane_cols(lane, comptime!(t.head_dim), t),
-        b2_cols: b2 + lane_cols(lane, comptime!(t.value_dim), t),
-        b1_rows: b1 + lane_depth(lane, comptime!(t.head_dim), t),
-        b2_rows: b2 + lane_depth(lane, comptime!(t.value_dim), t),
+        b1_cols: b1 + lane_cols(lane, t.head_dim, t),
+        b2_cols: b2 + lane_cols(lane, t.value_dim, t),
+        b1_rows: b1 + lane_depth(lane, t.head_dim, t),
+        b2_rows: b2 + lane_depth(lane, t.value_dim, t),
         stats: base + comptime!(t.stats_at(0) as u32) + lane % 4 * 16,
     }
 }
@@ -166,10 +147,9 @@ pub fn next_place(
     heads_at: usize,
     tile: u32,
     cursor: &Cursor,
-    #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) -> Found {
-    if comptime!(columns) {
+    if comptime!(t.columns()) {
         while cursor.j.read() >= cursor.steps.read() && cursor.head.read() + 1 < cursor.end {
             cursor.head.store(cursor.head.read() + 1);
             let first_record = plan[heads_at + cursor.head.read() as usize];
@@ -223,7 +203,6 @@ pub fn copy_step(
     b2_strides: &Strides,
     done: u32,
     place: u32,
-    #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) {
     let stage = done & 1;
@@ -238,8 +217,8 @@ pub fn copy_step(
             loads.base
                 + comptime!(t.b1_offset(true) as u32)
                 + stage * comptime!(t.b1_bytes() as u32),
-            comptime!(t.cols),
-            comptime!(t.head_dim),
+            t.cols,
+            t.head_dim,
             t,
         );
         copy_rows(
@@ -249,11 +228,11 @@ pub fn copy_step(
             loads.base
                 + comptime!(t.b2_offset(true) as u32)
                 + stage * comptime!(t.b2_bytes() as u32),
-            comptime!(t.cols),
-            comptime!(t.value_dim),
+            t.cols,
+            t.value_dim,
             t,
         );
-        if comptime!(columns) {
+        if comptime!(t.columns()) {
             if UNIT_POS_X < comptime!(t.cols as u32) {
                 let exists = place < loads.pitch;
                 let row =

@@ -4,7 +4,7 @@ use cubecl::ir::{ElemType, FloatKind};
 
 use super::tile::{Outputs, Tile};
 use crate::arch::sm80::Element;
-use crate::call::{Kernel, PartRequest, Request, check_ampere};
+use crate::call::{Kernel, PartRequest, check_ampere};
 use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
 use crate::tuning::Tuning;
 use blocksparse::ProductPrecision;
@@ -14,76 +14,60 @@ use blocksparse::plan::{Grouping, Mainloop};
 const WIDTH: usize = 8;
 const WIDEST: usize = 256;
 
-/// A shape that a tile may have, and its speed relative to the others on dense attention.
-struct Candidate {
-    warps: usize,
-    warp_tiles: usize,
-    cols: usize,
-    stages: usize,
-    speed: f64,
-}
-
-const fn candidate([warps, warp_tiles, cols, stages]: [usize; 4], speed: f64) -> Candidate {
-    Candidate {
-        warps,
-        warp_tiles,
-        cols,
-        stages,
-        speed,
-    }
-}
+/// A shape that a tile may have: warps, times 16 rows of a warp, columns and stages; and its speed relative to the others on dense attention.
+struct Candidate([usize; 4], f64);
 
 /// The shapes for a width, as far as registers go, and their speeds as measured on an H200. Small ones are for little shared memory.
 fn candidates(kernel: Kernel, width: usize) -> Vec<Candidate> {
     match (kernel, width) {
         (Kernel::Forward, ..=64) => vec![
-            candidate([4, 2, 64, 2], 1.0),
-            candidate([4, 2, 64, 1], 0.99),
-            candidate([4, 1, 64, 2], 0.95),
-            candidate([4, 1, 64, 1], 0.9),
+            Candidate([4, 2, 64, 2], 1.0),
+            Candidate([4, 2, 64, 1], 0.99),
+            Candidate([4, 1, 64, 2], 0.95),
+            Candidate([4, 1, 64, 1], 0.9),
         ],
         (Kernel::Forward, ..=128) => vec![
-            candidate([4, 2, 64, 2], 1.0),
-            candidate([4, 2, 64, 1], 0.99),
-            candidate([4, 1, 64, 2], 0.8),
-            candidate([4, 1, 64, 1], 0.78),
-            candidate([4, 1, 32, 1], 0.6),
+            Candidate([4, 2, 64, 2], 1.0),
+            Candidate([4, 2, 64, 1], 0.99),
+            Candidate([4, 1, 64, 2], 0.8),
+            Candidate([4, 1, 64, 1], 0.78),
+            Candidate([4, 1, 32, 1], 0.6),
         ],
         (Kernel::Forward, _) => vec![
-            candidate([4, 1, 64, 2], 1.0),
-            candidate([4, 1, 64, 1], 0.95),
-            candidate([4, 1, 32, 2], 0.8),
-            candidate([4, 1, 32, 1], 0.75),
-            candidate([2, 1, 32, 1], 0.5),
+            Candidate([4, 1, 64, 2], 1.0),
+            Candidate([4, 1, 64, 1], 0.95),
+            Candidate([4, 1, 32, 2], 0.8),
+            Candidate([4, 1, 32, 1], 0.75),
+            Candidate([2, 1, 32, 1], 0.5),
         ],
         (Kernel::BackwardRows, ..=64) => vec![
-            candidate([4, 2, 64, 2], 1.0),
-            candidate([4, 1, 64, 2], 0.95),
-            candidate([4, 2, 32, 2], 0.85),
-            candidate([4, 1, 32, 2], 0.75),
+            Candidate([4, 2, 64, 2], 1.0),
+            Candidate([4, 1, 64, 2], 0.95),
+            Candidate([4, 2, 32, 2], 0.85),
+            Candidate([4, 1, 32, 2], 0.75),
         ],
         (Kernel::BackwardRows, ..=128) => vec![
-            candidate([4, 2, 32, 2], 1.0),
-            candidate([4, 1, 64, 2], 0.85),
-            candidate([4, 1, 32, 2], 0.75),
-            candidate([2, 1, 32, 2], 0.5),
-            candidate([2, 1, 16, 2], 0.4),
+            Candidate([4, 2, 32, 2], 1.0),
+            Candidate([4, 1, 64, 2], 0.85),
+            Candidate([4, 1, 32, 2], 0.75),
+            Candidate([2, 1, 32, 2], 0.5),
+            Candidate([2, 1, 16, 2], 0.4),
         ],
         (Kernel::BackwardColumns, ..=64) => vec![
-            candidate([4, 2, 32, 2], 1.0),
-            candidate([4, 1, 64, 2], 0.85),
-            candidate([4, 1, 32, 2], 0.8),
+            Candidate([4, 2, 32, 2], 1.0),
+            Candidate([4, 1, 64, 2], 0.85),
+            Candidate([4, 1, 32, 2], 0.8),
         ],
         (Kernel::BackwardColumns, ..=128) => vec![
-            candidate([4, 1, 64, 2], 1.0),
-            candidate([4, 1, 32, 2], 0.8),
-            candidate([2, 1, 32, 2], 0.5),
-            candidate([2, 1, 16, 2], 0.4),
+            Candidate([4, 1, 64, 2], 1.0),
+            Candidate([4, 1, 32, 2], 0.8),
+            Candidate([2, 1, 32, 2], 0.5),
+            Candidate([2, 1, 16, 2], 0.4),
         ],
         _ => vec![
-            candidate([4, 1, 32, 2], 1.0),
-            candidate([2, 1, 32, 2], 0.6),
-            candidate([2, 1, 16, 2], 0.4),
+            Candidate([4, 1, 32, 2], 1.0),
+            Candidate([2, 1, 32, 2], 0.6),
+            Candidate([2, 1, 16, 2], 0.4),
         ],
     }
 }
@@ -92,7 +76,7 @@ fn candidates(kernel: Kernel, width: usize) -> Vec<Candidate> {
 /// dK, dV: for measuring them.
 fn forced(kernel: Kernel) -> Option<Candidate> {
     let shape = Tuning::or_default().mma_tile[kernel as usize]?;
-    Some(candidate(shape, 1.0))
+    Some(Candidate(shape, 1.0))
 }
 
 /// What the products' operands are, or why the tier does not take the part.
@@ -119,13 +103,8 @@ fn check_tier(part: &PartRequest) -> Result<Element, &'static str> {
 
 /// Whether the words of what a kernel writes can be counted in 32 bits.
 fn check_output(part: &PartRequest, kernel: Kernel, element: Element) -> Result<(), &'static str> {
-    let &Request {
-        batch,
-        kv_heads,
-        head_dim,
-        value_dim,
-        ..
-    } = part.request;
+    let (batch, kv_heads) = (part.request.batch, part.request.kv_heads);
+    let (head_dim, value_dim) = (part.request.head_dim, part.request.value_dim);
     let queries = batch * part.layout.heads() * part.layout.seq_q();
     let keys = batch * kv_heads * part.seq_kv;
     let elements = match kernel {
@@ -141,7 +120,7 @@ fn check_output(part: &PartRequest, kernel: Kernel, element: Element) -> Result<
 
 /// A candidate's tile.
 fn shaped(
-    shape: &Candidate,
+    &Candidate([warps, warp_tiles, cols, stages], _): &Candidate,
     part: &PartRequest,
     kernel: Kernel,
     element: Element,
@@ -149,14 +128,15 @@ fn shaped(
 ) -> Tile {
     let request = part.request;
     Tile {
+        mainloop: kernel.mainloop(),
         element,
         head_dim: request.head_dim,
         value_dim: request.value_dim,
-        warps: shape.warps,
-        warp_tiles: shape.warp_tiles,
-        cols: shape.cols,
-        group: shape.cols.min(part.layout.block_size()),
-        stages: shape.stages,
+        warps,
+        warp_tiles,
+        cols,
+        group: cols.min(part.layout.block_size()),
+        stages,
         score: request.score,
         max_scores: request.max_scores && kernel == Kernel::Forward,
         residue: part.residue.is_some(),
@@ -180,9 +160,7 @@ pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, &'static str> 
 
 /// The tile that should be fastest of those that fit.
 fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile, &'static str> {
-    let &PartRequest {
-        layout, request, ..
-    } = part;
+    let (layout, request) = (part.layout, part.request);
     let backward = kernel != Kernel::Forward;
     let mainloop = kernel.mainloop();
     let block = layout.block_size();
@@ -222,7 +200,7 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
         let launched = length.div_ceil(rows) * heads * request.batch;
         // Fewer cubes than multiprocessors leave some idle.
         let idle = (multiprocessors / launched as f64).max(1.0);
-        let speed = shape.speed * if alone { 0.7 } else { 1.0 };
+        let speed = shape.1 * if alone { 0.7 } else { 1.0 };
         let cost = grouping.overhead * waste * idle / speed;
         if best.is_none_or(|(least, _)| cost < least) {
             best = Some((cost, tile));

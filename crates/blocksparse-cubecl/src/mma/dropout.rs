@@ -39,12 +39,7 @@ pub struct PairPlaces {
 
 /// The bits of the unit's pairs of a step that are kept. In a loop over `columns` rows are keys.
 #[cube]
-pub fn kept_pairs(
-    mask: &Mask,
-    pairs: &PairPlaces,
-    #[comptime] columns: bool,
-    #[comptime] t: Tile,
-) -> Array<u32> {
+pub fn kept_pairs(mask: &Mask, pairs: &PairPlaces, #[comptime] t: Tile) -> Array<u32> {
     let tiles = comptime!(t.warp_tiles);
     let per_row = comptime!(row_words(t));
     let mut kept = Array::<u32>::new(comptime!(if t.score.dropout { tiles * per_row } else { 1 }));
@@ -57,9 +52,9 @@ pub fn kept_pairs(
             for m in 0..tiles {
                 let rows = pairs.rows + comptime!(m as u32 * 64);
                 kept[comptime!(m * per_row + w)] = if comptime!(t.residue) {
-                    own_bits(mask, pairs, rows, cols, eights, columns)
+                    own_bits(mask, pairs, rows, cols, eights, comptime!(t.columns()))
                 } else {
-                    shared_bits(mask, pairs, rows, cols, eights, columns)
+                    shared_bits(mask, pairs, rows, cols, eights, comptime!(t.columns()))
                 };
             }
         }
@@ -114,14 +109,8 @@ fn shared_bits(
 ) -> u32 {
     let ab = two_dealt(mask, pairs, rows, cols, comptime!(eights.min(4)), columns);
     let cd = if comptime!(eights > 4) {
-        two_dealt(
-            mask,
-            pairs,
-            rows,
-            cols + 128,
-            comptime!(eights - 4),
-            columns,
-        )
+        let eights = comptime!(eights - 4);
+        two_dealt(mask, pairs, rows, cols + 128, eights, columns)
     } else {
         nothing_compared()
     };

@@ -99,26 +99,21 @@ pub fn forward(
         target: base + comptime!(t.b2_offset(false) as u32),
     };
     let q_at = base + comptime!(t.a1_offset() as u32);
-    clear_beyond(q_at, comptime!(t.rows()), comptime!(t.head_dim), t);
-    clear_beyond(
-        keys.target,
-        comptime!(t.stages * t.cols),
-        comptime!(t.head_dim),
-        t,
-    );
+    clear_beyond(q_at, comptime!(t.rows()), t.head_dim, t);
+    clear_beyond(keys.target, comptime!(t.stages * t.cols), t.head_dim, t);
     copy_rows(
         head_address(address::<u32>(&inputs.q[..]), &strides.q, batch, head),
         strides.q.row,
         base,
         q_at,
         comptime!(t.rows()),
-        comptime!(t.head_dim),
+        t.head_dim,
         t,
     );
     if steps > 0 {
-        copy_step(&keys, 0u32, comptime!(t.head_dim), t);
+        copy_step(&keys, 0u32, t.head_dim, t);
         if comptime!(double) {
-            copy_step(&values, 0u32, comptime!(t.value_dim), t);
+            copy_step(&values, 0u32, t.value_dim, t);
         }
     }
 
@@ -163,13 +158,10 @@ pub fn forward(
     wait_copies();
     sync_cube();
 
-    let q_rows = q_at
-        + warp_rows * comptime!(t.pitch(t.head_dim) as u32)
-        + lane_rows(lane, comptime!(t.head_dim), t);
-    let k_cols =
-        base + comptime!(t.b1_offset(false) as u32) + lane_cols(lane, comptime!(t.head_dim), t);
-    let v_rows =
-        base + comptime!(t.b2_offset(false) as u32) + lane_depth(lane, comptime!(t.value_dim), t);
+    let q_rows =
+        q_at + warp_rows * comptime!(t.pitch(t.head_dim) as u32) + lane_rows(lane, t.head_dim, t);
+    let k_cols = base + comptime!(t.b1_offset(false) as u32) + lane_cols(lane, t.head_dim, t);
+    let v_rows = base + comptime!(t.b2_offset(false) as u32) + lane_depth(lane, t.value_dim, t);
     let kept = comptime!(keeps_queries(t));
     let mut left = Array::<Vector<u32, Four>>::new(comptime!(if kept {
         tiles * t.depth(t.head_dim)
@@ -177,7 +169,7 @@ pub fn forward(
         1
     }));
     if comptime!(kept) {
-        load_left(q_rows, &mut left, comptime!(t.head_dim), t);
+        load_left(q_rows, &mut left, t.head_dim, t);
     }
 
     let mut slope = f32::new(0.0);
@@ -196,11 +188,11 @@ pub fn forward(
         }
         if comptime!(double) {
             if j + 1 < steps {
-                copy_step(&keys, j + 1, comptime!(t.head_dim), t);
-                copy_step(&values, j + 1, comptime!(t.value_dim), t);
+                copy_step(&keys, j + 1, t.head_dim, t);
+                copy_step(&values, j + 1, t.value_dim, t);
             }
         } else {
-            copy_step(&values, j, comptime!(t.value_dim), t);
+            copy_step(&values, j, t.value_dim, t);
         }
         let place = place_of_column(plan, entry0, j + 2, steps, t);
         let positions = slots + slot_of(j, t);
@@ -211,21 +203,15 @@ pub fn forward(
             cols: positions,
             lane,
         };
-        let kept_bits = kept_pairs(&dropout.mask, &pairs, false, t);
+        let kept_bits = kept_pairs(&dropout.mask, &pairs, t);
 
-        let mut s = product(
-            q_rows,
-            &left,
-            k_cols + stage * comptime!(t.b1_bytes() as u32),
-            kept,
-            comptime!(t.head_dim),
-            t,
-        );
+        let keys_at = k_cols + stage * comptime!(t.b1_bytes() as u32);
+        let mut s = product(q_rows, &left, keys_at, kept, t.head_dim, t);
         if comptime!(!double) {
             wait_copies();
             sync_cube();
             if j + 1 < steps {
-                copy_step(&keys, j + 1, comptime!(t.head_dim), t);
+                copy_step(&keys, j + 1, t.head_dim, t);
             }
         }
         if comptime!(t.score.softcap) {
@@ -233,8 +219,8 @@ pub fn forward(
         }
         if comptime!(t.score.biased()) {
             let cols = positions + quad * 4;
-            add_biases(&mut s, &of_head, product_scale, own_at, cols, false, t);
-            add_distances(&mut s, &biases.table, &of_head, own_at, cols, false, t);
+            add_biases(&mut s, &of_head, product_scale, own_at, cols, t);
+            add_distances(&mut s, &biases.table, &of_head, own_at, cols, t);
         }
         if j < masked {
             let entry = entry0 + (j * comptime!(t.entries() as u32 * 2)) as usize;
@@ -243,13 +229,8 @@ pub fn forward(
         if scores_count(&s, &m, &mut top, &numbers, t) {
             softmax(&mut s, &mut m, &mut l, &mut o, &mut top, log2_scale, t);
             let p = pack_kept(&s, &kept_bits, t);
-            accumulate(
-                &p,
-                v_rows + stage * comptime!(t.b2_bytes() as u32),
-                &mut o,
-                comptime!(t.value_dim),
-                t,
-            );
+            let values_at = v_rows + stage * comptime!(t.b2_bytes() as u32);
+            accumulate(&p, values_at, &mut o, t.value_dim, t);
         }
         store_position(slots, j + 2, place, listing, strides.k.len, t);
     }
@@ -385,15 +366,9 @@ struct StepRows {
 #[cube]
 fn copy_step(rows: &StepRows, j: u32, #[comptime] dim: usize, #[comptime] t: Tile) {
     let stage = comptime!(t.stages as u32 - 1) & j;
-    copy_rows(
-        rows.head,
-        rows.stride,
-        rows.slots + slot_of(j, t),
-        rows.target + stage * comptime!((t.cols * t.pitch(dim)) as u32),
-        comptime!(t.cols),
-        dim,
-        t,
-    );
+    let positions = rows.slots + slot_of(j, t);
+    let target = rows.target + stage * comptime!((t.cols * t.pitch(dim)) as u32);
+    copy_rows(rows.head, rows.stride, positions, target, t.cols, dim, t);
 }
 
 /// The place of the unit's column of step `j`.

@@ -115,13 +115,9 @@ pub fn copy_rows(
         while index < comptime!(total as u32) {
             let row = index / comptime!(pieces as u32);
             let piece = index % comptime!(pieces as u32) * 16;
-            copy_of_row(
-                target + row * comptime!(t.pitch(dim) as u32) + piece,
-                head + u64::cast_from(piece),
-                shared_load(positions + row * 4),
-                stride,
-                t,
-            );
+            let target = target + row * comptime!(t.pitch(dim) as u32) + piece;
+            let base = head + u64::cast_from(piece);
+            copy_of_row(target, base, shared_load(positions + row * 4), stride, t);
             index += comptime!(units as u32);
         }
     }

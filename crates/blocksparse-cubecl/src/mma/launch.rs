@@ -34,11 +34,7 @@ fn check(
         check_rows(name, tensor, PIECE / element.bytes())?;
     }
     if let Some(bias) = &options.bias {
-        let most = u64::from(u32::MAX) / 4;
-        let keys = bias.shape[3];
-        if keys as u64 > most {
-            return Err(KernelError::limit("the bias's keys", most, keys));
-        }
+        KernelError::check("the bias's keys", u32::MAX / 4, bias.shape[3])?;
     }
     check_table(options.table_len())?;
     match tile.score.biased() {
@@ -94,10 +90,7 @@ fn words(elements: usize, element: Element) -> usize {
 /// Checks that words can be counted in 32 bits.
 fn check_words(what: &'static str, elements: usize, element: Element) -> Result<(), KernelError> {
     let most = u64::from(u32::MAX) * 4 / element.bytes() as u64;
-    match elements as u64 <= most {
-        true => Ok(()),
-        false => Err(KernelError::limit(what, most, elements)),
-    }
+    KernelError::check(what, most, elements)
 }
 
 /// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`] they hold the parts before.
@@ -105,21 +98,15 @@ fn check_words(what: &'static str, elements: usize, element: Element) -> Result<
 /// # Errors
 /// As `check`, and if the output is too large. Then nothing was launched.
 pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelError> {
-    let &Pass {
-        client,
-        request,
-        inputs: [q, k, v],
-        outputs,
-        options,
-        ..
-    } = pass;
+    let (client, request, [q, k, v]) = (pass.client, pass.request, pass.inputs);
+    let (outputs, options) = (pass.outputs, pass.options);
     let element = tile.element;
     check(&pass.named(), tile, options)?;
     let tile = for_tensors(tile, &pass.named());
     let heads = part.layout.heads();
     let rows = request.batch * heads * q.shape[2];
     check_words("the elements of the output", rows * tile.value_dim, element)?;
-    let device_plan = plan(client, part.layout, tile.tiling(Mainloop::Rows))?;
+    let device_plan = plan(client, part.layout, tile.tiling())?;
     let scales = factors(tile, options);
     for slice in Slice::whole(request.batch, heads).cut(client) {
         // SAFETY: a cube reads the entries that the plan has for its tile, reads positions below the lengths in the strides, writes rows below
@@ -165,7 +152,8 @@ pub fn launch_backward(
 ) -> Result<(), KernelError> {
     let wanted = Wanted::of_places(part, 1);
     let stats = stats::make(pass, part, wanted)?;
-    for (tile, mainloop) in tiles.into_iter().zip([Mainloop::Rows, Mainloop::Columns]) {
+    for tile in tiles {
+        let mainloop = tile.mainloop;
         let launches = match (mainloop, tile.outputs) {
             (Mainloop::Columns, Outputs::First) => vec![Outputs::First, Outputs::Second],
             (_, outputs) => vec![outputs],
@@ -206,11 +194,8 @@ pub fn launch_bias_gradient(
     bias: &BiasView,
     out: &Handle,
 ) -> Result<(), KernelError> {
-    let (mainloop, tile) = match bias.shape[2] {
-        1 => (Mainloop::Columns, tiles[1]),
-        _ => (Mainloop::Rows, tiles[0]),
-    };
-    let operands = pass.operands(mainloop);
+    let tile = tiles[usize::from(bias.shape[2] == 1)];
+    let operands = pass.operands(tile.mainloop);
     check(&operands.named(), tile, pass.options)?;
     let tile = for_tensors(tile, &operands.named());
     let stats = stats::make(pass, part, Wanted::of_places(part, 1))?;
@@ -223,7 +208,7 @@ pub fn launch_bias_gradient(
             words: bias.elements(),
             second: 0,
             // A few cubes to each multiprocessor at least.
-            chunks: match mainloop {
+            chunks: match tile.mainloop {
                 Mainloop::Rows => (6 * multiprocessors).div_ceil(tiles).min(MOST_CHUNKS),
                 Mainloop::Columns => 1,
             },
@@ -259,22 +244,13 @@ fn launch_mainloop(
     stats: &Handle,
     target: Target,
 ) -> Result<(), KernelError> {
-    let Pass {
-        client,
-        request,
-        options,
-        ..
-    } = pass.pass;
-    let &Operands {
-        mainloop,
-        a: [a1, a2],
-        b: [b1, b2],
-        ..
-    } = operands;
+    let (client, request) = (pass.pass.client, pass.pass.request);
+    let options = pass.pass.options;
+    let ([a1, a2], [b1, b2]) = (operands.a, operands.b);
     let element = tile.element;
     let heads = part.layout.heads();
     let pitch = Wanted::of_places(part, 1).pitch;
-    let device_plan = plan(client, part.layout, tile.tiling(mainloop))?;
+    let device_plan = plan(client, part.layout, tile.tiling())?;
     let slopes = if tile.score.alibi { heads } else { 0 };
     let stats_len = request.batch * heads * pitch * 2 + slopes;
     for slice in target.slice.cut(client) {
@@ -308,7 +284,6 @@ fn launch_mainloop(
                 ),
                 options.scalars(factors(tile, options)),
                 options.dropout_args(),
-                mainloop,
                 tile,
             );
         }

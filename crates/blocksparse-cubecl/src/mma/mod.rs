@@ -24,16 +24,9 @@ mod score_gradient;
 #[doc(hidden)]
 pub mod tile;
 
-use super::call::Kernel;
-
 pub use choose::{choose, choose_backward, choose_bias_gradient};
 pub use launch::{launch_backward, launch_bias_gradient, launch_forward};
-pub use tile::Tile;
+pub use tile::{Tile, describe};
 
 /// cp.async copies 16 bytes from and to multiples of 16 bytes.
 const PIECE: usize = 16;
-
-/// A tile as plans print it.
-pub fn describe(tile: Tile, kernel: Kernel) -> impl std::fmt::Display {
-    tile::Described(tile, kernel)
-}

@@ -66,7 +66,7 @@ pub fn product(
     }
     #[unroll]
     for k in 0..depth {
-        let mut rows = Array::<Vector<u32, Four>>::new(comptime!(t.warp_tiles));
+        let mut rows = Array::<Vector<u32, Four>>::new(t.warp_tiles);
         #[unroll]
         for m in 0..comptime!(t.warp_tiles) {
             if comptime!(kept) {
@@ -181,14 +181,8 @@ pub fn pack_left(s: &Array<Vector<f32, Four>>, #[comptime] t: Tile) -> Array<Vec
                 for i in 0..2usize {
                     let pair = s[comptime!(m * t.eights() + 2 * k + i)];
                     let half = comptime!(t.element.half());
-                    four.insert(
-                        comptime!(2 * i),
-                        pack(pair.extract(0usize), pair.extract(1usize), half),
-                    );
-                    four.insert(
-                        comptime!(2 * i + 1),
-                        pack(pair.extract(2usize), pair.extract(3usize), half),
-                    );
+                    four.insert(comptime!(2 * i), pack_at::<Four>(&pair, 0usize, half));
+                    four.insert(comptime!(2 * i + 1), pack_at::<Four>(&pair, 2usize, half));
                 }
             }
             p[comptime!(m * depth + k)] = four;

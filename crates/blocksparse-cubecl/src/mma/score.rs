@@ -102,7 +102,6 @@ pub fn add_biases(
     factor: f32,
     rows: u32,
     cols: u32,
-    #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) {
     let tiles = comptime!(t.warp_tiles);
@@ -120,7 +119,7 @@ pub fn add_biases(
         }
         if comptime!(t.score.bias) {
             let mut stride = biases.row;
-            if comptime!(columns) {
+            if comptime!(t.columns()) {
                 stride = bytes.runtime();
             }
             row_addresses[i] = biases.address + u64::cast_from(row) * u64::cast_from(stride);
@@ -135,7 +134,7 @@ pub fn add_biases(
             let col = positions.extract(j);
             let col_distance = distance(col, origin + biases.shift);
             let mut stride = bytes.runtime();
-            if comptime!(columns) {
+            if comptime!(t.columns()) {
                 stride = biases.row;
             }
             let offset = u64::cast_from(col) * u64::cast_from(stride);
@@ -175,7 +174,6 @@ pub fn add_distances(
     biases: &Biases,
     rows: u32,
     cols: u32,
-    #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) {
     if comptime!(t.score.relative) {
@@ -198,7 +196,7 @@ pub fn add_distances(
                     let at = comptime!(i / 2 * t.eights() + n);
                     let place = comptime!(i % 2 * 2 + j);
                     let mut ahead = i32::cast_from(col - places[i]);
-                    if comptime!(columns) {
+                    if comptime!(t.columns()) {
                         ahead = i32::cast_from(places[i] - col);
                     }
                     let mut four = s[at];

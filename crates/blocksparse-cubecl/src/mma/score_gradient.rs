@@ -26,7 +26,6 @@ pub fn row_stats(
     outer: u32,
     rows: u32,
     first_row: u32,
-    #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) -> QueryStats {
     let count = comptime!(2 * t.warp_tiles);
@@ -36,7 +35,7 @@ pub fn row_stats(
     for i in 0..count {
         lse[i] = f32::new(0.0);
         delta[i] = f32::new(0.0);
-        if comptime!(!columns) {
+        if comptime!(!t.columns()) {
             let row = first_row + comptime!(i as u32 * ROW_PAIR);
             let place = own_place(plan, rows, row, comptime!(t.own_shape()));
             if place < loads.pitch {
@@ -53,9 +52,9 @@ pub fn row_stats(
 
 /// lse and delta of the unit's two columns of the `n`-th eight, one after the other.
 #[cube]
-fn column_stats(stats: u32, #[comptime] n: usize, #[comptime] columns: bool) -> Vector<f32, Four> {
+fn column_stats(stats: u32, #[comptime] n: usize, #[comptime] t: Tile) -> Vector<f32, Four> {
     let mut four = Vector::<f32, Four>::zeroed();
-    if comptime!(columns) {
+    if comptime!(t.columns()) {
         four = shared_load_four(stats + comptime!(n as u32 * 64));
     }
     four
@@ -89,13 +88,12 @@ pub fn weigh(
     of_rows: &QueryStats,
     stats: u32,
     log2_scale: f32,
-    #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) {
     let eights = comptime!(t.eights());
     #[unroll]
     for n in 0..eights {
-        let of_columns = column_stats(stats, n, columns);
+        let of_columns = column_stats(stats, n, t);
         #[unroll]
         for m in 0..comptime!(t.warp_tiles) {
             let at = comptime!(m * eights + n);
@@ -103,7 +101,7 @@ pub fn weigh(
             #[unroll]
             for i in 0..4usize {
                 let mut log = of_rows.lse[comptime!(2 * m + i / 2)];
-                if comptime!(columns) {
+                if comptime!(t.columns()) {
                     log = of_columns.extract(comptime!(i % 2 * 2));
                 }
                 let power = multiply_add(four.extract(i), log2_scale, -log);
@@ -147,13 +145,12 @@ pub fn gradients_of_scores(
     kept: &Array<u32>,
     dropout_factor: f32,
     slopes: &Array<Vector<f32, Four>>,
-    #[comptime] columns: bool,
     #[comptime] t: Tile,
 ) {
     let eights = comptime!(t.eights());
     #[unroll]
     for n in 0..eights {
-        let of_columns = column_stats(stats, n, columns);
+        let of_columns = column_stats(stats, n, t);
         #[unroll]
         for m in 0..comptime!(t.warp_tiles) {
             let at = comptime!(m * eights + n);
@@ -162,7 +159,7 @@ pub fn gradients_of_scores(
             #[unroll]
             for i in 0..4usize {
                 let mut delta = of_rows.delta[comptime!(2 * m + i / 2)];
-                if comptime!(columns) {
+                if comptime!(t.columns()) {
                     delta = of_columns.extract(comptime!(i % 2 * 2 + 1));
                 }
                 let mut by_weight = four.extract(i);

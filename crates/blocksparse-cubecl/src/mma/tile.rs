@@ -1,7 +1,5 @@
 //! The shape of a tile, and where its parts lie in shared memory.
 
-use std::fmt;
-
 use crate::arch::sm80::*;
 use crate::call::{Kernel, ScoreKind};
 use crate::shared::own_rows::OwnShape;
@@ -17,6 +15,8 @@ pub const ROW_PAIR: u32 = 8;
 /// The comptime shape of a kernel: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
+    /// Whose rows a tile's are.
+    pub mainloop: Mainloop,
     /// What the products' operands are.
     pub element: Element,
     /// Width of queries and keys, a multiple of 8.
@@ -93,11 +93,16 @@ impl Tile {
         }
     }
 
+    /// Whether columns are queries and rows keys, and not the other way round.
+    pub fn columns(&self) -> bool {
+        self.mainloop == Mainloop::Columns
+    }
+
     /// How the layout is cut.
-    pub fn tiling(&self, mainloop: Mainloop) -> Tiling {
+    pub fn tiling(&self) -> Tiling {
         Tiling {
             clustered: self.clustered,
-            ..Tiling::new(mainloop, self.rows(), self.cols)
+            ..Tiling::new(self.mainloop, self.rows(), self.cols)
         }
     }
 
@@ -221,35 +226,27 @@ impl Tile {
 }
 
 /// A tile as plans print it.
-pub struct Described(pub Tile, pub Kernel);
-
-impl fmt::Display for Described {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let &Described(tile, kernel) = self;
-        let like = match tile.clustered {
-            true => ", like rows together",
-            false => "",
-        };
-        let tf32 = match tile.element {
-            Element::Tf32 => "in tf32, ",
-            Element::Half(_) => "",
-        };
-        let split = match (kernel, tile.outputs) {
-            (Kernel::BackwardColumns, Outputs::First) if !tile.bias_gradient => {
-                ", one output a launch"
-            }
-            _ => "",
-        };
-        write!(
-            f,
-            "mma     {tf32}{} × {} tiles gathered from {}-wide blocks{like}, {} units, {} stages in {} KiB shared{split}{}",
-            tile.rows(),
-            tile.cols,
-            tile.group,
-            tile.units(),
-            tile.stages,
-            tile.shared_bytes(kernel != Kernel::Forward).div_ceil(1024),
-            described_threshold(tile.score, true),
-        )
-    }
+pub fn describe(tile: Tile, kernel: Kernel) -> String {
+    let like = match tile.clustered {
+        true => ", like rows together",
+        false => "",
+    };
+    let tf32 = match tile.element {
+        Element::Tf32 => "in tf32, ",
+        Element::Half(_) => "",
+    };
+    let split = match (kernel, tile.outputs) {
+        (Kernel::BackwardColumns, Outputs::First) if !tile.bias_gradient => ", one output a launch",
+        _ => "",
+    };
+    format!(
+        "mma     {tf32}{} × {} tiles gathered from {}-wide blocks{like}, {} units, {} stages in {} KiB shared{split}{}",
+        tile.rows(),
+        tile.cols,
+        tile.group,
+        tile.units(),
+        tile.stages,
+        tile.shared_bytes(kernel != Kernel::Forward).div_ceil(1024),
+        described_threshold(tile.score, true),
+    )
 }

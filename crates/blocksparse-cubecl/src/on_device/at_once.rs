@@ -81,10 +81,10 @@ pub fn at_once(
     let tiles = select(CUBE_POS < patterns * shares, extent.tiles, 0usize);
     let first_tile = pattern * extent.tiles;
     let unit = UNIT_POS as usize;
-    let mut steps = Shared::<[u32]>::new_slice(comptime!(once.tiles));
-    let mut masked = Shared::<[u32]>::new_slice(comptime!(once.tiles));
+    let mut steps = Shared::<[u32]>::new_slice(once.tiles);
+    let mut masked = Shared::<[u32]>::new_slice(once.tiles);
     // Steps of the tiles before.
-    let mut firsts = Shared::<[u32]>::new_slice(comptime!(once.tiles));
+    let mut firsts = Shared::<[u32]>::new_slice(once.tiles);
     let mut sums = Shared::<[u32]>::new_slice(comptime!(2 * once.units));
 
     // A unit has neighbouring tiles, so that what earlier units have is what comes before.

@@ -61,7 +61,7 @@ pub fn from_scores(
             let block = lane + comptime!(i * lanes);
             let block = block_at(scores, block, &row, c);
             if comptime!(c.has_largest()) {
-                let value = value(block.key, comptime!(c.kind));
+                let value = value(block.key, c.kind);
                 let none = comptime!(-LARGEST).runtime();
                 row.largest = max(row.largest, select(block.is_seen, value, none));
             }
@@ -75,7 +75,7 @@ pub fn from_scores(
         while at < row.grid.kv_blocks {
             let block = block_at(scores, at, &row, c);
             if comptime!(c.has_largest()) {
-                let value = value(block.key, comptime!(c.kind));
+                let value = value(block.key, c.kind);
                 let none = comptime!(-LARGEST).runtime();
                 row.largest = max(row.largest, select(block.is_seen, value, none));
             }
@@ -85,11 +85,11 @@ pub fn from_scores(
         }
     }
     let forced_blocks = if comptime!(c.votes) {
-        row.others = total(row.others, comptime!(c.ptx));
-        f32::cast_from(total(forced, comptime!(c.ptx)))
+        row.others = total(row.others, c.ptx);
+        f32::cast_from(total(forced, c.ptx))
     } else {
         let (a, b) = (f32::cast_from(forced), f32::cast_from(row.others));
-        let both = pair_across_lanes::<f32>(a, b, &mut shared, 1usize, comptime!(c.tile));
+        let both = pair_across_lanes::<f32>(a, b, &mut shared, 1usize, c.tile);
         row.others = u32::cast_from(both.b);
         both.a
     };
@@ -100,7 +100,7 @@ pub fn from_scores(
     if comptime!(c.weighs()) {
         #[unroll]
         for i in 0..comptime!(c.held) {
-            weights[i] = weight(keys[i], &row, comptime!(c.kind));
+            weights[i] = weight(keys[i], &row, c.kind);
         }
     }
     let own = Held { keys, weights };
@@ -125,7 +125,7 @@ pub fn from_scores(
                 #[unroll]
                 for i in 0..comptime!(c.held) {
                     let block = (lane + comptime!(i * lanes)).min(row.grid.kv_blocks - 1);
-                    let of_block = weight(key(scores[row.start + block]), &row, comptime!(c.kind));
+                    let of_block = weight(key(scores[row.start + block]), &row, c.kind);
                     let is_forced = (forced_mask >> comptime!(i as u32)) & 1u32 == 1u32;
                     of_forced += select(is_forced, of_block, 0.0f32);
                 }
@@ -133,7 +133,7 @@ pub fn from_scores(
                 let mut at = lane;
                 while at < row.grid.kv_blocks {
                     let block = block_at(scores, at, &row, c);
-                    let of_block = weight(block.key, &row, comptime!(c.kind));
+                    let of_block = weight(block.key, &row, c.kind);
                     of_forced += select(block.is_forced, of_block, 0.0f32);
                     at += lanes;
                 }
@@ -152,7 +152,7 @@ pub fn from_scores(
                 reached = bound;
                 // All together may be rounded to less than what is needed: then the bound is 0, which is no score's key.
                 if bound != 0u32 {
-                    let of_bound = weight(bound, &row, comptime!(c.kind));
+                    let of_bound = weight(bound, &row, c.kind);
                     let ties = ((needed - there.weight_sum) / of_bound).ceil();
                     // Those that equal it cannot be more than all.
                     wanted = min(wanted + ties, f32::cast_from(row.others));
@@ -211,12 +211,12 @@ pub fn from_scores(
             } else {
                 // Those that equal the bound are kept in their order.
                 let is_equal = is_free && key == bound;
-                let equal = votes(is_equal, comptime!(c.ptx));
+                let equal = votes(is_equal, c.ptx);
                 let before = (equal & before_lane).count_ones();
                 keeps = keeps || key > bound || (is_equal && before < left);
                 left = left.max(equal.count_ones()) - equal.count_ones();
             }
-            let word = votes(keeps, comptime!(c.ptx));
+            let word = votes(keeps, c.ptx);
             own_word = select(lane == comptime!(i), word, own_word);
         }
         if own_row < rows && lane < row.grid.words {

@@ -48,7 +48,7 @@ impl Block {
 pub fn block_at(scores: &[u32], block: usize, row: &Row, #[comptime] c: BudgetTile) -> Block {
     let grid = &row.grid;
     let score = scores[row.start + block.min(grid.kv_blocks - 1)];
-    let mut is_seen = seen(row.q_block, block, grid, comptime!(c.causal));
+    let mut is_seen = seen(row.q_block, block, grid, c.causal);
     if comptime!(c.hides) {
         is_seen = is_seen && score != HIDDEN;
     }
@@ -102,11 +102,11 @@ pub fn of_row(
     if comptime!(c.votes) {
         #[unroll]
         for step in 0..comptime!(LANES.ilog2()) {
-            let other = traded(result, comptime!(1u32 << step), comptime!(c.ptx));
+            let other = traded(result, comptime!(1u32 << step), c.ptx);
             result = combine::<f32>(result, other, by);
         }
     } else {
-        result = across_lanes::<f32>(x, shared, comptime!(c.tile), by);
+        result = across_lanes::<f32>(x, shared, c.tile, by);
     }
     result
 }
@@ -162,7 +162,7 @@ pub fn above(
             let key = block_at(scores, block, row, c).free_key();
             if key > bound {
                 if comptime!(weighs) {
-                    weight_sum += weight(key, row, comptime!(c.kind));
+                    weight_sum += weight(key, row, c.kind);
                 }
                 count += 1u32;
             }
@@ -175,11 +175,11 @@ pub fn above(
         }
         Above {
             weight_sum,
-            count: total(count, comptime!(c.ptx)),
+            count: total(count, c.ptx),
         }
     } else {
         let count = f32::cast_from(count);
-        let both = pair_across_lanes::<f32>(weight_sum, count, shared, step, comptime!(c.tile));
+        let both = pair_across_lanes::<f32>(weight_sum, count, shared, step, c.tile);
         Above {
             weight_sum: both.a,
             count: u32::cast_from(both.b),
@@ -222,8 +222,8 @@ pub fn bound_of(
             least = least.min(select(key == 0u32, 0xffff_ffffu32, key));
             most = most.max(key);
         }
-        low = lowest(least, comptime!(c.ptx));
-        high = highest(most, comptime!(c.ptx));
+        low = lowest(least, c.ptx);
+        high = highest(most, c.ptx);
     }
     if comptime!(!weighs) {
         // All are wanted: those above 0.
@@ -278,7 +278,7 @@ pub fn bound_of(
             let is_left = own.keys[i] >= low && own.keys[i] <= high;
             bound = bound.max(select(is_left, own.keys[i], 0u32));
         }
-        low = highest(bound, comptime!(c.ptx));
+        low = highest(bound, c.ptx);
     }
     // The next search begins with the other half of what is shared.
     meet(c);
@@ -293,13 +293,13 @@ pub fn count_of(own: &Held, bound: u32, #[comptime] c: BudgetTile) -> u32 {
     for i in 0..comptime!(c.held) {
         count += select(own.keys[i] > bound, 1u32, 0u32);
     }
-    total(count, comptime!(c.ptx))
+    total(count, c.ptx)
 }
 
 /// Whether a block weighs a share of what the largest does, or is wanted whatever it weighs.
 #[cube]
 pub fn is_above_share(key: u32, least: f32, row: &Row, #[comptime] c: BudgetTile) -> bool {
-    let mut result = weight(key, row, comptime!(c.kind)) >= least;
+    let mut result = weight(key, row, c.kind) >= least;
     if comptime!(matches!(c.kind, EstimateKind::Probability)) {
         result = result || key == INFINITE;
     }

@@ -121,10 +121,7 @@ fn row_bits(
         BlockSource::Mask | BlockSource::Scores(_) => layout.kv_blocks(),
     };
     let elements = rows * width.max(layout.kv_blocks());
-    if u32::try_from(elements).is_err() {
-        let what = "the pairs of blocks of a layout";
-        return Err(KernelError::limit(what, u32::MAX, elements));
-    }
+    KernelError::check_u32("the pairs of blocks of a layout", elements)?;
     let len = rows * layout.kv_blocks().div_ceil(32);
     let made = client.empty(len * size_of::<u32>());
     let address = AddressType::U32;

@@ -153,21 +153,11 @@ pub fn check(
     let Some(choice) = layout.device_choice() else {
         return Ok(());
     };
-    let height = tiling.rows / layout.block_size();
-    if height > TALLEST {
-        let what = "the block rows of a tile of a layout that is made on the device";
-        return Err(KernelError::limit(what, TALLEST as u64, height));
-    }
+    let what = "the block rows of a tile of a layout that is made on the device";
+    KernelError::check(what, TALLEST as u64, tiling.rows / layout.block_size())?;
     let bytes = Room::new(layout, choice, tiling).len * size_of::<u32>();
     let most = properties.memory.max_page_size.min(u64::from(u32::MAX) * 4);
-    match bytes as u64 <= most {
-        true => Ok(()),
-        false => Err(KernelError::limit(
-            "the bytes of a launch plan",
-            most,
-            bytes,
-        )),
-    }
+    KernelError::check("the bytes of a launch plan", most, bytes)
 }
 
 /// The plan of a layout under a tiling, made of its bits; `whole` is that of the layout that it is chosen from, if there is one.
@@ -212,12 +202,8 @@ pub fn plan(
             }
         },
     }
-    let Room {
-        len,
-        sections,
-        tiles,
-        ..
-    } = making.room;
+    let (len, sections) = (making.room.len, making.room.sections);
+    let tiles = making.room.tiles;
     // How tiles share queries is as in the plan whose entries it has.
     let same = layout.places().and(whole);
     let [apart, between] = same.map_or([0; 2], |whole| [whole.apart, whole.between]);
@@ -260,24 +246,15 @@ impl Making<'_> {
     }
 
     fn places(&self) -> PlacesLaunch {
-        let Sections {
-            heads,
-            order,
-            tiles,
-            masks,
-            entries,
-            ..
-        } = self.room.sections;
+        let (heads, order) = (self.room.sections.heads, self.room.sections.order);
+        let (tiles, masks) = (self.room.sections.tiles, self.room.sections.masks);
+        let entries = self.room.sections.entries;
         PlacesLaunch::new(heads, order, tiles, masks, entries)
     }
 
     fn bits(&self) -> BufferArg {
-        let Room {
-            patterns,
-            lines,
-            words,
-            ..
-        } = self.room;
+        let (patterns, lines) = (self.room.patterns, self.room.lines);
+        let words = self.room.words;
         buffer(&self.bits, patterns * lines * words)
     }
 

@@ -71,11 +71,7 @@ pub fn neighbour_lists(
     of: Uniting,
 ) -> Result<NeighbourLists, KernelError> {
     check_units(client)?;
-    let Uniting {
-        together,
-        ascending,
-        with_bits,
-    } = of;
+    let (together, ascending, with_bits) = (of.together, of.ascending, of.with_bits);
     let most = most_of_neighbours(sizes, together);
     let lengths = [groups.count, sizes.seq_kv];
     let made = KeyListSizes::new(sizes.lists, lengths, most);

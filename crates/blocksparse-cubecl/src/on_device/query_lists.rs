@@ -237,21 +237,12 @@ pub fn list_queries(
 
 /// That cubes have [`LIST_UNITS`].
 pub(super) fn check_units(client: &Client) -> Result<(), KernelError> {
-    let most = most_units(client.properties());
-    match most < LIST_UNITS {
-        false => Ok(()),
-        true => {
-            let what = "units of a cube that lists queries";
-            Err(KernelError::limit(what, most as u32, LIST_UNITS))
-        }
-    }
+    let most = most_units(client.properties()) as u32;
+    KernelError::check("units of a cube that lists queries", most, LIST_UNITS)
 }
 
 pub(super) fn within(what: &'static str, len: usize) -> Result<(), KernelError> {
-    match i32::try_from(len) {
-        Ok(_) => Ok(()),
-        Err(_) => Err(KernelError::limit(what, i32::MAX as u32, len)),
-    }
+    KernelError::check(what, i32::MAX as u32, len)
 }
 
 /// Rows of scores.

@@ -12,7 +12,9 @@ use cubecl::server::Handle;
 
 use super::bits::AllowedLaunch;
 use super::tables::{Heads, first_tile};
-use super::words::{Counted, Cut, EMPTY, Extent, FULL, Places, place, subset};
+use super::words::{
+    Counted, Cut, EMPTY, Entries, Extent, FULL, Places, filled, in_steps, place, subset,
+};
 use crate::device_key::{DeviceKey, device_key};
 use crate::error::KernelError;
 use crate::recording;
@@ -207,13 +209,7 @@ fn counted(
             masked += 1u32;
         }
     }
-    let per_step = comptime!(cut.per_step as u32);
-    let steps = (masked + full).div_ceil(per_step);
-    let fill = steps * per_step - masked - full;
-    Counted {
-        steps,
-        masked: (masked + fill).div_ceil(per_step),
-    }
+    in_steps(&Entries { masked, full }, cut)
 }
 
 /// Counts the entries of each tile into its record, as [`words::count`](super::words::count).
@@ -271,11 +267,7 @@ pub fn entries(
                 front += 2;
             }
         }
-        while front < back {
-            plan[front] = 0u32;
-            plan[front + 1] = EMPTY;
-            front += 2;
-        }
+        filled(plan, front, back);
     }
 }
 

@@ -93,10 +93,7 @@ impl RadixTile {
         let hardware = &properties.hardware;
         let most = most_units(properties);
         let [low, high] = UNITS;
-        if most < low {
-            let what = "units of a cube that selects";
-            return Err(KernelError::limit(what, most as u32, low));
-        }
+        KernelError::check("units of a cube that selects", most as u32, low)?;
         let units = columns.div_ceil(UNIT_NUMBERS).next_power_of_two();
         let units = units.clamp(low, high.min(1 << most.ilog2()));
         let tile = Self {
@@ -105,14 +102,9 @@ impl RadixTile {
             ptx: planes::have_ptx(properties),
         };
         let bytes = size_of::<u32>() * (BINS + 4 + FOUND + tile.sums.partial());
-        let available = hardware.max_shared_memory_size;
-        match bytes > available {
-            true => {
-                let what = "bytes of shared memory";
-                Err(KernelError::limit(what, available as u32, bytes))
-            }
-            false => Ok(tile),
-        }
+        let available = hardware.max_shared_memory_size as u32;
+        KernelError::check("bytes of shared memory", available, bytes)?;
+        Ok(tile)
     }
 
     /// Values of a digit that a unit has.

@@ -82,9 +82,7 @@ fn sum_chunks<E: Float, A: Float, O: Float, N: Size>(
     row_vectors: usize,
     chunk_rows: usize,
     #[comptime] shape: Shape,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
-    #[define(O)] _output_type: ElemType,
+    #[define(E, A, O)] _types: [ElemType; 3],
 ) {
     let mut shared = Shared::<[Vector<A, N>]>::new_slice(comptime!(shape.columns * shape.rows));
     let unit = UNIT_POS as usize;
@@ -259,9 +257,7 @@ impl Launch {
         };
         let (x_most, y_most, _) = hardware.max_cube_count;
         let columns = row_vectors.div_ceil(columns);
-        if columns > x_most as usize {
-            return Err(KernelError::limit("cubes along columns", x_most, columns));
-        }
+        KernelError::check("cubes along columns", x_most, columns)?;
         Ok(Self {
             vector,
             row_vectors,
@@ -310,9 +306,7 @@ impl Launch {
                 self.row_vectors,
                 chunk_rows,
                 shape,
-                element,
-                self.accumulator,
-                output_element,
+                [element, self.accumulator, output_element],
             );
         }
     }

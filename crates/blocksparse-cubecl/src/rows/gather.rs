@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::indexed::{IndexedRows, Sizes, row_at};
-use super::norm_shape::{LANE_NUMBERS, has, place, tile_of};
+use super::norm_shape::{LANE_NUMBERS, place, store_row, tile_of};
 use super::typed::Typed;
 use crate::args::{address_of, buffer, spread};
 use crate::error::KernelError;
@@ -23,8 +23,7 @@ fn gather<E: Float, A: Float, N: Size>(
     sizes: Sizes,
     #[comptime] tile: RowTile,
     #[comptime] ahead: usize,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let vectors = comptime!(tile.lane_vectors());
     let row_vectors = comptime!(tile.row_vectors);
@@ -55,13 +54,7 @@ fn gather<E: Float, A: Float, N: Size>(
                 }
             }
         }
-        #[unroll]
-        for i in 0..vectors {
-            if has(lane, i, tile) {
-                output[at * row_vectors + place(lane, i, tile)] =
-                    Vector::<E, N>::cast_from(sums[i]);
-            }
-        }
+        store_row::<E, A, N>(output, &sums, at * row_vectors, true, lane, tile);
     }
 }
 
@@ -98,8 +91,7 @@ pub fn gather_rows(
             of.sizes(),
             tile,
             if of.most >= AHEAD { AHEAD } else { 1 },
-            element,
-            super::accumulator_of(element),
+            [element, super::accumulator_of(element)],
         );
     }
     Ok(())

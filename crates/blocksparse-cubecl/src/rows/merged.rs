@@ -45,8 +45,7 @@ fn merge<E: Float, A: Float, N: Size>(
     sizes: Sizes,
     neg_infinity: InputScalar,
     #[comptime] tile: RowTile,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let vectors = comptime!(tile.lane_vectors());
     let row_vectors = comptime!(tile.row_vectors);
@@ -111,8 +110,7 @@ fn by_rows<E: Float, A: Float, N: Size>(
     shares: &mut [A],
     sizes: Sizes,
     #[comptime] tile: RowTile,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let vectors = comptime!(tile.lane_vectors());
     let row_vectors = comptime!(tile.row_vectors);
@@ -202,8 +200,7 @@ fn by_places<E: Float, A: Float, N: Size>(
     sizes: Sizes,
     all: usize,
     #[comptime] tile: RowTile,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let row_vectors = comptime!(tile.row_vectors);
     let unit = UNIT_POS as usize;
@@ -305,8 +302,7 @@ pub fn merge_rows(
             of.sizes(),
             InputScalar::new(f64::NEG_INFINITY, accumulator),
             tile,
-            element,
-            accumulator,
+            [element, accumulator],
         );
     }
     Ok(())
@@ -358,8 +354,7 @@ pub fn merge_rows_backward(
             buffer(&shares, numbers),
             of.sizes(),
             tile,
-            element,
-            accumulator,
+            [element, accumulator],
         );
         by_places::launch_unchecked(
             client,
@@ -375,8 +370,7 @@ pub fn merge_rows_backward(
             of.sizes(),
             all,
             tile,
-            element,
-            accumulator,
+            [element, accumulator],
         );
     }
     Ok(())

@@ -38,6 +38,40 @@ pub fn has(lane: usize, i: usize, #[comptime] tile: RowTile) -> bool {
         || lane + i * comptime!(tile.lanes) < comptime!(tile.row_vectors)
 }
 
+/// The lane's vectors of a row that begins with vector `start`.
+#[cube]
+pub fn load_row<E: Float, A: Float, N: Size>(
+    source: &[Vector<E, N>],
+    start: usize,
+    lane: usize,
+    #[comptime] tile: RowTile,
+) -> Array<Vector<A, N>> {
+    let mut row = Array::<Vector<A, N>>::new(comptime!(tile.lane_vectors()));
+    #[unroll]
+    for i in 0..comptime!(tile.lane_vectors()) {
+        row[i] = Vector::<A, N>::cast_from(source[start + place(lane, i, tile)]);
+    }
+    row
+}
+
+/// Writes what [`load_row`] reads, if the row exists.
+#[cube]
+pub fn store_row<E: Float, A: Float, N: Size>(
+    target: &mut [Vector<E, N>],
+    row: &Array<Vector<A, N>>,
+    start: usize,
+    exists: bool,
+    lane: usize,
+    #[comptime] tile: RowTile,
+) {
+    #[unroll]
+    for i in 0..comptime!(tile.lane_vectors()) {
+        if exists && has(lane, i, tile) {
+            target[start + place(lane, i, tile)] = Vector::<E, N>::cast_from(row[i]);
+        }
+    }
+}
+
 /// The sum of the elements of a vector.
 #[cube]
 pub fn sum_of<A: Float, N: Size>(vector: Vector<A, N>) -> A {
@@ -77,8 +111,5 @@ pub fn widest(elements: impl IntoIterator<Item = ElemType>) -> ElemType {
 /// That a launch can have so many buffers, and one more with the numbers of the call.
 pub fn check_buffers(client: &Client, buffers: usize) -> Result<(), KernelError> {
     let most = client.properties().hardware.max_bindings;
-    match buffers < most as usize {
-        true => Ok(()),
-        false => Err(KernelError::limit("buffers of a launch", most, buffers + 1)),
-    }
+    KernelError::check("buffers of a launch", most, buffers + 1)
 }

@@ -57,8 +57,7 @@ pub fn delta<E: Float, A: Float, N: Size>(
     lengths: StatsLengths,
     lse_factor: InputScalar,
     #[comptime] t: DeltaConfig,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let lanes = comptime!(t.lanes);
     let row = ABSOLUTE_POS / lanes;
@@ -67,7 +66,7 @@ pub fn delta<E: Float, A: Float, N: Size>(
     let vectors = comptime!(t.value_dim / width);
     let rows = lengths.rows;
     let strides = &outputs.grad_out.strides;
-    let position = position_of(row % lengths.pitch, &listing, comptime!(t.residue));
+    let position = position_of(row % lengths.pitch, &listing, t.residue);
     let head = row / lengths.pitch % lengths.heads;
     let batch = row / lengths.pitch / lengths.heads;
     let exists = row < rows && position < strides.len;

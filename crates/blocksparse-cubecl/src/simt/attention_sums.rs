@@ -91,8 +91,7 @@ pub fn attention_sums<E: Float, A: Float, N: Size>(
     numbers: ScoreInputs,
     dropout: DropoutArgs<InputScalar>,
     #[comptime] config: SumsConfig,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let t = comptime!(config.tile);
     let side = comptime!(t.rows);
@@ -244,7 +243,7 @@ pub fn attention_sums<E: Float, A: Float, N: Size>(
     }
     sync_cube();
     let segment = head_row * CUBE_COUNT_X as usize + CUBE_POS_X as usize;
-    store_line(sums, &pairs, segment, comptime!(config.line), t);
+    store_line(sums, &pairs, segment, config.line, t);
 }
 
 /// What a launch sums of a layout.

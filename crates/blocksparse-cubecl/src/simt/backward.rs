@@ -79,8 +79,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     numbers: ScoreInputs,
     dropout: DropoutArgs<InputScalar>,
     #[comptime] t: Tile,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let plan = &schedule.plan;
     let columns = comptime!(t.columns());
@@ -123,7 +122,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
     } else {
         1
     }));
-    let mut key_sums = no_numbers::<A>(comptime!(t.unit_rows));
+    let mut key_sums = no_numbers::<A>(t.unit_rows);
     // A fused pass has a cube for a group of tiles, and sums of dQ for each group.
     let group_rows = CUBE_POS_X as usize * schedule.slice.batches * heads * b_len;
     if comptime!(t.fused) {

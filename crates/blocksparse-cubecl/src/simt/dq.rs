@@ -239,7 +239,7 @@ pub fn add_product<A: Float>(
     let together = comptime!(if t.rows < 4 { t.rows } else { 4 });
     let lane = UNIT_POS_X as usize % comptime!(deal.lanes);
     let column = first_column(t);
-    for first in range_stepped(0usize, comptime!(t.rows), together) {
+    for first in range_stepped(0usize, t.rows, together) {
         let keys_at = bounded(first * pitch + lane, comptime!(t.rows * pitch));
         let ds_at = bounded(
             first * weight_pitch + column,
@@ -247,7 +247,7 @@ pub fn add_product<A: Float>(
         );
         #[unroll]
         for next in 0..together {
-            let mut rhs = Array::<Vector<A, Four>>::new(comptime!(deal.fours));
+            let mut rhs = Array::<Vector<A, Four>>::new(deal.fours);
             #[unroll]
             for f in 0..comptime!(deal.fours) {
                 let mut at = keys_at + comptime!(next * pitch + f * deal.lanes);
@@ -311,8 +311,7 @@ pub fn finish<E: Float, A: Float, N: Size>(
     scale: InputScalar,
     #[comptime] dim: usize,
     #[comptime] carry: bool,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let fours = comptime!(fours(dim));
     let width = N::value();

@@ -41,8 +41,7 @@ pub fn forward<E: Float, A: Float, N: Size>(
     neg_infinity: InputScalar,
     dropout: DropoutArgs<InputScalar>,
     #[comptime] t: Tile,
-    #[define(E)] _element: ElemType,
-    #[define(A)] _accumulator: ElemType,
+    #[define(E, A)] _types: [ElemType; 2],
 ) {
     let plan = &schedule.plan;
     let unit = unit_of_cube(t);

@@ -79,9 +79,7 @@ fn idle(cubes: usize, slots: usize) -> f64 {
 /// # Errors
 /// The reason.
 pub fn choose(part: &PartRequest, mainloops: [Tile; 2]) -> Result<Fused, &'static str> {
-    let &PartRequest {
-        layout, request, ..
-    } = part;
+    let (layout, request) = (part.layout, part.request);
     let forced = part.limit == TierLimit::SimtFused;
     if part.limit == TierLimit::SimtUnfused {
         return Err("BLOCKSPARSE_TIER says simt-unfused");

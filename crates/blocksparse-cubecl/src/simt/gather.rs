@@ -223,7 +223,7 @@ pub fn load_both<E: Float, A: Float, N: Size>(
 fn entry_span(plan: &PlanWords, first: usize, index: usize, #[comptime] t: Tile) -> Span {
     let word = first + index * comptime!(t.entry_words());
     let place = plan.words[word] as usize * comptime!(t.group);
-    span_of(place, &plan.listing, comptime!(t.residue))
+    span_of(place, &plan.listing, t.residue)
 }
 
 /// The positions of a step with a single entry: they are looked up once.

@@ -20,16 +20,9 @@ use blocksparse::plan::Mainloop;
 /// # Errors
 /// [`KernelError`] if the launch plan is too large; then nothing was launched.
 pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelError> {
-    let &Pass {
-        client,
-        layout,
-        request,
-        inputs: [q, k, v],
-        outputs,
-        options,
-        indexing,
-        ..
-    } = pass;
+    let (client, layout, request) = (pass.client, pass.layout, pass.request);
+    let ([q, k, v], outputs, options) = (pass.inputs, pass.outputs, pass.options);
+    let indexing = pass.indexing;
     let device_plan = plan(client, part.layout, tiling(&tile))?;
     let (heads, rows) = (layout.heads(), pass.rows());
     let (width, accumulator) = (indexing.width, request.accumulator());
@@ -63,8 +56,7 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
                 InputScalar::new(f64::NEG_INFINITY, accumulator),
                 options.dropout_inputs(accumulator),
                 tile,
-                request.dtype,
-                accumulator,
+                [request.dtype, accumulator],
             );
         }
     }
@@ -102,13 +94,8 @@ pub fn launch_fused(
     fused: Fused,
     stats: &Handle,
 ) -> Result<(), KernelError> {
-    let Pass {
-        client,
-        request,
-        options,
-        indexing,
-        ..
-    } = pass.pass;
+    let (client, request) = (pass.pass.client, pass.pass.request);
+    let (options, indexing) = (pass.pass.options, pass.pass.indexing);
     let Fused { tile, groups, .. } = fused;
     let operands = pass.operands(Mainloop::Columns);
     let (rows, accumulator) = (pass.rows(), request.accumulator());
@@ -137,8 +124,7 @@ pub fn launch_fused(
             InputScalar::new(options.scale, accumulator),
             request.head_dim,
             tile.carry,
-            request.dtype,
-            accumulator,
+            [request.dtype, accumulator],
         );
     }
     Ok(())
@@ -191,21 +177,11 @@ fn launch_mainloop(
     slice: Slice,
     sums: Option<GroupSums>,
 ) -> Result<(), KernelError> {
-    let Pass {
-        client,
-        layout,
-        request,
-        options,
-        indexing,
-        ..
-    } = pass.pass;
-    let &Operands {
-        a: [a1, a2],
-        b: [b1, b2],
-        out,
-        elements,
-        ..
-    } = operands;
+    let (client, layout) = (pass.pass.client, pass.pass.layout);
+    let (request, options) = (pass.pass.request, pass.pass.options);
+    let indexing = pass.pass.indexing;
+    let ([a1, a2], [b1, b2], out) = (operands.a, operands.b, operands.out);
+    let elements = operands.elements;
     let device_plan = plan(client, part.layout, tiling(&tile))?;
     let (heads, rows) = (layout.heads(), pass.rows());
     let (width, accumulator) = (indexing.width, request.accumulator());
@@ -250,8 +226,7 @@ fn launch_mainloop(
                 options.score_inputs(accumulator),
                 options.dropout_inputs(accumulator),
                 tile,
-                request.dtype,
-                accumulator,
+                [request.dtype, accumulator],
             );
         }
     }

@@ -32,51 +32,24 @@ use super::tuning::Tuning;
 use blocksparse::plan::{Grouping, Tiling};
 use tile::pitch;
 
-/// A shape that a tile may have, and its speed relative to the others on a large problem, 0 if it is none
-/// for a kernel.
-struct Candidate {
-    rows: usize,
-    cols: usize,
-    unit_rows: usize,
-    /// Of the forward pass, at widths up to 64 and at larger ones.
-    forward: [f64; 2],
-    /// Of the mainloops of the backward pass.
-    backward: [f64; 2],
-    /// Of the fused backward pass, on the scale of the mainloops: from instructions in the machine code, not from times.
-    fused: [f64; 2],
-}
-
-const fn candidate(
-    rows: usize,
-    cols: usize,
-    unit_rows: usize,
-    forward: [f64; 2],
-    backward: [f64; 2],
-    fused: [f64; 2],
-) -> Candidate {
-    Candidate {
-        rows,
-        cols,
-        unit_rows,
-        forward,
-        backward,
-        fused,
-    }
-}
+/// A shape that a tile may have, rows, columns and rows of a unit; and its speeds relative to the others on a large problem, at widths up to 64 and at
+/// larger ones, 0 if it is none for a kernel: of the forward pass, of the mainloops of the backward pass, and of the fused backward pass, on the scale of the
+/// mainloops, from instructions in the machine code and not from times.
+struct Candidate([usize; 3], [[f64; 2]; 3]);
 
 /// Larger tiles read less shared memory per multiply-add; of smaller ones more cubes share a multiprocessor.
 const CANDIDATES: [Candidate; 10] = [
-    candidate(128, 64, 8, [0.96, 1.0], [1.0, 1.0], [1.0, 1.0]),
-    candidate(64, 64, 8, [0.0; 2], [0.0; 2], [0.99, 0.8]),
-    candidate(64, 64, 4, [0.91, 0.8], [0.9, 0.95], [0.9, 0.95]),
-    candidate(64, 32, 4, [1.0, 0.84], [0.98, 0.87], [0.98, 0.87]),
-    candidate(32, 32, 4, [0.83, 0.67], [0.88, 0.7], [0.88, 0.7]),
-    candidate(32, 16, 2, [0.35; 2], [0.35; 2], [0.35; 2]),
-    candidate(16, 16, 2, [0.25; 2], [0.25; 2], [0.25; 2]),
-    candidate(16, 8, 1, [0.15; 2], [0.15; 2], [0.15; 2]),
-    candidate(8, 8, 1, [0.1; 2], [0.1; 2], [0.1; 2]),
+    Candidate([128, 64, 8], [[0.96, 1.0], [1.0, 1.0], [1.0, 1.0]]),
+    Candidate([64, 64, 8], [[0.0; 2], [0.0; 2], [0.99, 0.8]]),
+    Candidate([64, 64, 4], [[0.91, 0.8], [0.9, 0.95], [0.9, 0.95]]),
+    Candidate([64, 32, 4], [[1.0, 0.84], [0.98, 0.87], [0.98, 0.87]]),
+    Candidate([32, 32, 4], [[0.83, 0.67], [0.88, 0.7], [0.88, 0.7]]),
+    Candidate([32, 16, 2], [[0.35; 2], [0.35; 2], [0.35; 2]]),
+    Candidate([16, 16, 2], [[0.25; 2], [0.25; 2], [0.25; 2]]),
+    Candidate([16, 8, 1], [[0.15; 2], [0.15; 2], [0.15; 2]]),
+    Candidate([8, 8, 1], [[0.1; 2], [0.1; 2], [0.1; 2]]),
     // Rows of 256 in 32 KB.
-    candidate(8, 4, 1, [0.05; 2], [0.05; 2], [0.05; 2]),
+    Candidate([8, 4, 1], [[0.05; 2], [0.05; 2], [0.05; 2]]),
 ];
 
 /// Bytes of shared memory of a cube.
@@ -139,14 +112,15 @@ pub fn describe(tile: &Tile, kernel: Kernel, accumulator: usize) -> String {
 fn shaped(candidate: &Candidate, part: &PartRequest, kernel: Kernel) -> Tile {
     let request = part.request;
     let block = part.layout.block_size();
-    let (units_x, group) = (candidate.cols / 4, candidate.cols.min(block));
+    let Candidate([rows, cols, unit_rows], _) = *candidate;
+    let (units_x, group) = (cols / 4, cols.min(block));
     let planes = &part.properties.features.plane;
     let plane = part.properties.hardware.plane_size_min as usize;
     Tile {
         mainloop: kernel.mainloop(),
-        rows: candidate.rows,
+        rows,
         units_x,
-        unit_rows: candidate.unit_rows,
+        unit_rows,
         head_dim: request.head_dim,
         value_dim: request.value_dim,
         group,
@@ -180,9 +154,7 @@ pub fn choose(part: &PartRequest, kernel: Kernel) -> Result<Tile, KernelError> {
 /// The tile that should be fastest of a kernel, or of the fused backward pass, and what it costs: the pairs that it computes for each
 /// allowed one, over its speed.
 fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Tile)> {
-    let &PartRequest {
-        layout, request, ..
-    } = part;
+    let (layout, request) = (part.layout, part.request);
     let hardware = &part.properties.hardware;
     let accumulator = request.accumulator().size();
     let mainloop = kernel.mainloop();
@@ -192,8 +164,8 @@ fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Til
     let mut best: Option<(f64, Tile)> = None;
     let forced = forced();
     for candidate in &CANDIDATES {
-        let shape = [candidate.rows, candidate.cols, candidate.unit_rows];
-        if forced.is_some_and(|forced| forced != shape) {
+        let Candidate(shape, speeds) = candidate;
+        if forced.is_some_and(|forced| forced != *shape) {
             continue;
         }
         let tile = Tile {
@@ -203,10 +175,11 @@ fn cheapest(part: &PartRequest, kernel: Kernel, fused: bool) -> Option<(f64, Til
         let fits = shared_bytes(&tile, kernel, accumulator) <= hardware.max_shared_memory_size
             && tile.units() <= most_units(part.properties)
             && (!request.store || tile.rows <= layout.block_size());
+        let [forward, backward, of_fused] = speeds.map(|speed| speed[wide]);
         let speed = match kernel {
-            Kernel::Forward => candidate.forward[wide],
-            _ if fused => candidate.fused[wide],
-            _ => candidate.backward[wide],
+            Kernel::Forward => forward,
+            _ if fused => of_fused,
+            _ => backward,
         };
         if speed == 0.0 && forced.is_none() {
             continue;

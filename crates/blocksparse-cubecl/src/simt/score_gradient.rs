@@ -200,7 +200,7 @@ impl<A: Float> PairWeights<A> {
 
     /// The weights as values got them, with dropout.
     pub fn given(&self, kept: &Array<A>, #[comptime] t: Tile) -> Array<Vector<A, Four>> {
-        let mut fours = Array::<Vector<A, Four>>::new(comptime!(t.unit_rows));
+        let mut fours = Array::<Vector<A, Four>>::new(t.unit_rows);
         #[unroll]
         for i in 0..comptime!(t.unit_rows) {
             let mut four = Vector::<A, Four>::zeroed();
@@ -227,7 +227,7 @@ impl<A: Float> PairWeights<A> {
         cols: &QueryStats<A>,
         #[comptime] t: Tile,
     ) -> Array<Vector<A, Four>> {
-        let mut fours = Array::<Vector<A, Four>>::new(comptime!(t.unit_rows));
+        let mut fours = Array::<Vector<A, Four>>::new(t.unit_rows);
         #[unroll]
         for i in 0..comptime!(t.unit_rows) {
             let mut four = Vector::<A, Four>::zeroed();

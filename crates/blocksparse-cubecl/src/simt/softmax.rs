@@ -85,7 +85,7 @@ impl<A: Float> Softmax<A> {
                     &outputs.out[..],
                     at * comptime!(t.value_dim / width),
                     unit.x + comptime!(f * t.units_x),
-                    comptime!(t.value_dim),
+                    t.value_dim,
                 );
             }
         }

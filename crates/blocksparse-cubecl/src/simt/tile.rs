@@ -124,7 +124,7 @@ pub fn unit_of_cube(#[comptime] t: Tile) -> Unit {
 /// The position at a place.
 #[cube]
 pub fn position_at(place: usize, listing: &Listing, #[comptime] t: Tile) -> usize {
-    position_of(place, listing, comptime!(t.residue))
+    position_of(place, listing, t.residue)
 }
 
 /// The tile a cube works on.
@@ -210,7 +210,7 @@ pub fn row_place(plan: &PlanWords, rows: usize, row: usize, #[comptime] t: Tile)
 #[cube]
 pub fn row_span(plan: &PlanWords, rows: usize, row: usize, #[comptime] t: Tile) -> Span {
     let place = row_place(plan, rows, row, t);
-    span_of(place, &plan.listing, comptime!(t.residue))
+    span_of(place, &plan.listing, t.residue)
 }
 
 /// The rows of a unit among those of a contiguous tensor.
@@ -252,5 +252,5 @@ pub fn place(plan: &PlanWords, entry: usize, col: usize, #[comptime] t: Tile) ->
 #[cube]
 pub fn column_span(plan: &PlanWords, entry: usize, unit_x: usize, #[comptime] t: Tile) -> Span {
     let place = place(plan, entry, unit_x * 4, t);
-    span_of(place, &plan.listing, comptime!(t.residue))
+    span_of(place, &plan.listing, t.residue)
 }

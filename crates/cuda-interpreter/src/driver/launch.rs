@@ -5,8 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::memory::regions;
 use super::{Answer, INVALID_PTX, INVALID_VALUE, LAUNCH_FAILED, NOT_FOUND, SUCCESS, listed};
-use crate::machine::{Launch, Settings, run};
-use crate::ptx::{Kernel, Module};
+use crate::machine::{Kernel, Launch, Module, Settings, run};
 
 /// A kernel with its module, which stays for as long as the program runs.
 struct Function {

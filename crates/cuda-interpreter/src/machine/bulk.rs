@@ -4,12 +4,12 @@
 use super::cube::Cube;
 use super::launch::Launch;
 use super::memory::{check_alignment, out_of_bounds, part, placed};
-use super::pending::{Moved, Pending};
+use super::pending::{Effect, Moved, Pending, Way};
 use super::races::{Access, Clock};
 use super::tensor_map::{BYTES, TensorMap};
 use super::warp::Warp;
 use crate::error::Fault;
-use crate::ptx::{Address, Bulk, Effect, Outside, Space, Way};
+use crate::ptx::{Address, Slot, Space};
 
 /// Bytes that bulk copies are multiples of, and so are their places.
 const UNIT: usize = 16;
@@ -17,6 +17,23 @@ const UNIT: usize = 16;
 const BOX_UNIT: usize = 128;
 /// Bytes that places of tensor maps are multiples of.
 const MAP_ALIGNMENT: usize = 64;
+
+/// What a bulk copy reaches outside of shared memory.
+pub enum Outside {
+    /// Consecutive bytes.
+    Bytes { at: Address, count: Slot },
+    /// A box of a tensor.
+    Box {
+        map: Address,
+        coordinates: Vec<Slot>,
+    },
+}
+
+pub struct Bulk {
+    pub shared: Address,
+    pub outside: Outside,
+    pub way: Way<Address>,
+}
 
 impl Pending {
     /// What a thread asks for.

@@ -1,7 +1,23 @@
 //! What the threads of a warp tell each other (PTX ISA, sections 9.7.9.5 and 9.7.13).
 
 use super::warp::each;
-use crate::ptx::{Lanes, Shuffle, Vote};
+use crate::ptx::Lanes;
+
+#[derive(Clone, Copy, Debug)]
+pub enum Shuffle {
+    Up,
+    Down,
+    Butterfly,
+    Index,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Vote {
+    All,
+    Any,
+    Uniform,
+    Ballot,
+}
 
 /// `shfl.sync`: the values that lanes get, and whether their source was within its segment. A lane that does not take
 /// part is read as it stands.

@@ -1,10 +1,111 @@
 //! Fragments (`wmma`). Where their numbers lie in registers is ours: number `e`, row by row, is in lane `e % 32`.
 
 use super::cube::Cube;
-use super::matrix::number;
+use super::matrix::{Element, number, shape};
+use super::op::Op;
 use super::warp::Warp;
 use crate::error::Fault;
-use crate::ptx::{Element, Fragment, FragmentPlace, FragmentProduct, f16_to_f32, f32_to_f16};
+use crate::ptx::{Address, Decoded, Reader, Slot, Space, Type, f16_to_f32, f32_to_f16};
+
+/// A matrix in registers whose places only the instructions on it know (PTX ISA, section 9.7.14.4).
+struct Fragment {
+    rows: usize,
+    columns: usize,
+    element_bytes: usize,
+    slots: Vec<Slot>,
+}
+
+/// A fragment's place in memory: its first number, numbers from one row or column to the next, and which of them.
+struct FragmentPlace {
+    space: Space,
+    at: Address,
+    stride: Option<Slot>,
+    by_rows: bool,
+}
+
+/// `wmma`: loads, stores and products of fragments.
+pub fn fragments(reader: &mut Reader) -> Decoded<Op> {
+    let Some([rows, columns, depth]) = shape(reader) else {
+        return reader.unknown();
+    };
+    if reader.has("mma") {
+        return fragment_product(reader, [rows, columns, depth]);
+    }
+    let of = |name: &str| reader.modifiers.get(1) == Some(&name);
+    let [rows, columns] = match () {
+        () if of("a") => [rows, depth],
+        () if of("b") => [depth, columns],
+        () => [rows, columns],
+    };
+    let element_bytes = match reader.modifiers.last() {
+        Some(&"tf32") => 4,
+        Some(name) => Type::named(name).map_or(0, Type::bytes),
+        None => 0,
+    };
+    let (space, by_rows) = (reader.space(), reader.has("row"));
+    let of = [rows, columns, element_bytes];
+    let loads = reader.has("load");
+    let loaded = if loads {
+        Some(fragment(reader, of)?)
+    } else {
+        None
+    };
+    let at = reader.address()?;
+    let fragment = loaded.map_or_else(|| fragment(reader, of), Ok)?;
+    let place = FragmentPlace {
+        space,
+        at,
+        stride: reader.optional()?,
+        by_rows,
+    };
+    Ok(match loads {
+        true => Op::whole(move |warp, cube, _| load(warp, cube, &fragment, &place)),
+        false => Op::whole(move |warp, cube, _| store(warp, cube, &fragment, &place)),
+    })
+}
+
+/// A fragment of rows, columns and bytes of an element, for which registers have room.
+fn fragment(reader: &mut Reader, [rows, columns, element_bytes]: [usize; 3]) -> Decoded<Fragment> {
+    let slots = reader.slots()?;
+    match [2, 4].contains(&element_bytes) && rows * columns <= 32 * slots.len() * 4 / element_bytes
+    {
+        true => Ok(Fragment {
+            rows,
+            columns,
+            element_bytes,
+            slots,
+        }),
+        false => reader.unknown(),
+    }
+}
+
+fn fragment_product(reader: &mut Reader, [rows, columns, depth]: [usize; 3]) -> Decoded<Op> {
+    let element = match () {
+        () if reader.has("bf16") => Element::BF16,
+        () if reader.has("tf32") => Element::TF32,
+        () => Element::F16,
+    };
+    let of_factors = element.bytes();
+    // Types of the result and of what is added stand before and behind those of the factors.
+    let shape_at = reader
+        .modifiers
+        .iter()
+        .position(|text| text.starts_with('m') && text.contains('k'));
+    let kinds = &reader.modifiers[shape_at.map_or(0, |at| at + 1)..];
+    let bytes = |name: Option<&&str>| {
+        name.and_then(|name| Type::named(name))
+            .map_or(0, Type::bytes)
+    };
+    let (of_out, of_sums) = (bytes(kinds.first()), bytes(kinds.last()));
+    let out = fragment(reader, [rows, columns, of_out])?;
+    let left = fragment(reader, [rows, depth, of_factors])?;
+    let right = fragment(reader, [depth, columns, of_factors])?;
+    let sums = fragment(reader, [rows, columns, of_sums])?;
+    Ok(Op::whole(move |warp, _, _| {
+        multiply(warp, element, &out, [&left, &right, &sums]);
+        Ok(())
+    }))
+}
 
 /// Of a number the lane, the register and the bits below it there.
 fn place_of(fragment: &Fragment, index: usize) -> (usize, usize, usize) {
@@ -46,7 +147,7 @@ fn addresses(warp: &Warp, fragment: &Fragment, place: &FragmentPlace) -> Vec<u64
 /// # Errors
 ///
 /// [`Fault`] where a device would stop.
-pub fn load(
+fn load(
     warp: &mut Warp,
     cube: &mut Cube,
     fragment: &Fragment,
@@ -63,7 +164,7 @@ pub fn load(
 /// # Errors
 ///
 /// [`Fault`] where a device would stop.
-pub fn store(
+fn store(
     warp: &mut Warp,
     cube: &mut Cube,
     fragment: &Fragment,
@@ -77,21 +178,19 @@ pub fn store(
 }
 
 /// The product of two fragments, and a third.
-pub fn multiply(warp: &mut Warp, product: &FragmentProduct) {
-    let FragmentProduct {
-        element,
-        out,
-        left,
-        right,
-        sums,
-    } = product;
+fn multiply(
+    warp: &mut Warp,
+    element: Element,
+    out: &Fragment,
+    [left, right, sums]: [&Fragment; 3],
+) {
     let numbers = |fragment: &Fragment, element: Element| -> Vec<f32> {
         let count = fragment.rows * fragment.columns;
         (0..count)
             .map(|index| number(element, get(warp, fragment, index)))
             .collect()
     };
-    let (factors, others) = (numbers(left, *element), numbers(right, *element));
+    let (factors, others) = (numbers(left, element), numbers(right, element));
     let results: Vec<u32> = (0..out.rows * out.columns)
         .map(|index| {
             let (row, column) = (index / out.columns, index % out.columns);

@@ -5,9 +5,9 @@ use rand_chacha::ChaCha8Rng;
 
 use super::cube::Cube;
 use super::launch::{Launch, Settings};
-use super::warp::{Flow, Group, Wait, Warp, each};
+use super::op::{Active, guarded};
+use super::warp::{Flow, Group, Wait, Warp};
 use crate::error::{Fault, Stopped};
-use crate::ptx::Instruction;
 
 struct Running<'a> {
     cube: Cube<'a>,
@@ -147,11 +147,21 @@ fn turn_of(cube: &mut Cube, warp: &mut Warp, turn: u64) -> Result<u64, Stopped> 
             let Group { at, lanes, .. } = warp.groups[index];
             let instruction = &cube.launch.kernel.code[at as usize];
             cube.watched(|races| races.line = instruction.line);
-            let active = active(warp, instruction, lanes);
+            let active = guarded(warp, instruction, lanes);
             ran += 1;
             let flow = match active {
                 0 => Ok(Flow::Next),
-                _ => warp.step(cube, &instruction.op, lanes, active),
+                _ => {
+                    let (here, op) = (lanes, &instruction.op);
+                    op.run(
+                        warp,
+                        cube,
+                        Active {
+                            here,
+                            lanes: active,
+                        },
+                    )
+                }
             };
             let flow = flow.map_err(|fault| stopped(cube, warp.number, instruction.line, fault))?;
             match flow {
@@ -202,16 +212,4 @@ fn turn_of(cube: &mut Cube, warp: &mut Warp, turn: u64) -> Result<u64, Stopped> 
         }
     }
     Ok(ran)
-}
-
-/// The threads of a group that an instruction's guard lets take part.
-fn active(warp: &Warp, instruction: &Instruction, lanes: u32) -> u32 {
-    let Some((slot, negated)) = instruction.guard else {
-        return lanes;
-    };
-    let predicate = warp.at(slot);
-    let holds = |lane: &usize| (predicate[*lane] & 1 == 1) != negated;
-    each(lanes)
-        .filter(holds)
-        .fold(0, |active, lane| active | 1 << lane)
 }

@@ -1,7 +1,7 @@
 //! What is launched, and how it runs.
 
+use super::Kernel;
 use super::memory::Regions;
-use crate::ptx::Kernel;
 
 /// How cubes and warps take turns.
 #[derive(Clone, Copy, Debug)]

@@ -3,15 +3,69 @@
 
 use super::cube::Cube;
 use super::memory::{part, read};
+use super::op::Op;
 use super::tensor_map::Swizzle;
 use super::warp::Warp;
 use crate::error::Fault;
-use crate::ptx::{
-    Element, GroupProduct, Lanes, Left, Product, Slot, Space, bf16_to_f32, e4m3_to_f32, f16_to_f32,
-};
+use crate::ptx::{Decoded, Lanes, Reader, Slot, Space, bf16_to_f32, e4m3_to_f32, f16_to_f32};
 
 /// Rows of a warp's tile.
 const ROWS: usize = 16;
+
+/// Numbers that tensor cores multiply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Element {
+    F16,
+    BF16,
+    TF32,
+    E4M3,
+}
+
+impl Element {
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::E4M3 => 1,
+            Self::F16 | Self::BF16 => 2,
+            Self::TF32 => 4,
+        }
+    }
+}
+
+/// The element that both operands of a product have, of sums in f32.
+fn element(reader: &Reader) -> Decoded<Element> {
+    let kinds: Vec<&str> = reader
+        .modifiers
+        .iter()
+        .rev()
+        .copied()
+        .take_while(|text| !text.starts_with('m'))
+        .collect();
+    let of = |name: &str| kinds.iter().filter(|text| **text == name).count();
+    let elements = [
+        ("bf16", Element::BF16),
+        ("f16", Element::F16),
+        ("tf32", Element::TF32),
+        ("e4m3", Element::E4M3),
+    ];
+    let factors = elements.into_iter().find(|(name, _)| of(name) == 2);
+    match factors {
+        Some((_, element)) if (1..=2).contains(&of("f32")) => Ok(element),
+        _ => reader.unknown(),
+    }
+}
+
+/// Rows, columns and depth: `m64n128k16`.
+pub fn shape(reader: &Reader) -> Option<[usize; 3]> {
+    reader.modifiers.iter().find_map(|text| {
+        let (rows, rest) = text.strip_prefix('m')?.split_once('n')?;
+        let (columns, depth) = rest.split_once('k')?;
+        Some([
+            rows.parse().ok()?,
+            columns.parse().ok()?,
+            depth.parse().ok()?,
+        ])
+    })
+}
 
 /// The value of a number of a tile.
 pub fn number(element: Element, bits: u32) -> f32 {
@@ -41,31 +95,54 @@ fn left_of(warp: &Warp, element: Element, slots: &[Slot]) -> Vec<[f32; ROWS]> {
     numbers
 }
 
-/// `mma.sync`: sixteen rows, eight columns.
-pub fn multiply(warp: &mut Warp, product: &Product, lanes: u32) {
-    let element = product.element;
-    let left = left_of(warp, element, &product.left);
-    let each = 4 / element.bytes();
-    let mut right = vec![[0.0; 8]; product.depth];
-    for (register, &slot) in product.right.iter().enumerate() {
+/// `mma.sync` with 16 rows and 8 columns (PTX ISA, section 9.7.14).
+pub fn product(reader: &mut Reader) -> Decoded<Op> {
+    let element = element(reader)?;
+    let Some([16, 8, depth]) = shape(reader) else {
+        return reader.unknown();
+    };
+    let [out, left] = [reader.slots()?, reader.slots()?];
+    let [right, sums] = [reader.slots()?, reader.slots()?];
+    let numbers = 4 / element.bytes();
+    if [out.len(), left.len() * numbers, right.len() * numbers] != [4, depth / 2, depth / 4] {
+        return reader.unknown();
+    }
+    let reads = sums.clone();
+    Ok(Op::whole(move |warp, _, lanes| {
+        multiply(warp, element, depth, [&out, &left, &right, &sums], lanes);
+        Ok(())
+    })
+    .reading(&reads))
+}
+
+fn multiply(
+    warp: &mut Warp,
+    element: Element,
+    depth: usize,
+    [out, left, right, sums]: [&[Slot]; 4],
+    lanes: u32,
+) {
+    let left = left_of(warp, element, left);
+    let numbers = 4 / element.bytes();
+    let mut others = vec![[0.0; 8]; depth];
+    for (register, &slot) in right.iter().enumerate() {
         for lane in 0..32 {
-            for part in 0..each {
-                let depth = register * 4 * each + lane % 4 * each + part;
-                let bits = (warp.at(slot)[lane] >> (32 / each * part)) as u32;
-                right[depth][lane / 4] = number(element, bits);
+            for part in 0..numbers {
+                let depth = register * 4 * numbers + lane % 4 * numbers + part;
+                let bits = (warp.at(slot)[lane] >> (32 / numbers * part)) as u32;
+                others[depth][lane / 4] = number(element, bits);
             }
         }
     }
     for register in 0..4 {
         let sums: Lanes = std::array::from_fn(|lane| {
             let (row, column) = (lane / 4 + register / 2 * 8, lane % 4 * 2 + register % 2);
-            let sum = f32::from_bits(warp.at(product.sums[register])[lane] as u32);
-            let sum = (0..product.depth).fold(sum, |sum, depth| {
-                sum + left[depth][row] * right[depth][column]
-            });
+            let sum = f32::from_bits(warp.at(sums[register])[lane] as u32);
+            let terms = left.iter().zip(&others);
+            let sum = terms.fold(sum, |sum, (left, right)| sum + left[row] * right[column]);
             sum.to_bits().into()
         });
-        warp.set(product.out[register], &sums, lanes);
+        warp.set(out[register], &sums, lanes);
     }
 }
 
@@ -148,16 +225,88 @@ impl Described {
     }
 }
 
+/// The left operand of a warpgroup's product.
+enum Left {
+    Described(Slot),
+    Registers(Vec<Slot>),
+}
+
+/// `wgmma.mma_async` (PTX ISA, section 9.7.15).
+struct GroupProduct {
+    element: Element,
+    columns: usize,
+    sums: Vec<Slot>,
+    left: Left,
+    right: Slot,
+    adds: Slot,
+    signs: [Slot; 2],
+    /// Whether the rows of the operands run along the dimension of the sums.
+    transposed: [Option<Slot>; 2],
+}
+
+pub fn group_product(reader: &mut Reader) -> Decoded<Op> {
+    if reader.has("fence") {
+        return Ok(Op::nothing());
+    }
+    if reader.has("commit_group") {
+        return Ok(Op::then(|warp, cube, _| {
+            cube.watched(|races| races.commit_products(warp.number));
+            Ok(())
+        }));
+    }
+    // Until at most so many groups of products are under way.
+    if reader.has("wait_group") {
+        let left = reader.slot()?;
+        return Ok(Op::then(move |warp, cube, _| match &mut cube.races {
+            Some(races) => races.wait_products(warp.number, warp.at(left)[0] as usize),
+            None => Ok(()),
+        }));
+    }
+    let element = element(reader)?;
+    let Some([64, columns, depth]) = shape(reader) else {
+        return reader.unknown();
+    };
+    if depth != 32 / element.bytes() {
+        return reader.unknown();
+    }
+    let sums = reader.slots()?;
+    let left = match reader.slots()? {
+        one if one.len() == 1 => Left::Described(one[0]),
+        registers => Left::Registers(registers),
+    };
+    let (right, adds) = (reader.slot()?, reader.slot()?);
+    let signs = [reader.slot()?, reader.slot()?];
+    let turned_left = match &left {
+        Left::Described(_) => reader.optional()?,
+        Left::Registers(_) => None,
+    };
+    let transposed = [turned_left, reader.optional()?];
+    if sums.len() != columns / 2 || reader.left() > 0 {
+        return reader.unknown();
+    }
+    let product = GroupProduct {
+        element,
+        columns,
+        sums,
+        left,
+        right,
+        adds,
+        signs,
+        transposed,
+    };
+    Ok(Op::whole(move |warp, cube, _| {
+        multiply_group(warp, cube, &product)?;
+        cube.watched(|races| races.hold_registers(warp.number, &product.sums));
+        Ok(())
+    }))
+}
+
 /// `wgmma.mma_async`: the sixteen rows of a warpgroup's 64 that are a warp's. The result is there at once.
 ///
 /// # Errors
 ///
 /// [`Fault`] for operands outside of shared memory.
-pub fn multiply_group(
-    warp: &mut Warp,
-    cube: &mut Cube,
-    product: &GroupProduct,
-) -> Result<(), Fault> {
+fn multiply_group(warp: &mut Warp, cube: &mut Cube, product: &GroupProduct) -> Result<(), Fault> {
     let element = product.element;
     let depths = 32 / element.bytes();
     let value = |slot: Slot| warp.uniform(slot, u32::MAX);

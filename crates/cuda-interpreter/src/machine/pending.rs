@@ -2,7 +2,23 @@
 
 use super::races::Clock;
 use super::tensor_map::TensorMap;
-use crate::ptx::Way;
+
+/// What becomes of what a bulk copy brings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    Replace,
+    AddF32,
+}
+
+/// Which way a bulk copy goes.
+#[derive(Clone, Copy, Debug)]
+pub enum Way<At> {
+    /// To shared memory, counted by a barrier.
+    In {
+        barrier: At,
+    },
+    Out(Effect),
+}
 
 /// What a copy moves outside of shared memory.
 pub enum Moved {

@@ -1,11 +1,11 @@
 //! Kernels written out in PTX, whose results are known.
 
+use super::Module;
 use super::grid::run;
 use super::launch::{Launch, Settings};
 use super::memory::Regions;
 use super::tensor_map::{Swizzle, TensorMap};
 use crate::error::{Fault, Stopped};
-use crate::ptx::Module;
 
 /// A kernel that gets the address of its output, with `body` behind what all of them begin with: `%out`, and `%mine`,
 /// where a thread has four bytes.

@@ -14,7 +14,7 @@ macro_rules! lanes {
         lanes!(Four $a $b $c $d; $value)
     };
     ($arguments:ident $($x:ident)+; $value:expr) => {
-        Pure::$arguments(|$($x),+| {
+        $crate::ptx::Pure::$arguments(|$($x),+| {
             std::array::from_fn(|lane| {
                 $(let $x = $x[lane];)+
                 $value
@@ -69,4 +69,5 @@ macro_rules! by_float {
     };
 }
 
-pub(super) use {by_float, by_integer, by_type, lanes};
+pub(crate) use lanes;
+pub(super) use {by_float, by_integer, by_type};

@@ -2,8 +2,6 @@
 
 mod compare;
 mod convert;
-mod copies;
-mod decode;
 mod floats;
 mod functions;
 mod instruction;
@@ -12,15 +10,15 @@ mod lanes;
 mod lex;
 mod numbers;
 mod parse;
-mod products;
 mod reader;
 mod types;
 
-pub use instruction::{
-    Address, Bulk, Effect, Element, Fragment, FragmentPlace, FragmentProduct, GroupProduct,
-    Instruction, Lanes, Left, Op, Outside, Place, Product, Shuffle, Slot, Space, Special, Together,
-    Vector, Vote, Way,
-};
-pub use numbers::{bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_f16};
+pub use compare::comparison;
+pub use convert::conversion;
+pub use functions::pure;
+pub use instruction::{Address, Binary, Instruction, Lanes, Place, Pure, Slot, Space, Special};
+pub(crate) use lanes::lanes;
+pub use numbers::{E4M3, F32, Float, bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_f16};
 pub use parse::{Kernel, Module};
+pub use reader::{Argument, Decoded, Program, Reader};
 pub use types::Type;

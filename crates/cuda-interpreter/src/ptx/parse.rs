@@ -3,10 +3,9 @@
 use std::collections::HashMap;
 
 use super::Type;
-use super::decode::decode;
-use super::instruction::{Instruction, Op, Slot, Special};
+use super::instruction::{Instruction, Slot, Special};
 use super::lex::{Token, number, stripped, tokens};
-use super::reader::Argument;
+use super::reader::{Argument, Program};
 use crate::error::Unread;
 
 /// Where shared memory begins. What lies below is the device's own on Hopper.
@@ -23,11 +22,10 @@ pub struct Parameter {
 }
 
 /// An entry of a module.
-#[derive(Default)]
-pub struct Kernel {
+pub struct Kernel<Op> {
     pub name: String,
     pub parameters: Vec<Parameter>,
-    pub code: Vec<Instruction>,
+    pub code: Vec<Instruction<Op>>,
     pub slots: Slot,
     pub constants: HashMap<u64, Slot>,
     pub specials: Vec<(Slot, Special)>,
@@ -36,14 +34,13 @@ pub struct Kernel {
     pub local_bytes: usize,
 }
 
-#[derive(Default)]
-pub struct Module {
-    pub kernels: Vec<Kernel>,
+pub struct Module<Op> {
+    pub kernels: Vec<Kernel<Op>>,
     /// Arrays in global memory.
     pub arrays: Vec<Box<[u8]>>,
 }
 
-impl Module {
+impl<Op: Program> Module<Op> {
     /// # Errors
     ///
     /// [`Unread`] for text that is no PTX, and for instructions that are not known here.
@@ -56,15 +53,14 @@ impl Module {
     }
 }
 
-#[derive(Default)]
-pub(super) struct Parser<'a> {
+struct Parser<'a, Op> {
     tokens: Vec<Token<'a>>,
     at: usize,
     symbols: HashMap<&'a str, u64>,
     static_shared: usize,
-    module: Module,
+    module: Module<Op>,
     /// The one that is being read.
-    kernel: Kernel,
+    kernel: Kernel<Op>,
     scopes: Vec<Scope<'a>>,
     open: Vec<usize>,
     jumps: Vec<(usize, &'a str, Vec<usize>)>,
@@ -76,16 +72,40 @@ struct Scope<'a> {
     labels: HashMap<&'a str, u32>,
 }
 
-impl<'a> Parser<'a> {
+impl<Op> Kernel<Op> {
+    fn new(name: String, parameters: Vec<Parameter>, static_shared: usize) -> Self {
+        Self {
+            name,
+            parameters,
+            code: Vec::new(),
+            slots: SINK + 1,
+            constants: HashMap::new(),
+            specials: Vec::new(),
+            static_shared,
+            local_bytes: 0,
+        }
+    }
+}
+
+impl<'a, Op: Program> Parser<'a, Op> {
     fn new(tokens: Vec<Token<'a>>) -> Self {
         Self {
             tokens,
+            at: 0,
+            symbols: HashMap::new(),
             static_shared: SHARED_START,
-            ..Self::default()
+            module: Module {
+                kernels: Vec::new(),
+                arrays: Vec::new(),
+            },
+            kernel: Kernel::new(String::new(), Vec::new(), 0),
+            scopes: Vec::new(),
+            open: Vec::new(),
+            jumps: Vec::new(),
         }
     }
 
-    pub(super) fn unread<T>(&self, what: impl Into<String>) -> Result<T, Unread> {
+    fn unread<T>(&self, what: impl Into<String>) -> Result<T, Unread> {
         let last = self.tokens.get(self.at).or(self.tokens.last());
         Err(Unread {
             line: last.map_or(0, |token| token.line),
@@ -258,19 +278,15 @@ impl<'a> Parser<'a> {
         self.at += 1;
         self.scopes = vec![Scope::default()];
         self.open = vec![0];
-        self.kernel = Kernel {
-            name,
-            parameters,
-            slots: SINK + 1,
-            static_shared: self.static_shared,
-            ..Kernel::default()
-        };
+        self.kernel = Kernel::new(name, parameters, self.static_shared);
         self.kernel.code = self.body()?;
-        self.module.kernels.push(std::mem::take(&mut self.kernel));
+        let none = Kernel::new(String::new(), Vec::new(), 0);
+        let read = std::mem::replace(&mut self.kernel, none);
+        self.module.kernels.push(read);
         Ok(())
     }
 
-    fn body(&mut self) -> Result<Vec<Instruction>, Unread> {
+    fn body(&mut self) -> Result<Vec<Instruction<Op>>, Unread> {
         let mut code = Vec::new();
         while !self.open.is_empty() {
             let scope = *self.open.last().expect("a scope is open");
@@ -313,7 +329,7 @@ impl<'a> Parser<'a> {
         }
         // A kernel may end without a word.
         code.push(Instruction {
-            op: Op::Exit,
+            op: self.decode("exit", Vec::new(), 0)?,
             guard: None,
             line: 0,
         });
@@ -323,7 +339,7 @@ impl<'a> Parser<'a> {
                 .rev()
                 .find_map(|&scope| self.scopes[scope].labels.get(label));
             match target {
-                Some(&target) => code[at].op = Op::Branch(target),
+                Some(&target) => code[at].op = Op::jump(target),
                 None => return self.unread(format!("no label {label}")),
             }
         }
@@ -351,7 +367,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn instruction(&mut self, at: usize) -> Result<Instruction, Unread> {
+    fn instruction(&mut self, at: usize) -> Result<Instruction<Op>, Unread> {
         let line = self.tokens[self.at].line;
         let mut guard = None;
         if self.takes("@") {
@@ -364,7 +380,7 @@ impl<'a> Parser<'a> {
             self.jumps.push((at, label, self.open.clone()));
             self.expect(";")?;
             return Ok(Instruction {
-                op: Op::Nothing,
+                op: Op::jump(0),
                 guard,
                 line,
             });
@@ -382,11 +398,13 @@ impl<'a> Parser<'a> {
                 return self.unread(format!("unexpected {:?} behind an operand", self.peek()));
             }
         }
-        let op = match decode(opcode, arguments, |value| self.constant(value)) {
-            Ok(op) => op,
-            Err(what) => return Err(Unread { line, what }),
-        };
+        let op = self.decode(opcode, arguments, line)?;
         Ok(Instruction { op, guard, line })
+    }
+
+    fn decode(&mut self, opcode: &str, arguments: Vec<Argument>, line: u32) -> Result<Op, Unread> {
+        let decoded = Op::decode(opcode, arguments, |value| self.constant(value));
+        decoded.map_err(|what| Unread { line, what })
     }
 
     fn argument(&mut self) -> Result<Argument, Unread> {

@@ -163,6 +163,7 @@ fn plain(
     [cols, stages]: [usize; 2],
 ) -> Tile {
     Tile {
+        mainloop: blocksparse::plan::Mainloop::Rows,
         element,
         head_dim: request.head_dim,
         value_dim: request.value_dim,

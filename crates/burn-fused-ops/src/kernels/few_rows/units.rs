@@ -111,9 +111,9 @@ fn by_rows<E: Float, A: Float, P: Float, N: Size>(
 ) {
     let unit = UNIT_POS as usize;
     let strip = CUBE_POS;
-    let mut sums = Array::<Vector<A, N>>::new(comptime!(k.rows));
+    let mut sums = Array::<Vector<A, N>>::new(k.rows);
     // Of the second weight, where the first is a gate.
-    let mut others = Array::<Vector<A, N>>::new(comptime!(k.rows));
+    let mut others = Array::<Vector<A, N>>::new(k.rows);
     #[unroll]
     for row in 0..comptime!(k.rows) {
         sums[row] = Vector::<A, N>::zeroed();
@@ -145,7 +145,7 @@ fn by_rows<E: Float, A: Float, P: Float, N: Size>(
         }
     }
     let mut shared = Shared::<[A]>::new_slice(comptime!(k.vector * (k.units + PAD)));
-    let mut partial = Shared::<[A]>::new_slice(comptime!(k.units));
+    let mut partial = Shared::<[A]>::new_slice(k.units);
     let place = place_of(k);
     #[unroll]
     for row in 0..comptime!(k.rows) {
@@ -275,7 +275,7 @@ fn by_columns<E: Float, A: Float, N: Size>(
     for step in 0..comptime!(vectors.div_ceil(LANES)) {
         let at = step * comptime!(LANES) + lane;
         if at < vectors {
-            let mut loaded = Array::<Vector<E, N>>::new(comptime!(k.columns));
+            let mut loaded = Array::<Vector<E, N>>::new(k.columns);
             #[unroll]
             for i in 0..comptime!(k.columns) {
                 // Units behind the last column read it once more.
@@ -324,9 +324,7 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
     let (element, [rows, depth]) = (call.x.1, call.lengths);
     let widths: Vec<usize> = call.weights.iter().map(|weight| weight.width).collect();
     let vector = BYTES / element.size();
-    if rows > MOST_UNIT_ROWS {
-        return Err(KernelError::limit("rows", MOST_UNIT_ROWS as u64, rows));
-    }
+    KernelError::check("rows", MOST_UNIT_ROWS as u64, rows)?;
     let accumulator = accumulator_of(element);
     let added = call.bias.map_or(accumulator, |bias| bias.1);
     let properties = client.properties();

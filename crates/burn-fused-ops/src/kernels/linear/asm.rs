@@ -33,12 +33,7 @@ pub struct MainLoop {
 /// A slab's products are started while those of the slab before it are computed; a slab is free when the next one's have been started and its own are
 /// done.
 fn main_loop_text(of: MainLoop) -> String {
-    let MainLoop {
-        cols,
-        stages,
-        empty,
-        ..
-    } = of;
+    let (cols, stages, empty) = (of.cols, of.stages, of.empty);
     let out = registers(0, cols / 2);
     let ty = of.half.ptx();
     let [trans_a, trans_b] = of.across.map(usize::from);

@@ -10,8 +10,8 @@ use cubecl::prelude::*;
 
 use crate::kernels::linear::tile::{Epilogue, ProductTile};
 use blocksparse_cubecl::arch::ptx::{
-    Half, global_address, pack, read_four_words_once, shared_load, shared_store, shuffle_xor,
-    trade_four, unpack,
+    Half, global_address, pack, pack_at, read_four_words_once, shared_load, shared_store,
+    shuffle_xor, trade_four, unpack,
 };
 use blocksparse_cubecl::arch::tma::named_sync;
 use blocksparse_cubecl::shared::curve::{ActivationKind, Curve, slope, value};
@@ -148,10 +148,7 @@ fn own_eight<S: Size>(
     #[unroll]
     for j in 0..4usize {
         let n = comptime!(16 * chunk + 4 * j + 2 * lower);
-        own.insert(
-            j,
-            pack(sums.extract(n), sums.extract(comptime!(n + 1)), half),
-        );
+        own.insert(j, pack_at::<S>(sums, n, half));
     }
     trade_four(own, lane)
 }

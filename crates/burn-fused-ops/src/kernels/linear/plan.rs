@@ -110,55 +110,41 @@ impl ProductRequest {
     fn check_epilogue(&self) -> Result<(), &'static str> {
         let whole = self.wide && !self.parts && !self.by_heads;
         let are_runs = |of: &[usize], run| of.contains(&run) && self.cols.is_multiple_of(run);
-        // What has to hold first, and what then.
-        let [(first, why), (second, why_not)] = match self.epilogue {
-            Epilogue::Plain => return Ok(()),
-            Epilogue::LogSums { run } => [
-                (whole, "sums of exponentials are of whole sums in f32"),
-                (
-                    are_runs(&[8, 16, 32, 64], run),
-                    "the columns are no runs of 8, 16, 32 or 64",
-                ),
-            ],
-            Epilogue::Maxima { run } => [
-                (whole, "the highest are of whole sums in f32"),
-                (
-                    are_runs(&[8, 16, 32, 64, 128], run),
-                    "the columns are no runs of 8, 16, 32, 64 or 128",
-                ),
-            ],
-            Epilogue::LineSums => [
-                (whole, "sums over columns are of whole sums in f32"),
-                (
-                    self.rows <= ROWS,
-                    "sums over columns are of the rows of one tile",
-                ),
-            ],
-            Epilogue::Highest(Highest { most, parts, step }) => [
-                (whole, "choices are by whole sums in f32"),
-                (
-                    (1..=MOST_HIGHEST).contains(&most)
-                        && [1, 2].contains(&parts)
-                        && step > 0
-                        && self.cols <= MOST_COLUMNS,
-                    "a row chooses up to 8 scores of up to 256 columns",
-                ),
-            ],
-            Epilogue::Activation(_) => [(!self.wide, NOT_HALF), (true, "")],
-            Epilogue::Gradient { .. } => [(!self.wide, NOT_HALF), (self.batch <= 1, NOT_ONE)],
-            Epilogue::Heads { .. } if self.wide => [(false, NOT_HALF); 2],
-            Epilogue::Heads { dim } => [
-                (self.batch <= 1, NOT_ONE),
-                (
-                    dim.is_multiple_of(8) && dim > 0,
-                    "a head's columns are not a multiple of 8",
-                ),
-            ],
-        };
-        match (first, second) {
-            (true, true) => Ok(()),
-            (true, false) => Err(why_not),
-            (false, _) => Err(why),
+        let need = |holds: bool, why| if holds { Ok(()) } else { Err(why) };
+        match self.epilogue {
+            Epilogue::Plain => Ok(()),
+            Epilogue::LogSums { run } => {
+                need(whole, "sums of exponentials are of whole sums in f32")?;
+                let is_run = are_runs(&[8, 16, 32, 64], run);
+                need(is_run, "the columns are no runs of 8, 16, 32 or 64")
+            }
+            Epilogue::Maxima { run } => {
+                need(whole, "the highest are of whole sums in f32")?;
+                let is_run = are_runs(&[8, 16, 32, 64, 128], run);
+                need(is_run, "the columns are no runs of 8, 16, 32, 64 or 128")
+            }
+            Epilogue::LineSums => {
+                need(whole, "sums over columns are of whole sums in f32")?;
+                let why = "sums over columns are of the rows of one tile";
+                need(self.rows <= ROWS, why)
+            }
+            Epilogue::Highest(Highest { most, parts, step }) => {
+                need(whole, "choices are by whole sums in f32")?;
+                let is_choice = (1..=MOST_HIGHEST).contains(&most) && [1, 2].contains(&parts);
+                let fits = is_choice && step > 0 && self.cols <= MOST_COLUMNS;
+                need(fits, "a row chooses up to 8 scores of up to 256 columns")
+            }
+            Epilogue::Activation(_) => need(!self.wide, NOT_HALF),
+            Epilogue::Gradient { .. } => {
+                need(!self.wide, NOT_HALF)?;
+                need(self.batch <= 1, NOT_ONE)
+            }
+            Epilogue::Heads { dim } => {
+                need(!self.wide, NOT_HALF)?;
+                need(self.batch <= 1, NOT_ONE)?;
+                let is_whole = dim.is_multiple_of(8) && dim > 0;
+                need(is_whole, "a head's columns are not a multiple of 8")
+            }
         }
     }
 
@@ -364,14 +350,8 @@ impl ProductPlan {
         multiprocessors: usize,
         shapes: impl Iterator<Item = Costed>,
     ) -> Result<Vec<Self>, &'static str> {
-        let ProductRequest {
-            batch,
-            rows,
-            cols,
-            depth,
-            wide,
-            ..
-        } = request;
+        let (batch, rows, cols) = (request.batch, request.rows, request.cols);
+        let (depth, wide) = (request.depth, request.wide);
         request.check_epilogue()?;
         if [batch, rows, cols, depth].contains(&0) {
             return Err("a factor is empty");

@@ -47,15 +47,9 @@ fn load_slab(
     } else {
         #[unroll]
         for span in 0..comptime!((width / ROW_ELEMENTS) as u32) {
-            load_box(
-                map,
-                target + comptime!(span * SPAN_BYTES as u32),
-                bar,
-                across + comptime!(span * ROW_ELEMENTS as u32),
-                depth,
-                within,
-                run,
-            );
+            let target = target + comptime!(span * SPAN_BYTES as u32);
+            let column = across + comptime!(span * ROW_ELEMENTS as u32);
+            load_box(map, target, bar, column, depth, within, run);
         }
     }
 }
@@ -73,27 +67,14 @@ fn load_heads(
     #[comptime] width: usize,
 ) {
     if comptime!(order == Order::Depth) {
-        load_box(
-            map,
-            target,
-            bar,
-            0u32,
-            across % seq,
-            depth / comptime!(HEAD as u32),
-            across / seq,
-        );
+        let (row, head) = (across % seq, depth / comptime!(HEAD as u32));
+        load_box(map, target, bar, 0u32, row, head, across / seq);
     } else {
         #[unroll]
         for span in 0..comptime!((width / ROW_ELEMENTS) as u32) {
-            load_box(
-                map,
-                target + comptime!(span * SPAN_BYTES as u32),
-                bar,
-                0u32,
-                depth % seq,
-                across / comptime!(HEAD as u32) + span,
-                depth / seq,
-            );
+            let (target, row) = (target + comptime!(span * SPAN_BYTES as u32), depth % seq);
+            let head = across / comptime!(HEAD as u32) + span;
+            load_box(map, target, bar, 0u32, row, head, depth / seq);
         }
     }
 }
@@ -125,8 +106,9 @@ pub fn product<S: Size, W: Size>(
     let lane = UNIT_POS_X % 32;
     let stages = comptime!(t.stages as u32);
     if UNIT_POS_X == 0 {
+        let full = base + comptime!(t.full());
         ring_init(
-            base + comptime!(t.full()),
+            full,
             base + comptime!(t.empty()),
             comptime!(stages as usize),
             WARPS,
@@ -217,15 +199,8 @@ pub fn product<S: Size, W: Size>(
                 }
             }
             if wanted != 0u32 {
-                let sums = main_loop::<S>(
-                    a_desc,
-                    b_desc,
-                    base,
-                    number,
-                    place.count,
-                    lead,
-                    comptime!(t.main_loop()),
-                );
+                let of = comptime!(t.main_loop());
+                let sums = main_loop::<S>(a_desc, b_desc, base, number, place.count, lead, of);
                 number += place.count;
                 if comptime!(t.is_lines()) {
                     store_line_sums::<S, W>(
@@ -279,14 +254,9 @@ fn store<S: Size, W: Size>(
         for eight in 0..comptime!(t.cols / 8) {
             let col = place.col + comptime!(8 * eight as u32) + own.lane % 4 * 2;
             let mut words = Vector::<u32, W>::zeroed();
-            words.insert(
-                0usize,
-                u32::reinterpret(sums.extract(comptime!(4 * eight + 2 * lower))),
-            );
-            words.insert(
-                1usize,
-                u32::reinterpret(sums.extract(comptime!(4 * eight + 2 * lower + 1))),
-            );
+            let n = comptime!(4 * eight + 2 * lower);
+            words.insert(0usize, u32::reinterpret(sums.extract(n)));
+            words.insert(1usize, u32::reinterpret(sums.extract(comptime!(n + 1))));
             if col < end {
                 out[at + (col / 2) as usize] = words;
             }

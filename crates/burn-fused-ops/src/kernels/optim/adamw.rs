@@ -166,11 +166,8 @@ pub fn adamw(
     let most = tensors_of_launch(client, 4, 2)?;
     let tensors = tensors.iter().filter(|x| x.parameter.elements > 0);
     let tensors = tensors.map(|tensors| {
-        let AdamWTensors {
-            parameter,
-            gradient,
-            moments: [first, second],
-        } = tensors;
+        let (parameter, gradient) = (&tensors.parameter, &tensors.gradient);
+        let [first, second] = &tensors.moments;
         let all = [parameter, gradient, first, second].into_iter();
         let widths = all.map(|tensor| tensor.vector(client, accumulator.size()));
         let vector = widths.min().unwrap_or(1);

@@ -246,15 +246,9 @@ pub fn bias_activation_backward(
     [rows, width]: [usize; 2],
     pass: &ActivationBackward,
 ) -> Result<(), KernelError> {
-    let ActivationBackward {
-        activation,
-        x,
-        bias,
-        dy,
-        dx,
-        y,
-        sums,
-    } = *pass;
+    let (activation, x, bias) = (pass.activation, pass.x, pass.bias);
+    let (dy, dx, y) = (pass.dy, pass.dx, pass.y);
+    let sums = pass.sums;
     if width == 0 || (dx.is_none() && sums.is_none()) {
         return Ok(());
     }

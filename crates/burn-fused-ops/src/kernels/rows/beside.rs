@@ -64,13 +64,7 @@ pub fn rounded_beside(
     if rows * width == 0 {
         return Ok(());
     }
-    if matrices.len() > MOST_MATRICES {
-        return Err(KernelError::limit(
-            "matrices",
-            MOST_MATRICES as u64,
-            matrices.len(),
-        ));
-    }
+    KernelError::check("matrices", MOST_MATRICES as u64, matrices.len())?;
     check_types(client.properties(), [element, output_type])?;
     let widest = element.size().max(output_type.size());
     // An empty buffer cannot be bound.

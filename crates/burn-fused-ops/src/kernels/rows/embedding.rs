@@ -191,15 +191,11 @@ impl EmbeddingKind {
         check_types(properties, [self.grad, self.table, self.index, accumulator])?;
         let hardware = &properties.hardware;
         let units = most_units(properties);
-        if units < UNITS {
-            return Err(KernelError::limit("units of a cube", units as u32, UNITS));
-        }
+        KernelError::check("units of a cube", units as u32, UNITS)?;
         let lists = (UNITS + UNITS / SEGMENT * GROUPS + UNITS * GROUPS) * size_of::<u32>();
         let bytes = TILE * TILE * accumulator.size() + lists;
-        if bytes > hardware.max_shared_memory_size {
-            let most = hardware.max_shared_memory_size as u32;
-            return Err(KernelError::limit("bytes of shared memory", most, bytes));
-        }
+        let most = hardware.max_shared_memory_size as u32;
+        KernelError::check("bytes of shared memory", most, bytes)?;
         let cubes = self.vocab.div_ceil(TILE) * self.width.div_ceil(TILE);
         let table = self.vocab * self.width * accumulator.size();
         let most = (PARTIAL_BYTES / table.max(1)).min(positions.div_ceil(UNITS));

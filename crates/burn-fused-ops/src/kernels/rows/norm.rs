@@ -10,7 +10,7 @@ use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
 use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::{
-    Kind, LANE_NUMBERS, check_buffers, has, place, sum_of, tile_of, widest,
+    Kind, LANE_NUMBERS, check_buffers, has, load_row, place, store_row, sum_of, tile_of, widest,
 };
 use blocksparse_cubecl::rows::typed::Typed;
 use blocksparse_cubecl::seeds;
@@ -59,20 +59,12 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
     let row = min(row, rows - 1);
     let start = row * row_vectors;
 
-    let mut x = Array::<Vector<A, N>>::new(vectors);
-    #[unroll]
-    for i in 0..vectors {
-        x[i] = Vector::<A, N>::cast_from(stream[start + place(lane, i, tile)]);
-    }
+    let mut x = load_row::<S, A, N>(stream, start, lane, tile);
     #[comptime]
     match branch {
         ComptimeOption::Some(branch) => {
             let mut sum = sum.unwrap();
-            let mut added = Array::<Vector<A, N>>::new(vectors);
-            #[unroll]
-            for i in 0..vectors {
-                added[i] = Vector::<A, N>::cast_from(branch[start + place(lane, i, tile)]);
-            }
+            let mut added = load_row::<B, A, N>(&branch[..], start, lane, tile);
             #[comptime]
             match bias {
                 ComptimeOption::Some(bias) =>
@@ -136,13 +128,7 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
             #[comptime]
             match kept {
                 ComptimeOption::Some(mut kept) => {
-                    #[unroll]
-                    for i in 0..vectors {
-                        if exists && has(lane, i, tile) {
-                            kept.centered[start + place(lane, i, tile)] =
-                                Vector::<H, N>::cast_from(x[i]);
-                        }
-                    }
+                    store_row::<H, A, N>(&mut kept.centered[..], &x, start, exists, lane, tile);
                     if exists && lane == 0 {
                         kept.rstd[row] = scale;
                     }
@@ -165,12 +151,7 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
                 }
                 ComptimeOption::None => {}
             }
-            #[unroll]
-            for i in 0..vectors {
-                if exists && has(lane, i, tile) {
-                    normed[start + place(lane, i, tile)] = Vector::<H, N>::cast_from(x[i]);
-                }
-            }
+            store_row::<H, A, N>(&mut normed[..], &x, start, exists, lane, tile);
         }
         ComptimeOption::None => {}
     }

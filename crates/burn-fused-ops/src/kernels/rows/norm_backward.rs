@@ -11,7 +11,7 @@ use blocksparse_cubecl::error::KernelError;
 use blocksparse_cubecl::rows::columns::{accumulator_of, column_sums};
 use blocksparse_cubecl::rows::norm_shape::LANE_NUMBERS as FORWARD_NUMBERS;
 use blocksparse_cubecl::rows::norm_shape::{
-    Kind, check_buffers, has, place, sum_of, tile_of, widest,
+    Kind, check_buffers, has, load_row, place, store_row, sum_of, tile_of, widest,
 };
 use blocksparse_cubecl::rows::typed::Typed;
 use blocksparse_cubecl::seeds;
@@ -85,6 +85,16 @@ fn finish<A: Float, N: Size>(
     }
 }
 
+#[cube]
+fn zeros<A: Float, N: Size>(#[comptime] tile: RowTile) -> Array<Vector<A, N>> {
+    let mut row = Array::<Vector<A, N>>::new(comptime!(tile.lane_vectors()));
+    #[unroll]
+    for i in 0..comptime!(tile.lane_vectors()) {
+        row[i] = Vector::<A, N>::zeroed();
+    }
+    row
+}
+
 /// What the norm's part reads: the gradient with respect to the normed stream and x̂, `[rows, width]`, 1/σ, `[rows]`, and γ.
 #[derive(CubeType, CubeLaunch)]
 struct NormPart<G: Float, R: Float, A: Float, N: Size> {
@@ -153,25 +163,13 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
         // Units behind the last row read it once more.
         let row = min(row, rows - 1);
         let start = row * row_vectors;
-        let mut ds = Array::<Vector<A, N>>::new(vectors);
-        if comptime!(k.read) {
-            let grad_sum = grad_sum.as_ref().unwrap();
-            #[unroll]
-            for i in 0..vectors {
-                ds[i] = Vector::<A, N>::cast_from(grad_sum[start + place(lane, i, tile)]);
-            }
+        let mut ds = if comptime!(k.read) {
+            load_row::<S, A, N>(&grad_sum.as_ref().unwrap()[..], start, lane, tile)
         } else if comptime!(k.in_place) {
-            let grad_sum = grad_stream.as_ref().unwrap();
-            #[unroll]
-            for i in 0..vectors {
-                ds[i] = Vector::<A, N>::cast_from(grad_sum[start + place(lane, i, tile)]);
-            }
+            load_row::<S, A, N>(&grad_stream.as_ref().unwrap()[..], start, lane, tile)
         } else {
-            #[unroll]
-            for i in 0..vectors {
-                ds[i] = zero;
-            }
-        }
+            zeros::<A, N>(tile)
+        };
         if comptime!(k.norm) {
             let norm = norm.as_ref().unwrap();
             let scale = norm.rstd[row];
@@ -225,13 +223,8 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
             }
         }
         if comptime!(k.stream) {
-            #[unroll]
-            for i in 0..vectors {
-                if exists && has(lane, i, tile) {
-                    grad_stream.as_mut().unwrap()[start + place(lane, i, tile)] =
-                        Vector::<S, N>::cast_from(ds[i]);
-                }
-            }
+            let target = &mut grad_stream.as_mut().unwrap()[..];
+            store_row::<S, A, N>(target, &ds, start, exists, lane, tile);
         }
         if comptime!(k.kind.dropout) {
             #[unroll]
@@ -247,13 +240,8 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
             }
         }
         if comptime!(k.branch) {
-            #[unroll]
-            for i in 0..vectors {
-                if exists && has(lane, i, tile) {
-                    grad_branch.as_mut().unwrap()[start + place(lane, i, tile)] =
-                        Vector::<B, N>::cast_from(ds[i]);
-                }
-            }
+            let target = &mut grad_branch.as_mut().unwrap()[..];
+            store_row::<B, A, N>(target, &ds, start, exists, lane, tile);
         }
     }
     if comptime!(k.before(3) > 0) {

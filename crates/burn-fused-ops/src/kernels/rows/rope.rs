@@ -120,7 +120,7 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
         let left = comptime!(k.heads) - group * comptime!(k.own_heads);
         let start = (head * angles.seq + row % angles.seq) * comptime!(k.vectors) + vector;
         let step = angles.seq * comptime!(k.vectors);
-        let mut values = Array::<Vector<E, N>>::new(comptime!(k.own_heads));
+        let mut values = Array::<Vector<E, N>>::new(k.own_heads);
         #[unroll]
         for i in 0..comptime!(k.own_heads) {
             // Units behind the last head read it once more.

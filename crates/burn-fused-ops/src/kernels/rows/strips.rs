@@ -92,9 +92,7 @@ impl Strips {
         };
         let (x_most, y_most, _) = hardware.max_cube_count;
         let cubes = row_vectors.div_ceil(columns);
-        if cubes > x_most as usize {
-            return Err(KernelError::limit("cubes along a row", x_most, cubes));
-        }
+        KernelError::check("cubes along a row", x_most, cubes)?;
         let step_rows = grid.rows * unrolled;
         Ok(Self {
             grid,
@@ -120,13 +118,8 @@ impl Strips {
     /// [`KernelError::Limit`] if they are more cubes than the device counts.
     pub fn chunks(&self, rows: usize) -> Result<usize, KernelError> {
         let chunks = rows.div_ceil(self.step_rows);
-        match chunks <= self.most_chunks {
-            true => Ok(chunks),
-            false => {
-                let most = self.most_chunks as u64;
-                Err(KernelError::limit("cubes along rows", most, chunks))
-            }
-        }
+        KernelError::check("cubes along rows", self.most_chunks as u64, chunks)?;
+        Ok(chunks)
     }
 
     /// Chunks of a cube and cubes along the rows: as many as there can be, or, where they leave sums, the `cubes` in all that keep a device busy.

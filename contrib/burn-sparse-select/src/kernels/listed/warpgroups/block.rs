@@ -335,7 +335,7 @@ pub fn by_block<S: Size, P: Size, O: Size>(
                     write_row::<O>(parts, &dq, 2usize, scale, first_row, &lower, shape);
                 } else {
                     let (least, none) = (f32::new(LOWEST_MAX), f32::new(0.0));
-                    let soft = softmax::<S>(s, least, least, none, none, log2_scale);
+                    let soft = softmax::<S>(s, 0u32, least, least, none, none, log2_scale, None);
                     let p = pack_all::<S, P>(soft.p, t.half);
                     let started = weigh::<P, O>(p, v_depth, t.half, t.value_dim);
                     if next < steps {

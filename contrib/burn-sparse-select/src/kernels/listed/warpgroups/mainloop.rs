@@ -173,7 +173,7 @@ pub fn mainloop<S: Size, P: Size, O: Size>(
             }
             o = wait::<O>(started, 0usize, comptime!(t.head_dim / 2));
         } else {
-            let soft = softmax::<S>(s, m0, m1, l0, l1, log2_scale);
+            let soft = softmax::<S>(s, 0u32, m0, m1, l0, l1, log2_scale, None);
             m0 = soft.m0;
             m1 = soft.m1;
             l0 = soft.l0;

@@ -11,7 +11,7 @@ use crate::kernels::linear::blocks::tables::{GROUP, NONE};
 use crate::kernels::linear::blocks::tile::{BlockTile, LEFT_BYTES, Split, Work};
 use crate::kernels::linear::epilogue::{Lane, as_stored};
 use crate::kernels::linear::tile::{MULTIPLIERS, SLAB, WARPS};
-use blocksparse_cubecl::arch::ptx::{pack, shared_address, trade_four, transpose, uniform};
+use blocksparse_cubecl::arch::ptx::{pack_at, shared_address, trade_four, transpose, uniform};
 use blocksparse_cubecl::arch::tma::{
     barrier_expect, barrier_fence, barrier_init, barrier_wait, descriptor, descriptor_of, load_box,
 };
@@ -269,15 +269,8 @@ pub fn product<S: Size, W: Size>(
         let mut tile = CUBE_POS_X;
         while tile < tiles.count {
             let place = place_of(&tiles, tile, starts, t);
-            let sums = main_loop::<S>(
-                a_desc,
-                b_desc,
-                base,
-                number,
-                place.count,
-                lead,
-                comptime!(t.main_loop()),
-            );
+            let of = comptime!(t.main_loop());
+            let sums = main_loop::<S>(a_desc, b_desc, base, number, place.count, lead, of);
             number += place.count;
             if comptime!(t.work == Work::Weight) {
                 store_blocks::<S, W>(out, &sums, &targets, &place, &tiles, &own, t);
@@ -315,8 +308,7 @@ fn store_rows<S: Size, W: Size>(
         #[unroll]
         for i in 0..4usize {
             let n = comptime!(4 * (2 * sixteen + i / 2) + 2 * (i % 2));
-            let word = pack(sums.extract(n), sums.extract(comptime!(n + 1)), t.half);
-            words.insert(i, transpose(word));
+            words.insert(i, transpose(pack_at::<S>(sums, n, t.half)));
         }
         let four = trade_four(words, lane);
         let row = first + comptime!(16 * sixteen as u32) + lane % 4 / 2 * 8 + lane / 4;

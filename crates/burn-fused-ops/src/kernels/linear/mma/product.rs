@@ -17,7 +17,7 @@ use crate::kernels::linear::mma::tile::{MmaTile, PIECE, PIECE_NUMBERS, STEPS, WA
 use crate::kernels::linear::places::{Tiles, place_of};
 use crate::kernels::linear::tile::{Order, ROWS, SLAB};
 use blocksparse_cubecl::arch::ptx::{
-    global_address, pack, shared_address, trade_four, uniform, val,
+    global_address, pack_at, shared_address, trade_four, uniform, val,
 };
 use blocksparse_cubecl::arch::sm80::{
     Element, commit_copies, load_matrices, load_transposes, multiply, wait_copies_but,
@@ -119,15 +119,9 @@ fn copy_slab(
     let target = target + piece_at(own_row, own_piece, pieces);
     #[unroll]
     for copy in first..last {
-        copy_piece(
-            target,
-            source,
-            rows_left,
-            bytes,
-            comptime!(copy * apart),
-            comptime!(copy * apart * pieces * PIECE),
-            t.whole,
-        );
+        let offset = comptime!(copy * apart * pieces * PIECE);
+        let below = comptime!(copy * apart);
+        copy_piece(target, source, rows_left, bytes, below, offset, t.whole);
         source += step;
     }
 }
@@ -441,10 +435,8 @@ fn store_wide<W: Size>(
             let mut words = Vector::<u32, W>::zeroed();
             #[unroll]
             for i in 0..2usize {
-                words.insert(
-                    i,
-                    u32::reinterpret(four.extract(comptime!(upper % 2 * 2 + i))),
-                );
+                let number = four.extract(comptime!(upper % 2 * 2 + i));
+                words.insert(i, u32::reinterpret(number));
             }
             if col < end {
                 out[at + (col / 2) as usize] = words;
@@ -477,14 +469,7 @@ fn store_half<W: Size>(
             for j in 0..4usize {
                 let four = sums[comptime!(upper / 2 * eights + 4 * chunk + j)];
                 let first = comptime!(upper % 2 * 2);
-                own.insert(
-                    j,
-                    pack(
-                        four.extract(first),
-                        four.extract(comptime!(first + 1)),
-                        t.half,
-                    ),
-                );
+                own.insert(j, pack_at::<Four>(&four, first, t.half));
             }
             let four = trade_four(own, lane);
             let col = col + comptime!(32 * chunk as u32) + lane % 4 * 8;

@@ -21,43 +21,24 @@ fn best(request: ProductRequest) -> ProductPlan {
 #[test]
 fn products_of_layers_are_planned_as_they_were_measured() {
     for (lengths, parts, expected) in [
-        (
-            [49_152, 1536, 512],
-            false,
-            "tiles of 128 × 256, 4 slabs of 64, 132 cubes",
-        ),
-        (
-            [49_152, 512, 512],
-            false,
-            "tiles of 128 × 256, 4 slabs of 64, 132 cubes",
-        ),
-        (
-            [8192, 8192, 8192],
-            false,
-            "tiles of 128 × 256, 4 slabs of 64, 132 cubes",
-        ),
+        ([49_152, 1536, 512], false, "256, 4 slabs of 64, 132 cubes"),
+        ([49_152, 512, 512], false, "256, 4 slabs of 64, 132 cubes"),
+        ([8192, 8192, 8192], false, "256, 4 slabs of 64, 132 cubes"),
         (
             [512, 2048, 49_152],
             true,
-            "tiles of 128 × 256, 4 slabs of 64, 128 cubes, the depth in 4 parts",
+            "256, 4 slabs of 64, 128 cubes, the depth in 4 parts",
         ),
         (
             [512, 512, 49_152],
             true,
-            "tiles of 128 × 128, 7 slabs of 64, 128 cubes, the depth in 8 parts",
+            "128, 7 slabs of 64, 128 cubes, the depth in 8 parts",
         ),
-        (
-            [1, 8, 8],
-            false,
-            "tiles of 128 × 64, 8 slabs of 64, 1 cubes",
-        ),
+        ([1, 8, 8], false, "64, 8 slabs of 64, 1 cubes"),
     ] {
-        let plan = best(request(lengths, parts));
-        assert_eq!(
-            plan.to_string(),
-            format!("wgmma, {expected}"),
-            "{lengths:?}"
-        );
+        let plan = best(request(lengths, parts)).to_string();
+        let expected = format!("wgmma, tiles of 128 × {expected}");
+        assert_eq!(plan, expected, "{lengths:?}");
     }
 }
 
@@ -164,10 +145,12 @@ fn what_becomes_of_sums_is_planned_or_refused() {
     let no_longer_runs = "the columns are no runs of 8, 16, 32, 64 or 128";
     let no_sums = "sums of exponentials are of whole sums in f32";
     let no_choice = "a row chooses up to 8 scores of up to 256 columns";
+    let one_tile = "sums over columns are of the rows of one tile";
+    let whole_sums = "sums over columns are of whole sums in f32";
     for (request, expected) in [
         (
             sums(4096, 16),
-            Ok("256, 4 slabs of 64, as logarithms of sums over 16 columns, 128 cubes"),
+            Ok("256, 4 slabs of 64, as logarithms of sums over 16 columns, 128"),
         ),
         (sums(4096, 12), Err(no_runs)),
         (sums(4096, 4), Err(no_runs)),
@@ -177,42 +160,36 @@ fn what_becomes_of_sums_is_planned_or_refused() {
         (in_parts, Err(no_sums)),
         (
             maxima(65_536, 128),
-            Ok("256, 4 slabs of 64, as the highest of 128 columns, 132 cubes"),
+            Ok("256, 4 slabs of 64, as the highest of 128 columns, 132"),
         ),
         (maxima(4096, 12), Err(no_longer_runs)),
         (maxima(4096, 256), Err(no_longer_runs)),
         (maxima(64, 128), Err(no_longer_runs)),
         (
             choices(40, 2),
-            Ok("64, 8 slabs of 64, as the 2 highest of a row, 132 cubes"),
+            Ok("64, 8 slabs of 64, as the 2 highest of a row, 132"),
         ),
         (
             choices(128, 2),
-            Ok("128, 7 slabs of 64, as the 2 highest of a row, 132 cubes"),
+            Ok("128, 7 slabs of 64, as the 2 highest of a row, 132"),
         ),
         (
             choices(256, 2),
-            Ok("256, 4 slabs of 64, as the 2 highest of a row, 132 cubes"),
+            Ok("256, 4 slabs of 64, as the 2 highest of a row, 132"),
         ),
         (choices(264, 2), Err(no_choice)),
         (choices(256, 9), Err(no_choice)),
         (choices(256, 0), Err(no_choice)),
         (
             lines(128),
-            Ok("128, 6 slabs of 64, as sums over columns and diagonals of weights, 132 cubes"),
+            Ok("128, 6 slabs of 64, as sums over columns and diagonals of weights, 132"),
         ),
-        (
-            lines(129),
-            Err("sums over columns are of the rows of one tile"),
-        ),
-        (
-            in_half(lines(128)),
-            Err("sums over columns are of whole sums in f32"),
-        ),
+        (lines(129), Err(one_tile)),
+        (in_half(lines(128)), Err(whole_sums)),
     ] {
         let plans = ProductPlan::on_wgmma(request, MULTIPROCESSORS, SHARED);
         let text = plans.as_ref().map(|plans| plans[0].to_string());
-        let expected = expected.map(|text| format!("wgmma, tiles of 128 × {text}"));
+        let expected = expected.map(|text| format!("wgmma, tiles of 128 × {text} cubes"));
         assert_eq!(text.map_err(|why| *why), expected, "{request:?}");
         if let (Epilogue::Maxima { run }, Ok(plans)) = (request.epilogue, plans) {
             assert!(plans.iter().all(|plan| plan.tile_cols() >= run));
@@ -257,6 +234,9 @@ fn what_the_kernels_do_not_take_is_said() {
     };
     let odd = request([64, 12, 64], false);
     let large = request([1 << 20, 1 << 16, 64], false);
+    let (small, empty) = (request([64, 16, 64], false), request([64, 16, 0], false));
+    let no_eights = "the columns are not a multiple of 8";
+    let too_many = "a length or the result has more numbers than the kernel counts in 32 bits";
     for (plans, request, shared, expected) in [
         (
             mma,
@@ -264,37 +244,15 @@ fn what_the_kernels_do_not_take_is_said() {
             SHARED,
             "on mma.sync a factor does not lie by heads",
         ),
-        (mma, odd, SHARED, "the columns are not a multiple of 8"),
-        (wgmma, odd, SHARED, "the columns are not a multiple of 8"),
-        (
-            wgmma,
-            request([64, 16, 0], false),
-            SHARED,
-            "a factor is empty",
-        ),
-        (
-            wgmma,
-            large,
-            SHARED,
-            "a length or the result has more numbers than the kernel counts in 32 bits",
-        ),
-        (
-            mma,
-            request([64, 16, 64], false),
-            16 << 10,
-            "no tile fits the shared memory",
-        ),
-        (
-            wgmma,
-            request([64, 16, 64], false),
-            16 << 10,
-            "no tile fits the shared memory",
-        ),
+        (mma, odd, SHARED, no_eights),
+        (wgmma, odd, SHARED, no_eights),
+        (wgmma, empty, SHARED, "a factor is empty"),
+        (wgmma, large, SHARED, too_many),
+        (mma, small, 16 << 10, "no tile fits the shared memory"),
+        (wgmma, small, 16 << 10, "no tile fits the shared memory"),
     ] {
-        assert_eq!(
-            plans(request, MULTIPROCESSORS, shared).unwrap_err(),
-            expected
-        );
+        let refused = plans(request, MULTIPROCESSORS, shared).unwrap_err();
+        assert_eq!(refused, expected);
     }
     // Without parts there are none, however deep the product is.
     assert_eq!(best(request([64, 64, 1 << 20], false)).parts(), 1);
