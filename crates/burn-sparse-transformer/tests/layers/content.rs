@@ -134,13 +134,14 @@ fn recomputed_blocks_choose_and_follow_the_same() {
 fn the_commitment_is_differentiated_and_not_reported() {
     let (device, _guard) = seeded(Device::flex().autodiff(), 4);
     let tokens = tokens(2, 32, 11, &device);
-    let model = |factor| {
-        device.seed(9);
+    let new = |factor| {
         let content = RoutingHeadsConfig::new(8).with_commitment(factor);
-        let config = small([16, 2], Pattern::local(6), [11, 32, 2])
-            .with_content(Some(ContentAttention::Routing(content)));
-        randomise(config.init(&device))
+        small([16, 2], Pattern::local(6), [11, 32, 2])
+            .with_content(Some(ContentAttention::Routing(content)))
+            .init(&device)
     };
+    let weights = randomise(new(0.0));
+    let model = |factor| new(factor).load_record(weights.clone().into_record());
     let of = |factor, recompute| {
         let model = model(factor);
         let (reported, gradients) = model
