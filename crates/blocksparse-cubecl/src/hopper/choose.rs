@@ -90,7 +90,7 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
             value_dim,
             overlap: shape.overlap && !request.score.threshold,
             max_scores: request.max_scores,
-            heads_in_turn: keys_bytes(part) <= L2_BYTES,
+            heads_in_turn: heads_in_turn(part),
         };
         let fits = tile.shared_bytes() <= hardware.max_shared_memory_size;
         if !tile.fits(layout.block_size()) || !fits {
@@ -140,10 +140,15 @@ pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
 /// Up to so many bytes the keys and values of all heads stay in the L2.
 const L2_BYTES: usize = 16 << 20;
 
-/// Those of a batch entry.
-fn keys_bytes(part: &PartRequest) -> usize {
-    let request = part.request;
-    request.kv_heads * part.layout.seq_kv() * (request.head_dim + request.value_dim) * 2
+/// The second dimension of a grid, which tiles of 64 rows are in then.
+const MOST_TILES: usize = 65_535;
+
+/// Whether the keys and values of a batch entry's heads fit, and the tiles of a head.
+fn heads_in_turn(part: &PartRequest) -> bool {
+    let (request, layout) = (part.request, part.layout);
+    let row_bytes = (request.head_dim + request.value_dim) * 2;
+    request.kv_heads * layout.seq_kv() * row_bytes <= L2_BYTES
+        && layout.seq_q().div_ceil(GROUP_ROWS) <= MOST_TILES
 }
 
 /// What tiles of so many rows take in vain: rows beyond the queries, and fewer cubes than multiprocessors, which leave some idle.
