@@ -347,6 +347,7 @@ impl JoinCall {
     }
 
     /// With the sums over all rows in a dtype, if there is one.
+    #[cfg(feature = "autodiff")]
     pub(crate) fn with_sums(self, bias: Option<FloatDType>) -> Self {
         Self { bias, ..self }
     }
