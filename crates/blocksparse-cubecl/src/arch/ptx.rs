@@ -178,7 +178,7 @@ pub fn pack_at<S: Size>(x: &Vector<f32, S>, #[comptime] at: usize, #[comptime] h
 }
 
 instructions! {
-    /// Four numbers of at most 448 in E4M3, the first in the lowest eight bits, as [`encode`](crate::shared::codec::encode) rounds them.
+    /// Four numbers of at most 448 in E4M3, the first in the lowest eight bits, as `encode` rounds them.
     pub fn four_bytes(a: f32, b: f32, c: f32, d: f32) -> u32 =
         "{{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, {b}, {a}; cvt.rn.satfinite.e4m3x2.f32 h, {d}, {c}; mov.b32 {o}, {{l, h}}; }}", options(pure, nomem);
 

@@ -144,7 +144,7 @@ fn check_eights(what: &'static str, elements: usize) -> Result<(), KernelError> 
     KernelError::check(what, u64::from(u32::MAX) * 8, elements)
 }
 
-/// Runs the forward pass over a part into `out` and `lse`. With [`Tile::carry`] they hold the parts before.
+/// Runs the forward pass over a part into `out` and `lse`. With `carry` they hold the parts before.
 ///
 /// # Errors
 /// As `check`, and if the output is too large. Then nothing was launched.

@@ -54,7 +54,7 @@ pub fn load_row<E: Float, A: Float, N: Size>(
     row
 }
 
-/// Writes what [`load_row`] reads, if the row exists.
+/// Writes what `load_row` reads, if the row exists.
 #[cube]
 pub fn store_row<E: Float, A: Float, N: Size>(
     target: &mut [Vector<E, N>],
