@@ -83,6 +83,11 @@ impl Slice {
         CubeCount::Static(tiles as u32, self.heads as u32, self.batches as u32)
     }
 
+    /// The same with the heads first, so that cubes of all heads begin in turn.
+    pub fn cubes_in_turn(&self, tiles: usize) -> CubeCount {
+        CubeCount::Static(self.heads as u32, tiles as u32, self.batches as u32)
+    }
+
     /// What kernels get.
     pub fn args(&self) -> SliceLaunch {
         let [batches, heads] = self.all;

@@ -335,7 +335,7 @@ impl WarpgroupScales {
     }
 }
 
-/// The scales of a step's blocks of keys and values, which are read while the step before is computed, and the blocks of the step behind it.
+/// The scales of a step's blocks of keys and values, which are read while the step before is computed, and the blocks of the next step.
 #[derive(CubeType)]
 pub struct ScalesAhead {
     scales: Array<f32>,

@@ -174,11 +174,9 @@ pub fn launch_forward(pass: &Pass, part: Part, mut tile: Tile) -> Result<(), Ker
         unsafe {
             forward::forward::launch_unchecked(
                 client,
-                match (slice.cubes(device_plan.tiles), tile.heads_in_turn) {
-                    (CubeCount::Static(tiles, heads, batches), true) => {
-                        CubeCount::Static(heads, tiles, batches)
-                    }
-                    (cubes, _) => cubes,
+                match tile.heads_in_turn {
+                    true => slice.cubes_in_turn(device_plan.tiles),
+                    false => slice.cubes(device_plan.tiles),
                 },
                 CubeDim::new_1d(tile.units() as u32),
                 tile.cols / 2,
