@@ -2,8 +2,8 @@
 
 use std::io::{self, Write};
 
-/// Ends the process and leaves out what libraries want to do at its end: the CUDA driver would wait for kernels that are still running, and a sum that waits for
-/// a device which is gone runs for ever.
+/// Ends the process and leaves out what libraries want to do at its end: the CUDA driver crashes while a thread of the device still works, or waits for kernels
+/// that run, and a sum that waits for a device which is gone runs for ever.
 pub fn at_once(code: i32) -> ! {
     let _ = io::stdout().flush();
     let _ = io::stderr().flush();

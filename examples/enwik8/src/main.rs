@@ -99,15 +99,12 @@ fn main() -> ExitCode {
     match dispatch(&arguments.command) {
         Ok(code) => code,
         // The reader of our output is gone (`| head`): that is its right.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if is_broken_pipe(&error) => exit::at_once(0),
         Err(error) => {
             let command = matches.subcommand_name();
             let command = command.and_then(|name| cli.find_subcommand(name));
             eprintln!("error: {}", flags::text(&error, command));
-            if devices::is_lost(&error) {
-                exit::at_once(1);
-            }
-            ExitCode::FAILURE
+            exit::at_once(1)
         }
     }
 }

@@ -15,6 +15,8 @@ mod rows;
 mod text;
 mod windows;
 
+use std::io::Write;
+
 use anyhow::Result;
 use clap::{Parser, Subcommand};
 
@@ -47,7 +49,16 @@ enum Command {
     Bench(bench::BenchArgs),
 }
 
-fn main() -> Result<()> {
+fn main() {
+    if let Err(error) = run() {
+        let _ = std::io::stdout().flush();
+        eprintln!("Error: {error:?}");
+        // At once: at a usual end the CUDA driver crashes while a thread of the device still loads weights.
+        signal_hook::low_level::exit(1);
+    }
+}
+
+fn run() -> Result<()> {
     match Cli::parse().command {
         Command::Generate(args) => generate::run(&args),
         Command::Perplexity(args) => perplexity::run(&args),

@@ -148,6 +148,11 @@ impl EstimateOps for CubeBackend {
                 let of = touched(Kept::Share(gamma));
                 flex_blocks(client, element, tensors, &sizes, &of, &limits, out)
             }
+            // A row is its own mean.
+            ScoredBy::Means if block == 1 && q.dtype == DType::F32 => {
+                let rows = [&rows_of(&q, queries).handle, &k.handle];
+                mean_products(client, rows, &products, None, out)
+            }
             ScoredBy::Means => {
                 let q = rows_of(&q, queries.clone());
                 let means = |heads, rows| empty(&q, [batch, heads, rows, width], DType::F32);

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::lsh_places::Placed;
 use super::rotations::{KeptRotations, rotations};
-use super::{in_dtype, keyed, widened};
+use super::{in_dtype, unit, widened};
 use crate::error::{Result, ensure, ensure_positive, ensure_shape, or_panics};
 use burn_blocksparse::internal::arange;
 
@@ -112,6 +112,8 @@ pub fn lsh_attention(
     let hashed = widened(qk.clone().without_autodiff());
     let rotations = in_dtype(rotations.without_autodiff(), hashed.dtype());
     let (buckets, count) = (hash(hashed, rotations), 2 * half);
+    let key = in_dtype(unit(qk.clone()), dtype);
+    let rows = [in_dtype(qk, dtype), key, value];
     let counts_once = options.dedup && rounds > 1;
     if !counts_once && !options.own_bucket && runs_kernels(&value.device()) {
         let rule = match options.causal {
@@ -120,7 +122,7 @@ pub fn lsh_attention(
         };
         let sizes = [options.chunks(seq), options.bucket.get()];
         let placed = Placed::new(buckets, count, sizes)?;
-        return placed.attend(in_dtype(qk, dtype), value, rule, SELF_ALONE);
+        return placed.attend(rows, rule, SELF_ALONE);
     }
     let rounds: Vec<Round> = (0..rounds)
         .map(|round| {
@@ -128,11 +130,10 @@ pub fn lsh_attention(
             Round::new(own.squeeze_dim(2), count, options)
         })
         .collect::<Result<_, _>>()?;
-    let qk = in_dtype(qk, dtype);
     let (mut outs, mut lses) = (Vec::new(), Vec::new());
     for (round, own) in rounds.iter().enumerate() {
         let found = own.found(&rounds, round, options);
-        let (out, lse) = own.attend(qk.clone(), value.clone(), found)?;
+        let (out, lse) = own.attend(rows.clone(), found)?;
         outs.push(out);
         lses.push(lse);
     }
@@ -161,8 +162,11 @@ fn hash(x: Tensor<4>, rotations: Tensor<3>) -> Tensor<4, Int> {
         let to = (from + together).min(rows);
         let products = row_products(columns.clone(), x.clone().slice_dim(2, from..to));
         let products = products.reshape([rounds, half, to - from]);
-        let both = Tensor::cat(vec![products.clone(), products.neg()], 1);
-        both.argmax(1).cast(DType::I32)
+        let (max, of_max) = products.clone().max_dim_with_indices(1);
+        let (min, of_min) = products.min_dim_with_indices(1);
+        let is_negative = max.lower(min.neg());
+        let bucket = of_max.mask_where(is_negative, of_min + half as i32);
+        bucket.cast(DType::I32)
     });
     let buckets = Tensor::cat(parts.collect(), 2).reshape([rounds, batch, heads, seq]);
     buckets.permute([1, 2, 0, 3])
@@ -299,26 +303,20 @@ impl Round {
         }
     }
 
-    /// Attention of this round, of queries and values of one dtype: out `[batch, heads, seq, value_dim]` and lse `[batch, heads, seq, 1]`, in f32 at least.
-    fn attend(
-        &self,
-        query: Tensor<4>,
-        value: Tensor<4>,
-        found: Found,
-    ) -> Result<(Tensor<4>, Tensor<4>)> {
+    /// Attention of this round, of queries, keys and values of one dtype: out `[batch, heads, seq, value_dim]` and lse `[batch, heads, seq, 1]`, in f32 at least.
+    fn attend(&self, rows: [Tensor<4>; 3], found: Found) -> Result<(Tensor<4>, Tensor<4>)> {
         let dims = self.dims();
         let [batch, heads, chunks, bucket, _] = dims;
-        let ([.., head_dim], [.., value_dim]) = (query.dims(), value.dims());
         let [_, _, seq] = self.places.dims();
         let users = self.places.clone().reshape([batch, heads, seq, 1]);
-        let placed = keyed(query, value, |both| {
-            Ok(gather_rows(both, self.tokens.clone(), users)?)
-        })?;
+        let [[.., head_dim], _, [.., value_dim]] = rows.each_ref().map(Tensor::dims);
         let in_chunks = |x: Tensor<4>| {
             let [.., width] = x.dims();
-            x.reshape([batch, heads, chunks, bucket, width])
+            let placed = gather_rows(x, self.tokens.clone(), users.clone())?;
+            Ok(placed.reshape([batch, heads, chunks, bucket, width]))
         };
-        let [query, key, value] = placed.map(in_chunks);
+        let [query, key, value] = rows;
+        let [query, key, value] = [in_chunks(query)?, in_chunks(key)?, in_chunks(value)?];
         let key = with_before(key);
         let scores = widened(query.matmul(key.swap_dims(3, 4)));
         let scores = scores * (1.0 / (head_dim as f64).sqrt());

@@ -9,7 +9,6 @@ use burn_blocksparse::layout::{BlockMask, PositionMask};
 use burn_blocksparse::{BlockLayout, DeviceLayout, LayoutShape, SparseAttentionCall};
 use burn_sparse_select::internal::{LayoutCache, sort_by_bucket};
 
-use super::keyed;
 use super::routing::block_size;
 use crate::error::Result;
 use burn_blocksparse::internal::arange;
@@ -54,20 +53,19 @@ impl Placed {
     }
 
     /// Attention of tokens to those of their chunks and the ones before, in every round, merged by lse with themselves at `self_alone`: out and lse, as
-    /// [`lsh_attention`](super::lsh::lsh_attention) has them. `qk` and `value` are of one dtype.
+    /// [`lsh_attention`](super::lsh::lsh_attention) has them. All three are of one dtype.
     pub fn attend(
         self,
-        qk: Tensor<4>,
-        value: Tensor<4>,
+        [query, key, value]: [Tensor<4>; 3],
         rule: PositionMask,
         self_alone: f64,
     ) -> Result<(Tensor<4>, Tensor<3>)> {
         let (tokens, places) = (self.tokens, self.places);
         let [batch, heads, seq, rounds] = places.dims();
         let layout = layout([heads, rounds, self.chunks, self.bucket])?;
-        let [query, key, others] = keyed(qk, value.clone(), |both| {
-            Ok(gather_rows(both, tokens.clone(), places.clone())?)
-        })?;
+        let at_places = |x: Tensor<4>| gather_rows(x, tokens.clone(), places.clone());
+        let (query, key) = (at_places(query)?, at_places(key)?);
+        let others = at_places(value.clone())?;
         let seen = DeviceLayout::from_own_positions(&layout, tokens, rule)?;
         let others = SparseAttentionCall::new(query, key, others, &seen).run_with_lse()?;
         let dtype: DType = others.1.dtype();

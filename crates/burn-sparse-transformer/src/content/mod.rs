@@ -42,20 +42,6 @@ fn unit<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     x / square.clamp_min(SMALLEST_SQUARE).sqrt()
 }
 
-/// Rows of queries that one gather of these and of values beside them takes, keys that are these normalised to unit length, and rows of values: of one dtype.
-fn keyed(
-    query: Tensor<4>,
-    value: Tensor<4>,
-    gather: impl FnOnce(Tensor<4>) -> Result<Tensor<4>>,
-) -> Result<[Tensor<4>; 3]> {
-    let ([.., head_dim], [.., value_dim]) = (query.dims(), value.dims());
-    let both = gather(Tensor::cat(vec![query, value], 3))?;
-    let query = both.clone().slice_dim(3, 0..head_dim);
-    let value = both.slice_dim(3, head_dim..head_dim + value_dim);
-    let key = in_dtype(unit(query.clone()), query.dtype());
-    Ok([query, key, value])
-}
-
 /// In f32 at least.
 fn widened<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     match x.dtype() {

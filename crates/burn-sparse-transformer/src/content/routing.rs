@@ -151,8 +151,12 @@ impl RoutingHeads {
             self.check(&query, &value)?;
             let x = unit(query.clone());
             let choice = self.choose(&x)?;
-            let query = in_dtype(query, value.dtype());
-            let heads = choice.clusters.keyed(query, value)?;
+            let dtype = value.dtype();
+            let heads = [
+                choice.clusters.take(in_dtype(query, dtype))?,
+                choice.clusters.take(in_dtype(x.clone(), dtype))?,
+                choice.clusters.take(value)?,
+            ];
             let out = self.attend(heads, &self.layout(&choice.clusters, true)?)?;
             self.finish(choice.clusters.mean(out)?, x, choice.nearest)
         }

@@ -11,8 +11,3 @@ pub struct Lost {
     /// The error, the panic's message, or how it was noticed.
     pub reason: String,
 }
-
-/// Whether a device failed in the middle of a step, so that others may wait for it for ever.
-pub fn is_lost(error: &anyhow::Error) -> bool {
-    error.chain().any(|cause| cause.is::<Lost>())
-}

@@ -20,7 +20,6 @@ mod replicas;
 mod training;
 mod worker;
 
-pub use error::is_lost;
 pub use group::{DEVICE, DeviceArgs, Group};
 pub use processes::{ask_to_stop, hear_of_stops, serve, settled};
 pub use training::Training;
