@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::public_names::root;
+use crate::public_names::{ends, root};
 
 /// What modules at the root of a crate must not import: crate, these, those.
 const FORBIDDEN: &[(&str, &[&str], &[&str])] = &[
@@ -71,31 +71,10 @@ fn paths(code: &str, module: &[String]) -> Vec<Vec<String>> {
             (rest, above) = (further, &above[..above.len().saturating_sub(1)]);
         }
         let prefix = if word == "crate::" { &[] } else { above };
-        ends(rest.trim_start_matches("crate::"), prefix, &mut found);
+        let path = rest.trim_start_matches("crate::");
+        ends(path, prefix, &mut |path, _| found.push(path));
     }
     found
-}
-
-/// Adds the paths of one tree of names, as `a::{b, c::{d, e}}` is one, and returns what stands behind it.
-fn ends<'a>(tree: &'a str, prefix: &[String], found: &mut Vec<Vec<String>>) -> &'a str {
-    let name = tree.split(|c: char| !(c.is_alphanumeric() || c == '_'));
-    let name = name.into_iter().next().unwrap_or_default();
-    let path = [prefix, &[name.to_owned()]].concat();
-    let mut rest = &tree[name.len()..];
-    if let Some(further) = rest.strip_prefix("::").filter(|_| !name.is_empty()) {
-        return ends(further, &path, found);
-    }
-    let Some(list) = rest.strip_prefix('{').filter(|_| name.is_empty()) else {
-        found.push(path);
-        return rest;
-    };
-    rest = list;
-    while !rest.is_empty() && !rest.starts_with('}') {
-        let behind = ends(rest.trim_start(), prefix, found);
-        rest = behind.trim_start_matches(|c| c != ',' && c != '}');
-        rest = rest.trim_start_matches(',').trim_start();
-    }
-    rest.strip_prefix('}').unwrap_or_default()
 }
 
 /// The modules at the root of a crate, with those that each of them imports.

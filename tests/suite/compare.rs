@@ -77,20 +77,6 @@ fn a_dropped_last_tile_is_caught() {
     }
 }
 
-/// A bias of a thirtieth of a score.
-#[test]
-fn a_missing_small_bias_is_caught() {
-    let size = |dtype| if dtype == DType::F16 { 0.01 } else { 0.06 };
-    for dtype in HALF {
-        let mut biased = causal(dtype, SEQ).with_bias(3, [true, false, false]);
-        let bias = biased.bias.as_mut().unwrap();
-        bias.values.iter_mut().for_each(|x| *x *= size(dtype) / 1.5);
-        biased.round_to(dtype);
-        let (exact, got) = (biased.solve(), causal(dtype, SEQ).solve_rounded(dtype));
-        is_caught("out", &got.out, &exact, dtype);
-    }
-}
-
 /// Numbers that are none, and rows that must be 0.
 #[test]
 fn nothing_that_is_not_finite_passes() {

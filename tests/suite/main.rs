@@ -22,7 +22,6 @@ mod paged;
 mod public_names;
 mod selected;
 mod selection;
-mod selection_planted;
 mod sharded;
 mod table;
 mod top_k;

@@ -121,9 +121,14 @@ fn public_items(text: &str) -> Result<BTreeMap<String, bool>, String> {
         if rest.starts_with("use ") {
             let tree = &text[at + "pub use ".len()..];
             let end = tree.find(';').ok_or("a `pub use` without an end")?;
-            let tree: String = tree[..end].split_whitespace().collect::<Vec<_>>().join(" ");
-            for name in leaves(&tree)? {
-                items.insert(name, false);
+            ends(&tree[..end], &[], &mut |path, behind| {
+                let alias = behind.trim_start().strip_prefix("as ");
+                let name = alias.map_or(path.last().expect("a name").as_str(), word);
+                items.insert(name.to_owned(), false);
+            });
+            // `*` hides names, and `self` is none.
+            if items.contains_key("") || items.contains_key("self") {
+                return Err(format!("`{line}` must list its names"));
             }
             continue;
         }
@@ -162,38 +167,29 @@ fn word(text: &str) -> &str {
     &text[..end.unwrap_or(text.len())]
 }
 
-/// The names that a `use` tree brings: `a::{b, c::d as e}` brings `b` and `e`.
-fn leaves(tree: &str) -> Result<Vec<String>, String> {
-    let tree = tree.trim();
-    if let Some((_, inside)) = tree.split_once('{') {
-        let inside = inside
-            .strip_suffix('}')
-            .ok_or("a `pub use` with one brace")?;
-        let (mut names, mut depth, mut start) = (Vec::new(), 0, 0);
-        for (at, c) in inside.char_indices().chain([(inside.len(), ',')]) {
-            match c {
-                '{' => depth += 1,
-                '}' => depth -= 1,
-                ',' if depth == 0 => {
-                    if !inside[start..at].trim().is_empty() {
-                        names.extend(leaves(&inside[start..at])?);
-                    }
-                    start = at + 1;
-                }
-                _ => {}
-            }
-        }
-        return Ok(names);
+/// Calls with each path of one tree of names, as `a::{b, c::{d, e}}` is one, and what stands behind the path. Returns what stands behind the tree.
+pub(crate) fn ends<'a>(
+    tree: &'a str,
+    prefix: &[String],
+    found: &mut dyn FnMut(Vec<String>, &'a str),
+) -> &'a str {
+    let end = word(tree).len();
+    let (name, mut rest) = tree.split_at(end);
+    let path = [prefix, &[name.to_owned()]].concat();
+    if let Some(further) = rest.strip_prefix("::").filter(|_| !name.is_empty()) {
+        return ends(further, &path, found);
     }
-    let name = match tree.rsplit_once(" as ") {
-        Some((_, alias)) => alias,
-        None => tree.rsplit("::").next().unwrap_or(tree),
+    let Some(list) = rest.strip_prefix('{').filter(|_| name.is_empty()) else {
+        found(path, rest);
+        return rest;
     };
-    match name {
-        "*" => Err(format!("`pub use {tree}` hides its names: list them")),
-        "self" => Err(format!("`pub use {tree}` needs a name")),
-        _ => Ok(vec![name.to_owned()]),
+    rest = list;
+    while !rest.is_empty() && !rest.starts_with('}') {
+        let behind = ends(rest.trim_start(), prefix, found);
+        rest = behind.trim_start_matches(|c| c != ',' && c != '}');
+        rest = rest.trim_start_matches(',').trim_start();
     }
+    rest.strip_prefix('}').unwrap_or_default()
 }
 
 #[test]

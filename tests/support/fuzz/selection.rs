@@ -76,6 +76,9 @@ struct Fuzz {
     inputs: Inputs,
     pattern: Option<Pattern>,
     lengths: Option<Vec<usize>>,
+    /// Of attention over the choice.
+    scale: Option<f64>,
+    softcap: Option<f64>,
 }
 
 /// A rule's text.
@@ -100,7 +103,7 @@ fn selection(rng: &mut impl Rng, block: usize) -> Selection {
     let share = pick(rng, &["", ",share=sum", ",share=mean", ",share=max"]);
     let (first, local) = (rng.random_range(0..3), rng.random_range(0..4));
     let rule = keep(rng);
-    let text = match rng.random_range(0..9) {
+    let text = match rng.random_range(0..10) {
         0..3 => format!("topk:{block},{rule},{local},{first}{share}"),
         3 => {
             let stride = pick(rng, &[1, 2, 4, 8]);
@@ -120,6 +123,10 @@ fn selection(rng: &mut impl Rng, block: usize) -> Selection {
         6 => {
             let (v, s) = (rng.random_range(0..9), rng.random_range(1..9));
             format!("minference:{block},{v},{s},7,sinks={first},window=2{share}")
+        }
+        7 => {
+            let (budget, local) = (block * rng.random_range(3..6), local.max(1));
+            format!("quest:{block},{budget},first={first},local={local}{share}")
         }
         _ => {
             let (keep, local) = (rng.random_range(1..5), local.max(1));
@@ -176,6 +183,8 @@ impl Fuzz {
             inputs,
             pattern,
             lengths,
+            scale: rng.random::<bool>().then(|| rng.random_range(0.1..0.5)),
+            softcap: rng.random::<bool>().then(|| rng.random_range(1.0..5.0)),
         }
     }
 
@@ -281,9 +290,8 @@ impl Fuzz {
             seen.unclear += 1;
         }
         if self.seed.is_multiple_of(4) {
-            self.check_attention(device, q, k, &host, |q, k, v| {
-                let options = AttentionOptions::default();
-                attend_with_lse([&q, &k, &v], &chosen.layout, &options)
+            self.check_attention(device, q, k, &host, |qkv, options| {
+                attend_with_lse(qkv.each_ref(), &chosen.layout, &options)
             });
             seen.attended += 1;
         }
@@ -319,13 +327,15 @@ impl Fuzz {
         q: Vec<f64>,
         k: Vec<f64>,
         host: &BlockLayout,
-        attend: impl Fn(Tensor<4>, Tensor<4>, Tensor<4>) -> (Tensor<4>, Tensor<3>),
+        attend: impl Fn([Tensor<4>; 3], AttentionOptions) -> (Tensor<4>, Tensor<3>),
     ) {
         let s = self.sizes;
         let mut problem = Problem::random(s, self.seed, pairs_of(host));
         (problem.q, problem.k) = (q, k);
+        let problem = problem.options(self.scale, self.softcap);
         let mut problem = problem.with_grad_lse(self.seed);
         problem.round_to(DType::F32);
+        let attend = |q, k, v| attend([q, k, v], problem.asked());
         let answer = problem.solve();
         let device = device.clone().autodiff();
         for (name, got) in differentiated(&problem, &device, DType::F32, attend) {
@@ -352,8 +362,7 @@ impl Fuzz {
             return seen(1, 0);
         }
         let layout = BlockLayout::stack_batch(&judged).unwrap();
-        self.check_attention(device, q, k, &layout, |q, k, v| {
-            let options = AttentionOptions::default();
+        self.check_attention(device, q, k, &layout, |[q, k, v], options| {
             attention_selected_with_lse(q, k, v, &self.selection, options).unwrap()
         });
         seen(0, 1)

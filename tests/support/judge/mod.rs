@@ -12,6 +12,5 @@ pub mod numbers;
 pub mod operators;
 pub mod packed;
 pub mod paged;
-pub mod planted;
 pub mod recall;
 pub mod rounding;

@@ -32,24 +32,18 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// The mean over the queries of what they give the pairs that are kept, and which share of all pairs those are.
-    pub fn recall(&self, is_kept: impl Fn(usize, usize) -> bool) -> [f64; 2] {
-        let (mut recall, mut pairs, mut all) = (0.0, 0, 0);
-        for (row, p) in self.rows.iter().enumerate() {
-            for (j, p) in p.iter().enumerate() {
-                if is_kept(self.first + row, j) {
-                    recall += p;
-                    pairs += 1;
-                }
-                all += 1;
-            }
-        }
-        let queries = self.rows.len() as f64;
-        [recall / queries, f64::from(pairs) / f64::from(all)]
+    /// The mean over the queries of what they give the pairs that are kept.
+    pub fn recall(&self, is_kept: impl Fn(usize, usize) -> bool) -> f64 {
+        let of_row = |(row, p): (usize, &Vec<f64>)| -> f64 {
+            let kept = (0..p.len()).filter(|&j| is_kept(self.first + row, j));
+            kept.map(|j| p[j]).sum()
+        };
+        let recall: f64 = self.rows.iter().enumerate().map(of_row).sum();
+        recall / self.rows.len() as f64
     }
 
     /// [`recall`](Self::recall) of blocks, `[rows][blocks]`.
-    pub fn recall_of_blocks(&self, kept: &[Vec<bool>], block: usize) -> [f64; 2] {
+    pub fn recall_of_blocks(&self, kept: &[Vec<bool>], block: usize) -> f64 {
         self.recall(|i, j| kept[i / block][j / block])
     }
 

@@ -1,12 +1,10 @@
 //! Attention over what single queries choose (MoBA), against the same in plain f64 loops.
 
 use burn_sparse_select::{
-    Always, EstimateInputs, GqaReduction, ReferenceInputs, SelectedOptions, Selection,
-    attention_selected, attention_selected_with_lse,
+    EstimateInputs, SelectedOptions, Selection, attention_selected, attention_selected_with_lse,
 };
 
-use crate::judge::estimate::entry_of;
-use crate::judge::moba::{CASE, Case, cases, selected};
+use crate::judge::moba::{CASE, cases, selected};
 use crate::prelude::*;
 use crate::selection::moba_lists::check_lists;
 use crate::selection::prefix::Prefix;
@@ -42,84 +40,6 @@ pub fn selected_attention_in_half_precision(devices: &[Device]) {
             answer.assert(&what, got, &[Near::Tensor(half_tolerance(dtype))]);
         }
     }
-}
-
-/// Out, lse and all gradients over the choice of the host, with every option that queries take along; heads that share a choice too.
-pub fn selected_attention_equals_its_layout(devices: &[Device]) {
-    let own = CASE.with("heads 4 2, seq 83 107");
-    let forced = own.with("keep 5, forced 1 2");
-    let options = AttentionOptions::default().scale(0.3).softcap(2.0);
-    let shared = [GqaReduction::PerHead, GqaReduction::Mean, GqaReduction::Max];
-    let all = [own, forced].map(|case| shared.map(|sharing| (case, sharing)));
-    for (case, sharing) in all.into_iter().flatten() {
-        let selection = case.selection().with_gqa_reduction(sharing);
-        // Products of f32 numbers are tf32 on tensor cores, which decides between scores that are nearer than that.
-        let problems = (8100..8200).map(|seed| case.problem(seed, DType::F32).0);
-        let is_clear = |problem: &Problem| {
-            let gap = |batch| smallest_gap(problem, &case, batch, sharing);
-            (0..problem.sizes.batch).all(|batch| gap(batch) > 2e-3)
-        };
-        let problem = problems.into_iter().find(is_clear);
-        let problem = problem.expect("one of a hundred has no near ties");
-        let problem = problem.options(Some(0.3), Some(2.0));
-        let layouts = (0..problem.sizes.batch)
-            .map(|batch| selection.choose_reference(&entry(&problem, batch)).unwrap());
-        let layouts: Vec<_> = layouts.collect();
-        let layout = BlockLayout::stack_batch(&layouts).unwrap();
-        for device in devices {
-            let device = device.clone().autodiff();
-            let got = differentiated(&problem, &device, DType::F32, |q, k, v| {
-                attention_selected_with_lse(q, k, v, &selection, options.clone()).unwrap()
-            });
-            let expected = differentiated(&problem, &device, DType::F32, |q, k, v| {
-                attend_with_lse([&q, &k, &v], &layout, &options)
-            });
-            let what = format!("{sharing:?}, {:?}, {device:?}", case.forced);
-            assert_alike(&what, got, expected, 1e-5);
-        }
-    }
-}
-
-fn entry(problem: &Problem, batch: usize) -> ReferenceInputs<'_> {
-    entry_of(problem.sizes, batch, [&problem.q, &problem.k], 0.3, true)
-}
-
-/// By how much at least the last block that a query chooses between its forced ones scores higher than the next.
-fn smallest_gap(problem: &Problem, case: &Case, batch: usize, sharing: GqaReduction) -> f64 {
-    let s = problem.sizes;
-    let selection = case.selection();
-    let Always { first, local } = case.forced;
-    let count = case.keep - first - local;
-    let scores = (selection.estimator()).reference(&entry(problem, batch));
-    let block = selection.estimator().grid().block;
-    let blocks = s.seq_kv.div_ceil(block);
-    let group = match sharing {
-        GqaReduction::PerHead => 1,
-        _ => s.heads / s.kv_heads,
-    };
-    let shared = |list: usize, row: usize, block: usize| {
-        let of = (0..group).map(|member| {
-            let head = list * group + member;
-            scores[(head * s.seq_q + row) * blocks + block]
-        });
-        match sharing {
-            GqaReduction::Max => of.fold(f64::NEG_INFINITY, f64::max),
-            _ => of.sum::<f64>() / group as f64,
-        }
-    };
-    let mut smallest = f64::INFINITY;
-    for list in 0..s.heads / group {
-        for row in 0..s.seq_q {
-            let past = (row + s.seq_kv - s.seq_q) / block;
-            let between = first..(past + 1).saturating_sub(local);
-            let mut row: Vec<f64> = between.map(|block| shared(list, row, block)).collect();
-            row.sort_by(|a, b| b.total_cmp(a));
-            if let (Some(last), Some(next)) = (row.get(count - 1), row.get(count)) {
-                smallest = smallest.min(last - next);
-            }
-        }
-    }
-    smallest
 }
 
 /// Blocks of queries that choose together: the same bits as the choice and attention over it.

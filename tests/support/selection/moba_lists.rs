@@ -229,7 +229,7 @@ pub fn moba_golden(_: &[Device]) {
     };
     for (head, printed) in recalls.iter().enumerate() {
         let recall = dense.attention(head, 8);
-        let [recall, _] = recall.recall(|i, j| is_kept(&chosen, head, i, j));
+        let recall = recall.recall(|i, j| is_kept(&chosen, head, i, j));
         assert_printed("recall", &[recall], &[*printed]);
     }
     let kept = problem(Box::new(move |_, head, i, j| is_kept(&chosen, head, i, j)));

@@ -13,7 +13,6 @@ pub mod moba_lists;
 pub mod msa;
 pub mod nsa;
 pub mod nsa_choice;
-pub mod planted;
 pub mod prefix;
 pub mod rules;
 pub mod runs;

@@ -109,19 +109,7 @@ pub fn block_sparse_products_in_half_precision(devices: &[Device]) {
     let world = WeightLayout::small_world([128, 96], 16, 0.3, 0.2, 1).unwrap();
     let random = WeightLayout::random([192, 128], 64, 0.5, 3).unwrap();
     for (rows, layout) in [([2, 20], world), ([1, 70], random)] {
-        for (device, half) in halves(devices) {
-            let rounding = if half == DType::BF16 { 4e-3 } else { 5e-4 };
-            let case = case(rows, &layout, false).rounded(half);
-            for dtypes in [
-                [DType::F32, DType::F32, half],
-                [half, DType::F32, half],
-                [half; 3],
-            ] {
-                let of = |index: usize| dtypes[[2, 0, 1][index]];
-                let within = |index| if of(index) == half { rounding } else { 1e-5 };
-                case.check(device, &dtypes, within);
-            }
-        }
+        check_products_in_halves(devices, || case(rows, &layout, false));
     }
 }
 

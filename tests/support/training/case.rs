@@ -426,6 +426,22 @@ impl<'a> Case<'a> {
     }
 }
 
+/// Compares products in half precision, whose dtypes are those of x, the weights and the result: factors are rounded, sums are not, and gradients are f32
+/// where their tensors are.
+pub fn check_products_in_halves<'a>(devices: &[Device], case: impl Fn() -> Case<'a>) {
+    for (device, half) in halves(devices) {
+        let rounding = if half == DType::BF16 { 4e-3 } else { 5e-4 };
+        let case = case().rounded(half);
+        let f32 = DType::F32;
+        for dtypes in [[f32, f32, half], [half, f32, half], [half; 3]] {
+            // The result, the gradient by x, and those by weights.
+            let of = |index: usize| dtypes[[2, 0, 1][index.min(2)]];
+            let within = |index| if of(index) == half { rounding } else { 1e-5 };
+            case.check(device, &dtypes, within);
+        }
+    }
+}
+
 /// How far products of other strides, or beside other gradients, may be apart: other kernels multiply.
 pub fn products_within(devices: &[Device]) -> f64 {
     let within = |device: &Device| product_tolerance(device, DType::F32, 1e-6);

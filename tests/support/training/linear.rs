@@ -103,20 +103,7 @@ pub fn products_in_half_precision(devices: &[Device]) {
         ([4, 1024, 24], &[16]),
     ];
     for lengths in some {
-        for (device, half) in halves(devices) {
-            let rounding = if half == DType::BF16 { 4e-3 } else { 5e-4 };
-            let case = case(lengths, WAYS[0]).rounded(half);
-            for dtypes in [
-                [DType::F32, DType::F32, half],
-                [half, DType::F32, half],
-                [half; 3],
-            ] {
-                // The result, the gradient by x, and those by weights.
-                let of = |index: usize| dtypes[[2, 0, 1][index.min(2)]];
-                let within = |index| if of(index) == half { rounding } else { 1e-5 };
-                case.check(device, &dtypes, within);
-            }
-        }
+        check_products_in_halves(devices, || case(lengths, WAYS[0]));
     }
 }
 

@@ -143,10 +143,3 @@ fn sizes_that_were_not_set_are_refused_by_name() {
     let expected = [[5, 16], [8, 16]];
     assert_eq!([positions.row.dims(), positions.column.dims()], expected);
 }
-
-#[test]
-fn a_callback_does_not_serialize() {
-    let pattern = Pattern::from_fn("diagonal", |_, i, j| i == j);
-    let factorization = Factorization::from(pattern);
-    assert!(serde_json::to_string(&factorization).is_err());
-}

@@ -125,19 +125,6 @@ fn a_quiet_softmax_is_trained() {
     assert_close(gradient(ours.context), gradient(theirs), 1e-3);
 }
 
-/// A causal one; the dense one's output and gradients are compared for each activation.
-#[rstest]
-fn encoders_keep_their_output(#[values(false, true)] norm_first: bool) {
-    let device = Device::flex();
-    let dense = encoder(norm_first);
-    let x = random([2, 21, 32], &device);
-    let mask = generate_autoregressive_mask(2, 21, &device);
-    let expected = dense.forward(TransformerEncoderInput::new(x.clone()).mask_attn(mask));
-    let sparse = sparse(&dense, Pattern::causal());
-    let got = sparse.forward(SparseTransformerEncoderInput::new(x));
-    assert_close(got, expected, 2e-5);
-}
-
 #[rstest]
 fn records_load_both_ways(
     #[values(false, true)] norm_first: bool,

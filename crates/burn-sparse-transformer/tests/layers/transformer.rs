@@ -143,29 +143,28 @@ fn inputs_that_do_not_fit_are_refused() {
 #[test]
 fn configurations_that_do_not_fit_are_refused() {
     let init = |config: SparseTransformerConfig| config.try_init(&Device::flex());
-    let new = |vocab, context, d_model, layers, heads, width| {
+    let new = |d_model, heads, width| {
         let causal = Pattern::causal().into();
         SparseTransformerConfig::new(d_model, heads, causal)
-            .with_vocab_size(vocab)
-            .with_context(context)
-            .with_n_layers(layers)
+            .with_vocab_size(5)
+            .with_context(8)
+            .with_n_layers(1)
             .with_embedding_width(Some(width))
     };
-    refused! {
-        init(new(0, 8, 8, 1, 1, 4)) => "vocab_size must be at least 1, got 0";
-        init(new(5, 0, 8, 1, 1, 4)) => "context must be at least 1, got 0";
-        init(new(5, 8, 8, 0, 1, 4)) => "n_layers must be at least 1, got 0";
-        init(new(5, 8, 9, 1, 2, 4)) => "d_model must be a positive multiple of n_heads = 2, got 9";
-    }
+    refused! { init(new(9, 2, 4)) => "d_model must be a positive multiple of n_heads = 2, got 9"; }
     for width in [0, 9] {
-        refused! { init(new(5, 8, 8, 1, 1, width)) => format!("embedding_width must be between 1 and 8, the context, got {width}"); }
+        refused! { init(new(8, 1, width)) => format!("embedding_width must be between 1 and 8, the context, got {width}"); }
     }
     for dropout in [-0.1, 1.0, f64::NAN] {
-        refused! { init(new(5, 8, 8, 1, 1, 4).with_dropout(dropout)) => format!("dropout must be at least 0 and below 1, got {dropout}"); }
+        refused! { init(new(8, 1, 4).with_dropout(dropout)) => format!("dropout must be at least 0 and below 1, got {dropout}"); }
     }
-    refused! { init(new(5, 8, 8, 1, 1, 4).with_d_ff(Some(0))) => "d_ff must be at least 1, got 0"; }
+    refused! { init(new(8, 1, 4).with_d_ff(Some(0))) => "d_ff must be at least 1, got 0"; }
     let none = Factorization::Interleaved(vec![]);
-    refused! { init(SparseTransformerConfig::new(8, 1, none).with_vocab_size(5).with_context(8).with_n_layers(1).with_embedding_width(Some(4))) => "factorization must be at least one pattern, got none"; }
+    let patternless = SparseTransformerConfig {
+        factorization: none,
+        ..new(8, 1, 4)
+    };
+    refused! { init(patternless) => "factorization must be at least one pattern, got none"; }
 }
 
 #[test]

@@ -12,16 +12,16 @@ use crate::gguf_writer::{F32, Q8_0, Writer, interleaved, q8_0};
 use crate::llama::{largest_difference, tiny_llama};
 use crate::support::{Scratch, floats};
 
-/// Sizes of a type's blocks, in bytes and elements, and where half-precision numbers are in them.
-const BLOCKS: [(&str, u32, usize, usize, &[usize]); 8] = [
-    ("Q4_0", 2, 18, 32, &[0]),
-    ("Q4_1", 3, 20, 32, &[0, 2]),
-    ("Q5_0", 6, 22, 32, &[0]),
-    ("Q5_1", 7, 24, 32, &[0, 2]),
-    ("Q8_0", 8, 34, 32, &[0]),
-    ("Q4_K", 12, 144, 256, &[0, 2]),
-    ("Q5_K", 13, 176, 256, &[0, 2]),
-    ("Q6_K", 14, 210, 256, &[208]),
+/// Types with their numbers, and sizes of their blocks in bytes and elements.
+const BLOCKS: [(&str, u32, usize, usize); 8] = [
+    ("Q4_0", 2, 18, 32),
+    ("Q4_1", 3, 20, 32),
+    ("Q5_0", 6, 22, 32),
+    ("Q5_1", 7, 24, 32),
+    ("Q8_0", 8, 34, 32),
+    ("Q4_K", 12, 144, 256),
+    ("Q5_K", 13, 176, 256),
+    ("Q6_K", 14, 210, 256),
 ];
 
 fn golden() -> PathBuf {
@@ -62,7 +62,7 @@ fn metadata_has_all_types() {
 #[test]
 fn blocks_are_the_numbers_of_the_package_gguf() {
     let file = WeightsFile::open(golden()).unwrap();
-    for (name, _, _, elements, _) in BLOCKS {
+    for (name, _, _, elements) in BLOCKS {
         let expected = floats(&file, &format!("{name}.numbers"));
         assert_eq!(floats(&file, name), expected, "{name}");
         let shape = if elements == 32 { [2, 64] } else { [1, 256] };
@@ -79,77 +79,24 @@ fn blocks_are_the_numbers_of_the_package_gguf() {
     }
 }
 
-/// A half-precision number, of a sign, five bits of exponent and ten of fraction.
-fn half(block: &[u8], at: usize) -> f64 {
-    let bits = u16::from_le_bytes([block[at], block[at + 1]]);
-    let (exponent, fraction) = (i32::from(bits >> 10 & 31), f64::from(bits & 1023) / 1024.0);
-    let size = match exponent {
-        0 => fraction * 2_f64.powi(-14),
-        _ => (1.0 + fraction) * 2_f64.powi(exponent - 15),
-    };
-    if bits >> 15 == 1 { -size } else { size }
-}
-
-/// Element `i` of a block, as ggml's layouts say.
-fn element(kind: &str, block: &[u8], i: usize) -> f64 {
-    let bit = |from: usize, i: usize| u32::from(block[from + i / 8] >> (i % 8) & 1);
-    let nibble = |from: usize| u32::from(block[from + i % 16] >> (i / 16 * 4) & 15);
-    match kind {
-        "Q4_0" => half(block, 0) * (f64::from(nibble(2)) - 8.0),
-        "Q4_1" => half(block, 0) * f64::from(nibble(4)) + half(block, 2),
-        "Q5_0" => half(block, 0) * (f64::from(nibble(6) + 16 * bit(2, i)) - 16.0),
-        "Q5_1" => half(block, 0) * f64::from(nibble(8) + 16 * bit(4, i)) + half(block, 2),
-        "Q8_0" => half(block, 0) * f64::from(block[2 + i] as i8),
-        "Q4_K" | "Q5_K" => {
-            let (part, at, packed) = (i / 32, i % 32, &block[4..16]);
-            let (scale, min) = match part {
-                0..4 => (packed[part] % 64, packed[part + 4] % 64),
-                _ => (
-                    packed[part + 4] % 16 + packed[part - 4] / 64 * 16,
-                    packed[part + 4] / 16 + packed[part] / 64 * 16,
-                ),
-            };
-            let low = if kind == "Q4_K" { 16 } else { 48 };
-            let low = block[low + i / 64 * 32 + at] >> (part % 2 * 4) & 15;
-            let high = match kind {
-                "Q4_K" => 0,
-                _ => block[16 + at] >> part & 1,
-            };
-            let number = f64::from(low) + 16.0 * f64::from(high);
-            half(block, 0) * f64::from(scale) * number - half(block, 2) * f64::from(min)
-        }
-        _ => {
-            let (of_half, within) = (i / 128, i % 128);
-            let low = block[of_half * 64 + within % 64] >> (within / 64 * 4) & 15;
-            let high = block[128 + of_half * 32 + within % 32] >> (within / 32 * 2) & 3;
-            let scale = f64::from(block[192 + i / 16] as i8);
-            half(block, 208) * scale * (f64::from(low) + 16.0 * f64::from(high) - 32.0)
-        }
-    }
-}
-
+/// Rows of several blocks, one behind the other.
 #[test]
-fn blocks_are_the_numbers_of_the_layouts() {
+fn blocks_are_what_they_are_alone() {
     let mut random = Random(1);
-    for (name, kind, size, elements, halves) in BLOCKS {
-        let mut bytes: Vec<u8> = (0..20 * size).map(|_| random.byte()).collect();
-        for block in bytes.chunks_exact_mut(size) {
-            // Finite, and not so large that sums lose all of the smaller number.
-            halves.iter().for_each(|at| block[at + 1] &= 0xbf);
+    for (name, kind, size, elements) in BLOCKS {
+        let bytes: Vec<u8> = (0..20 * size).map(|_| random.byte()).collect();
+        let mut file = Writer::new("none").tensor("x", &[4, 5 * elements], kind, &bytes);
+        for (at, block) in bytes.chunks_exact(size).enumerate() {
+            file = file.tensor(&format!("block {at}"), &[1, elements], kind, block);
         }
-        let shape = [4, 5 * elements];
-        let file = Writer::new("none").tensor("x", &shape, kind, &bytes);
         let file = file.file(name);
-        let got = floats(&WeightsFile::open(&file.0).unwrap(), "x");
-        let blocks = bytes.chunks_exact(size);
-        let expected = blocks.flat_map(|block| (0..elements).map(|i| element(name, block, i)));
-        assert_eq!(got.len(), 20 * elements);
-        for (i, (got, expected)) in got.into_iter().zip(expected).enumerate() {
-            // Minima reach 63 · 2, of which f32 has seven digits.
-            let error = (f64::from(got) - expected).abs();
-            let is_near = error <= 1e-5 + 1e-6 * expected.abs();
-            assert!(is_near, "{name} {i}: {got} for {expected}");
-        }
+        let file = WeightsFile::open(&file.0).unwrap();
+        let bits = |name: &str| -> Vec<u32> {
+            let numbers = floats(&file, name).into_iter();
+            numbers.map(f32::to_bits).collect()
+        };
+        let alone = (0..20).flat_map(|at| bits(&format!("block {at}")));
+        assert_eq!(bits("x"), alone.collect::<Vec<_>>(), "{name}");
     }
 }
 
