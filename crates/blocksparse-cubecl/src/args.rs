@@ -14,8 +14,7 @@ use super::shared::addressing::{
 };
 use super::shared::biases::{BiasStridesLaunch, DistancesLaunch, ScoreBiasesLaunch};
 use super::shared::distances::{TableArgs, TableArgsLaunch};
-use super::shared::dropout::DropoutArgsLaunch;
-use super::shared::dropout::MaskLaunch;
+use super::shared::dropout::{DropoutArgsLaunch, MaskLaunch};
 use super::shared::score::{ScoreInputsLaunch, ScoreScalarsLaunch};
 use super::slices::Slice;
 use super::uploaded::{self, DevicePlan};
@@ -57,6 +56,11 @@ impl ScoreOptions {
         }
     }
 
+    /// Whether anything is added to scores.
+    pub fn biased(&self) -> bool {
+        self.slopes.is_some() || self.bias.is_some() || self.relative.is_some()
+    }
+
     /// Elements of the bias, 0 if there is none.
     pub fn bias_len(&self) -> usize {
         self.bias.as_ref().map_or(0, BiasView::elements)
@@ -74,6 +78,7 @@ impl ScoreOptions {
         heads: usize,
         in_stats: Option<usize>,
     ) -> ScoreBiasesLaunch<E, A> {
+        let ([batch, head, row], [table_head, reach]) = (self.bias_steps(), self.table_steps());
         ScoreBiasesLaunch::new(
             optional(slopes.filter(|_| in_stats.is_none()), heads),
             self.bias(),
@@ -81,8 +86,8 @@ impl ScoreOptions {
                 Some(_) => ComptimeOptionArgs::None,
                 None => self.table(),
             },
-            self.bias_strides(),
-            self.distances(in_stats.unwrap_or(0)),
+            BiasStridesLaunch::new(batch, head, row),
+            DistancesLaunch::new(in_stats.unwrap_or(0), table_head, reach),
         )
     }
 
@@ -95,11 +100,6 @@ impl ScoreOptions {
             step(heads, rows * keys),
             step(rows, keys),
         ]
-    }
-
-    fn bias_strides(&self) -> BiasStridesLaunch {
-        let [batch, head, row] = self.bias_steps();
-        BiasStridesLaunch::new(batch, head, row)
     }
 
     /// The same in bytes, of a bias of elements so wide.
@@ -129,12 +129,6 @@ impl ScoreOptions {
     fn table_steps(&self) -> [usize; 2] {
         let [heads, width] = self.relative.as_ref().map_or([1; 2], |table| table.shape);
         [if heads == 1 { 0 } else { width }, width / 2]
-    }
-
-    /// The table, which begins at element `start`.
-    fn distances(&self, start: usize) -> DistancesLaunch {
-        let [head, reach] = self.table_steps();
-        DistancesLaunch::new(start, head, reach)
     }
 
     /// The table, as the tensor-core tiers get it.
@@ -301,21 +295,12 @@ pub fn load_width(
 ) -> Result<usize, KernelError> {
     let mut width = 4;
     for (name, tensor) in tensors {
-        if tensor.strides[3] != 1 && tensor.shape[3] != 1 {
-            return Err(KernelError::Stride {
-                tensor: name,
-                stride: tensor.strides[3],
-            });
-        }
+        tensor.check_rows(name)?;
         let offset = tensor.handle.offset_start.unwrap_or(0) as usize / dtype.size();
-        let mut aligned = vec![tensor.shape[3], offset];
-        for (length, stride) in tensor.shape.iter().zip(&tensor.strides).take(3) {
-            if *length > 1 {
-                aligned.push(*stride);
+        for number in tensor.outer_strides().chain([tensor.shape[3], offset]) {
+            while !number.is_multiple_of(width) {
+                width /= 2;
             }
-        }
-        while aligned.iter().any(|number| number % width != 0) {
-            width /= 2;
         }
     }
     Ok(width)
@@ -345,22 +330,16 @@ pub fn address_in(
     }
 }
 
-/// A tensor in vectors of `width`.
-pub fn vectors_of(tensor: &TensorView, width: usize) -> BufferArg {
-    buffer(&tensor.handle, tensor.reach().div_ceil(width))
-}
-
-pub fn strides_of(tensor: &TensorView, width: usize) -> StridesLaunch {
-    let [batch, head, row, _] = tensor.strides;
-    StridesLaunch::new(batch / width, head / width, row / width, tensor.shape[2])
-}
-
 /// A tensor in vectors of `width`, with its strides.
 pub fn row_tensor<T: CubePrimitive>(tensor: &TensorView, width: usize) -> RowTensorLaunch<T>
 where
     Box<[T]>: LaunchArg<RuntimeArg = BufferArg>,
 {
-    RowTensorLaunch::new(vectors_of(tensor, width), strides_of(tensor, width))
+    let [batch, head, row, _] = tensor.strides;
+    RowTensorLaunch::new(
+        buffer(&tensor.handle, tensor.reach().div_ceil(width)),
+        StridesLaunch::new(batch / width, head / width, row / width, tensor.shape[2]),
+    )
 }
 
 /// A map of a tensor with 16-bit elements whose boxes have these lengths, swizzled as wide as the boxes' rows are.

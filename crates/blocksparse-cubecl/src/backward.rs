@@ -46,8 +46,7 @@ pub fn backward(
         plan.backward.tile.launch(&pass, part, &mut known)?;
     }
     if let Some(table) = &gradients.relative {
-        let first = plan.parts()[0].part(layout);
-        let stats = known.plain(&pass, first)?;
+        let stats = known.plain(&pass)?;
         distance_gradient(&pass, &stats, table)?;
     }
     Ok(())

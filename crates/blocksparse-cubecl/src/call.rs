@@ -25,6 +25,25 @@ impl TensorView {
     pub fn reach(&self) -> usize {
         reach(&self.shape, &self.strides)
     }
+
+    /// Strides of outer dimensions that are longer than 1: those of others are arbitrary.
+    pub fn outer_strides(&self) -> impl Iterator<Item = usize> {
+        outer_strides(self.shape, self.strides)
+    }
+
+    /// Checks that rows are contiguous.
+    ///
+    /// # Errors
+    /// [`KernelError::Stride`], which names the tensor.
+    pub fn check_rows(&self, tensor: &'static str) -> Result<(), KernelError> {
+        match has_rows(self.shape, self.strides) {
+            true => Ok(()),
+            false => Err(KernelError::Stride {
+                tensor,
+                stride: self.strides[3],
+            }),
+        }
+    }
 }
 
 /// How a tensor has to lie for launches to read it there. One that lies otherwise is made contiguous before.
@@ -39,12 +58,23 @@ pub struct Readable {
 impl Readable {
     /// Whether launches read a tensor with these strides, which begins `start` elements into its buffer.
     pub fn takes(&self, shape: [usize; 4], strides: [usize; 4], start: usize) -> bool {
-        let mut outer = shape.iter().zip(&strides).take(3);
-        let is_aligned = start.is_multiple_of(self.alignment)
-            && outer.all(|(length, stride)| *length == 1 || stride.is_multiple_of(self.alignment));
-        let is_strided = strides[3] != 1 && shape[3] != 1;
-        is_aligned && !is_strided && reach(&shape, &strides) <= self.reach
+        let is_aligned = |number: usize| number.is_multiple_of(self.alignment);
+        is_aligned(start)
+            && outer_strides(shape, strides).all(is_aligned)
+            && has_rows(shape, strides)
+            && reach(&shape, &strides) <= self.reach
     }
+}
+
+fn outer_strides(shape: [usize; 4], strides: [usize; 4]) -> impl Iterator<Item = usize> {
+    let outer = shape.into_iter().zip(strides).take(3);
+    outer
+        .filter(|(length, _)| *length > 1)
+        .map(|(_, stride)| stride)
+}
+
+fn has_rows(shape: [usize; 4], strides: [usize; 4]) -> bool {
+    strides[3] == 1 || shape[3] == 1
 }
 
 /// Elements from the first to the last of a tensor.
@@ -271,10 +301,7 @@ impl Request {
 
     /// The type of sums, lse and weights: f32, or f64 for f64 tensors.
     pub fn accumulator(&self) -> ElemType {
-        match self.dtype {
-            ElemType::Float(FloatKind::F64) => ElemType::Float(FloatKind::F64),
-            _ => ElemType::Float(FloatKind::F32),
-        }
+        accumulator_of(self.dtype)
     }
 
     /// Whether tiles may be of like blocks. A tile of keys goes through all query heads of its group, which must agree
@@ -284,6 +311,14 @@ impl Request {
             || layout.num_patterns() == 1
             || self.kv_heads == layout.heads();
         common && !self.store
+    }
+}
+
+/// The type of sums of elements of a type.
+pub fn accumulator_of(element: ElemType) -> ElemType {
+    match element {
+        ElemType::Float(FloatKind::F64) => element,
+        _ => ElemType::Float(FloatKind::F32),
     }
 }
 

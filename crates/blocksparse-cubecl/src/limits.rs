@@ -32,6 +32,14 @@ pub fn vector_of(properties: &DeviceProperties, bytes: usize, widths: &[usize]) 
         .unwrap_or(1)
 }
 
+/// Multiprocessors, 1 of a device that does not say how many.
+pub fn multiprocessors(properties: &DeviceProperties) -> usize {
+    properties
+        .hardware
+        .num_streaming_multiprocessors
+        .unwrap_or(1) as usize
+}
+
 /// Units of a cube of one dimension, at most.
 pub fn most_units(properties: &DeviceProperties) -> usize {
     let hardware = &properties.hardware;

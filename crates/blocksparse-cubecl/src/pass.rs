@@ -101,7 +101,6 @@ impl<'a> Deref for BackwardPass<'a> {
 
 /// What one mainloop of the backward pass reads and writes.
 pub struct Operands<'a> {
-    pub mainloop: Mainloop,
     /// Heads that it is launched for.
     pub heads: usize,
     /// Of the tile's own rows: q and dO, or k and v.
@@ -144,7 +143,6 @@ impl<'a> BackwardPass<'a> {
         let (head_dim, value_dim) = (self.request.head_dim, self.request.value_dim);
         match mainloop {
             Mainloop::Rows => Operands {
-                mainloop,
                 heads: self.layout.heads(),
                 a: [q, grad_out],
                 b: [k, v],
@@ -155,7 +153,6 @@ impl<'a> BackwardPass<'a> {
             Mainloop::Columns => {
                 let v_elements = batch * kv_heads * self.layout.seq_kv() * value_dim;
                 Operands {
-                    mainloop,
                     heads: kv_heads,
                     a: [k, v],
                     b: [q, grad_out],

@@ -21,8 +21,8 @@ pub struct Wanted {
     pub pitch: usize,
     /// Factor of lse.
     pub lse_factor: f64,
-    /// Whether places are those of a listing by residue class, or else positions.
-    pub by_class: bool,
+    /// How places are listed; `None`: they are positions.
+    pub residue: Option<Residue>,
 }
 
 impl Wanted {
@@ -31,7 +31,7 @@ impl Wanted {
         Self {
             pitch: part.layout.seq_q().next_multiple_of(multiple),
             lse_factor: std::f64::consts::LOG2_E,
-            by_class: part.residue.is_some(),
+            residue: part.residue,
         }
     }
 }
@@ -59,7 +59,7 @@ pub struct Known<'a> {
 ///
 /// # Errors
 /// [`KernelError`] if there are more cubes than the device launches.
-pub fn make(pass: &BackwardPass, part: Part, wanted: Wanted) -> Result<Handle, KernelError> {
+pub fn make(pass: &BackwardPass, wanted: Wanted) -> Result<Handle, KernelError> {
     let request = pass.request;
     let known = Known {
         client: pass.client,
@@ -74,18 +74,14 @@ pub fn make(pass: &BackwardPass, part: Part, wanted: Wanted) -> Result<Handle, K
         width: pass.indexing.width,
         address: pass.indexing.address,
     };
-    of_queries(&known, part.residue, wanted)
+    of_queries(&known, wanted)
 }
 
-/// The same of queries that are listed so.
+/// The same of what is known without a pass.
 ///
 /// # Errors
 /// As [`make`].
-pub fn of_queries(
-    known: &Known,
-    residue: Option<Residue>,
-    wanted: Wanted,
-) -> Result<Handle, KernelError> {
+pub fn of_queries(known: &Known, wanted: Wanted) -> Result<Handle, KernelError> {
     let (client, batch, heads) = (known.client, known.batch, known.heads);
     let (value_dim, [dtype, accumulator]) = (known.value_dim, known.dtypes);
     let (outputs, grads, options) = (known.outputs, known.grads, known.options);
@@ -115,13 +111,13 @@ pub fn of_queries(
             optional(slopes, heads),
             options.table(),
             buffer(&stats, numbers),
-            listing(residue),
+            listing(wanted.residue),
             StatsLengthsLaunch::new(heads, rows, wanted.pitch, table_start, options.table_len()),
             InputScalar::new(wanted.lse_factor, accumulator),
             DeltaConfig {
                 value_dim,
                 lanes,
-                residue: wanted.by_class,
+                residue: wanted.residue.is_some(),
             },
             [dtype, accumulator],
         );
@@ -133,11 +129,11 @@ pub fn of_queries(
 ///
 /// # Errors
 /// As [`make`].
-pub fn make_plain(pass: &BackwardPass, part: Part) -> Result<Handle, KernelError> {
+pub fn make_plain(pass: &BackwardPass) -> Result<Handle, KernelError> {
     let wanted = Wanted {
         pitch: pass.layout.seq_q(),
         lse_factor: 1.0,
-        by_class: false,
+        residue: None,
     };
-    make(pass, part, wanted)
+    make(pass, wanted)
 }

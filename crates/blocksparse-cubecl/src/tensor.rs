@@ -2,6 +2,7 @@
 
 use cubecl::ir::{ElemType, FloatKind};
 
+use super::args::ScoreOptions;
 use super::call::{PartRequest, Request, TensorView};
 use super::error::KernelError;
 use crate::arch::ptx::Half;
@@ -35,6 +36,11 @@ pub fn half_of(dtype: ElemType) -> Result<Half, &'static str> {
     }
 }
 
+/// Of tiles with what they cost the one that costs least.
+pub fn cheapest<T>(tiles: impl Iterator<Item = (f64, T)>) -> Option<(f64, T)> {
+    tiles.min_by(|(one, _), (other, _)| one.total_cmp(other))
+}
+
 /// Whether a part may run on tensor cores at all.
 pub fn check_limit(part: &PartRequest) -> Result<(), &'static str> {
     match part.limit.is_simt() {
@@ -50,36 +56,25 @@ pub fn check_rows(
     multiple: usize,
 ) -> Result<(), KernelError> {
     let bytes = tensor.handle.offset_start.unwrap_or(0) as usize;
-    let mut numbers = vec![bytes.div_ceil(16 / multiple)];
-    let outer = tensor.shape.iter().zip(&tensor.strides).take(3);
-    numbers.extend(
-        outer
-            .filter(|(length, _)| **length > 1)
-            .map(|(_, stride)| *stride),
-    );
-    if let Some(&got) = numbers
-        .iter()
-        .find(|number| !number.is_multiple_of(multiple))
-    {
-        return Err(KernelError::Alignment {
+    let mut numbers = std::iter::once(bytes.div_ceil(16 / multiple)).chain(tensor.outer_strides());
+    match numbers.find(|number| !number.is_multiple_of(multiple)) {
+        None => tensor.check_rows(name),
+        Some(got) => Err(KernelError::Alignment {
             tensor: name,
             multiple,
             got,
-        });
-    }
-    match tensor.strides[3] != 1 && tensor.shape[3] != 1 {
-        false => Ok(()),
-        true => Err(KernelError::Stride {
-            tensor: name,
-            stride: tensor.strides[3],
         }),
     }
 }
 
-/// Checks that a table of distances can be indexed: its kernels do it in signed 32 bits.
-pub fn check_table(numbers: usize) -> Result<(), KernelError> {
+/// Checks what a plan cannot know of a call's scores: that a table of distances can be indexed, which kernels do in signed 32 bits, and the scale.
+pub fn check_score(options: &ScoreOptions) -> Result<(), KernelError> {
     let what = "the numbers of a table of distances";
-    KernelError::check(what, i32::MAX as u32, numbers)
+    KernelError::check(what, i32::MAX as u32, options.table_len())?;
+    match options.biased() {
+        true => Ok(()),
+        false => check_scale(options.scale, options.softcap),
+    }
 }
 
 /// Checks that the scale is positive, unless there is a softcap: the running maximum is of unscaled scores.
@@ -89,6 +84,14 @@ pub fn check_scale(scale: f64, softcap: Option<f64>) -> Result<(), KernelError> 
         false => Err(KernelError::Scale {
             scale: scale.to_string(),
         }),
+    }
+}
+
+/// Factors of scores: to powers of two, and of products before that, where scores are softcapped or biased.
+pub fn factors(options: &ScoreOptions) -> (f64, f64) {
+    match options.biased() && options.softcap.is_none() {
+        true => (std::f64::consts::LOG2_E, options.scale),
+        false => scales(options.scale, options.softcap),
     }
 }
 

@@ -7,6 +7,7 @@ use cubecl::server::Handle;
 
 use super::call::{BiasView, Kernel, PartRequest};
 use super::error::KernelError;
+use super::hopper::Backward::{Fused, Unfused};
 use super::pass::{BackwardPass, Part, Pass};
 use super::{hopper, mma};
 use super::{simt, stats};
@@ -86,10 +87,7 @@ fn hopper_backward(asked: &Asked, forward: &Choice<ForwardTile>) -> Result<Backw
     if tile.fp8 {
         tile = hopper::choose(asked.part)?;
     }
-    Ok(match hopper::choose_backward(asked.part, tile)? {
-        hopper::Backward::Fused(tile) => BackwardTile::HopperFused(tile),
-        hopper::Backward::Unfused(mainloops) => BackwardTile::HopperUnfused(mainloops),
-    })
+    hopper::choose_backward(asked.part, tile).map(BackwardTile::Hopper)
 }
 
 /// What runs the two passes over a part, whose `simt` tiles are given.
@@ -168,10 +166,8 @@ impl ForwardTile {
 /// What runs the backward pass over a part.
 #[derive(Clone, Copy, Debug)]
 pub enum BackwardTile {
-    /// wgmma and TMA, all gradients in one loop over columns.
-    HopperFused(hopper::BackwardTile),
-    /// wgmma and TMA, a loop over rows and one over columns.
-    HopperUnfused([hopper::MainloopPlan; 2]),
+    /// wgmma and TMA.
+    Hopper(hopper::Backward),
     /// mma.sync, two mainloops.
     Mma([mma::Tile; 2]),
     /// Scalar multiply-adds, all gradients in one loop over columns.
@@ -197,29 +193,22 @@ pub fn choose_bias(
     forward: &Choice<ForwardTile>,
     [_, rows, columns]: [simt::Tile; 3],
 ) -> Choice<BiasTile> {
-    if let Ok(tiles) = mma::choose_bias_gradient(part) {
-        let mut refused = Vec::new();
+    let mut refused = Vec::new();
+    let tile = match (mma::choose_bias_gradient(part), forward.tile) {
+        (Err(_), _) => BiasTile::Simt([rows, columns]),
         // What this tier's forward pass does not take has said so.
-        if let (ForwardTile::Hopper(forward), true) = (forward.tile, part.request.score.bias) {
+        (Ok(tiles), ForwardTile::Hopper(forward)) if part.request.score.bias => {
             match hopper::choose_bias(part, forward) {
-                Ok(own) => {
-                    return Choice {
-                        tile: BiasTile::Hopper(own, tiles),
-                        refused,
-                    };
+                Ok(own) => BiasTile::Hopper(own, tiles),
+                Err(reason) => {
+                    refused.push((HOPPER, reason));
+                    BiasTile::Mma(tiles)
                 }
-                Err(reason) => refused.push((HOPPER, reason)),
             }
         }
-        return Choice {
-            tile: BiasTile::Mma(tiles),
-            refused,
-        };
-    }
-    Choice {
-        tile: BiasTile::Simt([rows, columns]),
-        refused: Vec::new(),
-    }
+        (Ok(tiles), _) => BiasTile::Mma(tiles),
+    };
+    Choice { tile, refused }
 }
 
 impl BiasTile {
@@ -279,7 +268,7 @@ impl BiasTile {
             }
             // The pass says where it goes.
             Self::Simt(tiles) => {
-                let stats = known.plain(pass, part)?;
+                let stats = known.plain(pass)?;
                 simt::launch::launch_bias_gradient(pass, part, tiles, &stats, bias)
             }
         }
@@ -298,11 +287,11 @@ impl KnownStats {
     ///
     /// # Errors
     /// As [`stats::make`].
-    pub fn plain(&mut self, pass: &BackwardPass, part: Part) -> Result<Handle, KernelError> {
+    pub fn plain(&mut self, pass: &BackwardPass) -> Result<Handle, KernelError> {
         if let Some(stats) = &self.plain {
             return Ok(stats.clone());
         }
-        let made = stats::make_plain(pass, part)?;
+        let made = stats::make_plain(pass)?;
         Ok(self.plain.insert(made).clone())
     }
 }
@@ -327,8 +316,8 @@ impl BackwardTile {
     pub fn tiling(&self, kernel: Kernel) -> Tiling {
         let index = usize::from(kernel == Kernel::BackwardColumns);
         match self {
-            Self::HopperFused(tile) => tile.tiling,
-            Self::HopperUnfused(mainloops) => mainloops[index].tile.tiling,
+            Self::Hopper(Fused(tile)) => tile.tiling,
+            Self::Hopper(Unfused(mainloops)) => mainloops[index].tile.tiling,
             Self::Mma(tiles) => tiles[index].tiling(),
             Self::SimtFused(fused) => simt::tiling(&fused.tile),
             Self::Simt(tiles, _) => simt::tiling(&tiles[index]),
@@ -338,7 +327,7 @@ impl BackwardTile {
     /// Elements that the output's gradient may reach over, at most.
     pub fn most_reach(&self) -> usize {
         match self {
-            Self::HopperFused(_) => hopper::MOST_REACH,
+            Self::Hopper(Fused(_)) => hopper::MOST_REACH,
             _ => usize::MAX,
         }
     }
@@ -348,8 +337,8 @@ impl BackwardTile {
         let mainloops =
             |describe: &dyn Fn(usize, Kernel) -> String| mainloop_lines(["dQ", "dK, dV"], describe);
         match self {
-            Self::HopperFused(tile) => vec![("backward", tile.to_string())],
-            Self::HopperUnfused(plans) => mainloops(&|index, _| plans[index].to_string()),
+            Self::Hopper(Fused(tile)) => vec![("backward", tile.to_string())],
+            Self::Hopper(Unfused(plans)) => mainloops(&|index, _| plans[index].to_string()),
             Self::Mma(tiles) => mainloops(&|index, kernel| mma::describe(tiles[index], kernel)),
             Self::SimtFused(fused) => vec![("backward", fused.describe(accumulator))],
             Self::Simt(tiles, reason) => {
@@ -373,19 +362,19 @@ impl BackwardTile {
         known: &mut KnownStats,
     ) -> Result<(), KernelError> {
         match *self {
-            Self::HopperFused(tile) => {
+            Self::Hopper(Fused(tile)) => {
                 let made = hopper::launch_fused(pass, part, tile, known.fused.take())?;
                 known.fused = Some(made);
                 Ok(())
             }
-            Self::HopperUnfused(mainloops) => hopper::launch_mainloops(pass, part, mainloops),
+            Self::Hopper(Unfused(mainloops)) => hopper::launch_mainloops(pass, part, mainloops),
             Self::Mma(tiles) => mma::launch_backward(pass, part, tiles),
             Self::SimtFused(fused) => {
-                let stats = known.plain(pass, part)?;
+                let stats = known.plain(pass)?;
                 simt::launch::launch_fused(pass, part, fused, &stats)
             }
             Self::Simt(tiles, _) => {
-                let stats = known.plain(pass, part)?;
+                let stats = known.plain(pass)?;
                 simt::launch::launch_backward(pass, part, tiles, &stats)
             }
         }

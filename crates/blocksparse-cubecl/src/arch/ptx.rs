@@ -79,8 +79,6 @@ instructions! {
     /// Four words, at a multiple of 16 bytes.
     pub fn shared_load_words(address: u32) -> Vector<u32, Const<4>> = "ld.shared.v4.u32 {o}, [{address}];";
 
-    pub fn shared_store_words(address: u32, x: Vector<u32, Const<4>>) = "st.shared.v4.u32 [{address}], {x};";
-
     /// Whether `x` differs from `y` in any unit of the warp.
     pub fn any_differ(x: f32, y: f32) -> u32 =
         "{{ .reg .pred p, q; setp.ne.f32 p, {x}, {y}; vote.sync.any.pred q, p, 0xffffffff; selp.u32 {o}, 1, 0, q; }}", options(nomem);
@@ -111,29 +109,31 @@ instructions! {
     /// Whether `x` is not 0 in any unit of the warp.
     pub fn above_any(x: u32) -> u32 =
         "{{ .reg .pred p, q; setp.ne.u32 p, {x}, 0; vote.sync.any.pred q, p, 0xffffffff; selp.u32 {o}, 1, 0, q; }}", options(nomem);
+}
 
-    /// An 8 × 8 matrix of half precision transposed: lane `4 g + t` has the word of row `g` and columns `2t, 2t + 1`.
-    pub fn transpose_eight(x: u32) -> u32 = "movmatrix.sync.aligned.m8n8.trans.b16 {o}, {x};", options(nomem);
+instructions! {
+    /// Bytes of two words, by the numbers of a selector's digits.
+    fn chosen_bytes(low: u32, high: u32; selector: u32) -> u32 = "prmt.b32 {o}, {low}, {high}, {selector};", options(pure, nomem);
 }
 
 /// The lower halves of two words, `low`'s in the lower half, or the higher ones.
 #[cube]
 pub fn merge_words(low: u32, high: u32, #[comptime] upper: bool) -> u32 {
-    let selector = comptime!(if upper { 0x7632u32 } else { 0x5410u32 });
-    let o: u32;
-    gpu_asm!("prmt.b32 {o}, {l}, {h}, {s};", o = out(_) o, l = in(_) val::<u32>(low), h = in(_) val::<u32>(high),
-        s = const selector, options(pure, nomem));
-    o
+    chosen_bytes(
+        low,
+        high,
+        comptime!(if upper { 0x7632u32 } else { 0x5410u32 }),
+    )
 }
 
 /// The even bytes of two words, `low`'s first, or the odd ones.
 #[cube]
 pub fn bytes_of(low: u32, high: u32, #[comptime] odd: bool) -> u32 {
-    let selector = comptime!(if odd { 0x7531u32 } else { 0x6420u32 });
-    let o: u32;
-    gpu_asm!("prmt.b32 {o}, {l}, {h}, {s};", o = out(_) o, l = in(_) val::<u32>(low), h = in(_) val::<u32>(high),
-        s = const selector, options(pure, nomem));
-    o
+    chosen_bytes(
+        low,
+        high,
+        comptime!(if odd { 0x7531u32 } else { 0x6420u32 }),
+    )
 }
 
 instructions! {
@@ -184,9 +184,7 @@ instructions! {
 
     /// `a · b + c` of two numbers each in half precision, without a loss for subnormal ones.
     pub fn multiply_add_pair(a: u32, b: u32, c: u32; half: Half) -> u32 = "fma.rn.{half}x2 {o}, {a}, {b}, {c};", options(pure, nomem);
-}
 
-instructions! {
     /// The product of two words: its lower and its higher word.
     pub fn multiply_wide(a: u32, b: u32) -> Vector<u32, Const<2>> =
         "{{ .reg .b64 p; mul.wide.u32 p, {a}, {b}; mov.b64 {o}, p; }}", options(pure, nomem);
@@ -219,7 +217,7 @@ pub fn trade_four(own: Vector<u32, Const<4>>, lane: u32) -> Vector<u32, Const<4>
 }
 
 instructions! {
-    /// A warp's 8 × 8 matrix of halves, of which each unit has two of a row, transposed.
+    /// A warp's 8 × 8 matrix of halves transposed: lane `4 g + t` has those of row `g` and columns `2 t` and `2 t + 1`.
     pub fn transpose(x: u32) -> u32 = "movmatrix.sync.aligned.m8n8.trans.b16 {o}, {x};", options(nomem);
 }
 

@@ -158,11 +158,19 @@ instructions! {
     pub fn lanes_that_differ(x: u32, y: u32) -> u32 =
         "{{ .reg .pred p; setp.ne.u32 p, {x}, {y}; vote.sync.ballot.b32 {o}, p, 0xffffffff; }}", options(nomem);
 
-    /// The word of a lane.
-    pub fn word_of_lane(x: u32, lane: u32) -> u32 = "shfl.sync.idx.b32 {o}, {x}, {lane}, 31, 0xffffffff;", options(nomem);
-
     /// Two neighbouring words.
     pub fn shared_load_pair(address: u32) -> Vector<u32, Const<2>> = "ld.shared.v2.u32 {o}, [{address}];";
+}
+
+/// Starts to copy 16 bytes of the row at a position to shared memory. Rows begin at `base` and are `stride` pieces of 16 bytes apart, which may be `far`: more
+/// than 4 GB.
+#[cube]
+pub fn copy_of_row(target: u32, base: u64, position: u32, stride: u64, #[comptime] far: bool) {
+    if comptime!(far) {
+        copy_far_piece(target, base, position, stride * 16);
+    } else {
+        copy_piece(target, base, position, u32::cast_from(stride) * 16);
+    }
 }
 
 instructions! {

@@ -32,9 +32,15 @@ fn product_text(of: ProductShape, cols: usize) -> String {
     text + "wgmma.commit_group.sync.aligned; /* $0 */ }"
 }
 
+/// Moves `used` registers of an accumulator of `acc` to the output: an asm has no operands that are both input and output. ptxas then drops it.
+fn moved(acc: usize, used: usize) -> String {
+    (0..used)
+        .map(|i| format!("mov.f32 %{i}, %{}; ", acc + i))
+        .collect()
+}
+
 /// `c + p · b`: `p` in registers, `b` (`[cols, dim]`, MN-major) in shared memory. `acc` registers hold an
-/// accumulator, of which `dim / 2` are used. An asm has no operands that are both input and output, so
-/// the sums are moved, which ptxas then drops. Without `add`, `p · b`, and no input `c`.
+/// accumulator, of which `dim / 2` are used. The sums are moved. Without `add`, `p · b`, and no input `c`.
 fn accumulate_text(half: Half, acc: usize, cols: usize, dim: usize, add: bool) -> String {
     let (ty, used) = (half.ptx(), dim / 2);
     let mut text = String::from("{ .reg .b64 b; ");
@@ -43,9 +49,7 @@ fn accumulate_text(half: Half, acc: usize, cols: usize, dim: usize, add: bool) -
         false => (acc, "$2"),
     };
     if add {
-        for i in 0..used {
-            text += &format!("mov.f32 %{i}, %{}; ", acc + i);
-        }
+        text += &moved(acc, used);
     }
     text += "wgmma.fence.sync.aligned; ";
     for k in 0..cols / DEPTH {
@@ -65,9 +69,7 @@ fn accumulate_text(half: Half, acc: usize, cols: usize, dim: usize, add: bool) -
 fn accumulate_fp8_text(acc: usize, cols: usize, dim: usize) -> String {
     let used = dim / 2;
     let mut text = String::from("{ .reg .b64 b; ");
-    for i in 0..used {
-        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
-    }
+    text += &moved(acc, used);
     text += "wgmma.fence.sync.aligned; ";
     for (k, column) in (0..cols).step_by(32).enumerate() {
         let (block, within) = (column / FP8_COLUMNS, column % FP8_COLUMNS);
@@ -82,11 +84,8 @@ fn accumulate_fp8_text(acc: usize, cols: usize, dim: usize) -> String {
 }
 
 fn wait_text(pending: usize, acc: usize, used: usize) -> String {
-    let mut text = format!("{{ /* $0 $1 */ wgmma.wait_group.sync.aligned {pending}; ");
-    for i in 0..used {
-        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
-    }
-    text + "}"
+    let moved = moved(acc, used);
+    format!("{{ /* $0 $1 */ wgmma.wait_group.sync.aligned {pending}; {moved}}}")
 }
 
 /// `aᵀ · b`: `a` (`[depth, 64]`) and `b` (`[depth, cols]`), both MN-major in shared memory.
@@ -115,9 +114,7 @@ fn accumulate_shared_text(
 ) -> String {
     let (ty, used) = (half.ptx(), dim / 2);
     let mut text = String::from("{ .reg .b64 a, b; ");
-    for i in 0..used {
-        text += &format!("mov.f32 %{i}, %{}; ", acc + i);
-    }
+    text += &moved(acc, used);
     text += "wgmma.fence.sync.aligned; ";
     for k in 0..depth / DEPTH {
         let (span, within) = (k * DEPTH / ROW_ELEMENTS, k * DEPTH % ROW_ELEMENTS * 2);
@@ -253,9 +250,7 @@ instructions! {
     /// Waits until at most `pending` of the products started last are unfinished.
     pub fn wait<N = acc>(c: Vector<f32, N>; pending: usize, used: usize) -> Vector<f32, N> =
         "{body} /* {o} {c} */" with wait_text(pending, acc, used);
-}
 
-instructions! {
     /// Makes this unit's writes to shared memory known to wgmma and TMA.
     pub fn async_fence() = "fence.proxy.async.shared::cta;";
 }
@@ -273,9 +268,7 @@ instructions! {
 
     /// Waits until the unit's bulk copies are in memory.
     pub fn bulk_wait() = "cp.async.bulk.wait_group 0;";
-}
 
-instructions! {
     /// A number that another cube may be writing.
     pub fn peek(address: u64) -> u32 = "ld.relaxed.gpu.global.u32 {o}, [{address}];";
 

@@ -3,7 +3,7 @@
 
 use cubecl::prelude::*;
 
-use crate::arch::sm80::{copy_far_piece, copy_piece, wait_copies};
+use crate::arch::sm80::{copy_of_row, wait_copies};
 use crate::arch::sm90::*;
 
 /// Pieces of 16 bytes of a row of a span.
@@ -74,11 +74,7 @@ pub fn copy_row(
     for span in 0..comptime!(of.dim / ROW_ELEMENTS) {
         let place = target + comptime!((span * of.span_bytes()) as u32);
         let from = source + comptime!((span * ROW) as u64);
-        if comptime!(of.far) {
-            copy_far_piece(place, from, position, stride * 16);
-        } else {
-            copy_piece(place, from, position, u32::cast_from(stride) * 16);
-        }
+        copy_of_row(place, from, position, stride, of.far);
     }
 }
 

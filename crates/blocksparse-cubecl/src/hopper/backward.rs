@@ -47,7 +47,7 @@ use super::bits::*;
 use super::dropout::*;
 use super::gradient::{StoredRows, mask};
 use super::options::*;
-use super::rows::pack_all;
+use super::rows::{own_places, pack_all};
 use super::score_gradient::*;
 use super::shares::store_gradient;
 use super::tiles::BackwardTile;
@@ -59,13 +59,9 @@ use blocksparse::plan::MASKED_STEP;
 impl BackwardTile {
     fn weights(&self) -> WeightShape {
         WeightShape {
-            columns: true,
-            cols: self.cols,
+            base: self.base,
             stats_eight: self.stats_eight(1),
-            bits: self.bits(),
             packed: self.packed(),
-            half: self.half,
-            options: self.options,
         }
     }
 }
@@ -212,7 +208,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     #[comptime] t: BackwardTile,
 ) -> Vector<f32, S> {
     let words = &plan.words[..];
-    let (pairs, weight_shape) = comptime!((t.pairs(), t.weights()));
+    let weight_shape = comptime!(t.weights());
     let base = loads.base;
     let batch = own.batch;
     let first_head = first_head(lengths, own.kv_head, own.share, t);
@@ -238,11 +234,11 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     let own_at = own_address(base, turn, t);
     wait_for_own(base, turn, t);
     let mut s_next = first_products::<S>(s, own_at, q_address, base, cursor, chain, t);
-    let rows = rows_of_unit(plan, own.rows, t);
+    let rows = rows_of_unit(plan, own.rows, t.base);
     let of_rows = no_row_stats();
     for of_group in 0..heads_of_cube(lengths, t) {
         let head = first_head + of_group;
-        let of_head = options_of(args, batch, head, pairs);
+        let of_head = options_of(args, batch, head, t.base);
         let mut first_entry = own.entry as usize;
         let mut steps = own.steps;
         if of_group > 0 {
@@ -265,7 +261,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 first_entry + (j * comptime!((t.entries() * t.entry_words()) as u32)) as usize;
             let mut s = s_next;
             let mut capped = s_next;
-            if comptime!(t.options.biased()) {
+            if comptime!(t.score.biased()) {
                 // Before dp has its registers, which biases need for a while.
                 s = softcapped::<S>(s_next, numbers, t);
                 capped = s;
@@ -277,12 +273,12 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                     &rows,
                     plan,
                     step,
-                    pairs,
+                    t.base,
                 );
             }
             let (v_at, do_at) = (own_at + comptime!(t.a_bytes() as u32), do_address + offset);
             let mut dp_started = Vector::<f32, S>::zeroed();
-            if comptime!(!t.options.score.threshold) {
+            if comptime!(!t.score.threshold) {
                 dp_started = start::<S>(v_at, do_at, t);
             }
             // Which queries the unit adds dQ to, should it be one of the two.
@@ -291,21 +287,21 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                     as usize;
             let masked = words[step + 2] & MASKED_STEP;
             let visit = words[word + 2];
-            let blocks = kept_blocks(words, step, comptime!(t.bits()));
+            let blocks = kept_blocks(words, step, t.base);
             let row_of_scratch = first_query
                 + words[word] * comptime!(t.group as u32)
                 + chain.query % comptime!(t.group as u32);
             load_next(words, parts, loads, lengths, turn, cursor, t);
-            let kept = kept_pairs(args, &of_head, &rows, plan, step, pairs);
+            let kept = kept_pairs(args, &of_head, &rows, plan, step, t.base);
 
-            if comptime!(!t.options.biased()) {
+            if comptime!(!t.score.biased()) {
                 s = softcapped::<S>(s_next, numbers, t);
             }
             if masked != 0 {
                 let lane = unit() % 32;
                 let row = unit() / 32 * 16 + lane / 4;
-                let (masks, quad, shape) = (parts.masks, (lane % 4) * 2, comptime!(t.mask()));
-                s = mask::<S>(s, words, masks, first_entry, j, row, quad, shape);
+                let (masks, quad) = (parts.masks, (lane % 4) * 2);
+                s = mask::<S>(s, words, masks, first_entry, j, row, quad, t.base);
             }
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
@@ -313,28 +309,28 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
                 + (unit() % 4) * 16;
             let mut p = weights_of::<S>(s, &of_rows, stats_at, blocks, numbers, weight_shape);
             if weights_count::<S>(&p, numbers, 1u32, comptime!(t.units() as u32), weight_shape) {
-                if comptime!(t.options.score.threshold) {
+                if comptime!(t.score.threshold) {
                     dp_started = start::<S>(v_at, do_at, t);
                 }
                 let weights = pack_all::<S, P>(p, t.half);
                 let mut left = weights;
-                if comptime!(t.options.score.dropout) {
-                    left = pack_all::<S, P>(drop_out::<S>(p, &kept, t.options), t.half);
+                if comptime!(t.score.dropout) {
+                    left = pack_all::<S, P>(drop_out::<S>(p, &kept, t.score), t.half);
                 }
                 // Of weights nothing but gradients is left to make, so that no register has scores from here on.
-                if comptime!(!t.options.biased()) {
+                if comptime!(!t.score.biased()) {
                     capped = s;
                 }
-                p = slope_weights::<S>(p, capped, numbers.softcap, t.options.score.softcap);
+                p = slope_weights::<S>(p, capped, numbers.softcap, t.score.softcap);
                 let mut sloped = weights;
-                if comptime!(t.options.score.softcap && t.packed()) {
+                if comptime!(t.score.softcap && t.packed()) {
                     sloped = pack_all::<S, P>(p, t.half);
                 }
                 // Depth-major for s and dp, dim-major for dK, dV and dQ: the same bytes.
                 let do_wide = descriptor(do_address + offset, comptime!(t.cols * ROW));
                 let grad_v_started = accumulate::<P, O>(grad_v, left, do_wide, t.half, t.dim);
                 let dp = wait::<S>(dp_started, 1usize, width);
-                let turned = kept_again(&kept, pairs);
+                let turned = kept_again(&kept, t.base);
                 let ds = gradients_of_scores::<S, P>(
                     dp,
                     &p,
@@ -439,7 +435,7 @@ fn compute_tile<S: Size, P: Size, O: Size, C: Size>(
     }
     // Found again rather than kept: registers are short.
     let own = current_tile(words, parts, lengths, own, t);
-    let factor = factor_of(args, t.options);
+    let factor = factor_of(args, t.score);
     store_keys::<O>(
         out,
         &grad_k,
@@ -582,9 +578,10 @@ fn store_keys<O: Size>(
     let lane = unit() % 32;
     let row = unit() / 32 * 16 + lane / 4;
     let first = (own.batch * lengths.kv_heads + own.kv_head) * lengths.seq_kv;
+    let places = own_places(words, own.rows, row, comptime!(t.own_shape()));
     let rows = StoredRows {
-        place: place_of(words, own.rows, row, t),
-        place8: place_of(words, own.rows, row + 8, t),
+        place: places.upper,
+        place8: places.lower,
         listing: Listing {
             stride: plan.listing.stride,
             class_len: plan.listing.class_len,
@@ -611,12 +608,7 @@ fn softcapped<S: Size>(
     #[comptime] t: BackwardTile,
 ) -> Vector<f32, S> {
     let mut s = s_in;
-    cap::<S>(
-        &mut s,
-        numbers.softcap,
-        numbers.cap_scale,
-        t.options.score.softcap,
-    );
+    cap::<S>(&mut s, numbers.softcap, numbers.cap_scale, t.score.softcap);
     s
 }
 

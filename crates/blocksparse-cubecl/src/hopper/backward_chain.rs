@@ -199,7 +199,7 @@ fn write_queries(
     for lower in 0..2u32 {
         let place = row % lengths.pitch + lane / 4 + 8 * lower;
         let target = row_position(place, listing, lengths.seq_q, t.residue);
-        let first = (head * lengths.seq_q + target.at) as usize * comptime!(t.dim / 8);
+        let first = (head * lengths.seq_q + target.position) as usize * comptime!(t.dim / 8);
         let offset = lower * comptime!(t.warp_eight_bytes() as u32);
         let own = own + lane * 16 + offset;
         let sums = sums + u64::cast_from(offset);

@@ -5,11 +5,11 @@
 
 use cubecl::prelude::*;
 
-use super::options::{UnitRows, unit_rows};
+use super::rows::load_own;
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
-use crate::shared::addressing::{PlanParts, PlanWords};
-use crate::shared::own_rows::{own_place, own_rows};
+use crate::shared::addressing::PlanParts;
+use crate::shared::own_rows::own_rows;
 
 /// Lengths of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -238,73 +238,30 @@ pub fn load_tile(
         // Dealt to the warps: lanes of one warp would wait for each other.
         let mut index = unit / 32;
         while index < comptime!(2 * t.a_boxes() as u32) {
+            let boxes = comptime!(t.a_boxes() as u32);
             let mut map = loads.k;
-            if index >= comptime!(t.a_boxes() as u32) {
+            if index >= boxes {
                 map = loads.v;
+            }
+            let mut start = target;
+            if index >= boxes {
+                start += comptime!(t.a_bytes() as u32);
             }
             load_own(
                 map,
                 plan,
-                target,
+                start,
                 bar,
                 own.rows,
-                index,
+                index % boxes,
                 loads.class_len,
                 own.kv_head,
                 own.batch,
-                t,
+                t.base,
             );
             index += comptime!(t.warps());
         }
     }
-}
-
-/// The place of a row of a tile.
-#[cube]
-pub fn place_of(plan: &[u32], rows: u32, row: u32, #[comptime] t: BackwardTile) -> u32 {
-    own_place(plan, rows, row, comptime!(t.own_shape()))
-}
-
-/// The positions of the unit's keys, where something depends on them.
-#[cube]
-pub fn rows_of_unit(plan: &PlanWords, rows: u32, #[comptime] t: BackwardTile) -> UnitRows {
-    let mut upper = 0u32;
-    let mut lower = 0u32;
-    if comptime!(t.options.any()) {
-        let row = unit() / 32 * 16 + unit() % 32 / 4;
-        upper = place_of(&plan.words[..], rows, row, t);
-        lower = place_of(&plan.words[..], rows, row + 8, t);
-    }
-    unit_rows(upper, lower, &plan.listing, comptime!(t.pairs()))
-}
-
-/// Loads box `index` of those of the tile's keys and values.
-#[cube]
-pub fn load_own(
-    map: u64,
-    plan: &[u32],
-    start: u32,
-    bar: u32,
-    rows: u32,
-    index: u32,
-    class_len: u32,
-    head: u32,
-    batch: u32,
-    #[comptime] t: BackwardTile,
-) {
-    let boxes = comptime!(t.a_boxes() as u32);
-    let mut start = start;
-    if index >= boxes {
-        start += comptime!(t.a_bytes() as u32);
-    }
-    let which = index % boxes;
-    let span = which % comptime!(t.spans() as u32);
-    let row = which / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
-    let target = start + span * comptime!((t.rows() * ROW) as u32) + row * comptime!(ROW as u32);
-    let place = place_of(plan, rows, row, t);
-    load_at(
-        map, target, bar, span, place, class_len, head, batch, t.residue,
-    );
 }
 
 /// What loads are made of.

@@ -7,6 +7,7 @@ use super::fused::{SPREAD, SPREAD_SHARES, Sizes};
 use super::long_tiles::{LongTiles, MainloopPlan, Stretch};
 use super::tiles::{BackwardTile, MainloopTile};
 use crate::call::PartRequest;
+use crate::limits::multiprocessors;
 use crate::tensor::is_u32;
 use crate::tuning::TierLimit;
 use blocksparse::plan::{Mainloop, Tiling, tile_steps};
@@ -32,8 +33,7 @@ const NOTABLE: usize = 20;
 pub(super) fn shares(part: &PartRequest, tile: &BackwardTile) -> usize {
     let (layout, request) = (part.layout, part.request);
     let heads_per_kv = layout.heads() / request.kv_heads;
-    let multiprocessors = part.properties.hardware.num_streaming_multiprocessors;
-    let multiprocessors = multiprocessors.unwrap_or(1) as usize;
+    let multiprocessors = multiprocessors(part.properties);
     let heads_of_keys = request.batch * request.kv_heads;
     let tiles = layout.seq_kv().div_ceil(tile.rows());
     // A cube that computes tile after tile has none of its own.
@@ -73,8 +73,7 @@ pub(super) fn faster_mainloops(
     const FASTER: f64 = 1.15;
     /// Products that a mainloop makes of all that both make.
     const PRODUCTS: [f64; 2] = [3.0 / 7.0, 4.0 / 7.0];
-    let multiprocessors = part.properties.hardware.num_streaming_multiprocessors;
-    let multiprocessors = multiprocessors.unwrap_or(1) as usize;
+    let multiprocessors = multiprocessors(part.properties);
     let turns = turns(part, Mainloop::Columns);
     // Where nobody may share them, two mainloops wait for long tiles, too.
     if part.limit == TierLimit::HopperAlone
@@ -268,9 +267,8 @@ fn places(part: &PartRequest, tile: &MainloopTile) -> usize {
     /// Shared memory that the system takes of each cube.
     const SYSTEM: usize = 1024;
     let hardware = &part.properties.hardware;
-    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
     let of_memory = (hardware.max_shared_memory_size + SYSTEM) / (tile.shared_bytes() + SYSTEM);
-    multiprocessors * of_memory.min(UNITS / tile.units()).max(1)
+    multiprocessors(part.properties) * of_memory.min(UNITS / tile.units()).max(1)
 }
 
 /// The heads that a mainloop is launched for.

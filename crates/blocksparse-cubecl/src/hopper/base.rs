@@ -2,11 +2,8 @@
 
 use std::fmt;
 
-use super::bits::BitShape;
-use super::gradient::{MaskShape, StoreShape};
-use super::options::{Options, PairShape};
 use crate::arch::sm90::{Half, ProductShape, ROW, ROW_ELEMENTS};
-use crate::call::PartRequest;
+use crate::call::{PartRequest, ScoreKind};
 use crate::shared::own_rows::OwnShape;
 use blocksparse::plan::{Mainloop, Tiling};
 
@@ -28,8 +25,10 @@ pub struct Base {
     pub stages: usize,
     /// How many of them late a buffer is filled again: with 1 a warp may have to wait for the other warpgroup.
     pub lag: usize,
-    /// What else a call may ask for.
-    pub options: Options,
+    /// What scores are besides scaled products.
+    pub score: ScoreKind,
+    /// Whether eight keys of the bias lie side by side, at a multiple of 16 bytes.
+    pub wide_bias: bool,
     /// Whether positions are listed by residue class.
     pub residue: bool,
     /// Whether the kernel carries on from what an earlier part of the pattern left in its outputs.
@@ -63,10 +62,8 @@ impl Base {
             group: cols.min(part.layout.block_size()),
             stages,
             lag,
-            options: Options {
-                score: part.request.score,
-                wide_bias: false,
-            },
+            score: part.request.score,
+            wide_bias: false,
             residue: part.residue.is_some(),
             carry: part.carry,
             coarse: None,
@@ -151,39 +148,14 @@ impl Base {
         }
     }
 
-    /// The pairs of a step.
-    pub(super) fn pairs(&self) -> PairShape {
-        PairShape {
-            options: self.options,
-            mainloop: self.mainloop,
-            half: self.half,
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.entry_words(),
-            residue: self.residue,
-        }
+    /// Whether columns are queries and rows keys, and not the other way round.
+    pub(super) fn columns(&self) -> bool {
+        self.mainloop == Mainloop::Columns
     }
 
-    pub(super) fn bits(&self) -> Option<BitShape> {
-        BitShape::of(self.coarse, self.tiling)
-    }
-
-    pub(super) fn mask(&self) -> MaskShape {
-        MaskShape {
-            rows: self.rows(),
-            cols: self.cols,
-            group: self.group,
-            entry_words: self.entry_words(),
-        }
-    }
-
-    pub(super) fn store(&self) -> StoreShape {
-        StoreShape {
-            half: self.half,
-            dim: self.dim,
-            residue: self.residue,
-            carry: self.carry,
-        }
+    /// Blocks of a row of a step, where entries are coarse.
+    pub(super) fn coarse_blocks(&self) -> Option<usize> {
+        self.coarse.map(|block| self.cols / block)
     }
 
     /// Registers of a unit's sums over the width.

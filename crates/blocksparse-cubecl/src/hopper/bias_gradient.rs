@@ -227,7 +227,7 @@ pub fn bias_gradient<S: Size, P: Size>(
         let rows_at = own_rows(parts, record as usize, tile, comptime!(t.own_shape()));
         let row = warp * 16 + lane / 4;
         let places = own_places(plan, rows_at, row, comptime!(t.own_shape()));
-        let rows = unit_rows(places.upper, places.lower, listing, comptime!(t.pairs()));
+        let rows = unit_rows(places.upper, places.lower, listing, t.base);
 
         let index = warp + lane * comptime!(t.warps());
         let own = box_of(plan, rows_at, its_entry, index, t);
@@ -277,7 +277,7 @@ pub fn bias_gradient<S: Size, P: Size>(
         let mut delta1 = lower.delta;
         while member.batch.read() < members.end_batch {
             let batch = member.batch.read();
-            let of_head = options_of(&args, batch, member.head.read(), comptime!(t.pairs()));
+            let of_head = options_of(&args, batch, member.head.read(), t.base);
             let first = done % comptime!(t.stages as u32);
             let s_started = start::<S>(base, a_desc, b_desc, done, t);
             let second = (done + 1) % comptime!(t.stages as u32);
@@ -288,20 +288,13 @@ pub fn bias_gradient<S: Size, P: Size>(
             skip_others(plan, parts, &members, &member, t.several);
             let next_upper = stats_of(stats, &members, &sharing, &member, places.upper);
             let next_lower = stats_of(stats, &members, &sharing, &member, places.lower);
-            let kept = kept_pairs(
-                &args,
-                &of_head,
-                &rows,
-                &schedule.plan,
-                its_entry,
-                comptime!(t.pairs()),
-            );
-            let turned = kept_again(&kept, comptime!(t.pairs()));
+            let kept = kept_pairs(&args, &of_head, &rows, &schedule.plan, its_entry, t.base);
+            let turned = kept_again(&kept, t.base);
             let mut s = wait::<S>(s_started, 1usize, width);
             if lane == 0 {
                 barrier_arrive(base + comptime!(t.empty()) + first * 8);
             }
-            cap::<S>(&mut s, softcap, cap_scale, t.options.score.softcap);
+            cap::<S>(&mut s, softcap, cap_scale, t.score.softcap);
             s = add_biases::<S>(
                 s,
                 cap_scale,
@@ -315,16 +308,7 @@ pub fn bias_gradient<S: Size, P: Size>(
             s = add_kept_bias::<S>(s, own_bias, cap_scale, t);
             if masked {
                 let quad = (lane % 4) * 2;
-                s = mask::<S>(
-                    s,
-                    plan,
-                    parts.masks,
-                    tile_entry,
-                    j,
-                    row,
-                    quad,
-                    comptime!(t.mask()),
-                );
+                s = mask::<S>(s, plan, parts.masks, tile_entry, j, row, quad, t.base);
             }
             let mut p = Vector::<f32, S>::zeroed();
             #[unroll]
@@ -346,7 +330,7 @@ pub fn bias_gradient<S: Size, P: Size>(
                 if comptime!(i % 4 >= 2) {
                     delta = delta1;
                 }
-                let inner = drop_gradient(dp.extract(i), delta, &turned, &args, i, t.options);
+                let inner = drop_gradient(dp.extract(i), delta, &turned, &args, i, t.score);
                 sums.insert(i, multiply_add(p.extract(i), inner, sums.extract(i)));
             }
             lse0 = next_upper.lse;

@@ -43,7 +43,7 @@ pub fn add_kept_bias<S: Size>(
     #[comptime] t: PairTile,
 ) -> Vector<f32, S> {
     let mut s = s_in;
-    let scaled = comptime!(t.options.score.softcap || t.other_biases().options.biased());
+    let scaled = comptime!(t.score.softcap || t.other_biases().score.biased());
     #[unroll]
     for four in 0..comptime!(t.cols / 16) {
         let words = load_own::<Four>(own_bias + comptime!(four as u32 * 128 * 16));

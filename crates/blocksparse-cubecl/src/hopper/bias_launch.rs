@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::bias_gradient::{NONE, SharingLaunch, bias_gradient};
-use super::launch::{CallOptions, TMA_PLACES, check, launch_mainloop};
+use super::launch::{TMA_PLACES, check, has_wide_bias, launch_mainloop, pair_args};
 use super::long_tiles::{LongTiles, MainloopPlan};
 use super::maps::tensor_map;
 use super::pair_tile::PairTile;
@@ -16,6 +16,7 @@ use crate::error::KernelError;
 use crate::pass::{BackwardPass, Operands, Part};
 use crate::slices::Slice;
 use crate::stats::{self, Wanted};
+use crate::tensor::factors;
 use blocksparse::BlockLayout;
 use blocksparse::plan::Mainloop;
 
@@ -41,18 +42,17 @@ pub fn launch_bias_pairs(
 ) -> Result<(), KernelError> {
     let (client, request, layout) = (pass.client, pass.request, part.layout);
     let [q, k, v] = pass.inputs;
-    let call = CallOptions::of(pass);
     let residue = part.residue;
-    check(&pass.named(), residue, call)?;
+    check(&pass.named(), residue, pass.options)?;
     let heads = layout.heads();
     let [own_batches, own_heads, _, keys] = bias.shape;
     let first = out.offset_start.unwrap_or(0);
-    tile.base.options = call.options(tile.options, residue);
+    tile.base.wide_bias = has_wide_bias(pass, residue);
     tile.wide = keys.is_multiple_of(2) && first.is_multiple_of(8) && residue.is_none();
     let wanted = Wanted::of_places(part, 1);
-    let stats = stats::make(pass, part, wanted)?;
+    let stats = stats::make(pass, wanted)?;
     let device_plan = plan(client, layout, tile.tiling)?;
-    let scales = call.scales();
+    let scales = factors(pass.options);
     let patterns = patterns(bias.shape, layout, request.batch);
     for (index, pattern) in patterns.into_iter().enumerate() {
         let steps = match pattern {
@@ -81,7 +81,7 @@ pub fn launch_bias_pairs(
                     buffer(&stats, request.batch * heads * wanted.pitch * 2),
                     buffer(out, bias.elements()),
                     schedule(&device_plan, layout, residue, slice),
-                    call.args(tile.options, heads, [q.shape[2], k.shape[2]]),
+                    pair_args(pass),
                     SharingLaunch::new(
                         (request.batch / own_batches) as u32,
                         (heads / own_heads) as u32,
@@ -91,7 +91,7 @@ pub fn launch_bias_pairs(
                         device_plan.tiles as u32,
                         pattern.map_or(NONE, |pattern| (pattern * device_plan.tiles) as u32),
                     ),
-                    call.options.scalars(scales),
+                    pass.options.scalars(scales),
                     tile,
                 );
             }
@@ -130,7 +130,7 @@ pub fn launch_bias_keys(
     let (client, request, layout) = (pass.client, pass.request, part.layout);
     let (heads, keys) = (layout.heads(), pass.inputs[1].shape[2]);
     let wanted = Wanted::of_places(part, TMA_PLACES);
-    let stats = stats::make(pass, part, wanted)?;
+    let stats = stats::make(pass, wanted)?;
     let sums = request.batch * heads * keys;
     let numbers = KernelError::check_u32("the keys of all heads", sums)?;
     // Sixteen bytes at a time, as gradients are written.
@@ -138,6 +138,8 @@ pub fn launch_bias_keys(
     let operands = Operands {
         out: &partial,
         heads,
+        // Numbers in f32, of which a vector has four.
+        elements: sums.div_ceil(4) * 8,
         ..pass.operands(Mainloop::Columns)
     };
     let long = LongTiles::NONE;

@@ -5,51 +5,17 @@
 
 use cubecl::prelude::*;
 
+use super::base::Base;
 use crate::arch::sm90::{uniform, unit};
-use blocksparse::plan::Tiling;
-
-/// The shape of a step's bits.
-#[derive(Clone, Copy)]
-pub struct BitShape {
-    /// The size of blocks, 16 or more.
-    block: usize,
-    /// Columns of a step.
-    cols: usize,
-    /// Words of an entry before its bits.
-    before: usize,
-}
-
-impl BitShape {
-    /// Of a tile with coarse entries.
-    pub fn of(block: Option<usize>, tiling: Tiling) -> Option<Self> {
-        let bits = |block| Self {
-            block,
-            cols: tiling.cols,
-            before: tiling.bits_at(),
-        };
-        block.map(bits)
-    }
-
-    /// Blocks of a row of a step.
-    pub fn blocks(&self) -> usize {
-        self.cols / self.block
-    }
-
-    /// Columns of a block, in eights.
-    pub fn eights(&self) -> usize {
-        self.block / 8
-    }
-}
 
 /// The bits of the warp's row of blocks, the first block's lowest, of the entry at word `entry`; all where entries have none.
 #[cube]
-pub fn kept_blocks(plan: &[u32], entry: usize, #[comptime] bits: Option<BitShape>) -> u32 {
+pub fn kept_blocks(plan: &[u32], entry: usize, #[comptime] t: Base) -> u32 {
     let mut kept = 0u32;
-    if comptime!(bits.is_some()) {
-        let t = comptime!(bits.unwrap());
-        let line = uniform(unit() / 32) * 16 / comptime!(t.block as u32);
-        let first = line * comptime!(t.blocks() as u32);
-        kept = plan[entry + comptime!(t.before) + (first / 32) as usize] >> (first % 32);
+    if comptime!(t.coarse.is_some()) {
+        let line = uniform(unit() / 32) * 16 / comptime!(t.coarse.unwrap() as u32);
+        let first = line * comptime!(t.coarse_blocks().unwrap() as u32);
+        kept = plan[entry + comptime!(t.bits_at()) + (first / 32) as usize] >> (first % 32);
     }
     kept
 }

@@ -13,7 +13,8 @@ use super::shapes::{CANDIDATES, Candidate, candidates};
 use super::tiles::{BackwardTile, MainloopTile, Tile};
 use crate::arch::sm90::FP8_COLUMNS;
 use crate::call::{PartRequest, Request, ScoreKind, check_hopper};
-use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
+use crate::limits::multiprocessors;
+use crate::tensor::{TOO_LARGE, cheapest, check_limit, check_options, half_of, is_u32};
 use crate::tuning::{TierLimit, Tuning};
 use blocksparse::plan::{Grouping, Mainloop, NarrowCosts, has_long_tiles};
 use blocksparse::{BlockLayout, BlockSource, DeviceChoice, Residue};
@@ -77,9 +78,9 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
     if !is_u32(rows * request.value_dim / 8) {
         return Err(TOO_LARGE);
     }
-    let hardware = &part.properties.hardware;
-    let mut best: Option<(f64, Tile)> = None;
-    for shape in candidates(class, value_dim) {
+    let most = part.properties.hardware.max_shared_memory_size;
+    let uneven = is_uneven(layout);
+    let tiles = candidates(class, value_dim).filter_map(|shape| {
         let base = Base::new(part, (half, dim), Mainloop::Rows, shape.sizes);
         let rows = base.rows();
         let may_cluster = request.may_cluster(layout, Mainloop::Rows);
@@ -92,17 +93,12 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
             max_scores: request.max_scores,
             heads_in_turn: heads_in_turn(part),
         };
-        let fits = tile.shared_bytes() <= hardware.max_shared_memory_size;
-        if !tile.fits(layout.block_size()) || !fits {
-            continue;
-        }
-        let cost = grouping.overhead * of_rows(part, rows) / shape.speed(request);
-        if best.is_none_or(|(least, _)| cost < least) {
-            best = Some((cost, tile));
-        }
-    }
-    let (_, tile) = best.ok_or(NO_TILE)?;
-    Ok(coarse_tile(part, tile, class).unwrap_or(tile))
+        let cost = grouping.overhead * of_rows(part, rows, uneven) / shape.speed(request);
+        let fits = tile.fits(layout.block_size()) && tile.shared_bytes() <= most;
+        fits.then_some((cost, tile))
+    });
+    let (_, tile) = cheapest(tiles).ok_or(NO_TILE)?;
+    Ok(coarse_tile(part, tile, class, uneven).unwrap_or(tile))
 }
 
 /// As [`choose`], with products in E4M3.
@@ -112,7 +108,7 @@ pub fn choose(part: &PartRequest) -> Result<Tile, &'static str> {
 pub fn choose_fp8(part: &PartRequest) -> Result<Tile, &'static str> {
     let plain = choose(part)?;
     let (dim, value_dim) = (plain.dim, plain.value_dim);
-    if plain.options.score != ScoreKind::default() {
+    if plain.score != ScoreKind::default() {
         return Err("scores are more than products, or weights are dropped");
     }
     if plain.max_scores {
@@ -152,18 +148,12 @@ fn heads_in_turn(part: &PartRequest) -> bool {
 }
 
 /// What tiles of so many rows take in vain: rows beyond the queries, and fewer cubes than multiprocessors, which leave some idle.
-fn of_rows(part: &PartRequest, rows: usize) -> f64 {
-    let hardware = &part.properties.hardware;
-    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
+fn of_rows(part: &PartRequest, rows: usize, uneven: bool) -> f64 {
     let seq_q = part.layout.seq_q();
     let waste = seq_q.next_multiple_of(rows) as f64 / seq_q as f64;
     let cubes = seq_q.div_ceil(rows) * part.layout.heads() * part.request.batch;
-    let few = multiprocessors / cubes as f64;
-    let idle = if is_uneven(part.layout) {
-        UNEVEN * few
-    } else {
-        0.0
-    };
+    let few = multiprocessors(part.properties) as f64 / cubes as f64;
+    let idle = if uneven { UNEVEN * few } else { 0.0 };
     waste * few.max(1.0) * (1.0 + idle)
 }
 
@@ -180,7 +170,7 @@ fn is_uneven(layout: &BlockLayout) -> bool {
 }
 
 /// The tile with coarse entries of the same width, where one should be faster than `gathered`.
-fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize) -> Option<Tile> {
+fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize, uneven: bool) -> Option<Tile> {
     let coarse = Coarse::of(part, class)?;
     let speed_of = |tile: &Tile| {
         let same = |shape: &&Candidate| {
@@ -206,11 +196,11 @@ fn coarse_tile(part: &PartRequest, gathered: Tile, class: usize) -> Option<Tile>
         let most = part.properties.hardware.max_shared_memory_size;
         let fits = tile.fits(part.layout.block_size()) && tile.shared_bytes() <= most;
         let speed = shape.speed(part.request);
-        fits.then(|| (cost * of_rows(part, tile.rows()) / speed, tile))
+        fits.then(|| (cost * of_rows(part, tile.rows(), uneven) / speed, tile))
     });
-    let (cost, tile) = tiles.min_by(|(one, _), (other, _)| one.total_cmp(other))?;
+    let (cost, tile) = cheapest(tiles)?;
     let before = FORWARD.of_gathered(part.layout, gathered.tiling);
-    let before = before * of_rows(part, gathered.rows()) / speed_of(&gathered);
+    let before = before * of_rows(part, gathered.rows(), uneven) / speed_of(&gathered);
     coarse.takes(cost, before).then_some(tile)
 }
 
@@ -279,11 +269,12 @@ pub fn choose_backward(part: &PartRequest, forward: Tile) -> Result<Backward, &'
     let gain = if forward.dim <= 64 { 1.5 } else { 1.3 };
     let unlike =
         grouping.overhead > gain * small.overhead || large.overhead > 1.7 * grouping.overhead;
-    if unlike && !forward.residue && check_mainloops(part, &forward).is_ok() {
+    let may_part = !forward.residue && check_mainloops(part, &forward).is_ok();
+    if unlike && may_part {
         return mainloops(part, &forward);
     }
     let tile = fused(&known, &forward, grouping)?;
-    if !forward.residue && check_mainloops(part, &forward).is_ok() {
+    if may_part {
         let mainloops = || mainloop_plans(part, &forward);
         if let Some(mainloops) = faster_mainloops(&known, &tile, gain, mainloops) {
             return Ok(Backward::Unfused(mainloops));
@@ -316,7 +307,7 @@ fn fused(
     let short = steps * grouping.overhead < SHORT_MAINLOOP;
     // A cube that computes tile after tile has some registers less, and dropout needs many: 300 bytes are spilled for 24, and
     // the next tile's keys are not worth that (local: .43 ms for .38).
-    let spills = forward.options.score.dropout;
+    let spills = forward.score.dropout;
     let tile = BackwardTile {
         base: base.clustered(grouping.clustered),
         persistent: short && !spills,
@@ -438,7 +429,7 @@ fn choose_wide_mainloop(part: &PartRequest, forward: &Tile, mainloop: Mainloop) 
     let layout = part.layout;
     let (warpgroups, cols, stages) = match mainloop {
         Mainloop::Columns => (2, 64, 2),
-        Mainloop::Rows if forward.options.score.dropout => (1, 64, 2),
+        Mainloop::Rows if forward.score.dropout => (1, 64, 2),
         Mainloop::Rows => (2, 32, 3),
     };
     let shared = mainloop == Mainloop::Columns;
@@ -498,8 +489,7 @@ fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static
     let (layout, request) = (part.layout, part.request);
     let most = part.properties.hardware.max_shared_memory_size;
     let may_cluster = request.may_cluster(layout, Mainloop::Rows);
-    let mut best: Option<(f64, PairTile)> = None;
-    for (warpgroups, cols, speed) in PAIRS {
+    let tiles = PAIRS.into_iter().filter_map(|(warpgroups, cols, speed)| {
         let sizes = [warpgroups, cols, 0, 1];
         let mut tile = PairTile {
             base: Base::new(part, (forward.half, forward.dim), Mainloop::Rows, sizes),
@@ -507,7 +497,7 @@ fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static
             wide: false,
         };
         if !tile.fits(layout.block_size()) {
-            continue;
+            return None;
         }
         let shape = [tile.rows(), cols];
         let grouping = Grouping::best(layout, Mainloop::Rows, shape, may_cluster);
@@ -522,16 +512,11 @@ fn choose_pairs(part: &PartRequest, forward: &Tile) -> Result<PairTile, &'static
             let free = room.saturating_sub(tile.shared_bytes());
             (free / tile.stage_bytes()).min(6)
         };
-        let Some(stages) = (rooms.into_iter().map(stages_in)).find(|&stages| stages >= 3) else {
-            continue;
-        };
+        let stages = (rooms.into_iter().map(stages_in)).find(|&stages| stages >= 3)?;
         tile.base = tile.base.clustered(grouping.clustered);
         tile.base.stages = stages;
         tile.base.lag = if stages > 4 { 2 } else { 1 };
-        let cost = grouping.overhead / speed;
-        if best.is_none_or(|(least, _)| cost < least) {
-            best = Some((cost, tile));
-        }
-    }
-    best.map(|(_, tile)| tile).ok_or(NO_TILE)
+        Some((grouping.overhead / speed, tile))
+    });
+    cheapest(tiles).map(|(_, tile)| tile).ok_or(NO_TILE)
 }

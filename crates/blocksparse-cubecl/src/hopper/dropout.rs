@@ -2,8 +2,10 @@
 
 use cubecl::prelude::*;
 
-use super::options::{HeadOptions, Options, PairArgs, PairShape, UnitRows, position_at};
+use super::base::Base;
+use super::options::{HeadOptions, PairArgs, UnitRows, position_at};
 use crate::arch::sm90::*;
+use crate::call::ScoreKind;
 use crate::shared::addressing::PlanWords;
 use crate::shared::dropout::{
     Compared, Mask, collect, compared_eight, keeps_one, kept_eights, two_compared,
@@ -17,14 +19,10 @@ pub fn kept_pairs(
     rows: &UnitRows,
     plan: &PlanWords,
     entry: usize,
-    #[comptime] t: PairShape,
+    #[comptime] t: Base,
 ) -> Array<u32> {
-    let mut kept = Array::<u32>::new(comptime!(if t.options.score.dropout {
-        t.cols / 64
-    } else {
-        1
-    }));
-    if comptime!(t.options.score.dropout) {
+    let mut kept = Array::<u32>::new(comptime!(if t.score.dropout { t.cols / 64 } else { 1 }));
+    if comptime!(t.score.dropout) {
         let mask = &args.as_ref().unwrap().pairs.mask;
         #[unroll]
         for word in 0..comptime!(t.cols / 64) {
@@ -48,14 +46,14 @@ fn each_pair(
     plan: &PlanWords,
     entry: usize,
     #[comptime] first: usize,
-    #[comptime] t: PairShape,
+    #[comptime] t: Base,
 ) -> u32 {
     let mut bits = 0u32;
     let quad = unit() % 4 * 2;
     for eight in 0..8u32 {
         let group = comptime!(t.group as u32);
         let col = comptime!(first as u32) + 8 * eight;
-        let at = entry + (col / group * comptime!(t.entry_words as u32)) as usize;
+        let at = entry + (col / group * comptime!(t.entry_words() as u32)) as usize;
         let first = position_at(
             plan.words[at] * group + col % group,
             &plan.listing,
@@ -86,7 +84,7 @@ fn shared_pairs(
     plan: &[u32],
     entry: usize,
     #[comptime] first: usize,
-    #[comptime] t: PairShape,
+    #[comptime] t: Base,
 ) -> u32 {
     let lane = unit() % 32;
     let ab = two_dealt(mask, of_head, rows, plan, entry, first, lane, t);
@@ -105,7 +103,7 @@ fn two_dealt(
     entry: usize,
     #[comptime] col: usize,
     lane: u32,
-    #[comptime] t: PairShape,
+    #[comptime] t: Base,
 ) -> Compared {
     let a = dealt(mask, of_head, rows, plan, entry, col, lane, t);
     let col = comptime!(col + 16);
@@ -123,16 +121,16 @@ fn dealt(
     entry: usize,
     #[comptime] col: usize,
     lane: u32,
-    #[comptime] t: PairShape,
+    #[comptime] t: Base,
 ) -> Compared {
     let mut side = lane / 2 % 2;
     if comptime!(t.columns()) {
         side = lane / 16;
     }
-    let mut at = entry + comptime!(col / t.group * t.entry_words);
+    let mut at = entry + comptime!(col / t.group * t.entry_words());
     let mut within = 0u32;
     if comptime!(t.group < 16) {
-        at += (side * comptime!(t.entry_words as u32)) as usize;
+        at += (side * comptime!(t.entry_words() as u32)) as usize;
     } else {
         within = comptime!((col % t.group) as u32) + side * 8;
     }
@@ -158,10 +156,10 @@ pub fn is_kept(kept: &Array<u32>, #[comptime] n: usize) -> bool {
 pub fn drop_out<S: Size>(
     p_in: Vector<f32, S>,
     kept: &Array<u32>,
-    #[comptime] options: Options,
+    #[comptime] score: ScoreKind,
 ) -> Vector<f32, S> {
     let mut p = p_in;
-    if comptime!(options.score.dropout) {
+    if comptime!(score.dropout) {
         #[unroll]
         for n in 0..S::value() {
             p.insert(n, select(is_kept(kept, n), p.extract(n), f32::new(0.0)));
@@ -173,14 +171,10 @@ pub fn drop_out<S: Size>(
 /// The same bits each one place higher, for [`drop_gradient`]. Of a word that is tested twice compilers carry 32 predicates from one place to the other, and put
 /// them together and apart again on the way.
 #[cube]
-pub fn kept_again(kept: &Array<u32>, #[comptime] t: PairShape) -> Array<u32> {
-    let words = comptime!(if t.options.score.dropout {
-        t.cols / 64
-    } else {
-        1
-    });
+pub fn kept_again(kept: &Array<u32>, #[comptime] t: Base) -> Array<u32> {
+    let words = comptime!(if t.score.dropout { t.cols / 64 } else { 1 });
     let mut turned = Array::<u32>::new(words);
-    if comptime!(t.options.score.dropout) {
+    if comptime!(t.score.dropout) {
         #[unroll]
         for word in 0..words {
             turned[word] = rotate(kept[word], 1u32);
@@ -197,12 +191,12 @@ pub fn drop_gradient(
     turned: &Array<u32>,
     args: &ComptimeOption<PairArgs>,
     #[comptime] n: usize,
-    #[comptime] options: Options,
+    #[comptime] score: ScoreKind,
 ) -> f32 {
     let mut difference = dp - delta;
-    if comptime!(options.score.dropout) {
+    if comptime!(score.dropout) {
         let bit = turned[comptime!(n / 32)] & comptime!((1u32 << (n % 32)).rotate_left(1));
-        let factor = select(bit != 0, factor_of(args, options), f32::new(0.0));
+        let factor = select(bit != 0, factor_of(args, score), f32::new(0.0));
         difference = multiply_add(dp, factor, -delta);
     }
     difference
@@ -210,9 +204,9 @@ pub fn drop_gradient(
 
 /// What weights that are kept are multiplied by.
 #[cube]
-pub fn factor_of(args: &ComptimeOption<PairArgs>, #[comptime] options: Options) -> f32 {
+pub fn factor_of(args: &ComptimeOption<PairArgs>, #[comptime] score: ScoreKind) -> f32 {
     let mut factor = f32::new(1.0);
-    if comptime!(options.score.dropout) {
+    if comptime!(score.dropout) {
         factor = args.as_ref().unwrap().pairs.factor;
     }
     factor

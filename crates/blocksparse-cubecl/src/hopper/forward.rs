@@ -28,7 +28,7 @@ use cubecl_cpp::cuda::ptx::tensor_map_address;
 
 use super::dropout::*;
 use super::forward_loads::*;
-use super::fp8::{Fp8Scales, WarpgroupScales, pack_weights};
+use super::fp8::{Fp8Scales, TileScales, pack_weights};
 use super::options::*;
 use super::output::*;
 use super::rows::*;
@@ -134,11 +134,10 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let before = read_before(&outputs, plan, rows, first, seq_q, t);
     let fp8 = if comptime!(t.fp8) {
         let kv_heads = slice.heads as u32 / heads_per_kv;
-        ComptimeOption::new_Some(WarpgroupScales::new(
+        ComptimeOption::new_Some(TileScales::new(
             scales.as_ref().unwrap(),
             plan,
             rows,
-            group,
             batch * slice.heads as u32 + head,
             batch * kv_heads + head / heads_per_kv,
             t,
@@ -147,14 +146,14 @@ pub fn forward<S: Size, P: Size, O: Size>(
         ComptimeOption::new_None()
     };
     let pairs = UnitPairs {
-        of_head: options_of(&args, batch, head, comptime!(t.pairs())),
-        rows: rows_of_unit(plan, rows, t),
+        of_head: options_of(&args, batch, head, t.base),
+        rows: rows_of_unit(plan, rows, t.base),
         steps: own,
         fp8,
     };
     barrier_wait(base, 0u32);
     if comptime!(t.carry) {
-        let factor = factor_of(&args, t.options);
+        let factor = factor_of(&args, t.score);
         carry_on::<O>(&mut sums, &before, lse_scale, factor, lane, t);
     }
     if comptime!(t.turns()) {
@@ -178,7 +177,7 @@ pub fn forward<S: Size, P: Size, O: Size>(
     let l1 = quad_sum(sums.l1);
     let upper = row_of_unit(plan, rows, 0u32, seq_q, t);
     let lower = row_of_unit(plan, rows, ROW_PAIR, seq_q, t);
-    let factor = factor_of(&args, t.options);
+    let factor = factor_of(&args, t.score);
     let shape = comptime!(OutShape::of(&t));
     let log2_scale = numbers.log2_scale;
     let (top0, top1) = (sums.m0 * log2_scale, sums.m1 * log2_scale);
@@ -268,7 +267,7 @@ fn overlapped<S: Size, P: Size, O: Size>(
     if comptime!(t.carry) {
         sums.o = rescale::<O>(sums.o, soft.a0, soft.a1, t);
     }
-    let weights = drop_out::<S>(soft.p, &step.kept, t.options);
+    let weights = drop_out::<S>(soft.p, &step.kept, t.score);
     let mut p = weights_operand::<S, P>(weights, t);
     if steps > 1 {
         wait_keys(base, 1u32, t);
@@ -303,7 +302,7 @@ fn overlapped<S: Size, P: Size, O: Size>(
             barrier_arrive(base + comptime!(t.v_empty()) + before * 8);
         }
         sums.o = rescale::<O>(sums.o, soft.a0, soft.a1, t);
-        let weights = drop_out::<S>(soft.p, &step.kept, t.options);
+        let weights = drop_out::<S>(soft.p, &step.kept, t.score);
         p = weights_operand::<S, P>(weights, t);
     }
     wait_values(base, steps - 1, t);
@@ -340,7 +339,7 @@ fn one_by_one<S: Size, P: Size, O: Size>(
         if sums.counts::<S>(s, &step, numbers, t) {
             let soft = weights_of_scores::<S, O>(s, &step, &*sums, numbers, t);
             sums.take::<S>(&soft, t);
-            let weights = drop_out::<S>(soft.p, &step.kept, t.options);
+            let weights = drop_out::<S>(soft.p, &step.kept, t.score);
             let p = weights_operand::<S, P>(weights, t);
             wait_values(base, j, t);
             let v_desc = values(operands.v, now, t);
@@ -423,7 +422,7 @@ fn carry_on<O: Size>(
         sums.m1 = before.log1 * lse_scale;
         sums.l1 = select(lane % 4 == 0, f32::new(1.0), f32::new(0.0));
     }
-    if comptime!(t.options.score.dropout) {
+    if comptime!(t.score.dropout) {
         // The factor of what is kept comes in the end.
         let all = reciprocal(dropout_factor);
         #[unroll]

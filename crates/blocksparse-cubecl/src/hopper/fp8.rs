@@ -271,32 +271,30 @@ pub struct Fp8Scales {
     pub kv_blocks: u32,
 }
 
-/// The scales of a warpgroup's queries and of its head's keys and values.
+/// The scales of a tile's queries and of its head's keys and values.
 #[derive(CubeType, Clone, Copy)]
-pub struct WarpgroupScales {
+pub struct TileScales {
     q: f32,
     kv: u64,
     last: u32,
 }
 
 #[cube]
-impl WarpgroupScales {
-    /// Of the queries of warpgroup `group` of a tile, and of one of all heads of keys.
+impl TileScales {
+    /// Of the queries of a tile, and of one of all heads of keys.
     pub fn new(
         of: &Fp8Scales,
         plan: &PlanWords,
         rows: u32,
-        group: u32,
         head: u32,
         kv_head: u32,
         #[comptime] t: Tile,
-    ) -> WarpgroupScales {
-        let row = group * comptime!(BLOCK as u32);
-        let place = own_place(&plan.words[..], rows, row, comptime!(t.own_shape()));
-        // A tile may end behind the last query.
+    ) -> TileScales {
+        // A tile is no higher than a block, and may end behind the last query.
+        let place = own_place(&plan.words[..], rows, 0u32, comptime!(t.own_shape()));
         let block = min(place / comptime!(BLOCK as u32), of.q_blocks - 1);
         let first = u64::cast_from(kv_head) * u64::cast_from(of.kv_blocks) * 8u64;
-        WarpgroupScales {
+        TileScales {
             q: of.q[(head * of.q_blocks + block) as usize],
             kv: global_address::<f32>(&of.kv[..]) + first,
             last: of.kv_blocks - 1,
@@ -346,7 +344,7 @@ pub struct ScalesAhead {
 impl ScalesAhead {
     /// Of the first step.
     pub fn new(
-        of: &WarpgroupScales,
+        of: &TileScales,
         plan: &PlanWords,
         steps: &TileSteps,
         #[comptime] t: Tile,
@@ -361,7 +359,7 @@ impl ScalesAhead {
     /// Of each [`BLOCK`] keys of step `j`, the factor of products, and what is added to them. Those of the next step are read.
     pub fn take(
         &mut self,
-        of: &WarpgroupScales,
+        of: &TileScales,
         plan: &PlanWords,
         steps: &TileSteps,
         j: u32,

@@ -4,7 +4,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::backward_loads::LengthsLaunch;
-use super::launch::{CallOptions, UNITS, check, over};
+use super::launch::{UNITS, check, has_wide_bias, over, pair_args};
 use super::maps::{stats_map, tensor_map};
 use super::tiles::BackwardTile;
 use super::{backward, backward_stats, shares};
@@ -12,8 +12,10 @@ use crate::args::{batch_words, buffer, listing, optional, plan_parts, plan_words
 use crate::call::Request;
 use crate::device::plan;
 use crate::error::KernelError;
+use crate::limits::multiprocessors;
 use crate::pass::{BackwardPass, Part};
 use crate::shared::addressing::{MainloopOperandsLaunch, StridesLaunch};
+use crate::tensor::factors;
 use crate::uploaded::DevicePlan;
 use blocksparse::BlockLayout;
 
@@ -120,9 +122,8 @@ pub fn launch_fused(
     known: Option<Stats>,
 ) -> Result<Stats, KernelError> {
     let client = pass.client;
-    let call = CallOptions::of(pass);
-    check(&pass.named(), part.residue, call)?;
-    tile.base.options = call.options(tile.options, part.residue);
+    check(&pass.named(), part.residue, pass.options)?;
+    tile.base.wide_bias = has_wide_bias(pass, part.residue);
     let seq_kv = pass.inputs[1].shape[2];
     let sizes = Sizes::new(
         &tile,
@@ -147,7 +148,6 @@ pub fn launch_fused(
         tile,
         sizes,
         counters: sizes.rows / tile.counted() * tile.parts() * tile.sets(),
-        call,
     };
     let buffers = Buffers {
         counters: client.empty((launch.counters + 1) * 4),
@@ -192,7 +192,6 @@ struct Launch<'a> {
     tile: BackwardTile,
     sizes: Sizes,
     counters: usize,
-    call: CallOptions<'a>,
 }
 
 impl Launch<'_> {
@@ -262,14 +261,12 @@ impl Launch<'_> {
 
     /// dK, dV and the sums of dQ.
     fn mainloop(&self, buffers: &Buffers, device_plan: &DevicePlan, cubes: usize) {
-        let (pass, part, tile) = (self.pass, self.part, self.tile);
-        let (sizes, call) = (self.sizes, self.call);
+        let (pass, part, tile, sizes) = (self.pass, self.part, self.tile, self.sizes);
         let request = pass.request;
         let [q, k, v] = pass.inputs;
         let (seq_q, seq_kv) = (q.shape[2], k.shape[2]);
         let (heads, residue) = (self.heads(), part.residue);
-        let hardware = &pass.client.properties().hardware;
-        let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
+        let multiprocessors = multiprocessors(pass.client.properties());
         let grid = match tile.persistent {
             // All of them run at once: a tile may wait for one that another cube has.
             true => cubes.min(multiprocessors),
@@ -324,9 +321,9 @@ impl Launch<'_> {
                 buffer(&pass.gradients.q, stats_rows * seq_q * tile.dim / 8),
                 plan_parts(&device_plan.sections, batch_words(part.layout)),
                 plan_words(device_plan, residue),
-                call.args(tile.options, heads, [seq_q, seq_kv]),
+                pair_args(pass),
                 lengths,
-                call.options.scalars(call.scales()),
+                pass.options.scalars(factors(pass.options)),
                 tile,
             );
         }

@@ -2,35 +2,10 @@
 
 use cubecl::prelude::*;
 
+use super::base::Base;
 use super::rows::within;
 use crate::arch::sm90::*;
 use crate::shared::addressing::{Four, Listing};
-
-/// The shape of a step's masks.
-#[derive(Clone, Copy)]
-pub struct MaskShape {
-    /// Rows of a tile.
-    pub rows: usize,
-    /// Columns of a step.
-    pub cols: usize,
-    /// Consecutive positions an entry names.
-    pub group: usize,
-    /// Words of an entry.
-    pub entry_words: usize,
-}
-
-/// How rows are stored.
-#[derive(Clone, Copy)]
-pub struct StoreShape {
-    /// Type of the tensor.
-    pub half: Half,
-    /// Its width.
-    pub dim: usize,
-    /// Whether positions are listed by residue class.
-    pub residue: bool,
-    /// Whether rows are added to what is there.
-    pub carry: bool,
-}
 
 /// Sets scores of pairs that are not computed to −∞. The unit has rows `row` and `row + 8`, and columns `quad` and
 /// `quad + 1` of every eight.
@@ -43,19 +18,19 @@ pub fn mask<S: Size>(
     j: u32,
     row: u32,
     quad: u32,
-    #[comptime] t: MaskShape,
+    #[comptime] t: Base,
 ) -> Vector<f32, S> {
     let mut s = s_in;
     let infinity = f32::new(f32::NEG_INFINITY);
     let word_cols = comptime!(t.group.min(32));
     let row_words = comptime!(t.group.div_ceil(32));
-    let entry = first_entry + (j * comptime!((t.cols / t.group * t.entry_words) as u32)) as usize;
+    let entry = first_entry + (j * comptime!((t.cols / t.group * t.entry_words()) as u32)) as usize;
     #[unroll]
     for piece in 0..comptime!(t.cols / word_cols) {
         let col = comptime!(piece * word_cols);
-        let id = plan[entry + comptime!(col / t.group * t.entry_words + 1)];
+        let id = plan[entry + comptime!(col / t.group * t.entry_words() + 1)];
         let at = masks
-            + (id * comptime!((t.rows * row_words) as u32) + row * comptime!(row_words as u32))
+            + (id * comptime!((t.rows() * row_words) as u32) + row * comptime!(row_words as u32))
                 as usize
             + comptime!(col % t.group / 32);
         let upper = plan[at] >> quad;
@@ -97,7 +72,7 @@ pub fn store_rows<O: Size>(
     first: u32,
     rows: &StoredRows,
     factor: f32,
-    #[comptime] t: StoreShape,
+    #[comptime] t: Base,
 ) {
     let fours = comptime!(t.dim.div_ceil(32));
     let lane = rows.lane;
@@ -133,15 +108,9 @@ struct Target {
 }
 
 #[cube]
-fn target(
-    place: u32,
-    start: u32,
-    first: u32,
-    rows: &StoredRows,
-    #[comptime] t: StoreShape,
-) -> Target {
+fn target(place: u32, start: u32, first: u32, rows: &StoredRows, #[comptime] t: Base) -> Target {
     let found = row_position(place, &rows.listing, rows.len, t.residue);
-    let row = (first + found.at) as usize * comptime!(t.dim / 8);
+    let row = (first + found.position) as usize * comptime!(t.dim / 8);
     Target {
         at: start as usize + row + (rows.lane % 4) as usize,
         exists: found.exists,
@@ -151,7 +120,7 @@ fn target(
 /// A position, if there is one.
 #[derive(CubeType, Clone, Copy)]
 pub struct RowPosition {
-    pub at: u32,
+    pub position: u32,
     pub exists: bool,
 }
 
@@ -163,14 +132,14 @@ pub fn row_position(
     len: u32,
     #[comptime] residue: bool,
 ) -> RowPosition {
-    let mut at = place;
+    let mut position = place;
     let mut exists = place < len;
     if comptime!(residue) {
         let class = place / listing.class_len as u32;
-        at = place % listing.class_len as u32 * listing.stride as u32 + class;
-        exists = class < listing.stride as u32 && at < len;
+        position = place % listing.class_len as u32 * listing.stride as u32 + class;
+        exists = class < listing.stride as u32 && position < len;
     }
-    RowPosition { at, exists }
+    RowPosition { position, exists }
 }
 
 #[cube]
@@ -179,7 +148,7 @@ fn read(
     row: &Target,
     lane: u32,
     #[comptime] i: usize,
-    #[comptime] t: StoreShape,
+    #[comptime] t: Base,
 ) -> Vector<u32, Four> {
     let mut four = Vector::<u32, Four>::zeroed();
     if row.exists && within(lane, i, t.dim) {
@@ -197,7 +166,7 @@ fn four<O: Size>(
     #[comptime] i: usize,
     lane: u32,
     factor: f32,
-    #[comptime] t: StoreShape,
+    #[comptime] t: Base,
 ) -> Vector<u32, Four> {
     let mut own = Vector::<u32, Four>::zeroed();
     let mut sum = Vector::<u32, Four>::zeroed();

@@ -7,7 +7,7 @@ use super::fp8::{self, Packed};
 use super::long_tiles::{self, FoldLengthsLaunch, MainloopPlan, TileSharesLaunch};
 use super::mainloop_loads::MainloopLengthsLaunch;
 use super::maps::{stats_map, tensor_map};
-use super::options::{Options, PairArgs, PairArgsLaunch, PairScalarsLaunch};
+use super::options::{PairArgs, PairArgsLaunch, PairScalarsLaunch};
 use super::tiles::Tile;
 use super::{forward, mainloops, wide};
 use crate::args::{ScoreOptions, batch_words, buffer, optional, plan_parts, plan_words, schedule};
@@ -18,10 +18,9 @@ use crate::pass::{BackwardPass, Operands, Part, Pass};
 use crate::shared::addressing::{ForwardOutputsLaunch, MainloopOperandsLaunch, QkvLaunch};
 use crate::slices::Slice;
 use crate::stats::{self, Wanted};
-use crate::tensor::{check_rows, check_scale, check_table, scales};
+use crate::tensor::{check_rows, check_score, factors};
 use crate::uploaded::DevicePlan;
 use blocksparse::Residue;
-use blocksparse::plan::Mainloop;
 
 /// TMA's strides and addresses are multiples of 16 bytes.
 const ALIGNMENT: usize = 8;
@@ -37,77 +36,37 @@ pub(super) fn over(units: usize) -> CubeCount {
     CubeCount::Static(units.div_ceil(UNITS) as u32, 1, 1)
 }
 
-/// What a call asks for besides attention itself.
-#[derive(Clone, Copy)]
-pub struct CallOptions<'a> {
-    /// As the call says.
-    pub options: &'a ScoreOptions,
-    /// Its slopes on the device.
-    pub slopes: Option<&'a Handle>,
+/// Whether eight keys of a call's bias lie side by side, at a multiple of 16 bytes.
+pub(super) fn has_wide_bias(pass: &Pass, residue: Option<Residue>) -> bool {
+    let wide = pass.options.bias.as_ref().is_some_and(|bias| {
+        let first = bias.handle.offset_start.unwrap_or(0);
+        bias.shape[3].is_multiple_of(8) && first.is_multiple_of(16)
+    });
+    wide && residue.is_none()
 }
 
-impl<'a> CallOptions<'a> {
-    pub fn of(pass: &'a Pass) -> Self {
-        Self {
-            options: pass.options,
-            slopes: pass.slopes.as_ref(),
-        }
+/// What kernels get of a call's options.
+pub(super) fn pair_args(pass: &Pass) -> ComptimeOptionArgs<PairArgs> {
+    if !pass.request.score.positions() {
+        return ComptimeOptionArgs::None;
     }
-
-    /// Whether scores are not just products but for their scale.
-    fn transformed(&self) -> bool {
-        let of = self.options;
-        of.softcap.is_some() || of.slopes.is_some() || of.bias.is_some() || of.relative.is_some()
-    }
-
-    /// Factors of scores to powers of two, and of products before that.
-    pub fn scales(&self) -> (f64, f64) {
-        let &ScoreOptions { scale, softcap, .. } = self.options;
-        match (softcap, self.transformed()) {
-            (None, true) => (std::f64::consts::LOG2_E, scale),
-            _ => scales(scale, softcap),
-        }
-    }
-
-    /// A kernel's options, when the tensors are known.
-    pub fn options(&self, options: Options, residue: Option<Residue>) -> Options {
-        let wide = self.options.bias.as_ref().is_some_and(|bias| {
-            let first = bias.handle.offset_start.unwrap_or(0);
-            bias.shape[3].is_multiple_of(8) && first.is_multiple_of(16)
-        });
-        Options {
-            wide_bias: wide && residue.is_none(),
-            ..options
-        }
-    }
-
-    /// What kernels get.
-    pub fn args(
-        &self,
-        options: Options,
-        heads: usize,
-        [queries, keys]: [usize; 2],
-    ) -> ComptimeOptionArgs<PairArgs> {
-        if !options.any() {
-            return ComptimeOptionArgs::None;
-        }
-        let [batch, head, row] = self.options.bias_bytes(2);
-        let pairs = PairScalarsLaunch::new(
-            queries as u32,
-            keys as u32,
-            batch,
-            head,
-            row as u32,
-            self.options.mask(),
-            self.options.kept_factor() as f32,
-        );
-        ComptimeOptionArgs::Some(PairArgsLaunch::new(
-            optional(self.slopes, heads),
-            self.options.bias(),
-            self.options.table_args(),
-            pairs,
-        ))
-    }
+    let ([q, k, _], options) = (pass.inputs, pass.options);
+    let [batch, head, row] = options.bias_bytes(2);
+    let pairs = PairScalarsLaunch::new(
+        q.shape[2] as u32,
+        k.shape[2] as u32,
+        batch,
+        head,
+        row as u32,
+        options.mask(),
+        options.kept_factor() as f32,
+    );
+    ComptimeOptionArgs::Some(PairArgsLaunch::new(
+        optional(pass.slopes.as_ref(), pass.layout.heads()),
+        options.bias(),
+        options.table_args(),
+        pairs,
+    ))
 }
 
 /// Whether a launch can take these tensors, which a plan cannot know.
@@ -117,7 +76,7 @@ impl<'a> CallOptions<'a> {
 pub fn check(
     named: &[(&'static str, &TensorView)],
     residue: Option<Residue>,
-    call: CallOptions,
+    options: &ScoreOptions,
 ) -> Result<(), KernelError> {
     for &(name, tensor) in named {
         check_rows(name, tensor, ALIGNMENT)?;
@@ -132,11 +91,7 @@ pub fn check(
             });
         }
     }
-    check_table(call.options.table_len())?;
-    match call.transformed() {
-        true => Ok(()),
-        false => check_scale(call.options.scale, None),
-    }
+    check_score(options)
 }
 
 /// Checks that eights of an output's elements can be indexed.
@@ -151,15 +106,14 @@ fn check_eights(what: &'static str, elements: usize) -> Result<(), KernelError> 
 pub fn launch_forward(pass: &Pass, part: Part, mut tile: Tile) -> Result<(), KernelError> {
     let (client, request, [q, k, v]) = (pass.client, pass.request, pass.inputs);
     let outputs = pass.outputs;
-    let call = CallOptions::of(pass);
     let residue = part.residue;
-    check(&pass.named(), residue, call)?;
-    tile.base.options = call.options(tile.options, residue);
+    check(&pass.named(), residue, pass.options)?;
+    tile.base.wide_bias = has_wide_bias(pass, residue);
     let (heads, seq_q) = (part.layout.heads(), q.shape[2]);
     let rows = request.batch * heads * seq_q;
     check_eights("the elements of the output", rows * tile.value_dim)?;
     let device_plan = plan(client, part.layout, tile.tiling)?;
-    let mut scales = call.scales();
+    let mut scales = factors(pass.options);
     let log2_e = std::f64::consts::LOG2_E;
     // The scales of queries have the factor of scores in them.
     let mut lse_scale = log2_e / scales.0;
@@ -196,12 +150,12 @@ pub fn launch_forward(pass: &Pass, part: Part, mut tile: Tile) -> Result<(), Ker
                     pass.max_scores(),
                 ),
                 schedule(&device_plan, part.layout, residue, slice),
-                call.args(tile.options, heads, [seq_q, k.shape[2]]),
+                pair_args(pass),
                 packed.as_ref().map(Packed::scales).into(),
                 seq_q as u32,
                 (heads / request.kv_heads) as u32,
                 lse_scale as f32,
-                call.options.scalars(scales),
+                pass.options.scalars(scales),
                 tile,
             );
         }
@@ -219,7 +173,7 @@ pub fn launch_mainloops(
     mainloops: [MainloopPlan; 2],
 ) -> Result<(), KernelError> {
     let wanted = Wanted::of_places(part, TMA_PLACES);
-    let stats = stats::make(pass, part, wanted)?;
+    let stats = stats::make(pass, wanted)?;
     for plan in mainloops {
         let operands = pass.operands(plan.tile.mainloop);
         launch_mainloop(pass, part, plan, &operands, &stats, wanted.pitch)?;
@@ -237,28 +191,16 @@ pub(super) fn launch_mainloop(
     pitch: usize,
 ) -> Result<(), KernelError> {
     let (client, request) = (pass.client, pass.request);
-    let call = CallOptions::of(pass);
-    let mainloop = operands.mainloop;
     let ([a1, a2], [b1, b2]) = (operands.a, operands.b);
     let residue = part.residue;
-    check(&operands.named(), residue, call)?;
-    tile.base.options = call.options(tile.options, residue);
+    check(&operands.named(), residue, pass.options)?;
+    tile.base.wide_bias = has_wide_bias(pass, residue);
     tile.long_tiles = long.any();
     let device_plan = plan(client, part.layout, tile.tiling)?;
     let heads = part.layout.heads();
     let (outer_heads, len) = (operands.heads, a1.shape[2]);
-    let sequences = mainloop.sides(len, b1.shape[2]);
-    let rows = request.batch * outer_heads * len;
-    let elements = match tile.bias_sums {
-        // Numbers in f32, of which a vector has four.
-        true => rows.div_ceil(4) * 8,
-        false => match mainloop {
-            Mainloop::Rows => rows * tile.dim,
-            Mainloop::Columns => rows * tile.value_dim + operands.second,
-        },
-    };
-    check_eights("the elements of a gradient", elements)?;
-    let scales = call.scales();
+    check_eights("the elements of a gradient", operands.elements)?;
+    let scales = factors(pass.options);
     let stat_rows = request.batch * heads;
     let numbers = long.elements(&tile, request.batch * outer_heads);
     KernelError::check_u32("the sums of long tiles, in fours", numbers / 4)?;
@@ -303,12 +245,12 @@ pub(super) fn launch_mainloop(
                     tile.sums(),
                     maps(),
                     stats_map(stats, tile.group, stat_rows, pitch),
-                    buffer(operands.out, elements / 8),
+                    buffer(operands.out, operands.elements / 8),
                     schedule(&device_plan, part.layout, residue, slice),
-                    call.args(tile.options, heads, sequences),
+                    pair_args(pass),
                     shares(),
                     lengths(),
-                    call.options.scalars(scales),
+                    pass.options.scalars(scales),
                     tile,
                 );
             } else {
@@ -322,12 +264,12 @@ pub(super) fn launch_mainloop(
                     maps(),
                     stats_map(stats, tile.group, stat_rows, pitch),
                     buffer(stats, stat_rows * pitch * 2),
-                    buffer(operands.out, elements / 8),
+                    buffer(operands.out, operands.elements / 8),
                     schedule(&device_plan, part.layout, residue, slice),
-                    call.args(tile.options, heads, sequences),
+                    pair_args(pass),
                     shares(),
                     lengths(),
-                    call.options.scalars(scales),
+                    pass.options.scalars(scales),
                     tile,
                 );
             }

@@ -15,7 +15,8 @@ use std::fmt;
 
 use cubecl::prelude::*;
 
-use super::gradient::{StoreShape, StoredRows, row_position, store_rows};
+use super::base::Base;
+use super::gradient::{StoredRows, row_position, store_rows};
 use super::shares::{fold_eight, store_sums};
 use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
@@ -244,7 +245,7 @@ pub fn store_rows_or_sums<O: Size>(
     own: &MainloopRows,
     factor: f32,
     shares: &ComptimeOption<TileShares>,
-    #[comptime] shape: StoreShape,
+    #[comptime] shape: Base,
     #[comptime] t: MainloopTile,
 ) {
     let first = own.outer * own.rows.len;
@@ -268,9 +269,9 @@ pub fn store_rows_or_sums<O: Size>(
                 len: rows.runtime(),
                 lane: own.rows.lane,
             };
-            let its_shape = comptime!(StoreShape {
+            let its_shape = comptime!(Base {
                 residue: false,
-                ..t.store()
+                ..t.base
             });
             store_sums::<O>(sums, acc, its_first, &its, factor, its_shape);
         } else {
@@ -340,10 +341,9 @@ pub fn fold_tiles(
             let of_cube = of_tile * lengths.cubes * gradients + which;
             let at = ((of_cube * rows + row) * eights + eight) as usize * 2;
             let between = (gradients * rows * eights) as usize * 2;
-            let target = start + (outer * lengths.len + found.at) * width + eight;
-            let shape = comptime!(t.store());
+            let target = start + (outer * lengths.len + found.position) * width + eight;
             let shares = lengths.cubes as usize;
-            fold_eight(sums, out, at, between, shares, target as usize, shape);
+            fold_eight(sums, out, at, between, shares, target as usize, t.base);
         }
     }
 }
@@ -352,7 +352,6 @@ pub fn fold_tiles(
 mod tests {
     use cubecl::ir::{ElemType, FloatKind};
 
-    use super::super::base::Base;
     use super::*;
     use crate::call::{PartRequest, Request};
     use crate::described::Fake;

@@ -19,13 +19,9 @@ use crate::shared::own_rows::own_rows;
 impl MainloopTile {
     pub(super) fn weights(&self) -> WeightShape {
         WeightShape {
-            columns: self.columns(),
-            cols: self.cols,
+            base: self.base,
             stats_eight: 64,
-            bits: None,
             packed: self.shared,
-            half: self.half,
-            options: self.options,
         }
     }
 }
@@ -191,7 +187,7 @@ pub fn turn_of(
     let entry = schedule.parts.entries + plan[record] as usize * 2;
     let steps = uniform(plan[record + 1]);
     let masked = uniform(plan[record + 2]);
-    let of_head = options_of(args, cube.batch, head, comptime!(t.pairs()));
+    let of_head = options_of(args, cube.batch, head, t.base);
     let steps = steps_of_turn(before, done, steps, &cube.stretch, t);
     Turn {
         of_head,

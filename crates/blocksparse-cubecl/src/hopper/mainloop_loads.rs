@@ -5,10 +5,10 @@
 
 use cubecl::prelude::*;
 
+use super::rows::load_own;
 use super::tiles::MainloopTile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::PlanParts;
-use crate::shared::own_rows::own_place;
 
 /// Lengths of a launch of a mainloop.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -53,22 +53,17 @@ pub fn load_own_rows(plan: &[u32], own: &OwnRows, base: u32, #[comptime] t: Main
                 map = own.a2;
                 start = base + comptime!(t.a2_offset() as u32);
             }
-            let which = index % a_boxes;
-            let span = which % comptime!(t.spans() as u32);
-            let rows = which / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
-            let target =
-                start + span * comptime!((t.rows() * ROW) as u32) + rows * comptime!(ROW as u32);
-            let place = own_place(plan, own.at, rows, comptime!(t.own_shape()));
-            load_at(
+            load_own(
                 map,
-                target,
+                plan,
+                start,
                 base,
-                span,
-                place,
+                own.at,
+                index % a_boxes,
                 own.class_len,
                 own.head,
                 own.batch,
-                t.residue,
+                t.base,
             );
             index += comptime!(t.warps());
         }

@@ -3,9 +3,7 @@
 use std::fmt;
 
 use super::base::{Base, with_base};
-use super::gradient::StoreShape;
 use crate::shared::score::described_threshold;
-use blocksparse::plan::Mainloop;
 
 /// The comptime shape of the kernels of the two mainloops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -25,16 +23,11 @@ pub struct MainloopTile {
 with_base!(MainloopTile);
 
 impl MainloopTile {
-    /// Whether columns are queries and rows keys, and not the other way round.
-    pub(super) fn columns(&self) -> bool {
-        self.mainloop == Mainloop::Columns
-    }
-
-    /// How dV is stored.
-    pub(super) fn store_values(&self) -> StoreShape {
-        StoreShape {
+    /// Of rows as wide as values.
+    pub(super) fn of_values(&self) -> Base {
+        Base {
             dim: self.value_dim,
-            ..self.store()
+            ..self.base
         }
     }
 
@@ -95,7 +88,7 @@ impl fmt::Display for MainloopTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.describe(f, self.shared_bytes())?;
         // Two warpgroups with the same rows would have to agree on what they leave out.
-        f.write_str(described_threshold(self.options.score, !self.shared))?;
+        f.write_str(described_threshold(self.score, !self.shared))?;
         match self.shared {
             true => write!(f, ", dV and dK by a warpgroup each"),
             false => Ok(()),

@@ -57,8 +57,8 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
     #[comptime] t: MainloopTile,
 ) {
     let columns = comptime!(t.columns());
-    let (pairs, weights) = comptime!((t.pairs(), t.weights()));
-    let skips = comptime!(t.options.score.threshold);
+    let weights = comptime!(t.weights());
+    let skips = comptime!(t.score.threshold);
     let plan = &schedule.plan;
     let listing = &plan.listing;
     let heads_per_kv = lengths.heads_per_kv;
@@ -94,7 +94,7 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
             of_rows.delta1 = stats[at + 1];
         }
     }
-    let rows = unit_rows(places.upper, places.lower, listing, pairs);
+    let rows = unit_rows(places.upper, places.lower, listing, t.base);
     let mut out1 = Vector::<f32, O>::zeroed();
     let mut out2 = Vector::<f32, O>::zeroed();
     // Of the gradients of scores, over the queries of the unit's rows.
@@ -120,18 +120,18 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
             }
             cube.load(&schedule, t);
             let entry = turn.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
-            let kept = kept_pairs(&args, &turn.of_head, &rows, plan, entry, pairs);
+            let kept = kept_pairs(&args, &turn.of_head, &rows, plan, entry, t.base);
             let width = S::value();
             let mut s = wait::<S>(s_started, comptime!(usize::from(!skips)), width);
-            let is_capped = comptime!(t.options.score.softcap);
+            let is_capped = comptime!(t.score.softcap);
             cap::<S>(&mut s, numbers.softcap, numbers.cap_scale, is_capped);
             let mut capped = s;
             let scale = numbers.cap_scale;
-            s = add_biases::<S>(s, scale, &args, &turn.of_head, &rows, plan, entry, pairs);
+            s = add_biases::<S>(s, scale, &args, &turn.of_head, &rows, plan, entry, t.base);
             if j < turn.masked {
-                let (masks, quad) = (schedule.parts.masks, (lane % 4) * 2);
-                let (words, shape) = (&plan.words[..], comptime!(t.mask()));
-                s = mask::<S>(s, words, masks, turn.entry, j, row, quad, shape);
+                let (words, masks) = (&plan.words[..], schedule.parts.masks);
+                let quad = (lane % 4) * 2;
+                s = mask::<S>(s, words, masks, turn.entry, j, row, quad, t.base);
             }
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
@@ -144,20 +144,20 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
                 }
                 let mut out2_started = out2;
                 if comptime!(columns && !t.bias_sums) {
-                    let kept = drop_out::<S>(p, &kept, t.options);
+                    let kept = drop_out::<S>(p, &kept, t.score);
                     let left = pack_all::<S, P>(kept, t.half);
                     let wide = b2_wide + offset;
                     out2_started = accumulate::<P, O>(out2, left, wide, t.half, t.value_dim);
                 }
-                if comptime!(!t.options.biased()) {
+                if comptime!(!t.score.biased()) {
                     capped = s;
                 }
                 // The bias is added to what was softcapped.
-                let slopes = comptime!(t.options.score.softcap && !t.bias_sums);
+                let slopes = comptime!(t.score.softcap && !t.bias_sums);
                 p = slope_weights::<S>(p, capped, numbers.softcap, slopes);
                 let pending = comptime!(usize::from(columns && !t.bias_sums));
                 let dp = wait::<S>(dp_started, pending, width);
-                let turned = kept_again(&kept, pairs);
+                let turned = kept_again(&kept, t.base);
                 let none = Vector::<u32, P>::zeroed();
                 let ds = gradients_of_scores::<S, P>(
                     dp, &p, &none, &of_rows, stats_at, &turned, &args, weights,
@@ -194,12 +194,11 @@ pub fn one_mainloop<S: Size, P: Size, O: Size>(
         store_sums(out, sum1, head, places.lower, lengths.len, listing, t);
     } else {
         let own = mainloop_rows(&schedule, &cube, &places, row, lengths.len);
-        let shape = comptime!(t.store());
         let scale = numbers.scale;
-        store_rows_or_sums::<O>(out, &out1, 0u32, 0u32, &own, scale, &shares, shape, t);
+        store_rows_or_sums::<O>(out, &out1, 0u32, 0u32, &own, scale, &shares, t.base, t);
         if comptime!(columns) {
-            let factor = factor_of(&args, t.options);
-            let (second, shape) = (lengths.second, comptime!(t.store_values()));
+            let factor = factor_of(&args, t.score);
+            let (second, shape) = (lengths.second, comptime!(t.of_values()));
             store_rows_or_sums::<O>(out, &out2, second, 1u32, &own, factor, &shares, shape, t);
         }
     }

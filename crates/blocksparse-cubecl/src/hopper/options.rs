@@ -11,59 +11,13 @@
 
 use cubecl::prelude::*;
 
+use super::base::Base;
+use super::rows::own_places;
 use crate::arch::sm90::*;
-use crate::call::ScoreKind;
 use crate::shared::addressing::{Listing, PlanWords};
 use crate::shared::distances::{HeadTable, TableArgs, distance_bias, no_table, table_of};
 use crate::shared::dropout::Mask;
 use crate::shared::softcap::{any_far, no_products, softcap_products, with_products};
-use blocksparse::plan::Mainloop;
-
-/// Which options a kernel has.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Options {
-    /// What scores are besides scaled products.
-    pub score: ScoreKind,
-    /// Whether eight keys of the bias lie side by side, at a multiple of 16 bytes.
-    pub wide_bias: bool,
-}
-
-impl Options {
-    /// Whether anything is added to scores.
-    pub fn biased(&self) -> bool {
-        self.score.biased()
-    }
-
-    /// Whether anything depends on the positions of a pair.
-    pub fn any(&self) -> bool {
-        self.score.positions()
-    }
-}
-
-/// The shape of a step's pairs.
-#[derive(Clone, Copy)]
-pub struct PairShape {
-    /// The kernel's options.
-    pub options: Options,
-    /// Whose rows the tile's are.
-    pub mainloop: Mainloop,
-    /// Type of the bias.
-    pub half: Half,
-    /// Columns of a step.
-    pub cols: usize,
-    /// Consecutive positions an entry names.
-    pub group: usize,
-    /// Words of an entry.
-    pub entry_words: usize,
-    /// Whether positions are listed by residue class.
-    pub residue: bool,
-}
-
-impl PairShape {
-    pub fn columns(&self) -> bool {
-        self.mainloop == Mainloop::Columns
-    }
-}
 
 /// The options of a call, as a kernel gets them.
 #[derive(CubeType, CubeLaunch)]
@@ -117,21 +71,21 @@ pub fn options_of(
     args: &ComptimeOption<PairArgs>,
     batch: u32,
     head: u32,
-    #[comptime] t: PairShape,
+    #[comptime] t: Base,
 ) -> HeadOptions {
     let mut per_distance = f32::new(0.0);
     let mut bias = 0u64;
-    if comptime!(t.options.score.alibi) {
+    if comptime!(t.score.alibi) {
         let args = args.as_ref().unwrap();
         per_distance = -args.slopes.as_ref().unwrap()[head as usize];
     }
-    if comptime!(t.options.score.bias) {
+    if comptime!(t.score.bias) {
         let args = args.as_ref().unwrap();
         bias = global_address::<u16>(&args.bias.as_ref().unwrap()[..])
             + u64::cast_from(batch) * args.pairs.bias_batch
             + u64::cast_from(head) * args.pairs.bias_head;
     }
-    let table = if comptime!(t.options.score.relative) {
+    let table = if comptime!(t.score.relative) {
         table_of(args.as_ref().unwrap().table.as_ref().unwrap(), head)
     } else {
         no_table()
@@ -173,11 +127,25 @@ pub fn position_at(place: u32, listing: &Listing, #[comptime] residue: bool) -> 
 
 /// The positions of the unit's rows, from their places.
 #[cube]
-pub fn unit_rows(upper: u32, lower: u32, listing: &Listing, #[comptime] t: PairShape) -> UnitRows {
+pub fn unit_rows(upper: u32, lower: u32, listing: &Listing, #[comptime] t: Base) -> UnitRows {
     UnitRows {
         upper: position_at(upper, listing, t.residue),
         lower: position_at(lower, listing, t.residue),
     }
+}
+
+/// The positions of the unit's rows of a tile, where something depends on them.
+#[cube]
+pub fn rows_of_unit(plan: &PlanWords, rows: u32, #[comptime] t: Base) -> UnitRows {
+    let mut upper = 0u32;
+    let mut lower = 0u32;
+    if comptime!(t.score.positions()) {
+        let row = unit() / 32 * 16 + unit() % 32 / 4;
+        let places = own_places(&plan.words[..], rows, row, comptime!(t.own_shape()));
+        upper = places.upper;
+        lower = places.lower;
+    }
+    unit_rows(upper, lower, &plan.listing, t)
 }
 
 /// Softcaps products, if they are to be `capped`: `softcap · tanh x`, x being `s · cap_scale / 2 log2 e`.
@@ -232,10 +200,10 @@ pub fn add_biases<S: Size>(
     rows: &UnitRows,
     plan: &PlanWords,
     entry: usize,
-    #[comptime] t: PairShape,
+    #[comptime] t: Base,
 ) -> Vector<f32, S> {
     let mut s = s_in;
-    if comptime!(t.options.biased()) {
+    if comptime!(t.score.biased()) {
         let pairs = &args.as_ref().unwrap().pairs;
         let mut row_len = pairs.queries;
         let mut col_len = pairs.keys;
@@ -255,7 +223,7 @@ pub fn add_biases<S: Size>(
         for part in 0..comptime!(t.cols / 32) {
             let mut upper_words = Vector::<u32, Const<4>>::zeroed();
             let mut lower_words = Vector::<u32, Const<4>>::zeroed();
-            if comptime!(t.options.wide_bias) {
+            if comptime!(t.wide_bias) {
                 let place = wide_place(&plan.words[..], entry, part, t);
                 upper_words = read_wide(&upper, place, t);
                 lower_words = read_wide(&lower, place, t);
@@ -263,7 +231,7 @@ pub fn add_biases<S: Size>(
             #[unroll]
             for eight in 0..4usize {
                 let col = comptime!(32 * part + 8 * eight);
-                let place = plan.words[entry + comptime!(col / t.group * t.entry_words)]
+                let place = plan.words[entry + comptime!(col / t.group * t.entry_words())]
                     * comptime!(t.group as u32);
                 let first = position_at(place, &plan.listing, t.residue);
                 #[unroll]
@@ -277,10 +245,10 @@ pub fn add_biases<S: Size>(
                         words = lower_words;
                     }
                     let mut sum = f32::new(0.0);
-                    if comptime!(t.options.wide_bias) {
+                    if comptime!(t.wide_bias) {
                         let word = bias_word(words.extract(eight), t);
                         sum = unpack(word, comptime!(i % 2 == 1), t.half);
-                    } else if comptime!(t.options.score.bias) {
+                    } else if comptime!(t.score.bias) {
                         let col = first + quad + offset;
                         if comptime!(i < 2) {
                             sum = read_bias(&upper, col, pairs, t);
@@ -288,9 +256,9 @@ pub fn add_biases<S: Size>(
                             sum = read_bias(&lower, col, pairs, t);
                         }
                     }
-                    if comptime!(t.options.score.alibi || t.options.score.relative) {
+                    if comptime!(t.score.alibi || t.score.relative) {
                         let nearest = i32::cast_from(row) + behind - i32::cast_from(first);
-                        if comptime!(t.options.score.relative) {
+                        if comptime!(t.score.relative) {
                             let mut ahead = i32::cast_from(offset) - nearest;
                             if comptime!(t.columns()) {
                                 ahead = nearest - i32::cast_from(offset);
@@ -298,12 +266,12 @@ pub fn add_biases<S: Size>(
                             let table = args.as_ref().unwrap().table.as_ref().unwrap();
                             sum += distance_bias(table, &of_head.table, ahead);
                         }
-                        if comptime!(t.options.score.alibi) {
+                        if comptime!(t.score.alibi) {
                             let distance = f32::cast_from(nearest) - f32::cast_from(offset);
                             sum = multiply_add(distance.abs(), of_head.per_distance, sum);
                         }
                     }
-                    if comptime!(t.options.score.softcap) {
+                    if comptime!(t.score.softcap) {
                         sum += s.extract(number);
                     } else {
                         sum = multiply_add(s.extract(number), scale, sum);
@@ -335,7 +303,7 @@ fn bias_row(
     col_len: u32,
     of_head: &HeadOptions,
     pairs: &PairScalars,
-    #[comptime] t: PairShape,
+    #[comptime] t: Base,
 ) -> BiasRow {
     let mut step = u64::cast_from(pairs.bias_row);
     if comptime!(t.columns()) {
@@ -351,7 +319,7 @@ fn bias_row(
 
 /// The bias of a row and the column at position `col`, or 0 beyond the sequences.
 #[cube]
-fn read_bias(row: &BiasRow, col: u32, pairs: &PairScalars, #[comptime] t: PairShape) -> f32 {
+fn read_bias(row: &BiasRow, col: u32, pairs: &PairScalars, #[comptime] t: Base) -> f32 {
     let mut step = 2u64;
     if comptime!(t.columns()) {
         step = u64::cast_from(pairs.bias_row);
@@ -362,16 +330,11 @@ fn read_bias(row: &BiasRow, col: u32, pairs: &PairScalars, #[comptime] t: PairSh
 /// The place of the eight columns that a lane reads of 32: the first of them, and in a loop over columns, where they are queries, the
 /// one whose bias it reads.
 #[cube]
-fn wide_place(
-    plan: &[u32],
-    entry: usize,
-    #[comptime] part: usize,
-    #[comptime] t: PairShape,
-) -> u32 {
+fn wide_place(plan: &[u32], entry: usize, #[comptime] part: usize, #[comptime] t: Base) -> u32 {
     let lane = unit() % 32;
     let group = comptime!(t.group as u32);
     let col = comptime!(32 * part as u32) + lane % 4 * 8;
-    let at = entry + (col / group * comptime!(t.entry_words as u32)) as usize;
+    let at = entry + (col / group * comptime!(t.entry_words() as u32)) as usize;
     let mut place = plan[at] * group + col % group;
     if comptime!(t.columns()) {
         place += lane / 4;
@@ -382,7 +345,7 @@ fn wide_place(
 /// A unit reads 16 bytes, a query and eight keys, of one of four eights of columns, and trades them for its own two numbers, or for
 /// those of [`bias_word`], of all four.
 #[cube]
-fn read_wide(row: &BiasRow, place: u32, #[comptime] t: PairShape) -> Vector<u32, Const<4>> {
+fn read_wide(row: &BiasRow, place: u32, #[comptime] t: Base) -> Vector<u32, Const<4>> {
     let lane = unit() % 32;
     let mut at = row.begin;
     if comptime!(t.columns()) {
@@ -397,7 +360,7 @@ fn read_wide(row: &BiasRow, place: u32, #[comptime] t: PairShape) -> Vector<u32,
 
 /// The unit's two numbers of an eight: in a loop over columns they lie in rows of keys, and eight queries.
 #[cube]
-fn bias_word(word: u32, #[comptime] t: PairShape) -> u32 {
+fn bias_word(word: u32, #[comptime] t: Base) -> u32 {
     let mut own = word;
     if comptime!(t.columns()) {
         own = transpose(word);

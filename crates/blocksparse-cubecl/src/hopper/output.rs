@@ -5,6 +5,7 @@
 
 use cubecl::prelude::*;
 
+pub use super::gradient::RowPosition;
 use super::gradient::row_position;
 use super::rows::within;
 use super::tiles::Tile;
@@ -26,17 +27,9 @@ impl OutShape {
         Self {
             value_dim: tile.value_dim,
             half: tile.half,
-            dropout: tile.options.score.dropout,
+            dropout: tile.score.dropout,
         }
     }
-}
-
-/// A row of the output.
-#[derive(CubeType, Clone, Copy)]
-pub struct OutRow {
-    pub position: u32,
-    /// Whether it is one of the sequence.
-    pub exists: bool,
 }
 
 /// The unit's row `offset` rows below its first one.
@@ -47,15 +40,11 @@ pub fn row_of_unit(
     offset: u32,
     seq_q: u32,
     #[comptime] t: Tile,
-) -> OutRow {
+) -> RowPosition {
     let unit = unit();
     let row = unit / 32 * 16 + unit % 32 / 4 + offset;
     let place = own_place(&plan.words[..], rows, row, comptime!(t.own_shape()));
-    let found = row_position(place, &plan.listing, seq_q, t.residue);
-    OutRow {
-        position: found.at,
-        exists: found.exists,
-    }
+    row_position(place, &plan.listing, seq_q, t.residue)
 }
 
 #[cube]
@@ -76,7 +65,7 @@ pub fn store_row<O: Size>(
     l: f32,
     factor: f32,
     first: u32,
-    row: &OutRow,
+    row: &RowPosition,
     #[comptime] t: OutShape,
 ) {
     let mut inverse = f32::new(0.0);
@@ -102,7 +91,7 @@ pub fn write_row<O: Size>(
     #[comptime] offset: usize,
     factor: f32,
     first: u32,
-    row: &OutRow,
+    row: &RowPosition,
     #[comptime] t: OutShape,
 ) {
     let lane = unit() % 32;
@@ -157,7 +146,7 @@ impl RowTops {
         max_scores: &mut [f32],
         #[comptime] index: usize,
         first: u32,
-        row: &OutRow,
+        row: &RowPosition,
         log2_scale: f32,
         #[comptime] t: Tile,
     ) {
@@ -176,7 +165,7 @@ impl RowTops {
 #[cube]
 pub fn read_four(
     out: &[Vector<u32, Four>],
-    row: &OutRow,
+    row: &RowPosition,
     first: u32,
     #[comptime] i: usize,
     #[comptime] t: Tile,

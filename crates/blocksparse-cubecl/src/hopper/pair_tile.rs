@@ -3,7 +3,6 @@
 use std::fmt;
 
 use super::base::{Base, with_base};
-use super::options::PairShape;
 use crate::arch::sm90::ROW;
 use crate::shared::score::described_threshold;
 
@@ -21,19 +20,18 @@ with_base!(PairTile);
 
 impl PairTile {
     /// The same with the given bias and nothing else, added to scores.
-    pub(super) fn only_bias(&self) -> PairShape {
-        let mut shape = self.pairs();
-        let score = &mut shape.options.score;
+    pub(super) fn only_bias(&self) -> Base {
+        let mut base = self.base;
+        let score = &mut base.score;
         (score.softcap, score.alibi, score.relative) = (true, false, false);
-        shape
+        base
     }
 
     /// The same without the given bias.
-    pub(super) fn other_biases(&self) -> PairShape {
-        let mut shape = self.pairs();
-        shape.options.score.bias = false;
-        shape.options.wide_bias = false;
-        shape
+    pub(super) fn other_biases(&self) -> Base {
+        let mut base = self.base;
+        (base.score.bias, base.wide_bias) = (false, false);
+        base
     }
 
     /// Boxes of a product.
@@ -92,7 +90,7 @@ impl fmt::Display for PairTile {
             self.units(),
             self.stages,
             self.shared_bytes().div_ceil(1024),
-            described_threshold(self.options.score, false),
+            described_threshold(self.score, false),
         )
     }
 }

@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::base::Base;
 use crate::arch::sm90::*;
 use crate::shared::own_rows::{OwnShape, own_place};
 
@@ -21,6 +22,29 @@ pub fn own_places(plan: &[u32], rows: u32, row: u32, #[comptime] own: OwnShape) 
     let upper = own_place(plan, rows, row, own);
     let lower = own_place(plan, rows, row + ROW_PAIR, own);
     RowPlaces { upper, lower }
+}
+
+/// Loads box `index` of a tensor's own rows of a tile to shared memory, where they begin at `start`.
+#[cube]
+pub fn load_own(
+    map: u64,
+    plan: &[u32],
+    start: u32,
+    bar: u32,
+    rows: u32,
+    index: u32,
+    class_len: u32,
+    head: u32,
+    batch: u32,
+    #[comptime] t: Base,
+) {
+    let span = index % comptime!(t.spans() as u32);
+    let row = index / comptime!(t.spans() as u32) * comptime!(t.a_group() as u32);
+    let target = start + span * comptime!((t.rows() * ROW) as u32) + row * comptime!(ROW as u32);
+    let place = own_place(plan, rows, row, comptime!(t.own_shape()));
+    load_at(
+        map, target, bar, span, place, class_len, head, batch, t.residue,
+    );
 }
 
 /// Whether the width has the eight of the `i`-th 32 columns of a row that a unit stores.

@@ -2,6 +2,7 @@
 
 use cubecl::prelude::*;
 
+use super::base::{Base, with_base};
 use super::bits::*;
 use super::dropout::drop_gradient;
 use super::options::*;
@@ -9,22 +10,17 @@ use crate::arch::sm90::*;
 use crate::shared::addressing::Four;
 use crate::shared::score::ScoreScalars;
 
-/// The shape of a step's weights.
+/// The shape of a step's weights. The stats of columns, if those are queries, are in shared memory.
 #[derive(Clone, Copy)]
 pub struct WeightShape {
-    /// Whether columns are queries, whose stats are in shared memory, and not rows.
-    pub columns: bool,
-    /// Columns of a step.
-    pub cols: usize,
+    pub base: Base,
     /// Bytes between the stats of eight columns.
     pub stats_eight: u32,
-    /// Of coarse entries.
-    pub bits: Option<BitShape>,
     /// Whether weights are given in half precision.
     pub packed: bool,
-    pub half: Half,
-    pub options: Options,
 }
+
+with_base!(WeightShape);
 
 /// lse and delta of the unit's two rows, if they are queries.
 #[derive(CubeType, Clone, Copy)]
@@ -54,7 +50,7 @@ fn column_stats(
     #[comptime] t: WeightShape,
 ) -> Vector<f32, Four> {
     let mut four = Vector::<f32, Four>::zeroed();
-    if comptime!(t.columns) {
+    if comptime!(t.columns()) {
         four = shared_load_four(stats + comptime!(eight as u32 * t.stats_eight));
     }
     four
@@ -82,12 +78,12 @@ pub fn weights_of<S: Size>(
             } else {
                 of_rows.lse1
             };
-            if comptime!(t.columns) {
+            if comptime!(t.columns()) {
                 lse = four.extract(comptime!(i % 2 * 2));
             }
             let mut less = -lse;
-            if comptime!(t.bits.is_some()) {
-                let its = keeps(blocks, comptime!(eight / t.bits.unwrap().eights()));
+            if comptime!(t.coarse.is_some()) {
+                let its = keeps(blocks, comptime!(8 * eight / t.coarse.unwrap()));
                 less = select(its, less, f32::new(f32::NEG_INFINITY));
             }
             let power = multiply_add(s.extract(at), numbers.log2_scale, less);
@@ -106,7 +102,7 @@ pub fn weights_count<S: Size>(
     #[comptime] units: u32,
     #[comptime] t: WeightShape,
 ) -> bool {
-    if comptime!(t.options.score.threshold) {
+    if comptime!(t.score.threshold) {
         let mut most = p.extract(0usize);
         #[unroll]
         for i in 1..S::value() {
@@ -143,7 +139,7 @@ pub fn gradients_of_scores<S: Size, P: Size>(
             } else {
                 of_rows.delta1
             };
-            if comptime!(t.columns) {
+            if comptime!(t.columns()) {
                 delta = four.extract(comptime!(i % 2 * 2 + 1));
             }
             let weight = if comptime!(t.packed) {
@@ -152,7 +148,7 @@ pub fn gradients_of_scores<S: Size, P: Size>(
             } else {
                 p.extract(at)
             };
-            let dp = drop_gradient(ds.extract(at), delta, kept, args, at, t.options);
+            let dp = drop_gradient(ds.extract(at), delta, kept, args, at, t.score);
             ds.insert(at, weight * dp);
         }
     }

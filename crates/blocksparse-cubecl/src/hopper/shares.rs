@@ -10,7 +10,8 @@
 
 use cubecl::prelude::*;
 
-use super::gradient::{StoreShape, StoredRows, row_position, store_rows};
+use super::base::Base;
+use super::gradient::{StoredRows, row_position, store_rows};
 use super::tiles::BackwardTile;
 use crate::arch::sm90::*;
 use crate::shared::addressing::Four;
@@ -26,12 +27,11 @@ pub fn store_gradient<O: Size>(
     factor: f32,
     #[comptime] t: BackwardTile,
 ) {
-    let shape = comptime!(t.store());
     if comptime!(t.shares > 1) {
         let sums = global_address::<Vector<u32, Four>>(&*out);
-        store_sums::<O>(sums, acc, first, rows, factor, shape);
+        store_sums::<O>(sums, acc, first, rows, factor, t.base);
     } else {
-        store_rows::<O>(out, acc, start, first, rows, factor, shape);
+        store_rows::<O>(out, acc, start, first, rows, factor, t.base);
     }
 }
 
@@ -44,13 +44,13 @@ pub fn store_sums<O: Size>(
     first: u32,
     rows: &StoredRows,
     factor: f32,
-    #[comptime] t: StoreShape,
+    #[comptime] t: Base,
 ) {
     let upper = row_position(rows.place, &rows.listing, rows.len, t.residue);
     let lower = row_position(rows.place8, &rows.listing, rows.len, t.residue);
     let start = sums + u64::cast_from(rows.lane % 4 * 8);
-    let at = start + u64::cast_from(first + upper.at) * comptime!(t.dim as u64 * 4);
-    let at8 = start + u64::cast_from(first + lower.at) * comptime!(t.dim as u64 * 4);
+    let at = start + u64::cast_from(first + upper.position) * comptime!(t.dim as u64 * 4);
+    let at8 = start + u64::cast_from(first + lower.position) * comptime!(t.dim as u64 * 4);
     #[unroll]
     for eight in 0..comptime!(t.dim / 8) {
         let n = comptime!(4 * eight);
@@ -88,7 +88,7 @@ pub fn fold(
             target = second as usize + ((row - rows) * eights + eight) as usize;
         }
         let shares = comptime!(t.shares).runtime();
-        fold_eight(sums, out, at, between, shares, target, comptime!(t.store()));
+        fold_eight(sums, out, at, between, shares, target, t.base);
     }
 }
 
@@ -102,7 +102,7 @@ pub fn fold_eight(
     between: usize,
     shares: usize,
     target: usize,
-    #[comptime] t: StoreShape,
+    #[comptime] t: Base,
 ) {
     let mut own = Array::<f32>::new(8usize);
     #[unroll]

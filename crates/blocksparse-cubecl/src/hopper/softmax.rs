@@ -2,7 +2,7 @@
 
 use cubecl::prelude::*;
 
-use super::bits::{BitShape, keeps};
+use super::bits::keeps;
 use super::tiles::Tile;
 use crate::arch::sm90::*;
 use crate::shared::score::SLACK;
@@ -29,7 +29,8 @@ pub struct Softmax<S: Size> {
     pub top1: f32,
 }
 
-/// One step of online softmax. Of coarse entries, over the blocks that the warp's rows keep: what the scores of the others are does not matter.
+/// One step of online softmax. Of coarse entries, whose rows have so many `blocks`, over those that the warp's rows keep: what the scores of the others are does
+/// not matter.
 #[cube]
 pub fn softmax<S: Size>(
     s: Vector<f32, S>,
@@ -39,13 +40,13 @@ pub fn softmax<S: Size>(
     old_l0: f32,
     old_l1: f32,
     log2_scale: f32,
-    #[comptime] bits: Option<BitShape>,
+    #[comptime] blocks: Option<usize>,
 ) -> Softmax<S> {
     let width = S::value();
-    let blocks = comptime!(bits.map_or(1, |bits| bits.blocks()));
-    let eights = comptime!(width / 4 / blocks);
+    let count = comptime!(blocks.unwrap_or(1));
+    let eights = comptime!(width / 4 / count);
     let infinity = f32::new(f32::NEG_INFINITY);
-    let x = largest_kept::<S>(s, kept, bits);
+    let x = largest_kept::<S>(s, kept, blocks);
     let top0 = quad_max(x.upper);
     let m0 = next_max(old_m0, top0, log2_scale);
     let top1 = quad_max(x.lower);
@@ -61,9 +62,9 @@ pub fn softmax<S: Size>(
     let mut l2 = f32::new(0.0);
     let mut l3 = f32::new(0.0);
     #[unroll]
-    for block in 0..blocks {
+    for block in 0..count {
         // Added to a score, −∞ makes a weight of 0: two choices for the block, not one for each of its numbers.
-        let (n0, n1) = if comptime!(bits.is_some()) {
+        let (n0, n1) = if comptime!(blocks.is_some()) {
             let its = keeps(kept, block);
             (select(its, n0, infinity), select(its, n1, infinity))
         } else {
@@ -246,24 +247,26 @@ fn largest_of_eights<S: Size>(
 pub fn largest_kept<S: Size>(
     s: Vector<f32, S>,
     kept: u32,
-    #[comptime] bits: Option<BitShape>,
+    #[comptime] blocks: Option<usize>,
 ) -> Largest {
-    if comptime!(bits.is_some()) {
-        largest_of_blocks::<S>(s, kept, comptime!(bits.unwrap()))
+    if comptime!(blocks.is_some()) {
+        largest_of_blocks::<S>(s, kept, comptime!(blocks.unwrap()))
     } else {
         largest::<S>(s)
     }
 }
 
 #[cube]
-fn largest_of_blocks<S: Size>(s: Vector<f32, S>, kept: u32, #[comptime] t: BitShape) -> Largest {
+fn largest_of_blocks<S: Size>(s: Vector<f32, S>, kept: u32, #[comptime] blocks: usize) -> Largest {
+    let width = S::value();
+    let eights = comptime!(width / 4 / blocks);
     let infinity = f32::new(f32::NEG_INFINITY);
     let mut upper = infinity;
     let mut lower = infinity;
     #[unroll]
-    for block in 0..comptime!(t.blocks()) {
-        let first = comptime!(4 * block * t.eights());
-        let x = largest_of_eights::<S>(s, first, comptime!(t.eights()));
+    for block in 0..blocks {
+        let first = comptime!(4 * block * eights);
+        let x = largest_of_eights::<S>(s, first, eights);
         let its = keeps(kept, block);
         upper = larger(upper, select(its, x.upper, infinity));
         lower = larger(lower, select(its, x.lower, infinity));

@@ -8,10 +8,10 @@ use cubecl::prelude::*;
 use super::bits::*;
 use super::dropout::*;
 use super::forward_loads::{Loads, TileSteps, entry_of};
-use super::fp8::{ScalesAhead, WarpgroupScales};
+use super::fp8::{ScalesAhead, TileScales};
 use super::options::*;
 use super::output::RowTops;
-use super::rows::{ROW_PAIR, own_places};
+use super::rows::ROW_PAIR;
 use super::softmax::*;
 use super::tiles::Tile;
 use crate::arch::sm90::*;
@@ -24,21 +24,7 @@ pub struct UnitPairs {
     pub of_head: HeadOptions,
     pub rows: UnitRows,
     pub steps: TileSteps,
-    pub fp8: ComptimeOption<WarpgroupScales>,
-}
-
-/// The positions of the unit's rows, where something depends on them.
-#[cube]
-pub fn rows_of_unit(plan: &PlanWords, rows: u32, #[comptime] t: Tile) -> UnitRows {
-    let mut upper = 0u32;
-    let mut lower = 0u32;
-    if comptime!(t.options.any()) {
-        let row = unit() / 32 * 16 + unit() % 32 / 4;
-        let places = own_places(&plan.words[..], rows, row, comptime!(t.own_shape()));
-        upper = places.upper;
-        lower = places.lower;
-    }
-    unit_rows(upper, lower, &plan.listing, comptime!(t.pairs()))
+    pub fp8: ComptimeOption<TileScales>,
 }
 
 /// In FP8, the scales of the first step.
@@ -80,9 +66,8 @@ pub fn step_pairs(
 ) -> StepPairs {
     let bits = mask_bits(&plan.words[..], &pairs.steps, j, t);
     let entry = entry_of(&pairs.steps, j, t);
-    let shape = comptime!(t.pairs());
-    let kept = kept_pairs(args, &pairs.of_head, &pairs.rows, plan, entry, shape);
-    let blocks = kept_blocks(&plan.words[..], entry, comptime!(t.bits()));
+    let kept = kept_pairs(args, &pairs.of_head, &pairs.rows, plan, entry, t.base);
+    let blocks = kept_blocks(&plan.words[..], entry, t.base);
     let factors = if comptime!(t.fp8) {
         let (of, steps) = (pairs.fp8.as_ref().unwrap(), &pairs.steps);
         ComptimeOption::new_Some(scales.as_mut().unwrap().take(of, plan, steps, j, t))
@@ -127,8 +112,8 @@ impl<O: Size> RowSums<O> {
         numbers: &ScoreScalars,
         #[comptime] t: Tile,
     ) -> bool {
-        if comptime!(t.options.score.threshold) {
-            let x = largest_kept::<S>(s, step.blocks, comptime!(t.bits()));
+        if comptime!(t.score.threshold) {
+            let x = largest_kept::<S>(s, step.blocks, comptime!(t.coarse_blocks()));
             let (top0, top1) = (quad_max(x.upper), quad_max(x.lower));
             self.tops.raise(top0, top1, t);
             let above = larger(top0 - self.m0, top1 - self.m1) * numbers.log2_scale;
@@ -160,7 +145,7 @@ pub fn step_scores<S: Size>(
     if loads.lane == 0 {
         barrier_arrive(loads.base + comptime!(t.k_empty()) + stage * 8);
     }
-    let capped = comptime!(t.options.score.softcap);
+    let capped = comptime!(t.score.softcap);
     cap::<S>(&mut s, numbers.softcap, numbers.cap_scale, capped);
     s = add_biases::<S>(
         s,
@@ -170,7 +155,7 @@ pub fn step_scores<S: Size>(
         &pairs.rows,
         plan,
         entry_of(&pairs.steps, j, t),
-        comptime!(t.pairs()),
+        t.base,
     );
     if j < pairs.steps.masked {
         let infinity = f32::new(f32::NEG_INFINITY);
@@ -214,8 +199,8 @@ pub fn weights_of_scores<S: Size, O: Size>(
     if comptime!(t.fp8) {
         softmax_of_products::<S>(s, step.factors.as_ref().unwrap(), m0, m1, l0, l1)
     } else {
-        let (scale, bits) = (numbers.log2_scale, comptime!(t.bits()));
-        softmax::<S>(s, step.blocks, m0, m1, l0, l1, scale, bits)
+        let (scale, blocks) = (numbers.log2_scale, comptime!(t.coarse_blocks()));
+        softmax::<S>(s, step.blocks, m0, m1, l0, l1, scale, blocks)
     }
 }
 

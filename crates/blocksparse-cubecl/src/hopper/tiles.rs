@@ -145,7 +145,7 @@ impl fmt::Display for Tile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.describe(f, self.shared_bytes())?;
         f.write_str(if self.fp8 { ", products in E4M3" } else { "" })?;
-        f.write_str(described_threshold(self.options.score, true))
+        f.write_str(described_threshold(self.score, true))
     }
 }
 
@@ -318,7 +318,7 @@ impl BackwardTile {
 impl fmt::Display for BackwardTile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.describe(f, self.shared_bytes())?;
-        f.write_str(described_threshold(self.options.score, true))?;
+        f.write_str(described_threshold(self.score, true))?;
         if self.persistent {
             write!(f, ", tile after tile")?;
         }

@@ -48,7 +48,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     numbers: ScoreScalars,
     #[comptime] t: MainloopTile,
 ) {
-    let (pairs, weights) = comptime!((t.pairs(), t.weights()));
+    let weights = comptime!(t.weights());
     let plan = &schedule.plan;
     let heads_per_kv = lengths.heads_per_kv;
     let cube = begin(&operands, stats_map, &shares, &schedule, heads_per_kv, t);
@@ -56,7 +56,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     let group = cube.warp / 4;
     let row = cube.warp % 4 * 16 + lane / 4;
     let places = own_places(&plan.words[..], cube.rows_at, row, comptime!(t.own_shape()));
-    let rows = unit_rows(places.upper, places.lower, &plan.listing, pairs);
+    let rows = unit_rows(places.upper, places.lower, &plan.listing, t.base);
 
     // Of the first warpgroup k and q, then dO; of the second v and dO, then q.
     let buffers = comptime!((t.stages * t.b_bytes()) as u32);
@@ -89,7 +89,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
             let offset = u64::cast_from(stage * comptime!((t.b_bytes() >> 4) as u32));
             cube.load(&schedule, t);
             let entry = turn.entry + (j * comptime!(t.entries() as u32 * 2)) as usize;
-            let kept = kept_pairs(&args, &turn.of_head, &rows, plan, entry, pairs);
+            let kept = kept_pairs(&args, &turn.of_head, &rows, plan, entry, t.base);
             let stats_at = base
                 + comptime!(t.stats_offset() as u32)
                 + stage * comptime!(t.stats_bytes() as u32)
@@ -99,20 +99,20 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
             let mut left = Vector::<u32, P>::zeroed();
             if group == 0 {
                 let mut s = x;
-                let is_capped = comptime!(t.options.score.softcap);
+                let is_capped = comptime!(t.score.softcap);
                 cap::<S>(&mut s, numbers.softcap, numbers.cap_scale, is_capped);
                 let capped = s;
                 let scale = numbers.cap_scale;
-                s = add_biases::<S>(s, scale, &args, &turn.of_head, &rows, plan, entry, pairs);
+                s = add_biases::<S>(s, scale, &args, &turn.of_head, &rows, plan, entry, t.base);
                 if j < turn.masked {
-                    let (masks, quad) = (schedule.parts.masks, (lane % 4) * 2);
-                    let (words, shape) = (&plan.words[..], comptime!(t.mask()));
-                    s = mask::<S>(s, words, masks, turn.entry, j, row, quad, shape);
+                    let (words, masks) = (&plan.words[..], schedule.parts.masks);
+                    let quad = (lane % 4) * 2;
+                    s = mask::<S>(s, words, masks, turn.entry, j, row, quad, t.base);
                 }
                 let p = weights_of::<S>(s, &of_rows, stats_at, 0u32, &numbers, weights);
                 left = pack_all::<S, P>(p, t.half);
                 let mut weights = left;
-                if comptime!(t.options.score.softcap) {
+                if comptime!(t.score.softcap) {
                     let sloped = slope_weights::<S>(p, capped, numbers.softcap, is_capped);
                     weights = pack_all::<S, P>(sloped, t.half);
                 }
@@ -121,13 +121,13 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
                 }
                 store_own::<P>(weights, exchange);
                 named_arrive(comptime!(FULL) + even, 256u32);
-                if comptime!(t.options.score.dropout) {
-                    left = pack_all::<S, P>(drop_out::<S>(p, &kept, t.options), t.half);
+                if comptime!(t.score.dropout) {
+                    left = pack_all::<S, P>(drop_out::<S>(p, &kept, t.score), t.half);
                 }
             } else {
                 named_sync(comptime!(FULL) + even, 256u32);
                 let given = load_own::<P>(exchange);
-                let turned = kept_again(&kept, pairs);
+                let turned = kept_again(&kept, t.base);
                 let none = Vector::<f32, S>::zeroed();
                 let ds = gradients_of_scores::<S, P>(
                     x, &none, &given, &of_rows, stats_at, &turned, &args, weights,
@@ -160,7 +160,7 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
     let mut factor = numbers.scale;
     let mut start = 0u32;
     if group == 0 {
-        factor = factor_of(&args, t.options);
+        factor = factor_of(&args, t.score);
         start = lengths.second;
     }
     let which = 1 - group;
@@ -170,10 +170,9 @@ pub fn wide_columns<S: Size, P: Size, O: Size>(
         is_narrow = group == 0;
     }
     if is_narrow {
-        let shape = comptime!(t.store_values());
+        let shape = comptime!(t.of_values());
         store_rows_or_sums::<O>(out, &sums, start, which, &own, factor, &shares, shape, t);
     } else {
-        let shape = comptime!(t.store());
-        store_rows_or_sums::<O>(out, &sums, start, which, &own, factor, &shares, shape, t);
+        store_rows_or_sums::<O>(out, &sums, start, which, &own, factor, &shares, t.base, t);
     }
 }

@@ -5,7 +5,8 @@ use cubecl::ir::{ElemType, FloatKind};
 use super::tile::{Outputs, Tile};
 use crate::arch::sm80::Element;
 use crate::call::{Kernel, PartRequest, check_ampere};
-use crate::tensor::{TOO_LARGE, check_limit, check_options, half_of, is_u32};
+use crate::limits::multiprocessors;
+use crate::tensor::{TOO_LARGE, cheapest, check_limit, check_options, half_of, is_u32};
 use crate::tuning::Tuning;
 use blocksparse::ProductPrecision;
 use blocksparse::plan::{Grouping, Mainloop};
@@ -171,21 +172,19 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
         Mainloop::Columns if request.head_dim + request.value_dim > 320 => Outputs::First,
         Mainloop::Columns => Outputs::Both,
     };
-    let hardware = &part.properties.hardware;
-    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as f64;
+    let most = part.properties.hardware.max_shared_memory_size;
     let shapes = match forced(kernel) {
         Some(shape) => vec![shape],
         None => candidates(kernel, request.head_dim.max(request.value_dim)),
     };
     let may_cluster = request.may_cluster(layout, mainloop);
-    let mut best: Option<(f64, Tile)> = None;
-    for shape in shapes {
+    let tiles = shapes.into_iter().filter_map(|shape| {
         let tile = shaped(&shape, part, kernel, element, outputs);
         let bytes = tile.shared_bytes(backward);
         // The backward kernels alternate between two stages.
         let stages_fit = !backward || tile.stages == 2;
-        if !tile.fits(block) || !stages_fit || bytes > hardware.max_shared_memory_size {
-            continue;
+        if !tile.fits(block) || !stages_fit || bytes > most {
+            return None;
         }
         let rows = tile.rows();
         let grouping = Grouping::best(layout, mainloop, [rows, tile.cols], may_cluster);
@@ -194,20 +193,17 @@ fn fastest(part: &PartRequest, kernel: Kernel, element: Element) -> Result<Tile,
             ..tile
         };
         // A multiprocessor reserves 1 KB a cube; registers are enough for eight warps.
-        let cubes = (hardware.max_shared_memory_size + 1024) / (bytes + 1024);
+        let cubes = (most + 1024) / (bytes + 1024);
         let alone = cubes.min(8 / tile.warps).max(1) * tile.warps < 8;
         let waste = length.next_multiple_of(rows) as f64 / length as f64;
         let launched = length.div_ceil(rows) * heads * request.batch;
         // Fewer cubes than multiprocessors leave some idle.
-        let idle = (multiprocessors / launched as f64).max(1.0);
+        let idle = (multiprocessors(part.properties) as f64 / launched as f64).max(1.0);
         let speed = shape.1 * if alone { 0.7 } else { 1.0 };
-        let cost = grouping.overhead * waste * idle / speed;
-        if best.is_none_or(|(least, _)| cost < least) {
-            best = Some((cost, tile));
-        }
-    }
-    best.map(|(_, tile)| tile)
-        .ok_or("no tile fits the shared memory of the device")
+        Some((grouping.overhead * waste * idle / speed, tile))
+    });
+    let fastest = cheapest(tiles).map(|(_, tile)| tile);
+    fastest.ok_or("no tile fits the shared memory of the device")
 }
 
 /// As [`choose`], for both mainloops of the backward pass.

@@ -69,16 +69,6 @@ pub fn own_positions(
     }
 }
 
-/// Starts to copy a piece of the row at a position, whose rows begin at `base` and are `stride` pieces of 16 bytes apart.
-#[cube]
-pub fn copy_of_row(target: u32, base: u64, position: u32, stride: u64, #[comptime] t: Tile) {
-    if comptime!(t.far_rows) {
-        copy_far_piece(target, base, position, stride * 16);
-    } else {
-        copy_piece(target, base, position, u32::cast_from(stride) * 16);
-    }
-}
-
 /// Starts to copy `rows` rows to shared memory, whose positions are there; `stride` is in pieces of 16 bytes.
 #[cube]
 pub fn copy_rows(
@@ -107,7 +97,7 @@ pub fn copy_rows(
                 source,
                 shared_load(position + comptime!(below * 4)),
                 stride,
-                t,
+                t.far_rows,
             );
         }
     } else {
@@ -117,7 +107,8 @@ pub fn copy_rows(
             let piece = index % comptime!(pieces as u32) * 16;
             let target = target + row * comptime!(t.pitch(dim) as u32) + piece;
             let base = head + u64::cast_from(piece);
-            copy_of_row(target, base, shared_load(positions + row * 4), stride, t);
+            let position = shared_load(positions + row * 4);
+            copy_of_row(target, base, position, stride, t.far_rows);
             index += comptime!(units as u32);
         }
     }

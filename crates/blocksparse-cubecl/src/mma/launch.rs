@@ -13,11 +13,12 @@ use crate::args::{ScoreOptions, buffer, optional, schedule};
 use crate::call::{BiasView, TensorView};
 use crate::device::plan;
 use crate::error::KernelError;
+use crate::limits::multiprocessors;
 use crate::pass::{BackwardPass, Operands, Part, Pass};
 use crate::shared::addressing::{ForwardOutputsLaunch, MainloopOperandsLaunch, QkvLaunch};
 use crate::slices::Slice;
 use crate::stats::{self, Wanted};
-use crate::tensor::{check_rows, check_scale, check_table, is_u32, scales};
+use crate::tensor::{check_rows, check_score, factors, is_u32};
 use blocksparse::plan::Mainloop;
 
 /// Whether a launch can take these tensors, which a plan cannot know.
@@ -36,11 +37,7 @@ fn check(
     if let Some(bias) = &options.bias {
         KernelError::check("the bias's keys", u32::MAX / 4, bias.shape[3])?;
     }
-    check_table(options.table_len())?;
-    match tile.score.biased() {
-        true => Ok(()),
-        false => check_scale(options.scale, options.softcap),
-    }
+    check_score(options)
 }
 
 /// A tile for these tensors: most have rows whose distance in bytes has 32 bits, and copies of them take an instruction less.
@@ -49,14 +46,6 @@ fn for_tensors(tile: Tile, named: &[(&'static str, &TensorView)]) -> Tile {
     Tile {
         far_rows: (named.iter()).any(|&(_, tensor)| tensor.shape[2] > 1 && far(tensor)),
         ..tile
-    }
-}
-
-/// Factors of scores: to powers of two, and of products before that, where scores are softcapped or biased.
-fn factors(tile: Tile, options: &ScoreOptions) -> (f64, f64) {
-    match tile.score.biased() && !tile.score.softcap {
-        true => (std::f64::consts::LOG2_E, options.scale),
-        false => scales(options.scale, options.softcap),
     }
 }
 
@@ -107,7 +96,7 @@ pub fn launch_forward(pass: &Pass, part: Part, tile: Tile) -> Result<(), KernelE
     let rows = request.batch * heads * q.shape[2];
     check_words("the elements of the output", rows * tile.value_dim, element)?;
     let device_plan = plan(client, part.layout, tile.tiling())?;
-    let scales = factors(tile, options);
+    let scales = factors(options);
     for slice in Slice::whole(request.batch, heads).cut(client) {
         // SAFETY: a cube reads the entries that the plan has for its tile, reads positions below the lengths in the strides, writes rows below
         // those of the queries, and the buffers have the lengths they say (see `buffer`).
@@ -150,32 +139,25 @@ pub fn launch_backward(
     part: Part,
     tiles: [Tile; 2],
 ) -> Result<(), KernelError> {
-    let wanted = Wanted::of_places(part, 1);
-    let stats = stats::make(pass, part, wanted)?;
+    let stats = stats::make(pass, Wanted::of_places(part, 1))?;
     for tile in tiles {
-        let mainloop = tile.mainloop;
-        let launches = match (mainloop, tile.outputs) {
+        let (operands, element) = (pass.operands(tile.mainloop), tile.element);
+        check(&operands.named(), tile, pass.options)?;
+        check_words("the elements of a gradient", operands.elements, element)?;
+        let target = Target {
+            out: operands.out,
+            words: words(operands.elements, element),
+            second: words(operands.second, element),
+            chunks: 1,
+            slice: Slice::whole(pass.request.batch, operands.heads),
+        };
+        let launches = match (tile.mainloop, tile.outputs) {
             (Mainloop::Columns, Outputs::First) => vec![Outputs::First, Outputs::Second],
             (_, outputs) => vec![outputs],
         };
-        let operands = pass.operands(mainloop);
-        check(&operands.named(), tile, pass.options)?;
         let tile = for_tensors(tile, &operands.named());
         for outputs in launches {
             let tile = Tile { outputs, ..tile };
-            let rows = pass.request.batch * operands.heads * operands.a[0].shape[2];
-            let elements = match mainloop {
-                Mainloop::Rows => rows * tile.head_dim,
-                Mainloop::Columns => operands.second + rows * tile.value_dim,
-            };
-            check_words("the elements of a gradient", elements, tile.element)?;
-            let target = Target {
-                out: operands.out,
-                words: words(elements, tile.element),
-                second: words(operands.second, tile.element),
-                chunks: 1,
-                slice: Slice::whole(pass.request.batch, operands.heads),
-            };
             launch_mainloop(pass, part, tile, &operands, &stats, target)?;
         }
     }
@@ -198,9 +180,8 @@ pub fn launch_bias_gradient(
     let operands = pass.operands(tile.mainloop);
     check(&operands.named(), tile, pass.options)?;
     let tile = for_tensors(tile, &operands.named());
-    let stats = stats::make(pass, part, Wanted::of_places(part, 1))?;
-    let hardware = &pass.client.properties().hardware;
-    let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
+    let stats = stats::make(pass, Wanted::of_places(part, 1))?;
+    let multiprocessors = multiprocessors(pass.client.properties());
     for slice in Slice::sharing(bias.shape, pass.request.batch, pass.layout.heads()) {
         let tiles = part.layout.seq_q().div_ceil(tile.rows()) * slice.heads * slice.batches;
         let target = Target {
@@ -282,7 +263,7 @@ fn launch_mainloop(
                     target.second as u32,
                     target.chunks as u32,
                 ),
-                options.scalars(factors(tile, options)),
+                options.scalars(factors(options)),
                 options.dropout_args(),
                 tile,
             );

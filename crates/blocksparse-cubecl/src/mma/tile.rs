@@ -150,13 +150,9 @@ impl Tile {
         self.stats_offset() + stage * self.stats_bytes()
     }
 
-    fn operands(&self) -> usize {
-        self.stats_offset() + self.stages * self.stats_bytes()
-    }
-
     /// The tile's own rows of width head_dim.
     pub fn a1_offset(&self) -> usize {
-        self.operands()
+        self.stats_at(self.stages)
     }
 
     /// Those of width value_dim, which only the backward pass has.

@@ -90,9 +90,6 @@ pub(super) fn offset(shape: &LayoutShape) -> i32 {
     shape.seq_kv as i32 - shape.seq_q as i32
 }
 
-/// Said of choices that have been dealt with.
-const NO_BLOCKS: &str = "positions and lists of keys choose no blocks";
-
 fn row_bits(
     client: &Client,
     layout: &BlockLayout,
@@ -114,11 +111,8 @@ fn row_bits(
     }
     let rows = patterns(choice) * layout.q_blocks();
     let width = match choice.by {
-        BlockSource::Positions(_) | BlockSource::OwnPositions(_) | BlockSource::Keys { .. } => {
-            unreachable!("{NO_BLOCKS}")
-        }
         BlockSource::Indices { most } => most,
-        BlockSource::Mask | BlockSource::Scores(_) => layout.kv_blocks(),
+        _ => layout.kv_blocks(),
     };
     let elements = rows * width.max(layout.kv_blocks());
     KernelError::check_u32("the pairs of blocks of a layout", elements)?;
@@ -139,7 +133,7 @@ fn row_bits(
     let (grid, causal) = (grid(layout), choice.causal);
     match choice.by {
         BlockSource::Positions(_) | BlockSource::OwnPositions(_) | BlockSource::Keys { .. } => {
-            unreachable!("{NO_BLOCKS}")
+            unreachable!("positions and lists of keys choose no blocks")
         }
         // SAFETY: a unit writes its own word of bits, below `len`, and reads as many elements of that row.
         BlockSource::Mask => unsafe {

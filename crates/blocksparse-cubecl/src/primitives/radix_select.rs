@@ -21,7 +21,7 @@ use cubecl::prelude::*;
 
 use crate::arch::planes;
 use crate::error::KernelError;
-use crate::limits::most_units;
+use crate::limits::{self, most_units};
 use crate::shared::bins::Bins;
 use crate::shared::unit_sums::{UnitSums, before_and_all};
 
@@ -43,8 +43,6 @@ const RUN: usize = 2;
 const HALF: u32 = 16;
 /// Words of a digit that was found: itself, how many keys are above it, and how many have it.
 pub const FOUND: usize = 3;
-/// Elements of a vector, at most.
-const MOST_VECTOR: usize = 4;
 
 /// Bits below a digit.
 pub fn shift_of(level: u32) -> u32 {
@@ -58,12 +56,8 @@ pub fn mask_of(level: u32) -> u32 {
 
 /// The most numbers that a load takes, of rows of so many that begin at so many bytes.
 pub fn vector_of(client: &Client, columns: usize, offset: Option<u64>) -> usize {
-    let widest = client.properties().hardware.max_vector_size;
     let begins = offset.unwrap_or(0) as usize / size_of::<f32>();
-    let fits = |vector: &usize| {
-        *vector <= widest && columns.is_multiple_of(*vector) && begins.is_multiple_of(*vector)
-    };
-    [MOST_VECTOR, 2].into_iter().find(fits).unwrap_or(1)
+    limits::vector_of(client.properties(), size_of::<f32>(), &[columns, begins])
 }
 
 /// How a cube searches. Compiled into the kernel.

@@ -5,8 +5,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use crate::args::{address_of, buffer};
+pub use crate::call::accumulator_of;
 use crate::error::KernelError;
-use crate::limits::most_units;
+use crate::limits::{most_units, vector_of};
 
 /// Units of a cube.
 const UNITS: usize = 256;
@@ -66,10 +67,12 @@ impl Window {
         }
     }
 
-    /// Whether vectors of so many numbers do not cross its edges.
-    fn takes(&self, vector: usize) -> bool {
-        let edges = [self.start, self.width, self.pitch];
-        *self == Self::ALL || edges.iter().all(|edge| edge.is_multiple_of(vector))
+    /// Edges that vectors do not cross.
+    fn edges(&self) -> [usize; 3] {
+        match *self == Self::ALL {
+            true => [0; 3],
+            false => [self.start, self.width, self.pitch],
+        }
     }
 }
 
@@ -203,15 +206,6 @@ fn sums_in(
     Ok(())
 }
 
-/// The type of sums of elements of a type.
-pub fn accumulator_of(element: ElemType) -> ElemType {
-    use cubecl::ir::FloatKind;
-    match element {
-        ElemType::Float(FloatKind::F64) => element,
-        _ => ElemType::Float(FloatKind::F32),
-    }
-}
-
 /// How sums of rows of a width are launched.
 struct Launch {
     vector: usize,
@@ -233,13 +227,8 @@ impl Launch {
         let [.., accumulator, _] = elements;
         let row_length = width / window.width * window.pitch;
         // Of the input, which is what there is most of.
-        let most = (16 / elements[0].size()).min(hardware.max_vector_size.max(1));
-        let vector = [8, 4, 2, 1]
-            .into_iter()
-            .find(|vector| {
-                *vector <= most && width.is_multiple_of(*vector) && window.takes(*vector)
-            })
-            .unwrap_or(1);
+        let edges = [&[width], &window.edges()[..]].concat();
+        let vector = vector_of(client.properties(), elements[0].size(), &edges);
         let row_vectors = width / vector;
         let units = UNITS.min(most_units(client.properties()));
         // Few rows of few columns, like the partial sums of other kernels: more cubes, so that one launch does.

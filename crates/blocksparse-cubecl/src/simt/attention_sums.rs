@@ -118,11 +118,7 @@ pub fn attention_sums<E: Float, A: Float, N: Size>(
         queries: q.strides.len,
         keys: k.strides.len,
     };
-    let mut sum = Array::<A>::new(comptime!(t.unit_rows * 4));
-    #[unroll]
-    for i in 0..comptime!(t.unit_rows * 4) {
-        sum[i] = A::new(0.0);
-    }
+    let mut sum = no_numbers::<A>(comptime!(t.unit_rows * 4));
 
     let segment = segment_of_cube(&schedule, batch, head);
     for index in 0..segment.tiles {

@@ -13,6 +13,7 @@ use super::tile::*;
 use crate::shared::addressing::*;
 use crate::shared::biases::ScoreBiases;
 use crate::shared::dropout::DropoutArgs;
+use crate::shared::row_tile::Combine;
 use crate::shared::score::ScoreInputs;
 
 /// Lengths of a launch.
@@ -304,7 +305,7 @@ pub fn backward<E: Float, A: Float, N: Size>(
             }
         }
         if comptime!(t.bias_gradient && columns) {
-            reduce_rows(&mut key_sums, &mut scratch, &unit, false, t);
+            reduce_rows(&mut key_sums, &mut scratch, &unit, Combine::Sum, t);
             let first = batch * biases.strides.batch + outer * biases.strides.head;
             add_keys(
                 &mut outputs.bias,

@@ -73,8 +73,8 @@ pub fn launch_backward(
     tiles: [Tile; 2],
     stats: &Handle,
 ) -> Result<(), KernelError> {
-    for (tile, mainloop) in tiles.into_iter().zip([Mainloop::Rows, Mainloop::Columns]) {
-        let operands = pass.operands(mainloop);
+    for tile in tiles {
+        let operands = pass.operands(tile.mainloop);
         let all = Slice::whole(pass.request.batch, operands.heads);
         launch_mainloop(pass, part, tile, stats, &operands, all, None)?;
     }
@@ -152,15 +152,11 @@ pub fn launch_bias_gradient(
     stats: &Handle,
     bias: &BiasView,
 ) -> Result<(), KernelError> {
-    let (mainloop, tile) = match bias.shape[2] {
-        1 => (Mainloop::Columns, tiles[1]),
-        _ => (Mainloop::Rows, tiles[0]),
-    };
     let tile = Tile {
         bias_gradient: true,
-        ..tile
+        ..tiles[usize::from(bias.shape[2] == 1)]
     };
-    let operands = pass.operands(mainloop);
+    let operands = pass.operands(tile.mainloop);
     for slice in Slice::sharing(bias.shape, pass.request.batch, pass.layout.heads()) {
         launch_mainloop(pass, part, tile, stats, &operands, slice, None)?;
     }

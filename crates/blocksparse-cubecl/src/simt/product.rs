@@ -5,6 +5,7 @@ use cubecl::prelude::*;
 use super::gather::{load_four, store_four};
 use super::tile::*;
 use crate::shared::addressing::*;
+use crate::shared::row_tile::{Combine, combine};
 
 /// `at`, which is less than `end`, said in a way that a compiler sees: then it adds constants to it in the address of a read, where
 /// otherwise a sum of 32 bits might wrap and is made apart.
@@ -159,13 +160,13 @@ pub fn no_fours<A: Float>(#[comptime] fours: usize) -> Array<Vector<A, Four>> {
     sums
 }
 
-/// For each of the unit's rows, the largest (`max`) or the sum over the units of the row.
+/// For each of the unit's rows, the numbers of the units of the row as one.
 #[cube]
 pub fn reduce_rows<A: Float>(
     values: &mut Array<A>,
     scratch: &mut Shared<[A]>,
     unit: &Unit,
-    #[comptime] max: bool,
+    #[comptime] by: Combine,
     #[comptime] t: Tile,
 ) {
     let rows = comptime!(t.unit_rows);
@@ -175,7 +176,7 @@ pub fn reduce_rows<A: Float>(
             #[unroll]
             for step in 0..comptime!(t.units_x.ilog2()) {
                 let other = plane_shuffle_xor(values[i], comptime!(1u32 << step));
-                values[i] = combine::<A>(values[i], other, max);
+                values[i] = combine::<A>(values[i], other, by);
             }
         }
     } else {
@@ -189,17 +190,12 @@ pub fn reduce_rows<A: Float>(
             let base = (unit.y * rows + i) * comptime!(t.units_x);
             let mut result = scratch[base];
             for other in 1..comptime!(t.units_x) {
-                result = combine::<A>(result, scratch[base + other], max);
+                result = combine::<A>(result, scratch[base + other], by);
             }
             values[i] = result;
         }
         sync_cube();
     }
-}
-
-#[cube]
-fn combine<A: Float>(a: A, b: A, #[comptime] max: bool) -> A {
-    if comptime!(max) { a.max(b) } else { a + b }
 }
 
 /// Makes what the units of a row wrote to shared memory visible to them.

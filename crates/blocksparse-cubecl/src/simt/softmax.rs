@@ -6,6 +6,7 @@ use super::gather::load_four;
 use super::product::*;
 use super::tile::*;
 use crate::shared::addressing::*;
+use crate::shared::row_tile::Combine;
 use crate::shared::score::{LOW, LOWEST_MAX};
 
 /// Of each of the unit's rows.
@@ -123,7 +124,7 @@ impl<A: Float> Softmax<A> {
             let b = s[comptime!(4 * i + 2)].max(s[comptime!(4 * i + 3)]);
             largest[i] = a.max(b);
         }
-        reduce_rows(&mut largest, scratch, unit, true, t);
+        reduce_rows(&mut largest, scratch, unit, Combine::Max, t);
         if comptime!(t.max_scores) {
             #[unroll]
             for i in 0..rows {
@@ -202,7 +203,7 @@ impl<A: Float> Softmax<A> {
         let rows = comptime!(t.unit_rows);
         let dim = comptime!(t.value_dim);
         let width = N::value();
-        reduce_rows(&mut self.l, scratch, unit, false, t);
+        reduce_rows(&mut self.l, scratch, unit, Combine::Sum, t);
         #[unroll]
         for i in 0..rows {
             let row = own.span.first + i * own.span.step;

@@ -10,43 +10,28 @@ use super::races::Access;
 use super::warp::{Flow, Wait, Warp, each};
 use crate::error::Fault;
 use crate::ptx::{
-    Address, Argument, Binary, Decoded, E4M3, F32, Float, Lanes, Program, Pure, Reader, Slot,
-    Space, Type, comparison, conversion, lanes, pure,
+    Address, Argument, Binary, Decoded, E4M3, F32, Float, Lanes, Pure, Reader, Slot, Space, Type,
+    comparison, conversion, lanes, pure,
 };
 
-impl Program for Op {
-    fn decode(
-        opcode: &str,
-        arguments: Vec<Argument>,
-        constant: impl FnMut(u64) -> Slot,
-    ) -> Decoded<Self> {
-        let mut words = opcode.split('.');
-        let name = words.next().unwrap_or_default();
-        let modifiers: Vec<&str> = words.collect();
-        let kinds = modifiers.iter().filter_map(|text| Type::named(text));
-        let kinds: Vec<Type> = kinds.collect();
-        let mut reader = Reader {
-            opcode,
-            modifiers,
-            arguments: arguments.into_iter(),
-        };
-        decoded(name, &mut reader, &kinds, constant)
-    }
-
-    fn jump(to: u32) -> Self {
-        Self::new(move |_, _, active| {
-            let lanes = active.lanes;
-            Ok(Flow::Jump { to, lanes })
-        })
-    }
-}
-
-fn decoded(
-    name: &str,
-    reader: &mut Reader,
-    kinds: &[Type],
+/// # Errors
+///
+/// What is not known, in words.
+pub fn decode(
+    opcode: &str,
+    arguments: Vec<Argument>,
     mut constant: impl FnMut(u64) -> Slot,
 ) -> Decoded<Op> {
+    let mut words = opcode.split('.');
+    let name = words.next().unwrap_or_default();
+    let modifiers: Vec<&str> = words.collect();
+    let kinds = modifiers.iter().filter_map(|text| Type::named(text));
+    let kinds: &[Type] = &kinds.collect::<Vec<Type>>();
+    let reader = &mut Reader {
+        opcode,
+        modifiers,
+        arguments: arguments.into_iter(),
+    };
     let typed = || kinds.last().copied().ok_or("an access of no type");
     Ok(match name {
         "ret" | "exit" => Op::new(|_, _, active| {
@@ -166,13 +151,10 @@ fn matrix_part(warp: &Warp, at: Address, matrix: usize, lane: usize) -> (Space, 
 /// A function of registers alone.
 fn function(to: Slot, function: Pure, from: Vec<Slot>) -> Op {
     let reads = from.clone();
-    let run = move |warp: &mut Warp, lanes| {
+    Op::then(move |warp, _, lanes| {
         let value = |index: usize| warp.at(from.get(index).copied().unwrap_or(from[0]));
         let values = function.over([0, 1, 2, 3].map(value));
         warp.set(to, &values, lanes);
-    };
-    Op::then(move |warp, _, lanes| {
-        run(warp, lanes);
         Ok(())
     })
     .reading(&reads)
@@ -246,7 +228,7 @@ fn compare(reader: &mut Reader, kinds: &[Type]) -> Decoded<Op> {
             Some((combine, slot))
         }
     };
-    let run = move |warp: &mut Warp, lanes| {
+    Ok(Op::then(move |warp, _, lanes| {
         let found = function(warp.at(from[0]), warp.at(from[1]));
         let combine = |values: Lanes| match combined {
             None => values,
@@ -260,9 +242,6 @@ fn compare(reader: &mut Reader, kinds: &[Type]) -> Decoded<Op> {
         if let Some(opposite) = opposite {
             warp.set(opposite, &others, lanes);
         }
-    };
-    Ok(Op::then(move |warp, _, lanes| {
-        run(warp, lanes);
         Ok(())
     })
     .reading(&from))

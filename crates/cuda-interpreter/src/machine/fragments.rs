@@ -1,11 +1,13 @@
 //! Fragments (`wmma`). Where their numbers lie in registers is ours: number `e`, row by row, is in lane `e % 32`.
 
+use half::f16;
+
 use super::cube::Cube;
 use super::matrix::{Element, number, shape};
 use super::op::Op;
 use super::warp::Warp;
 use crate::error::Fault;
-use crate::ptx::{Address, Decoded, Reader, Slot, Space, Type, f16_to_f32, f32_to_f16};
+use crate::ptx::{Address, Decoded, Reader, Slot, Space, Type};
 
 /// A matrix in registers whose places only the instructions on it know (PTX ISA, section 9.7.14.4).
 struct Fragment {
@@ -196,7 +198,7 @@ fn multiply(
             let (row, column) = (index / out.columns, index % out.columns);
             let bits = get(warp, sums, index);
             let sum = if sums.element_bytes == 2 {
-                f16_to_f32(bits as u16)
+                number(Element::F16, bits)
             } else {
                 f32::from_bits(bits)
             };
@@ -205,7 +207,7 @@ fn multiply(
             });
             let sum = terms.fold(sum, |sum, term| sum + term);
             if out.element_bytes == 2 {
-                f32_to_f16(sum).into()
+                f16::from_f32(sum).to_bits().into()
             } else {
                 sum.to_bits()
             }

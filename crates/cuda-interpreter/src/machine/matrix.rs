@@ -1,13 +1,16 @@
 //! Tensor cores: products of tiles in half precision, and how their operands lie in registers and shared memory (PTX
 //! ISA, sections 9.7.14 and 9.7.15).
 
+use blocksparse::Quantization;
+use half::{bf16, f16};
+
 use super::cube::Cube;
 use super::memory::{part, read};
 use super::op::Op;
 use super::tensor_map::Swizzle;
 use super::warp::Warp;
 use crate::error::Fault;
-use crate::ptx::{Decoded, Lanes, Reader, Slot, Space, bf16_to_f32, e4m3_to_f32, f16_to_f32};
+use crate::ptx::{Decoded, Lanes, Reader, Slot, Space};
 
 /// Rows of a warp's tile.
 const ROWS: usize = 16;
@@ -70,11 +73,11 @@ pub fn shape(reader: &Reader) -> Option<[usize; 3]> {
 /// The value of a number of a tile.
 pub fn number(element: Element, bits: u32) -> f32 {
     match element {
-        Element::F16 => f16_to_f32(bits as u16),
-        Element::BF16 => bf16_to_f32(bits as u16),
+        Element::F16 => f16::from_bits(bits as u16).to_f32(),
+        Element::BF16 => bf16::from_bits(bits as u16).to_f32(),
         // Ten bits of a fraction are left.
         Element::TF32 => f32::from_bits(bits & !0x1fff),
-        Element::E4M3 => e4m3_to_f32(bits as u8),
+        Element::E4M3 => Quantization::Fp8E4m3.decode(bits as u8),
     }
 }
 

@@ -12,6 +12,7 @@ mod launch;
 mod matrix;
 mod memory;
 mod op;
+mod parse;
 mod pending;
 mod races;
 mod tensor_map;
@@ -19,10 +20,42 @@ mod tensor_map;
 mod tests;
 mod warp;
 
+use std::collections::HashMap;
+
+use crate::ptx::{Slot, Special};
+
 pub use grid::run;
 pub use launch::{Launch, Settings};
 pub use memory::Regions;
 pub use tensor_map::{BYTES as TENSOR_MAP_BYTES, Swizzle, TensorMap};
 
-pub type Module = crate::ptx::Module<op::Op>;
-pub type Kernel = crate::ptx::Kernel<op::Op>;
+pub struct Module {
+    pub kernels: Vec<Kernel>,
+    /// Arrays in global memory.
+    pub arrays: Vec<Box<[u8]>>,
+}
+
+/// An entry of a module.
+pub struct Kernel {
+    pub name: String,
+    pub parameters: Vec<Parameter>,
+    code: Vec<Instruction>,
+    slots: Slot,
+    constants: HashMap<u64, Slot>,
+    specials: Vec<(Slot, Special)>,
+    /// Bytes of shared memory up to its dynamic part.
+    static_shared: usize,
+    local_bytes: usize,
+}
+
+pub struct Parameter {
+    pub offset: usize,
+    pub bytes: usize,
+}
+
+struct Instruction {
+    op: op::Op,
+    /// The predicate under which lanes take part, and whether it has to be false.
+    guard: Option<(Slot, bool)>,
+    line: u32,
+}

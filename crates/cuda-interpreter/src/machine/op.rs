@@ -1,9 +1,10 @@
 //! An instruction as it is run.
 
+use super::Instruction;
 use super::cube::Cube;
 use super::warp::{Flow, Warp, each};
 use crate::error::Fault;
-use crate::ptx::{Instruction, Slot};
+use crate::ptx::Slot;
 
 /// Threads that an instruction finds: those that are here, and those of them that take part.
 #[derive(Clone, Copy)]
@@ -28,6 +29,14 @@ impl Op {
             reads: Vec::new(),
             run: Box::new(run),
         }
+    }
+
+    /// To another instruction, by its number.
+    pub fn jump(to: u32) -> Self {
+        Self::new(move |_, _, active| {
+            let lanes = active.lanes;
+            Ok(Flow::Jump { to, lanes })
+        })
     }
 
     pub fn nothing() -> Self {
@@ -93,7 +102,7 @@ impl Op {
 }
 
 /// The threads of a group that an instruction's guard lets take part.
-pub fn guarded<T>(warp: &Warp, instruction: &Instruction<T>, lanes: u32) -> u32 {
+pub fn guarded(warp: &Warp, instruction: &Instruction, lanes: u32) -> u32 {
     let Some((slot, negated)) = instruction.guard else {
         return lanes;
     };

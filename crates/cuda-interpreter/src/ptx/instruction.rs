@@ -71,13 +71,6 @@ pub struct Address {
     pub offset: i64,
 }
 
-pub struct Instruction<Op> {
-    pub op: Op,
-    /// The predicate under which lanes take part, and whether it has to be false.
-    pub guard: Option<(Slot, bool)>,
-    pub line: u32,
-}
-
 /// Where a thread is.
 pub struct Place {
     pub thread: [u32; 3],

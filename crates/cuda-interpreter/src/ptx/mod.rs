@@ -1,4 +1,4 @@
-//! PTX text, read into instructions.
+//! PTX text: its words, types and operands, and functions of registers alone.
 
 mod compare;
 mod convert;
@@ -9,16 +9,15 @@ mod integers;
 mod lanes;
 mod lex;
 mod numbers;
-mod parse;
 mod reader;
 mod types;
 
 pub use compare::comparison;
 pub use convert::conversion;
 pub use functions::pure;
-pub use instruction::{Address, Binary, Instruction, Lanes, Place, Pure, Slot, Space, Special};
+pub use instruction::{Address, Binary, Lanes, Place, Pure, Slot, Space, Special};
 pub(crate) use lanes::lanes;
-pub use numbers::{E4M3, F32, Float, bf16_to_f32, e4m3_to_f32, f16_to_f32, f32_to_f16};
-pub use parse::{Kernel, Module};
-pub use reader::{Argument, Decoded, Program, Reader};
+pub use lex::{Token, number, stripped, tokens};
+pub use numbers::{E4M3, F32, Float};
+pub use reader::{Argument, Decoded, Reader};
 pub use types::Type;

@@ -3,22 +3,6 @@
 use blocksparse::Quantization;
 use half::{bf16, f16};
 
-pub fn f16_to_f32(bits: u16) -> f32 {
-    f16::from_bits(bits).to_f32()
-}
-
-pub fn bf16_to_f32(bits: u16) -> f32 {
-    f32::from_bits(u32::from(bits) << 16)
-}
-
-pub fn f32_to_f16(value: f32) -> u16 {
-    f16::from_f32(value).to_bits()
-}
-
-pub fn e4m3_to_f32(bits: u8) -> f32 {
-    Quantization::Fp8E4m3.decode(bits)
-}
-
 /// Of numbers beyond ±448 the nearest of these.
 fn f32_to_e4m3(value: f32) -> u8 {
     match value.is_nan() {
@@ -77,9 +61,9 @@ macro_rules! floats {
 // The last four are f32 that are rounded in other ways.
 floats! {
     F64: |bits| f64::from_bits(bits), |value| value.to_bits();
-    F16: |bits| f16_to_f32(bits as u16), |value| f32_to_f16(value as f32);
-    BF16: |bits| bf16_to_f32(bits as u16), |value| bf16::from_f32(value as f32).to_bits();
-    E4M3: |bits| e4m3_to_f32(bits as u8), |value| f32_to_e4m3(value as f32);
+    F16: |bits| f16::from_bits(bits as u16), |value| f16::from_f32(value as f32).to_bits();
+    BF16: |bits| bf16::from_bits(bits as u16), |value| bf16::from_f32(value as f32).to_bits();
+    E4M3: |bits| Quantization::Fp8E4m3.decode(bits as u8), |value| f32_to_e4m3(value as f32);
     F32: |bits| f32::from_bits(bits as u32), |value| (value as f32).to_bits();
     F32Zero: |bits| f32::from_bits(bits as u32), |value| rounded(value, Rounding::Zero).to_bits();
     F32Down: |bits| f32::from_bits(bits as u32), |value| rounded(value, Rounding::Down).to_bits();

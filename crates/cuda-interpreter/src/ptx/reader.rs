@@ -15,21 +15,6 @@ pub enum Argument {
 /// What was read, or what is not known here, in words.
 pub type Decoded<T> = Result<T, String>;
 
-/// What instructions become: how they are run is not known here.
-pub trait Program: Sized {
-    /// # Errors
-    ///
-    /// What is not known, in words.
-    fn decode(
-        opcode: &str,
-        arguments: Vec<Argument>,
-        constant: impl FnMut(u64) -> Slot,
-    ) -> Decoded<Self>;
-
-    /// To another instruction, by its number.
-    fn jump(to: u32) -> Self;
-}
-
 /// An opcode and the operands that are left to read.
 pub struct Reader<'a> {
     pub opcode: &'a str,

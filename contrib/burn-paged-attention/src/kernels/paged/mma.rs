@@ -27,9 +27,7 @@ use crate::kernels::paged::page_list::{
     CubePages, Found, PageLists, Scales, Sizes, Visibility, cube_of, page_at, pages_of_cube,
     query_row, share_of, sight_of, stored_page,
 };
-use blocksparse_cubecl::arch::ptx::{
-    above_any, exp2, pack, shuffle_word, shuffle_xor, transpose_eight,
-};
+use blocksparse_cubecl::arch::ptx::{above_any, exp2, pack, shuffle_word, shuffle_xor, transpose};
 use blocksparse_cubecl::arch::sm80::{Element, multiply};
 use blocksparse_cubecl::shared::addressing::Four;
 use blocksparse_cubecl::shared::score::{LOW, LOWEST_MAX, SLACK};
@@ -412,7 +410,7 @@ fn weights(
                 pair[0] = low * factors[key];
                 pair[1] = high * factors[key];
             }
-            p[comptime!(2 * column + key)] = transpose_eight(pack(pair[0], pair[1], t.half));
+            p[comptime!(2 * column + key)] = transpose(pack(pair[0], pair[1], t.half));
         }
     }
     p

@@ -8,7 +8,6 @@ use cubecl::prelude::*;
 use crate::kernels::listed::tile::{CubeRows, MainloopTile, head_of_row};
 use crate::kernels::listed::views::{Input, first_row};
 use blocksparse_cubecl::arch::sm80::*;
-use blocksparse_cubecl::mma::gather::copy_of_row;
 use blocksparse_cubecl::mma::tile::{NOWHERE, Tile};
 use blocksparse_cubecl::shared::addressing::{Four, Slice, batch_of, head_of};
 
@@ -246,14 +245,14 @@ pub fn copy_of_lanes(
         let row = index / comptime!(pieces as u32)
             + comptime!((i / period * (period * units / pieces)) as u32);
         let piece = index % comptime!(pieces as u32) * 16;
-        let at = word_of_lane(position, row);
+        let at = shuffle_word(position, row);
         let place = target + row * comptime!(t.pitch(dim) as u32) + piece;
         let source = head + u64::cast_from(piece);
         if comptime!(total % units == 0) {
-            copy_of_row(place, source, at, stride, t);
+            copy_of_row(place, source, at, stride, t.far_rows);
         } else {
             if row < comptime!(rows as u32) {
-                copy_of_row(place, source, at, stride, t);
+                copy_of_row(place, source, at, stride, t.far_rows);
             }
         }
     }

@@ -256,7 +256,7 @@ pub fn stats_of(
     let wanted = Wanted {
         pitch: request.seq_q,
         lse_factor: std::f64::consts::LOG2_E,
-        by_class: false,
+        residue: None,
     };
-    stats::of_queries(&known, None, wanted)
+    stats::of_queries(&known, wanted)
 }

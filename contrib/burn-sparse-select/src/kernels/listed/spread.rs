@@ -397,7 +397,7 @@ fn store(
     let half = comptime!(tile.element.half());
     #[unroll]
     for i in 0..2usize {
-        let own = word_of_lane(place, lane / 4 + comptime!(i as u32 * ROW_PAIR));
+        let own = shuffle_word(place, lane / 4 + comptime!(i as u32 * ROW_PAIR));
         let record = own as usize * comptime!(t.pieces()) + comptime!(before);
         #[unroll]
         for m in 0..comptime!(eights.div_ceil(4)) {

@@ -29,7 +29,7 @@ use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::{
     ROWS_AT_A_TIME, Spans, copies_are_there, copy_row, lane_row, own_copies,
 };
-use blocksparse_cubecl::hopper::output::{OutRow, OutShape, quad_sum, store_row, write_row};
+use blocksparse_cubecl::hopper::output::{OutShape, RowPosition, quad_sum, store_row, write_row};
 use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
 use blocksparse_cubecl::hopper::softmax::softmax;
 use blocksparse_cubecl::mma::tile::NOWHERE;
@@ -313,11 +313,11 @@ pub fn by_block<S: Size, P: Size, O: Size>(
                 let place = (CUBE_POS_Y * places.tiles + tile) * comptime!(t.tile as u32)
                     + step * comptime!(t.step_places() as u32);
                 let first_row = place * comptime!(t.heads as u32);
-                let upper = OutRow {
+                let upper = RowPosition {
                     position: row,
                     exists: true.runtime(),
                 };
-                let lower = OutRow {
+                let lower = RowPosition {
                     position: row + ROW_PAIR,
                     exists: true.runtime(),
                 };

@@ -30,7 +30,7 @@ use crate::kernels::listed::warpgroups::steps::*;
 use crate::kernels::listed::warpgroups::tile::WarpgroupTile;
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::copies_are_there;
-use blocksparse_cubecl::hopper::output::{OutRow, OutShape, quad_sum, store_row};
+use blocksparse_cubecl::hopper::output::{OutShape, RowPosition, quad_sum, store_row};
 use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
 use blocksparse_cubecl::hopper::softmax::{add_scaled, softmax};
 use blocksparse_cubecl::shared::addressing::{Four, Slice};
@@ -282,9 +282,9 @@ fn carried<O: Size>(
 
 /// Where a row is in the output, from that of the first query and head on.
 #[cube]
-fn out_row(row: u32, seq_q: u32, queries: u32, #[comptime] t: WarpgroupTile) -> OutRow {
+fn out_row(row: u32, seq_q: u32, queries: u32, #[comptime] t: WarpgroupTile) -> RowPosition {
     let rows = comptime!(t.cube_rows());
-    OutRow {
+    RowPosition {
         position: place_of_row(row, seq_q, queries, rows),
         exists: is_written(row, queries, rows),
     }

@@ -17,7 +17,7 @@ use crate::kernels::listed::warpgroups::steps::{
     Listed, RowStrides, copy_heads, copy_keys, listed_at, steps_of,
 };
 use crate::kernels::listed::warpgroups::tile::{GROUP_ROWS, WarpgroupTile};
-use blocksparse_cubecl::arch::sm80::{address, word_of_lane};
+use blocksparse_cubecl::arch::sm80::{address, shuffle_word};
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::own_copies;
 use blocksparse_cubecl::hopper::rows::{ROW_PAIR, pack_all};
@@ -171,8 +171,8 @@ pub fn spread<S: Size, P: Size, A: Size, B: Size>(
         next.mask = behind.mask;
         let s = wait::<S>(started, 0usize, comptime!(t.cols() / 2));
         let mut p = Vector::<f32, S>::zeroed();
-        let upper = word_of_lane(mask, lane / 4);
-        let lower = word_of_lane(mask, lane / 4 + comptime!(ROW_PAIR));
+        let upper = shuffle_word(mask, lane / 4);
+        let lower = shuffle_word(mask, lane / 4 + comptime!(ROW_PAIR));
         #[unroll]
         for n in 0..comptime!(t.cols() / 8) {
             let stats = shared_load_four(own_stats + comptime!(n as u32 * 64));
@@ -286,7 +286,7 @@ fn store<O: Size>(
 ) {
     #[unroll]
     for i in 0..2usize {
-        let own = word_of_lane(place, lane / 4 + comptime!(i as u32 * ROW_PAIR));
+        let own = shuffle_word(place, lane / 4 + comptime!(i as u32 * ROW_PAIR));
         let record = own as usize * comptime!((t.inner.head_dim + t.inner.value_dim) / 8)
             + before
             + (lane % 4) as usize;

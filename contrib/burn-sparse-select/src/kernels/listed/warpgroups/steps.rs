@@ -17,7 +17,7 @@ use crate::kernels::listed::tile::{
 };
 use crate::kernels::listed::views::Input;
 use crate::kernels::listed::warpgroups::tile::{QUERY_WORDS, STAGES, WarpgroupTile};
-use blocksparse_cubecl::arch::sm80::{lanes_that_differ, word_of_lane};
+use blocksparse_cubecl::arch::sm80::{lanes_that_differ, shuffle_word};
 use blocksparse_cubecl::arch::sm90::*;
 use blocksparse_cubecl::arch::swizzled::{ROWS_AT_A_TIME, Spans, copy_row, lane_row};
 use blocksparse_cubecl::mma::tile::{NOWHERE, ROW_PAIR};
@@ -243,7 +243,7 @@ pub fn copy_keys(
     #[unroll]
     for i in 0..comptime!(keys / ROWS_AT_A_TIME) {
         let own = comptime!((i * ROWS_AT_A_TIME) as u32) + lane_row(lane);
-        let at = word_of_lane(position, own);
+        let at = shuffle_word(position, own);
         let own = row + own;
         copy_row(
             step,

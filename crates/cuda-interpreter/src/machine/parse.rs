@@ -1,12 +1,12 @@
-//! Modules of PTX: declarations, scopes and labels. What an instruction does is for `decode`.
+//! Modules of PTX, read: declarations, scopes and labels. What an instruction does is for `decode`.
 
 use std::collections::HashMap;
 
-use super::Type;
-use super::instruction::{Instruction, Slot, Special};
-use super::lex::{Token, number, stripped, tokens};
-use super::reader::{Argument, Program};
+use super::decode::decode;
+use super::op::Op;
+use super::{Instruction, Kernel, Module, Parameter};
 use crate::error::Unread;
+use crate::ptx::{Argument, Slot, Special, Token, Type, number, stripped, tokens};
 
 /// Where shared memory begins. What lies below is the device's own on Hopper.
 const SHARED_START: usize = 1024;
@@ -16,31 +16,7 @@ const DYNAMIC_ALIGNMENT: usize = 1024;
 /// What `_` is, which nobody reads.
 const SINK: Slot = 0;
 
-pub struct Parameter {
-    pub offset: usize,
-    pub bytes: usize,
-}
-
-/// An entry of a module.
-pub struct Kernel<Op> {
-    pub name: String,
-    pub parameters: Vec<Parameter>,
-    pub code: Vec<Instruction<Op>>,
-    pub slots: Slot,
-    pub constants: HashMap<u64, Slot>,
-    pub specials: Vec<(Slot, Special)>,
-    /// Bytes of shared memory up to its dynamic part.
-    pub static_shared: usize,
-    pub local_bytes: usize,
-}
-
-pub struct Module<Op> {
-    pub kernels: Vec<Kernel<Op>>,
-    /// Arrays in global memory.
-    pub arrays: Vec<Box<[u8]>>,
-}
-
-impl<Op: Program> Module<Op> {
+impl Module {
     /// # Errors
     ///
     /// [`Unread`] for text that is no PTX, and for instructions that are not known here.
@@ -53,14 +29,14 @@ impl<Op: Program> Module<Op> {
     }
 }
 
-struct Parser<'a, Op> {
+struct Parser<'a> {
     tokens: Vec<Token<'a>>,
     at: usize,
     symbols: HashMap<&'a str, u64>,
     static_shared: usize,
-    module: Module<Op>,
+    module: Module,
     /// The one that is being read.
-    kernel: Kernel<Op>,
+    kernel: Kernel,
     scopes: Vec<Scope<'a>>,
     open: Vec<usize>,
     jumps: Vec<(usize, &'a str, Vec<usize>)>,
@@ -72,7 +48,7 @@ struct Scope<'a> {
     labels: HashMap<&'a str, u32>,
 }
 
-impl<Op> Kernel<Op> {
+impl Kernel {
     fn new(name: String, parameters: Vec<Parameter>, static_shared: usize) -> Self {
         Self {
             name,
@@ -87,7 +63,7 @@ impl<Op> Kernel<Op> {
     }
 }
 
-impl<'a, Op: Program> Parser<'a, Op> {
+impl<'a> Parser<'a> {
     fn new(tokens: Vec<Token<'a>>) -> Self {
         Self {
             tokens,
@@ -286,7 +262,7 @@ impl<'a, Op: Program> Parser<'a, Op> {
         Ok(())
     }
 
-    fn body(&mut self) -> Result<Vec<Instruction<Op>>, Unread> {
+    fn body(&mut self) -> Result<Vec<Instruction>, Unread> {
         let mut code = Vec::new();
         while !self.open.is_empty() {
             let scope = *self.open.last().expect("a scope is open");
@@ -367,7 +343,7 @@ impl<'a, Op: Program> Parser<'a, Op> {
         }
     }
 
-    fn instruction(&mut self, at: usize) -> Result<Instruction<Op>, Unread> {
+    fn instruction(&mut self, at: usize) -> Result<Instruction, Unread> {
         let line = self.tokens[self.at].line;
         let mut guard = None;
         if self.takes("@") {
@@ -403,8 +379,8 @@ impl<'a, Op: Program> Parser<'a, Op> {
     }
 
     fn decode(&mut self, opcode: &str, arguments: Vec<Argument>, line: u32) -> Result<Op, Unread> {
-        let decoded = Op::decode(opcode, arguments, |value| self.constant(value));
-        decoded.map_err(|what| Unread { line, what })
+        decode(opcode, arguments, |value| self.constant(value))
+            .map_err(|what| Unread { line, what })
     }
 
     fn argument(&mut self) -> Result<Argument, Unread> {
