@@ -16,7 +16,8 @@ use crate::{model, notation, recall, run};
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
   enwik8 search-selection --checkpoint runs/dense --density 0.5 --out heads.json \\
-    --selection topk:16,4 --selection topk:16,1,3,1 --selection minference:16,16,16,sinks=4,window=16
+    --selection topk:16,4 --selection topk:16,1,3,1 \\
+    --selection minference:16,16,16,sinks=4,window=16
   enwik8 recall --checkpoint runs/dense --selection-file heads.json
 
 One window of the training split is measured. Each head gets the candidate with the largest recall among those with at most --density of the \
