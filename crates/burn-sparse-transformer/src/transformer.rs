@@ -65,7 +65,8 @@ pub struct SparseTransformerConfig {
     /// `embedding_channels`, and a position's embedding is the sum of its row's, its column's and its channel's (§5.3,
     /// `n_emb = 3`). Default: none, `n_emb = 2`.
     pub embedding_channels: Option<usize>,
-    /// Selections of keys by content, which layers use in turn, within patterns that are causal or dense. Default: none.
+    /// Selections of keys by content, which layers use in turn, among the keys of their patterns; `moba` and `quest` need causal or dense ones.
+    /// Default: none.
     pub selections: Option<Vec<Selection>>,
     /// Content-based heads (Roy et al., 2021; Kitaev et al., 2020; or all heads: Yuan et al., 2025, DeepSeek, 2025, MiniMax, 2026). Patterns must be
     /// causal; local heads use them. Default: none.
