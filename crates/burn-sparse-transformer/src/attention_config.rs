@@ -85,8 +85,7 @@ pub struct SparseMultiHeadAttentionConfig {
     /// True if the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit stays 0.
     #[config(default = false)]
     pub quiet_softmax: bool,
-    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
-    /// computed again.
+    /// True if attention probabilities are stored for the backward pass instead of recomputed.
     #[config(default = false)]
     pub store_weights: bool,
     /// Dtype of the projections and of the attention.

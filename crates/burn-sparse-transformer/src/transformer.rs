@@ -106,8 +106,7 @@ pub struct SparseTransformerConfig {
     /// True if learned embeddings of positions are added to those of tokens, as in the paper. Default: yes;
     /// with `Some(false)` a token's place is known from the pattern and from `attention` only.
     pub position_embedding: Option<bool>,
-    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
-    /// computed again.
+    /// True if attention probabilities are stored for the backward pass instead of recomputed.
     #[config(default = false)]
     pub store_weights: bool,
     /// Dtype of the blocks' matrix products and attention: mixed precision if it is not f32. Parameters,
