@@ -1,7 +1,10 @@
-//! Attention over a paged KV cache for Burn, for decoding: append rows, attend, pages in int8 and fp8, sampling.
+//! Decoding over a paged KV cache for Burn.
 //!
-//! [`PagedKeysValues`] is what a step reads, [`paged_attention`] attends to it, [`append_rows`] writes the step's keys and values, and
-//! [`pages`] has the block tables: the page and slot of each key.
+//! [`generate::generate`] continues prompts with any model that implements `Decoder` of `burn-sparse-transformer`. [`pool::KvPool`] holds the keys and values
+//! of all its layers: continuous batching, forks, prefix reuse, eviction, int8 and fp8, selected pages, CUDA graphs.
+//!
+//! For layers of your own, [`append_rows`] writes a step's keys and values into pages, [`paged_attention`] attends to them ([`PagedKeysValues`]),
+//! [`sampling`] draws tokens, and [`pages`] has the block tables: the page and slot of each key.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]

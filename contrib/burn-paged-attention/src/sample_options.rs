@@ -49,7 +49,7 @@ impl SampleOptions {
         repetition: f64,
     }
 
-    /// That every number is in its range.
+    /// Checks the ranges.
     ///
     /// # Errors
     /// [`OpError::Argument`] that names the first that is not.

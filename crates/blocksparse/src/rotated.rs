@@ -5,16 +5,16 @@
 
 use crate::Quantization;
 
-/// Widths of rows that are rotated, all powers of two between them.
+/// Smallest and largest width of rotated rows; widths are powers of two.
 pub const HADAMARD_WIDTHS: [usize; 2] = [8, 256];
 
-/// What rows are, of which products are made. Without the matrix's own factor products of two rotated rows would be so many times as large as rows are wide, which
-/// is a power of two: either side has a half of its digits.
+/// Role of rotated rows in a product. The unnormalised Hadamard matrix scales a product of two rotated rows by their width, a power of two; queries
+/// and keys each carry half of its exponent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HadamardFp8 {
-    /// Of an indexer's queries.
+    /// An indexer's queries.
     Queries,
-    /// Of its keys.
+    /// An indexer's keys.
     Keys,
 }
 

@@ -96,7 +96,7 @@ fn hash(seed: u64, index: u64) -> u64 {
     mix(mix(seed) ^ index)
 }
 
-/// A seed that is set again for every step, and those that were derived of it. Once it is dropped, its places are the elements that they were last.
+/// A seed that is set anew for every step, and the seeds derived from it. Places of a dropped table keep their last values.
 #[derive(Debug)]
 pub struct SeedTable(u32);
 

@@ -42,11 +42,11 @@ pub struct AttentionOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DispatchMode {
-    /// Kernels in which a query attends to its own list, where a device has them, they take the call, and blocks are not so long that
-    /// [`GroupByBlock`](Self::GroupByBlock) is the faster way; otherwise that one. `SelectedBlocks::explain` says which.
+    /// Each query attends to its own list, where a device has kernels for it, they take the call, and blocks are not so long that
+    /// [`GroupByBlock`](Self::GroupByBlock) is faster; otherwise as `GroupByBlock`. `SelectedBlocks::explain` says which.
     #[default]
     Auto,
-    /// Queries are packed by the block that they chose, attend to that block alone, and the parts are merged.
+    /// Queries are packed by the block that they chose and attend to that block alone; then the parts are merged.
     GroupByBlock,
 }
 
@@ -100,10 +100,10 @@ impl AttentionOptions {
         /// `n · exp(−t)` of its weight: with `t = 16` and 64K keys less than 0.8%. The unit is that of scores, natural logarithms.
         /// Default: nothing is skipped.
         ///
-        /// A kernel still computes all scores. It leaves out exponentials and the product with values, and in the backward pass, where a tile's
-        /// weights are all below `exp(−t)`, four of five products. Tiles are the kernel's, so devices and dtypes skip other pairs; the same call
-        /// gives the same bits. Largest scores, returned weights and stored ones are those of all pairs. What does not skip computes exactly: CPU
-        /// backends, decoding over pages, and what the [plan](crate::AttentionPlan) says so of.
+        /// A kernel still computes all scores. It leaves out exponentials and the product with values; in the backward pass, where a tile's weights
+        /// are all below `exp(−t)`, four of five products. Tiles are the kernel's, so skipped pairs differ by device and dtype; the same call gives
+        /// the same bits. Largest scores, returned and stored weights are those of all pairs. CPU backends, decoding over pages, and what the
+        /// [plan](crate::AttentionPlan) names compute exactly.
         softmax_threshold: Some(f64),
         /// Sets what is stored for the backward pass.
         weights: WeightsMode,

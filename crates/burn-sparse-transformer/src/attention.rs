@@ -44,11 +44,11 @@ pub struct SparseMultiHeadAttention {
     pub value: Linear,
     /// `n_heads · d_v` to `d_model`.
     pub output: Linear,
-    /// Of each query head.
+    /// Norm of each query head.
     pub query_norm: Option<HeadNorm>,
-    /// Of each key head.
+    /// Norm of each key head.
     pub key_norm: Option<HeadNorm>,
-    /// Of queries and keys; no parameters.
+    /// Rotation of queries and keys; no parameters.
     pub rope: Option<RotaryEncoding>,
     /// Biases of distances, `[n_heads, 2 · reach + 1]`: see [`AttentionTensors::relative_bias`].
     pub relative_bias: Option<Param<Tensor<2>>>,

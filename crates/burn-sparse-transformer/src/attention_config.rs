@@ -32,12 +32,11 @@ pub struct SparseMultiHeadAttentionConfig {
     pub n_heads: usize,
     /// The pattern: which query attends to which key, per head.
     pub pattern: Pattern,
-    /// Selection of keys by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
+    /// Selection of keys by content, among those of the pattern; `moba` and `quest` need a causal or dense one. Default: none.
     pub selection: Option<Selection>,
-    /// Content-based heads: some (`routing`, `lsh`; their queries are also their keys), or all (`nsa`, `dsa`, `msa`). Default:
-    /// all heads are the pattern's.
+    /// Content-based heads: some (`routing`, `lsh`; their queries are also their keys), or all (`nsa`, `dsa`, `msa`). Default: none.
     pub content: Option<ContentAttention>,
-    /// With `content`: how many heads are the pattern's, the first ones. Default: half of them.
+    /// With `content`: number of heads that use the pattern, the first ones. Default: half of them.
     pub local_heads: Option<usize>,
     /// Role in sharing a choice with other layers, with a `selection`, `dsa` or `msa`. Default: the layer chooses for itself alone.
     pub choice_sharing: Option<ChoiceSharing>,
@@ -78,8 +77,7 @@ pub struct SparseMultiHeadAttentionConfig {
     /// True if scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
     #[config(default = false)]
     pub alibi: bool,
-    /// Learns a bias for each head and each distance up to so many positions, those further away sharing the last one; they begin
-    /// at 0. Default: none.
+    /// Reach of learned biases, one for each head and distance; larger distances share the last one. They begin at 0. Default: none.
     pub relative_reach: Option<usize>,
     /// True if each head learns the score of a further key whose value is 0, from 0 on.
     #[config(default = false)]
@@ -87,8 +85,7 @@ pub struct SparseMultiHeadAttentionConfig {
     /// True if the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit stays 0.
     #[config(default = false)]
     pub quiet_softmax: bool,
-    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
-    /// computed again.
+    /// True if attention probabilities are stored for the backward pass instead of recomputed.
     #[config(default = false)]
     pub store_weights: bool,
     /// Dtype of the projections and of the attention.
@@ -119,10 +116,8 @@ impl SparseMultiHeadAttentionConfig {
         pub fn init(&self, device: &Device) -> SparseMultiHeadAttention;
 
         /// # Errors
-        /// If `n_heads` does not divide `d_model`, `d_key` or `d_value`, there are these and `head_dim`, `rope_scaling` is out of its range, `n_kv_heads` does not divide `n_heads`,
-        /// `softcap` or `qk_norm_eps` is not positive, `scale` is not finite, `dropout` is outside `[0, 1)`, `relative_reach` needs more
-        /// than 2³⁰ numbers, there is something beside `content` that its heads do not have, `local_heads` leaves no heads of one kind, there are `sinks` and the `quiet_softmax`, `rope` does not fit the heads, the pattern does not fit the heads, the block size or the `selection`, or the device does not
-        /// compute in `precision`.
+        /// If a value is out of its range, widths, heads, pattern and selection do not fit each other, options exclude each other, or the device does not
+        /// compute in `precision`. The error names the argument.
         pub fn try_init {
             self.validate()?;
             let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;

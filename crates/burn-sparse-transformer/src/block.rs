@@ -32,7 +32,7 @@ pub struct SparseTransformerBlockConfig {
     pub n_heads: usize,
     /// The pattern: which query attends to which key, per head.
     pub pattern: Pattern,
-    /// Selection of keys by content, from those of a pattern that is causal or dense. Default: they are the pattern's.
+    /// Selection of keys by content, among those of the pattern; `moba` and `quest` need a causal or dense one. Default: none.
     pub selection: Option<Selection>,
     /// Content-based heads, in addition to the pattern's or in their place. Default: all heads are the pattern's.
     pub content: Option<ContentAttention>,
@@ -64,8 +64,7 @@ pub struct SparseTransformerBlockConfig {
     pub attention: Option<BlockAttentionConfig>,
     /// Longest sequence, in positions, which `rope_theta` of `attention` needs to know.
     pub context: Option<usize>,
-    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
-    /// computed again.
+    /// True if attention probabilities are stored for the backward pass instead of recomputed.
     #[config(default = false)]
     pub store_weights: bool,
     /// Dtype of the matmuls and of the attention; the residual stream has the input's.

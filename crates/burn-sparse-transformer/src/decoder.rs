@@ -15,8 +15,8 @@ use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer};
 pub type Attend<'a> =
     dyn FnMut(usize, &SparseMultiHeadAttention, Tensor<3>) -> Result<Tensor<4>> + 'a;
 
-/// A model that says where its attention stands and leaves it to the caller: dense, from a cache, or from the pages of `burn-paged-attention`, which needs no
-/// more of a model to decode, evict and write texts with it.
+/// A model that leaves its attention to the caller: dense, from a cache, or from the pages of `burn-paged-attention`, which decodes, evicts and
+/// generates text with it.
 ///
 /// ```
 /// use burn::module::Module;

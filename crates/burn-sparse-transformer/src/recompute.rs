@@ -309,7 +309,7 @@ impl SparseTransformer {
     }
 }
 
-/// The losses of a step of training, `[1]` each, without autodiff: what it differentiates is their sum.
+/// Losses of a training step, `[1]` each, without autodiff. Their sum is differentiated.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StepLosses {

@@ -66,15 +66,15 @@ impl SparseAttentionConfig {
     }
 }
 
-/// Softmax attention of queries to the keys that a [`Pattern`] allows, for a model that has its own projections, rotations and KV cache: it takes the
-/// place of the lines from `repeat_kv` to `softmax · v`. No parameters.
+/// Softmax attention of queries to the keys that a [`Pattern`] allows, for a model with its own projections, rotations and KV cache. It replaces the
+/// lines from `repeat_kv` to `softmax · v`. No parameters.
 ///
-/// Queries are the last of the keys' positions: query `i` sits at `i + seq_kv − seq_q`, so that prompts, chunks of prompts and single tokens after a KV
-/// cache see what they see in the whole sequence. Keys and values may have fewer heads than queries (GQA).
+/// The last query sits at the last key: query `i` at position `i + seq_kv − seq_q`. So prompts, chunks of prompts and single tokens after a KV cache
+/// see what they see in the whole sequence. Keys and values may have fewer heads than queries (GQA).
 ///
-/// Layouts are built once for each (heads, seq_q, seq_kv); clones share them, and the 8 that were used last are kept
-/// ([`keep_layouts`](Self::keep_layouts)). A cache that grows by a token asks for a new one, whose time follows the one row's kept blocks, and on a GPU
-/// for its launch plan. Decoding from pages needs none (`KvPool` and `paged_attention` of `burn-paged-attention`).
+/// Layouts are built once for each (heads, seq_q, seq_kv). Clones share them, and the 8 most recently used are kept
+/// ([`keep_layouts`](Self::keep_layouts)). A cache that grows by a token needs a new one: time for the kept blocks of one row, on a GPU also for its
+/// launch plan. Decoding from pages needs none (`KvPool` and `paged_attention` of `burn-paged-attention`).
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -98,7 +98,7 @@ impl SparseAttentionConfig {
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct SparseAttention {
-    /// Of the attention weights, on a device with autodiff. Its masks are not drawn from the backend's generator but depend on a seed, one for each call.
+    /// Attention dropout, on a device with autodiff. Its masks are not drawn from the backend's generator but depend on a seed, one for each call.
     pub dropout: Dropout,
     #[module(skip)]
     seeds: Seeds,

@@ -48,13 +48,13 @@ pub struct SparseTransformerConfig {
     pub n_heads: usize,
     /// The attention patterns, and which layers and heads use which. A language model needs causal ones.
     pub factorization: Factorization,
-    /// Size of the vocabulary. Has to be set: `init` refuses 0.
+    /// Size of the vocabulary. Required: 0 is an error.
     #[config(default = 0)]
     pub vocab_size: usize,
-    /// Longest sequence, in positions. Has to be set: `init` refuses 0.
+    /// Longest sequence, in positions. Required: 0 is an error.
     #[config(default = 0)]
     pub context: usize,
-    /// Number of blocks. Has to be set: `init` refuses 0.
+    /// Number of blocks. Required: 0 is an error.
     #[config(default = 0)]
     pub n_layers: usize,
     /// Width of the matrix that positions are arranged in for their embeddings, usually the stride of
@@ -65,19 +65,20 @@ pub struct SparseTransformerConfig {
     /// `embedding_channels`, and a position's embedding is the sum of its row's, its column's and its channel's (§5.3,
     /// `n_emb = 3`). Default: none, `n_emb = 2`.
     pub embedding_channels: Option<usize>,
-    /// Selections of keys by content, which layers use in turn, from those of patterns that are causal or dense. Default: their keys are the patterns'.
+    /// Selections of keys by content, which layers use in turn, among the keys of their patterns; `moba` and `quest` need causal or dense ones.
+    /// Default: none.
     pub selections: Option<Vec<Selection>>,
-    /// Content-based heads (Roy et al., 2021; Kitaev et al., 2020; or all heads: Yuan et al., 2025, DeepSeek, 2025). Patterns are causal
-    /// then, and those of the local heads. Default: all heads are the patterns'.
+    /// Content-based heads (Roy et al., 2021; Kitaev et al., 2020; or all heads: Yuan et al., 2025, DeepSeek, 2025, MiniMax, 2026). Patterns must be
+    /// causal; local heads use them. Default: none.
     pub content: Option<ContentAttention>,
-    /// With `content`: how many heads of each layer are the patterns', for all layers one number or one for each; a layer with `n_heads` of them has no
+    /// With `content`: number of heads of each layer that use the pattern, one for all layers or one for each; a layer with `n_heads` of them has no
     /// others. Default: half of them.
     pub local_heads: Option<Vec<usize>>,
     /// Number of last layers with full attention (MoBA: Lu et al., 2025, §3.2). Default: 0.
     pub full_last_layers: Option<usize>,
-    /// Number of layers that share one choice of keys by content: the first of them chooses, and the next ones attend to the same keys (Bai et al., 2026;
-    /// GLM-5.2). For one selection, `dsa` or `msa`. Layers that take a choice have no indexer; that of the layer which chose learns by its own layer alone.
-    /// Groups begin at the first layer that chooses. Default: 1, every layer chooses.
+    /// Number of layers that share one choice of keys by content: the first chooses, the next ones attend to the same keys (Bai et al., 2026;
+    /// GLM-5.2). For one selection, `dsa` or `msa`. Layers that take a choice have no indexer; the indexer of the layer that chose learns from that
+    /// layer alone. Groups begin at the first layer that chooses. Default: 1, every layer chooses.
     pub share_every: Option<usize>,
     /// Side of the blocks the patterns are cut into: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
@@ -105,8 +106,7 @@ pub struct SparseTransformerConfig {
     /// True if learned embeddings of positions are added to those of tokens, as in the paper. Default: yes;
     /// with `Some(false)` a token's place is known from the pattern and from `attention` only.
     pub position_embedding: Option<bool>,
-    /// True if the attention weights of the kept blocks are stored for the backward pass rather than
-    /// computed again.
+    /// True if attention probabilities are stored for the backward pass instead of recomputed.
     #[config(default = false)]
     pub store_weights: bool,
     /// Dtype of the blocks' matrix products and attention: mixed precision if it is not f32. Parameters,

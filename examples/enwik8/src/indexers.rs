@@ -139,7 +139,7 @@ impl RunConfig {
             false => String::new(),
         };
         Some(match warmup {
-            0 => format!("indexers learn beside the model from the first step on{all}"),
+            0 => format!("indexers learn with the model from the first step on{all}"),
             _ => format!(
                 "{dense}indexers alone learn for {}{rate}, and choose from step {} on{all}",
                 thousands(warmup),

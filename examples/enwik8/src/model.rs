@@ -134,7 +134,7 @@ pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer>
     });
     if let Some(selection) = of_layer {
         say(format!(
-            "the cache keeps all that the pattern does: {selection}, by which the model was trained to choose, is not used"
+            "sampling attends to all keys of the pattern: {selection}, with which the model was trained, is not used"
         ));
     }
     Ok(model.with_selections(&[], 0)?)

@@ -196,7 +196,7 @@ impl Report<'_> {
                 clock(Duration::from_secs_f64(speed.seconds))
             )),
             timed(format!(
-                "speed | {} bytes per second, {:.1} ms a step (medians)",
+                "speed | {} tokens per second, {:.1} ms a step (medians)",
                 thousands(speed.bytes_per_s as usize),
                 speed.median_ms
             )),

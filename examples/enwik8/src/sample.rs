@@ -29,11 +29,11 @@ use crate::{model, run};
   enwik8 sample --prompt '== History ==' --length 1000 --temperature 0.8 --top-k 40
   enwik8 sample --top-p 0.9 --repetition 1.1 --stop '</page>'
   enwik8 sample --prompt 'The ' --prompt '== See also ==' --batch 4 --length 200 --stats
-  enwik8 sample --cache window:512,4 --kv-dtype f16 --stats
+  enwik8 sample --cache window:128,4 --kv-dtype f16 --stats
   enwik8 sample --temperature 0 --speculate 8 --stats
-  enwik8 sample --run runs/dense --selection quest:16,256 --cache all --stats
+  enwik8 sample --run runs/dense --selection quest:16,64 --cache all --stats
   enwik8 sample --run runs/dense --prompt-file article.txt --selection-file heads.json
-  enwik8 sample --run runs/dense --cache snapkv:256,32,5 --budget pyramid:20 --slack 64
+  enwik8 sample --run runs/dense --cache snapkv:64,32,5 --budget pyramid:20 --slack 64
   enwik8 sample --checkpoint runs/small/best.ckpt --length 100000 --output sample.bin
 
 A sample may be longer than the context: when the context is full, its newest half is read again as the start of a \

@@ -15,8 +15,9 @@ use crate::{model, notation, recall, run};
 /// Find the selection with the largest recall for each head
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:
-  enwik8 search-selection --checkpoint runs/dense --density 0.3 --out heads.json \\
-    --selection topk:64,8 --selection topk:64,1,7,1 --selection minference:64,100,100
+  enwik8 search-selection --checkpoint runs/dense --density 0.5 --out heads.json \\
+    --selection topk:16,4 --selection topk:16,1,3,1 \\
+    --selection minference:16,16,16,sinks=4,window=16
   enwik8 recall --checkpoint runs/dense --selection-file heads.json
 
 One window of the training split is measured. Each head gets the candidate with the largest recall among those with at most --density of the \

@@ -8,10 +8,6 @@ use burn_paged_attention::pages::CacheError;
 use burn_paged_attention::pool::{CachePolicy, KvDtype, KvPoolConfig};
 use clap::{Args, ValueEnum};
 
-/// The texts of a policy.
-pub const POLICIES: &str =
-    "all|reachable|window:W,S|h2o:H,R|h2o-mean:H,R|tova:C|snapkv:C,M,F|key-norm:C|combined:S,R,H";
-
 /// How keys and values are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Store {
@@ -34,8 +30,9 @@ impl From<Store> for KvDtype {
 /// Caches that are measured.
 #[derive(Args, Debug)]
 pub struct CacheArgs {
-    /// Keys that a cache retains after a prompt: all, those that later tokens attend to, the last W and the first S, or C (H + R, S + R + H) by attention per layer and KV head; repeat to compare
-    #[arg(long, value_name = POLICIES)]
+    /// Keys that a cache retains after a prompt: all, reachable (those that later tokens attend to), window:W,S (the last W and the first S), or by attention,
+    /// per layer and KV head, h2o:H,R, h2o-mean:H,R, tova:C, snapkv:C, key-norm:C or combined:S,R,H; repeat to compare
+    #[arg(long, value_name = "POLICY")]
     cache: Vec<Policy>,
     /// Dtype of stored keys and values; repeat to compare
     #[arg(long, value_enum)]

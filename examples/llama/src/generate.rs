@@ -10,7 +10,7 @@ use burn_paged_attention::pool::CachePolicy;
 use clap::Args;
 
 use crate::attention::Attention;
-use crate::cache::{POLICIES, Store};
+use crate::cache::Store;
 use crate::checkpoint::ModelArgs;
 use crate::text::Stream;
 
@@ -46,8 +46,9 @@ pub struct GenerateArgs {
     /// Dtype of stored keys and values
     #[arg(long, value_enum, default_value = "model")]
     kv_dtype: Store,
-    /// Keys that the cache retains: all, those that later tokens attend to, the last W and the first S, or C (H + R, S + R + H) by attention per layer and KV head
-    #[arg(long, default_value = "reachable", value_name = POLICIES)]
+    /// Keys that the cache retains: all, reachable (those that later tokens attend to), window:W,S (the last W and the first S), or by attention, per layer
+    /// and KV head, h2o:H,R, h2o-mean:H,R, tova:C, snapkv:C, key-norm:C or combined:S,R,H
+    #[arg(long, default_value = "reachable", value_name = "POLICY")]
     cache: CachePolicy,
 }
 

@@ -7,26 +7,26 @@ use burn_sparse_transformer::TransformerError;
 /// How far a search for the longest match looks back: that many places where the same few tokens were.
 const MOST_PLACES: usize = 64;
 
-/// Speculative decoding with drafts from the text itself: where its last few tokens were before, what followed them then is checked
-/// (Saxena, "Prompt Lookup Decoding", 2023). No second model is needed, and texts that repeat themselves, as code, tables and dialogues do, gain most.
+/// Speculative decoding by prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): finds the last few tokens earlier in the text, and drafts what
+/// followed them there. No second model is needed. Repetitive text gains most: code, tables, dialogues.
 ///
-/// The model reads the drafted tokens in one call after the last one. A draft is accepted if it is what would have been drawn
-/// there anyway; the first that is not, and those after it, are taken back. So texts are those that are written without drafts, whatever the temperature, as
-/// far as calls of several tokens and of one give the same logits.
+/// The model reads the drafted tokens in one call after the last one. A draft is accepted if sampling would have drawn it anyway; the first that is
+/// not, and those after it, are taken back. So a text is the one without drafts at any temperature, as far as calls of several tokens and of one give
+/// the same logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
 pub struct PromptLookup {
-    /// Tokens of a draft, at most.
+    /// Most tokens of a draft.
     pub tokens: usize,
-    /// The fewest tokens that have to be as before. Default: 3.
+    /// Fewest tokens that must match. Default: 3.
     pub shortest: usize,
-    /// As many tokens are compared; the draft is from the place where most of them are as before, of several the last. Default: 16.
+    /// Most tokens that are compared. The draft comes from the place with the longest match, the last of equals. Default: 16.
     pub longest: usize,
 }
 
 impl PromptLookup {
-    /// Drafts of so many tokens.
+    /// Drafts of up to `tokens` tokens.
     pub fn new(tokens: usize) -> Self {
         Self {
             tokens,
@@ -42,7 +42,7 @@ impl PromptLookup {
         self
     }
 
-    /// That every number is in its range.
+    /// Checks the ranges.
     ///
     /// # Errors
     /// [`TransformerError::Argument`] that names the first that is not.

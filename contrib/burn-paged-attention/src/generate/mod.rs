@@ -181,7 +181,7 @@ pub struct GenerateOutput {
     pub reason: FinishReason,
     /// Tokens of drafts that were read, 0 without [`GenerateOptions::drafts`].
     pub drafted: usize,
-    /// Of those, the ones that were accepted.
+    /// Drafted tokens that were accepted.
     pub accepted: usize,
 }
 

@@ -9,8 +9,7 @@ use crate::sampling::SampleOptions;
 /// The last word of the generator's counter, which dropout does not use.
 const STREAM: u32 = u32::MAX - 1;
 
-/// Sampling of the next token: [`SampleOptions`] say which tokens may be drawn, and a seed which of them is. Build it from [`Default`], which samples from
-/// the model as it is.
+/// Sampling of the next token: [`SampleOptions`] select candidates, a seed draws one of them. The [`Default`] samples from the model as it is.
 ///
 /// ```
 /// use burn_paged_attention::generate::Sampling;
@@ -24,7 +23,7 @@ const STREAM: u32 = u32::MAX - 1;
 #[must_use]
 #[non_exhaustive]
 pub struct Sampling {
-    /// Which tokens may be drawn; seen are those of the prompt and what was written since.
+    /// Candidates. The repetition penalty counts the tokens of the prompt and of the text.
     pub options: SampleOptions,
     /// The same seed, prompt number and step draw the same, whatever else is in the batch. Default: 1.
     pub seed: u64,

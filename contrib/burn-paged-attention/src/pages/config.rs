@@ -12,21 +12,21 @@ const PAGE_SIZES: [usize; 4] = [16, 32, 64, 128];
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KvRetention {
-    /// All of them, whatever the pattern reaches. Any number of tokens can be taken back.
+    /// All keys, whatever the pattern reaches. Any number of tokens can be rolled back.
     All,
-    /// Those that some later query attends to, by the pool's pattern: exact, and the smaller the less the pattern reaches back.
+    /// Keys that some later query attends to, by the pool's pattern: exact, and fewer the less the pattern reaches back.
     #[default]
     Reachable,
-    /// Of those, the first `sinks` and of the others those of the last `window` positions, a query's own included: what
-    /// [`Pattern::streaming`] sees (Xiao et al., 2024). Changes results where the pattern reaches further.
+    /// Of those, the first `sinks` and the ones of the last `window` positions, a query's own included: what [`Pattern::streaming`] sees (Xiao et
+    /// al., 2024). Changes the output where the pattern reaches further.
     Window {
         /// Last positions that a query sees, its own included.
         window: usize,
         /// First positions that are always retained.
         sinks: usize,
     },
-    /// All of them until the caller says which ones are to stay ([`PagePool::retain`](super::PagePool::retain)), for heads that are causal and nothing else.
-    /// Changes results.
+    /// All keys until the caller evicts some ([`PagePool::retain`](super::PagePool::retain)), for causal heads without further limits. Changes the
+    /// output.
     Evict,
 }
 
@@ -49,7 +49,7 @@ pub(super) const MOST_POSITIONS: usize = i32::MAX as usize - 1;
 
 /// Number and size of a pool's pages, and the patterns of the layers that share it.
 ///
-/// Layers whose patterns are equal keep the same keys and share one pool's books, each with tensors of its own.
+/// Layers with equal patterns retain the same keys and share the block tables, each with its own tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[must_use]
 pub struct PoolConfig {
@@ -111,7 +111,7 @@ impl PoolConfig {
         /// Tokens that can be rolled back, such as the rejected ones of a draft. Default: 0. Keys that they evict are
         /// stored that long. Sequences that keep all keys can go back to any length.
         with_rollback => rollback: usize,
-        /// Keeps the contents of full pages known by their tokens, so that a sequence that begins with the same tokens finds them:
+        /// Keeps full pages findable by their tokens, for sequences that begin with the same tokens:
         /// [`PagePool::join_with_prefix`](super::PagePool::join_with_prefix). The fingerprint stands for the model and whatever else keys depend on.
         with_prefix_reuse => reuse: Some(u64),
     }

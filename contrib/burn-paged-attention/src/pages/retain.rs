@@ -4,10 +4,10 @@ use super::pool::{PagePool, SequenceId};
 use super::region::Region;
 use super::{CacheError, KvRetention};
 
-/// Where the keys that a sequence retains go.
+/// Slots of the keys that a sequence retains.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Retained {
-    /// Of each table row, in order: `page · page_size + slot`.
+    /// For each table row, in order: `page · page_size + slot`.
     pub slots: Vec<Vec<i32>>,
     /// Pages that nobody names any more.
     pub freed: Vec<usize>,

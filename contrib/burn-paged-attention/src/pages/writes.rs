@@ -14,7 +14,7 @@ pub struct Slot {
 /// A key that is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotKey {
-    /// Where it is.
+    /// Its slot.
     pub slot: Slot,
     /// Its position in the sequence.
     pub position: usize,
@@ -33,7 +33,7 @@ pub struct PageCopy {
     pub slots: Range<usize>,
 }
 
-/// An entry of a sequence's page table that is another than before.
+/// A changed entry of a sequence's page table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TableChange {
     /// The table row of the sequence.
@@ -44,8 +44,8 @@ pub struct TableChange {
     pub page: usize,
 }
 
-/// Where the keys of new tokens go, and what has to be done first: all `copies`, then the writes, and the `changes` before a kernel reads the table.
-/// Entries that are not in use any more are not named: the spans say which ones are.
+/// Slots of the keys of new tokens. First do all `copies`, then the writes; apply the `changes` before a kernel reads the table. Entries that are no
+/// longer in use are not listed: the spans say which ones are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Writes {
     /// The position of the first new token.

@@ -53,11 +53,11 @@ impl KvDtype {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum KvPositions {
-    /// Those of the tokens.
+    /// Positions in the text.
     #[default]
     Original,
-    /// Those of what is kept: to a query the window is as if it came right after the sinks (Xiao et al., 2024, "StreamingLLM"), so distances stay those that
-    /// the model was trained with, however long the sequence is. Keys keep their rotation; queries are rotated twice.
+    /// Positions in the cache: to a query the window follows right after the sinks (Xiao et al., 2024, "StreamingLLM"), so distances stay those of
+    /// the training, however long the sequence is. Keys keep their rotation; queries are rotated twice.
     InCache,
 }
 
@@ -75,7 +75,7 @@ pub struct KvPoolConfig {
     /// Tokens of each sequence.
     pub(crate) lengths: Vec<usize>,
     pub(crate) chunk: usize,
-    /// Slots of a page, if the configuration says.
+    /// Slots of a page, if set.
     pub(crate) page_size: Option<usize>,
     pub(crate) residency: KvRetention,
     pub(crate) rollback: usize,
@@ -89,13 +89,12 @@ pub struct KvPoolConfig {
 }
 
 impl KvPoolConfig {
-    /// Capacity for `sequences` sequences of `tokens` tokens each, which grow by one token a call. The keys that later queries
-    /// reach are kept.
+    /// Capacity for `sequences` sequences of `tokens` tokens each, which grow by one token a call. Keys that later queries reach are retained.
     pub fn new(sequences: usize, tokens: usize) -> Self {
         Self::for_lengths(std::iter::repeat_n(tokens, sequences))
     }
 
-    /// [`Self::new`] for sequences of so many tokens, each of its own length.
+    /// [`Self::new`] for sequences of different lengths.
     pub fn for_lengths(lengths: impl IntoIterator<Item = usize>) -> Self {
         let mut lengths: Vec<usize> = lengths.into_iter().collect();
         lengths.sort_unstable();
@@ -116,20 +115,19 @@ impl KvPoolConfig {
     }
 
     blocksparse::setters! {
-        /// Tokens of a call for a sequence that has some already, at most: their keys are stored before those of earlier tokens are evicted. More may
-        /// still fit.
+        /// Most new tokens of a call for a sequence that has some already: their keys are stored before earlier ones are evicted. More may still fit.
         with_chunk => chunk: usize,
         /// Slots of a page: 16, 32, 64 or 128. Default: 32, or as the layers' selections need: `quest:16,256` has pages of 16.
         with_page_size => page_size: Some(usize),
         /// Tokens that can be rolled back ([`KvPool::truncate`](super::KvPool::truncate)). Default: 0. With [`KvRetention::All`] any number can.
         with_rollback => rollback: usize,
-        /// The pages of each pattern of the layers, in place of what the sequences need at most: fewer, where not all get as long or where they share
-        /// their beginnings.
+        /// Pages for each pattern of the layers, in place of the most that the sequences may need: fewer, if not all get as long or if they share
+        /// prefixes.
         with_pages => pages: Some(usize),
         /// Positions of rotary embeddings, in a pool with [`KvRetention::Window`].
         with_positions => positions: KvPositions,
-        /// Number of keys, shared by all sequences of a batch as forks of one, from which on they are read once for all: their queries are rows of one
-        /// call, whose results are merged with those over what each has of its own (FlashInfer's cascade, Ye et al., 2024). 1,024 without this.
+        /// Number of keys shared by all sequences of a batch, as by forks of one, from which on they are read once for all. Their queries become rows
+        /// of one call, whose results are merged with those over each sequence's own keys (FlashInfer's cascade, Ye et al., 2024). Default: 1,024.
         with_cascade => cascade: usize,
     }
 
@@ -158,19 +156,19 @@ impl KvPoolConfig {
         self
     }
 
-    /// Prefix cache: full pages stay known by their tokens after their sequences have left, until their space is needed:
+    /// Prefix cache: full pages stay, findable by their tokens, after their sequences have left, until their space is needed:
     /// [`KvPool::join_with_prefix`](super::KvPool::join_with_prefix).
     pub fn with_prefix_reuse(mut self) -> Self {
         self.prefix_reuse = true;
         self
     }
 
-    /// Applies the layers' selections to prompts only, any selection, also one per head: a prompt is what a sequence
-    /// without tokens gets in one call, and all that follows sees all keys that the layers' patterns allow. Prompts are calls of their own then. Without
-    /// this, later tokens choose pages as prompts do, and choices that later tokens take part in are refused.
+    /// Applies the layers' selections to prompts only, any selection, also one per head. A prompt is what a sequence without tokens gets in one call;
+    /// all later tokens see all keys that the layers' patterns allow. Prompts then are calls of their own. Without this, later tokens choose pages as
+    /// prompts do, and choices that later tokens influence are errors.
     ///
-    /// Where later tokens take part in the choice, a prompt's keys are those of the whole prompt: after [`KvPool::truncate`](super::KvPool::truncate) they
-    /// are not those of a shorter one.
+    /// Where later tokens influence the choice, a prompt's keys are those of the whole prompt, also after
+    /// [`KvPool::truncate`](super::KvPool::truncate).
     pub fn with_choosing_prompts(mut self) -> Self {
         self.prompts_choose = true;
         self

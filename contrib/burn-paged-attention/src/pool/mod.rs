@@ -94,10 +94,10 @@ pub struct KvUsage {
 
 /// Keys and values of many sequences in pages on the device, for all layers of a model.
 ///
-/// Sequences of unequal lengths [`join`](Self::join) and [`leave`](Self::leave) at any time, share pages when one is [`fork`](Self::fork)ed from another, and
-/// can be [`truncate`](Self::truncate)d. Keys that no later query attends to are evicted, by each layer's pattern: with local attention a sequence takes
-/// as many slots as its window, however long it is. Layers with equal patterns share one page table. The pool's size is fixed when it is made, and a step
-/// that does not fit is an error, before anything is written.
+/// Sequences of any lengths [`join`](Self::join) and [`leave`](Self::leave) at any time, share pages after a [`fork`](Self::fork), and can be
+/// [`truncate`](Self::truncate)d. Keys that no later query attends to are evicted, by each layer's pattern: with local attention a sequence takes as
+/// many slots as its window, however long it is. Layers with equal patterns share one block table. The pool's size is fixed. A step that does not fit
+/// is an error, before anything is written.
 ///
 /// [`PagedDecoder::new_pool`] makes one for a model, and [`forward_pool`](PagedDecoder::forward_pool) continues sequences; [`Self::for_attention`] and
 /// [`Self::forward_attention`] are the same for one layer. [`SparseTransformerCache`](burn_sparse_transformer::SparseTransformerCache) is the simpler cache
@@ -346,7 +346,7 @@ impl KvPool {
         Ok(self.groups[0].books.len(id)?)
     }
 
-    /// The sequences, in the order in which they came.
+    /// Returns the sequences, in the order in which they joined.
     pub fn sequences(&self) -> impl Iterator<Item = SequenceId> + '_ {
         self.groups[0].books.sequences()
     }

@@ -7,7 +7,7 @@ use super::{CacheError, EvictionConfig, EvictionScore, KvPoolConfig, KvRetention
 /// The largest number of [`CachePolicy::NOTATION`].
 const MOST: usize = 1 << 30;
 
-/// Keys that a cache retains: by their positions, or by what attention says of them.
+/// Keys that a cache retains: by position, or by attention.
 ///
 /// ```
 /// use burn_paged_attention::pool::{CachePolicy, EvictionConfig, KvPoolConfig};
@@ -20,9 +20,9 @@ const MOST: usize = 1 << 30;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum CachePolicy {
-    /// By their positions.
+    /// By position.
     Retain(KvRetention),
-    /// By what attention says of them: other results than with all keys.
+    /// By attention. Changes the output.
     Evict(EvictionConfig),
 }
 

@@ -22,15 +22,15 @@ use super::{Group, KvPool, KvPositions, KvRetention, KvStep, Step};
 use crate::pages::{SequenceId, Writes};
 use crate::{PagedVisibility, PoolError};
 
-/// A model with its pool, whose steps of as many tokens for each sequence of a batch are recorded once and replayed as a single dispatch where the device can
-/// (CUDA): see [`CapturedGraph`]. Elsewhere they run one by one. The numbers are those of [`PagedDecoder::next_logits`] and
+/// A model with its pool. Steps with as many tokens for each sequence of a batch are captured once and replayed as one launch where the device can
+/// (CUDA): see [`CapturedGraph`]. Elsewhere they run one by one. The results are those of [`PagedDecoder::next_logits`] and
 /// [`PagedDecoder::forward_pool`] either way.
 ///
-/// The first three steps of a batch run, the fourth is recorded. Sequences may get fewer tokens than a step has rows, as drafts do. Another batch, or a step that a
-/// recording cannot take, runs by itself, [`fallback_reason`](Self::fallback_reason) says why, and the next batch is recorded anew. Keys are evicted between
-/// replays; what they are chosen by is noted in them. A replay that fails leaves the pool without a meaning.
+/// The first three steps of a batch run, the fourth is captured. Sequences may get fewer tokens than a step has rows, as with drafts. Another batch,
+/// or a step that cannot be captured, runs by itself; [`fallback_reason`](Self::fallback_reason) says why, and the next batch is captured anew. Keys
+/// are evicted between replays, by scores that replays sum. After a replay that fails the pool must not be used.
 ///
-/// It stays on its thread, as recordings do.
+/// It stays on its thread, as captured graphs do.
 ///
 /// ```
 /// use burn::tensor::Device;

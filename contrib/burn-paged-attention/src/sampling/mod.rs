@@ -14,11 +14,11 @@ use burn_blocksparse::internal::check::same_device;
 use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 
-/// A token from each row of logits: [`SampleOptions`] says which may be drawn, and `draws` which of them it is: the first in the order of likelihood up to
-/// which they make up more than the row's number. −1 where no logit is finite.
+/// Draws a token from each row of logits. [`SampleOptions`] select the candidates. The token is the first, by descending probability, up to which the
+/// probabilities sum to more than the row's element of `draws`. It is −1 where no logit is finite.
 ///
-/// Nothing is read back, so the tokens can be embedded at once, or recorded. On devices with kernels sums are f32 and nothing is sorted; on CPUs
-/// they are f64. A number that is as near to a boundary between two tokens as rounding may come out on either side.
+/// Nothing is read back, so the tokens can be embedded at once, or captured in a graph. On devices with kernels sums are f32 and nothing is sorted;
+/// on CPUs they are f64. A draw within rounding of the boundary between two tokens may give either.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};

@@ -30,7 +30,7 @@ pub struct PageSummaries {
 }
 
 impl PageSummaries {
-    /// Of pages without keys: zeros.
+    /// Summaries of pages without keys: zeros.
     pub fn zeros(
         summary: PageSummary,
         pages: usize,
@@ -53,9 +53,9 @@ impl PageSummaries {
     }
 }
 
-/// Summaries of the pages that new keys were written to, in their own buffer where the call alone holds it (hand it over, and keep no clone): of what such a
-/// page has up to the last of its new keys. Call it after [`append_rows`](crate::append_rows), with the same slots; those of a page stand one after the other,
-/// ascending. So summaries are right whatever a page held before: what was taken back, a copy, another sequence.
+/// Updates the summaries of the pages that new keys were written to, from all keys of such a page up to the last new one. Works in place if the call
+/// alone holds the buffer: hand it over, and keep no clone. Call it after [`append_rows`](crate::append_rows), with the same slots; those of a page
+/// are adjacent and ascending. Whatever a page held before (keys taken back, a copy, another sequence) has no influence.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -94,8 +94,8 @@ pub fn summarize_pages(
     summarize_stored(summaries, &store, kv_heads, slots)
 }
 
-/// [`summarize_pages`] of keys as they are stored: of those in eight bits what they stand for, so that bounds are those of the keys that
-/// attention sees. Their summaries are f32.
+/// [`summarize_pages`] of stored keys. Keys in eight bits are dequantized, so bounds are those of the keys that attention sees; their summaries are
+/// f32.
 ///
 /// ```
 /// use burn::tensor::{DType, Device, Int, Tensor};
@@ -157,8 +157,9 @@ pub fn summarize_stored(
     })
 }
 
-/// Scores of the pages of region one of each query, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, which no product of the query and a key
-/// of the page exceeds, or `q · mean`, as the mean or sum over the heads that share keys. What is after a page list's pages has no meaning.
+/// Scores of each query for the pages of region one, f32 `[batch, kv_heads, max_pages]`: `Σ_c max(q_c · max_c, q_c · min_c)`, an upper bound of the
+/// dot products with the page's keys, or `q · mean`; then the mean or sum over the heads that share keys. Elements beyond the pages of a list are
+/// undefined.
 ///
 /// # Shapes
 /// - `q`: `[batch, heads, d_k]`, a query of each head for each page list
@@ -186,10 +187,10 @@ pub fn page_scores(
     ))
 }
 
-/// The pages that queries choose by their scores, as [`PagedKeysValues::selected`](crate::PagedKeysValues::selected) has them: of each query and head of keys the
-/// blocks of pages that are [forced](PageChoice::forced), that in which region one ends among them, and of the others so many with the highest [`page_scores`]
-/// that `keep` are kept (ties go to the earlier; NaN sorts last), ascending, and −1 where there are fewer. Lengths and tables stay on the device, nothing
-/// is read back, and launches depend on shapes alone.
+/// Selects pages for [`PagedKeysValues::selected`](crate::PagedKeysValues::selected). For each query and KV head these are the
+/// [forced](PageChoice::forced) blocks of pages, with the one in which region one ends, and the others with the highest [`page_scores`], up to `keep`
+/// (ties go to the earlier; NaN sorts last). Pages are ascending, −1 where there are fewer. Lengths and tables stay on the device, nothing is read
+/// back, and launches depend on shapes alone.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};

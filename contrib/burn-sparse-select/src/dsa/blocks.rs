@@ -61,7 +61,7 @@ impl Dsa {
         Self { within, ..self }.with_enough_blocks()
     }
 
-    /// How many blocks a query chooses first, and keys of each.
+    /// Returns the number of blocks that a query chooses first, and the keys of a block.
     pub fn blocks(&self) -> Option<[usize; 2]> {
         self.within.map(|of| [of.count, of.size])
     }

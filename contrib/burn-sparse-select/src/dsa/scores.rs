@@ -25,7 +25,7 @@ pub struct DsaIndex {
 }
 
 impl DsaIndex {
-    /// Of queries, keys and weights. The last query sits at the last key.
+    /// An index of queries, keys and weights. The last query sits at the last key.
     ///
     /// # Shapes
     /// As the fields have them.
@@ -81,7 +81,7 @@ pub(crate) fn check_index(q: &Tensor<4>, k: &Tensor<4>) -> Result<(), OpError> {
     OpError::expect_same("index k's device", q.device(), whose, k.device())
 }
 
-/// Queries of an indexer, and lists of the keys that each of them chooses among. On no autodiff device.
+/// Queries of an indexer, and for each a list of the keys that it chooses from. Without autodiff.
 #[derive(Clone, Debug)]
 pub struct DsaLists {
     /// `[queries, index_heads, index_dim]`

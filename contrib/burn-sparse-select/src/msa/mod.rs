@@ -23,8 +23,8 @@ use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
 pub use loss::MsaTarget;
 pub use scores::MsaIndex;
 
-/// MiniMax sparse attention (MiniMax, 2026): every query attends to `keep` blocks of `block` keys, its own among them. Each head of keys chooses for itself, for
-/// all heads of queries that share it, by an index branch with one narrow head of queries for each of them and one key a token:
+/// MiniMax sparse attention (MiniMax, 2026): every query attends to `keep` blocks of `block` keys, its own among them. Each KV head chooses for all
+/// query heads that share it, by an index branch with one narrow query head per KV head and one key per token:
 ///
 /// ```text
 /// x[g, i, J] = max over keys j of block J of q[g, i] · k[j] / √index_dim
@@ -75,7 +75,7 @@ const TOGETHER: usize = 1 << 30;
 const NUMBERS: usize = 1 << 26;
 
 impl Msa {
-    /// Of so many blocks of so many keys.
+    /// Attention to `keep` blocks of `block` keys.
     ///
     /// # Errors
     /// [`OpError`] if `block` is not 8, 16, 32, 64, 128 or a larger multiple of 128, or `keep` is 0.

@@ -129,7 +129,7 @@ impl BlockScores {
     }
 }
 
-/// Queries and keys that blocks are chosen by: a head of queries for each head of the attention's keys, and one key a token for all of them.
+/// Projections of an index branch: a query head for each KV head of the attention, and one key per token, shared by all.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct MsaIndex {

@@ -75,16 +75,16 @@ pub struct Nsa {
 /// Keys and values of the branches of [`Nsa`], each `[batch, kv_heads, rows, width]`; keys are as wide as queries, and all values are equally wide.
 #[derive(Clone, Debug)]
 pub struct NsaKeysValues {
-    /// Of compressed blocks, [`Nsa::entries`] rows. None where the sequence is shorter than a block.
+    /// Keys and values of compressed blocks, [`Nsa::entries`] rows. None where the sequence is shorter than a block.
     pub compressed: Option<[Tensor<4>; 2]>,
-    /// Of the blocks that are chosen: a row for each token.
+    /// Keys and values of the selected branch: a row for each token.
     pub selected: [Tensor<4>; 2],
-    /// Of the window: a row for each token.
+    /// Keys and values of the window: a row for each token.
     pub window: [Tensor<4>; 2],
 }
 
 impl NsaKeysValues {
-    /// The same keys and values in the window as in the blocks that are chosen, and none that are compressed.
+    /// The same keys and values for the window and the selected branch, without compressed ones.
     pub fn shared(key: Tensor<4>, value: Tensor<4>) -> Self {
         Self {
             compressed: None,
@@ -93,7 +93,7 @@ impl NsaKeysValues {
         }
     }
 
-    /// With the means of blocks of the selected branch's keys and values as the compressed ones.
+    /// Sets the compressed keys and values to the means of blocks of the selected branch's.
     ///
     /// # Errors
     /// As [`Nsa::means`].
@@ -111,11 +111,11 @@ impl NsaKeysValues {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct NsaBranches {
-    /// Of compressed blocks. None where the sequence is shorter than a block, which stands for zeros.
+    /// Output over compressed blocks. None (zeros) where the sequence is shorter than a block.
     pub compressed: Option<Tensor<4>>,
-    /// Of the blocks that are chosen.
+    /// Output of the selected branch.
     pub selected: Tensor<4>,
-    /// Of the window. None if that is off, which stands for zeros.
+    /// Output of the window. None (zeros) if that is off.
     pub window: Option<Tensor<4>>,
 }
 
@@ -123,7 +123,7 @@ impl NsaBranches {
     /// Number of branches.
     pub const COUNT: usize = 3;
 
-    /// Of the compressed branch, the selected one and the window.
+    /// Outputs of the compressed branch, the selected one and the window.
     pub fn new(
         compressed: Option<Tensor<4>>,
         selected: Tensor<4>,
@@ -214,16 +214,16 @@ impl Nsa {
         Ok(attention_sums.op_plan())
     }
 
-    /// Its configuration.
+    /// Returns the options.
     pub fn options(&self) -> &NsaOptions {
         &self.options
     }
 
     /// The sum of the branches, each times its gate. Nothing is read back where kernels run.
     ///
-    /// Forward, the scores that choose are in memory a slab of queries at a time, 64 MiB, and queries that are packed by the blocks that they chose so many
-    /// heads at a time that they and their outputs are 2³¹ numbers, or one head. In training the graph keeps those of all heads,
-    /// `(keep − 3) · seq_q · heads · (head_dim + value_dim)` numbers.
+    /// Forward, at most 64 MiB of scores are in memory at a time. Queries that are packed by block are processed for some heads at a time, at least
+    /// one, so that they and their outputs have up to 2³¹ elements. In training the graph stores those of all heads, `(keep − 3) · seq_q · heads ·
+    /// (head_dim + value_dim)` elements.
     ///
     /// # Shapes
     /// - `q`: `[batch, heads, seq_q, head_dim]`; the last query sits at the last key

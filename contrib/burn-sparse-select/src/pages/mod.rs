@@ -15,9 +15,9 @@ use burn_blocksparse::internal::device::served;
 
 use crate::pages::ops::PageChoiceOps;
 
-/// The pages that queries choose by scores, f32 `[batch, kv_heads, max_pages]`, i32 `[batch, kv_heads, choice.selected_pages()]`: of each query and head of keys
-/// the blocks of pages that are [forced](PageChoice::forced), that in which its page list (the first number of `spans`, `[batch, 1 or kv_heads, 4]`) ends among
-/// them, and of the others so many with the highest scores that `keep` are kept (ties go to the earlier; NaN sorts last), ascending, and −1 where there
+/// Selects pages by scores, f32 `[batch, kv_heads, max_pages]`, as i32 `[batch, kv_heads, choice.selected_pages()]`. For each query and KV head these
+/// are the [forced](PageChoice::forced) blocks of pages, with the one in which its page list ends (the first element of `spans`, `[batch, 1 or
+/// kv_heads, 4]`), and the others with the highest scores, up to `keep` (ties go to the earlier; NaN sorts last). Pages are ascending, −1 where there
 /// are fewer. Nothing is read back where kernels run, and launches depend on shapes alone.
 ///
 /// # Errors

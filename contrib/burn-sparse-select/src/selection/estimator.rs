@@ -178,7 +178,7 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// Scores of blocks of keys, by queries and keys: what tells one method of content-based selection from another.
+/// Scores of blocks of keys, by queries and keys: a method of content-based selection.
 ///
 /// To add a method, write a file with a struct that implements this, and give `METHODS` a row that reads it from text.
 pub trait BlockEstimator: fmt::Debug + Send + Sync {
@@ -188,10 +188,10 @@ pub trait BlockEstimator: fmt::Debug + Send + Sync {
     /// The rows and blocks of its scores.
     fn grid(&self) -> EstimateGrid;
 
-    /// What it is.
+    /// Properties of the method.
     fn traits(&self) -> EstimatorTraits;
 
-    /// Checks its own numbers.
+    /// Checks the parameters.
     ///
     /// # Errors
     /// [`OpError`] if one is out of range.

@@ -26,16 +26,16 @@ use crate::selection::{Selection, check_block};
 use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 
-/// Each head chooses in one of two ways, by its last block of queries: those give blocks of keys attention, and the softmax of the products of means
-/// (`mean(q) · mean(k) · scale`) is an estimate of it. Where the two are alike, less than `threshold` of `√JS` apart (the square root of their Jensen–Shannon
-/// divergence, in natural logarithms), that estimate is made of all rows, and the largest of all the head's pairs of blocks are kept until they
-/// have a share `gamma` of the whole. Elsewhere keys are kept, and distances from a query back to a key, that have a share `gamma` each of what the last
-/// queries give, and with them all blocks that they touch.
+/// Each head decides between two ways, by the attention of its last block of queries. An estimate of that attention is the softmax of products of
+/// means (`mean(q) · mean(k) · scale`). If the two differ by less than `threshold` (the square root of their Jensen–Shannon divergence, in natural
+/// logarithms), the estimate is made for all rows, and the largest pairs of blocks of the head are kept up to a share `gamma` of the whole. Otherwise
+/// the columns and the diagonals with a share `gamma` each of the last queries' attention are kept, as all blocks that they touch.
 ///
-/// The first block and the queries' own are kept by both, and with a `min_budget` the heaviest blocks of keys that have as many keys together, and as many
-/// of the heaviest distances between blocks, by what the last queries give them: 1,024 in the paper's experiments (and in its repository, where it is off
-/// unless asked for, as here). The last rows keep at least so many keys then, earlier ones those that they see of them. Scores are 1 and 0, and
-/// [`VerticalSlash::DEFAULT_BUDGET`](crate::selection::VerticalSlash::DEFAULT_BUDGET) is the rule that keeps the ones. The last block of queries are as many last queries as a block has.
+/// Both ways keep the first block and the queries' own. A `min_budget` adds the heaviest blocks of keys up to that many keys, and as many of the
+/// heaviest diagonals of blocks, by the last queries' attention: 1,024 in the paper's experiments, off by default here as in its repository. The last
+/// rows then keep at least that many keys, earlier rows those of them that they see. Scores are 1 and 0, and
+/// [`VerticalSlash::DEFAULT_BUDGET`](crate::selection::VerticalSlash::DEFAULT_BUDGET) keeps the ones. The last block of queries has as many queries
+/// as a block.
 ///
 /// ```
 /// use burn_sparse_select::{FlexPrefill, Always, Selection, VerticalSlash};

@@ -18,8 +18,7 @@ use burn_blocksparse::internal::device::served;
 use burn_blocksparse::internal::op_plan::OpPlan;
 use burn_blocksparse::{AttentionOptions, DeviceLayout, OpError};
 
-/// The keys that each query sees, by their indices: those that heads of queries which share keys chose as one. They are on the device, without autodiff, and
-/// are not read back.
+/// Keys that each query attends to, by index, for each KV head or for all. On the device, without autodiff, and not read back.
 #[derive(Clone, Debug)]
 pub struct TokenIndices {
     /// Ascending, each once, −1 after the last: `[batch, lists, queries, most]`.
@@ -206,8 +205,8 @@ impl TokenIndices {
     }
 }
 
-/// Attention of each query to the keys that it lists, and to no others: out and lse. Differentiable in q, k and v; the lists have no gradient. What a query
-/// sees besides its list is a call of its own, merged by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
+/// Attention of each query to the keys that it lists: out and lse. Differentiable in q, k and v; the lists have no gradient. For further keys make
+/// another call and merge both by lse ([`merge_attention`](burn_blocksparse::merge_attention)).
 ///
 /// On GPUs that have kernels for it a query attends to its own list, with the heads that share it as rows of a matrix, unless
 /// [`DispatchMode::GroupByBlock`](burn_blocksparse::internal::DispatchMode::GroupByBlock) leaves that out. Elsewhere all products of some queries at a time are made, of which those that are not listed

@@ -26,9 +26,8 @@ use burn_blocksparse::{
 /// Elements of packed queries and their outputs in memory at a time, unless one head has more.
 const PACKED: usize = 1 << 31;
 
-/// Attention over a layout and, beside it, over the blocks that each query lists, which it sees whole: out and lse over all of them. The pairs of the layout
-/// and those of the lists must be others, and a query must not list a block twice, because what comes twice counts twice; that is not checked, because lists
-/// are not read back. Differentiable in q, k and v.
+/// Attention over a layout and, in addition, over whole blocks that each query lists: out and lse over all of them. A pair counts twice if both have
+/// it, or if a query lists a block twice; that is not checked, because lists are not read back. Differentiable in q, k and v.
 ///
 /// On GPUs that have kernels for it ([`SelectedBlocks::explain`]) a query attends to its own list, with the heads that share it as rows of a matrix; elsewhere
 /// queries are packed by block.

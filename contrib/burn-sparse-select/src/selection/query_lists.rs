@@ -18,12 +18,12 @@ const SLAB_SCORES: usize = 1 << 24;
 /// Queries whose scores are in memory at a time, at least.
 const FEWEST_ROWS: usize = 64;
 
-/// Blocks that each query selected in addition to the forced ones, and the same by blocks: for each head a sequence of places, `tile` to a tile, where the queries that
-/// chose a block have adjacent places, in order, and the last tile of a block is filled up with places of no query. All are i32 tensors on the
-/// device, without autodiff; −1 stands for none. `lists` are the heads of the queries, or those of the keys if heads share a choice.
+/// Blocks that each query selected in addition to the forced ones, by query and by block. By block, each head has a sequence of places in tiles of
+/// `tile`: the queries that chose a block have adjacent places, in order, and its last tile is padded. All are i32 tensors on the device, without
+/// autodiff; −1 stands for none. `lists` are the query heads, or the KV heads if heads share a choice.
 ///
-/// How many places there are follows from the sizes alone: of `n` queries that chose `c` blocks in all, from among `m` blocks, at most
-/// `(c + (tile − 1) · m) / tile` tiles. Those that are not needed come last.
+/// The number of places follows from the sizes alone: if `n` queries choose `c` blocks in all, from `m` blocks, there are at most `(c + (tile − 1) ·
+/// m) / tile` tiles. Unused ones come last.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SelectedBlocks {

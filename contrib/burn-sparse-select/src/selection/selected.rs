@@ -47,14 +47,14 @@ impl SelectedOptions {
     }
 }
 
-/// Attention over the blocks of keys that a [`Selection`] chooses by these queries and keys, whatever its method. Nothing is read back where kernels run;
-/// gradients flow through the chosen pairs, and none through the choice.
+/// Attention over the blocks of keys that a [`Selection`] of any method chooses by these queries and keys. Nothing is read back where kernels run.
+/// Gradients flow through the chosen pairs, not through the choice.
 ///
-/// Blocks of queries that choose together run as one call of [`sparse_attention`](burn_blocksparse::sparse_attention) over [`Selection::choose`]. Where every query chooses for
-/// itself, as in MoBA (Lu et al., 2025, §2.2), its forced blocks are attended to through a layout that is built on the host once for each size, and kept with
-/// the selection; for the others the queries are packed by the block that they chose ([`SelectedBlocks`]), attended to that block alone, and brought back; and
-/// the parts are merged by their lse. Of each head that takes `places · (head_dim + value_dim)` numbers for packed queries and their outputs, where `places`
-/// is about `(k − forced) · seq_q`: for all heads in training, and elsewhere for so many heads at a time that it is 2³¹ numbers, or one head.
+/// Methods by block of queries run as one call of [`sparse_attention`](burn_blocksparse::sparse_attention) over [`Selection::choose`]. For methods by
+/// query, as MoBA (Lu et al., 2025, §2.2), a layout of the forced blocks is built on the host once for each size. For the other blocks queries
+/// iterate over their lists, or are packed by the block that they chose ([`SelectedBlocks`]). The parts are merged by lse. Packing takes `places ·
+/// (head_dim + value_dim)` elements per head, with about `(k − forced) · seq_q` places: for all heads in training, otherwise for some heads at a
+/// time, up to 2³¹ elements or one head.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};

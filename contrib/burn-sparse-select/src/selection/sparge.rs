@@ -20,9 +20,9 @@ use crate::selection::{estimate_ops::ScoredBy, estimates};
 use burn_blocksparse::OpError;
 use burn_blocksparse::internal::values::OptFloat;
 
-/// `softmax(mean(q) · mean(k) · scale)` over blocks of keys, where means say something of their blocks: the self-similarity of a block is the mean of the
-/// cosines of all pairs of its rows. A block of keys of less than `similarity` is left out of the softmax, and its score is +∞: the rules keep it besides what
-/// they keep of the others ([`EstimateKind::Probability`]), if they do not count blocks. So are all blocks of a row of queries of less than that.
+/// `softmax(mean(q) · mean(k) · scale)` over blocks of keys. A block's self-similarity is the mean cosine of all pairs of its rows. A block of keys
+/// below `similarity` is left out of the softmax and scores +∞: rules by probability ([`EstimateKind::Probability`]) keep it in addition to the
+/// others. A block of queries below `similarity` keeps all blocks.
 ///
 /// ```
 /// use burn_sparse_select::{Always, Budget, Selection, SpargeAttn};

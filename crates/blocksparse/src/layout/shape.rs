@@ -38,7 +38,7 @@ impl LayoutShape {
         }
     }
 
-    /// As many queries as keys: self-attention over `seq` positions.
+    /// Self-attention over `seq` positions.
     pub fn square(heads: usize, seq: usize, block_size: usize) -> Self {
         Self::new(heads, [seq, seq], block_size)
     }

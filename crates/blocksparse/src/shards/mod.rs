@@ -14,7 +14,7 @@ use choose::Candidate;
 use pieces::Pieces;
 use reach::{count, ranges, reached};
 
-/// Who has which positions of a sequence that several devices share, and which keys and values each needs of the others.
+/// Division of a sequence over several devices: the positions of each, and the keys and values that each needs from the others.
 ///
 /// A device computes the rows of its own queries, so each pair is computed once, by one device. The blocks of keys that its
 /// rows attend to and another device has are all that crosses, known from the layout before anything runs. Gradients of

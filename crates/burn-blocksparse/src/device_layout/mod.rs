@@ -47,14 +47,12 @@ impl DeviceLayoutOptions {
 /// A layout whose blocks a tensor on a device chooses, for patterns that depend on content: query `i` attends to key `j` if the block of
 /// the pair is chosen and, in a causal layout, `j ≤ i + seq_kv − seq_q`.
 ///
-/// [`sparse_attention`](crate::sparse_attention) takes it as it takes a [`BlockLayout`]. Where kernels run, launch plans are made of the tensor on
-/// the device, by rows and by columns; the host does not wait for anything. They are made once and kept with the layout, so
-/// use one layout for all calls of the same choice, and cloning is cheap. On CPU backends the host is the device: the first call
-/// makes a [`BlockLayout`] of the tensor.
+/// [`sparse_attention`](crate::sparse_attention) takes it like a [`BlockLayout`]. Where kernels run, launch plans by rows and by columns are made
+/// from the tensor on the device, without host synchronisation, once per layout: use one layout for all calls of the same choice. Cloning is cheap.
+/// On CPU backends the first call makes a [`BlockLayout`] of the tensor.
 ///
-/// A row of blocks may be empty; its queries give zeros. What the tensor holds cannot be checked, but all of it is safe: see the
-/// functions that make a layout. Launch plans have space for the largest possible number of blocks: for each pattern about 8 bytes for
-/// each pair of blocks of a mask, and for each index.
+/// A row of blocks may be empty; its queries give zeros. The tensor's contents cannot be checked, but any are safe: see the constructors. Launch
+/// plans have space for the largest possible number of blocks, about 8 bytes for each pair of blocks of a mask, and for each index.
 ///
 /// ```
 /// use burn::tensor::{Bool, Device, Distribution, Tensor};
@@ -146,8 +144,8 @@ impl DeviceLayout {
         Self::new("a mask", options, patterns, BlockSource::Mask, chooser)
     }
 
-    /// The first `counts` blocks of each row of `indices`. An index that is negative or no less than the number of key blocks counts for
-    /// nothing, and one that is repeated counts once; so do counts that are negative or larger than a row.
+    /// The first `counts` blocks of each row of `indices`. An index that is negative or not below the number of key blocks is ignored, and a repeated
+    /// one counts once. Counts are clamped to the row.
     ///
     /// # Shapes
     /// - `indices`: `[batch or 1, a divisor of heads, q_blocks, most]`, of key blocks
@@ -274,9 +272,9 @@ impl DeviceLayout {
         })
     }
 
-    /// The same choice from the blocks of `layout`, which is on the host: a rule sees no other blocks, forced ones included, others that are chosen count
-    /// for nothing, and a chosen block has the pairs that it has in `layout`. So `layout` alone says which keys queries see, in place of
-    /// [`DeviceLayoutOptions::causal`]: that of a causal pattern, with windows, documents, padding and what else a layout can have.
+    /// The same choice among the blocks of `layout`, which is on the host. A rule sees no other blocks, forced ones included; other chosen blocks are
+    /// ignored; and a chosen block has the pairs that it has in `layout`. So `layout` alone says which keys queries see, in place of
+    /// [`DeviceLayoutOptions::causal`]: windows, documents, padding and anything else that a layout can have.
     ///
     /// Where kernels run, `layout`'s launch plans are uploaded once, and plans of the chosen blocks are made of their entries on the device. Take one layout
     /// for all calls.

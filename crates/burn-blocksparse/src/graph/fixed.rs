@@ -54,12 +54,13 @@ mod sealed {
     }
 }
 
-/// A tensor whose elements the host may overwrite where they lie: an input of [`CapturedGraph`](super::CapturedGraph), such as the tokens of a step.
+/// A tensor that the host overwrites in place: an input of a [`CapturedGraph`](super::CapturedGraph), such as the tokens of a step.
 ///
-/// A recording reads the buffers that it saw. A tensor that the host makes anew has another one, so replays would go on with the first batch;
-/// [`write`](Self::write) puts new numbers into the buffer itself. Clones are the same tensor. On CPUs, which record nothing, a write makes another tensor.
+/// A captured graph reads the buffers that it saw. A new tensor has another buffer, so replays would go on with the first batch;
+/// [`write`](Self::write) puts new elements into the buffer itself. Clones are the same tensor. On CPUs, which capture nothing, a write makes another
+/// tensor.
 ///
-/// It stays on its thread: CubeCL orders the work of a thread, and the write of another could come before or after a replay.
+/// It stays on its thread: CubeCL orders the work of a thread, and a write from another could come before or after a replay.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, TensorData};
@@ -78,7 +79,7 @@ pub struct StaticInput<const D: usize, K: StaticInputKind = Float> {
 }
 
 impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
-    /// Of the data, in its dtype, on the device.
+    /// Copies the data to the device, in its dtype.
     ///
     /// # Errors
     /// [`OpError`] if the numbers have another rank or kind, if the device is not served, or if this thread records.

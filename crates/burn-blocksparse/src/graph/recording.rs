@@ -55,8 +55,8 @@ pub fn is_recording() -> bool {
     RECORDING.get()
 }
 
-/// That this thread does not record: for who is about to copy host data to a device, which replays of [`CapturedGraph`](crate::graph::CapturedGraph) would
-/// copy again as they were.
+/// Checks that this thread does not capture a graph. Call it before you copy host data to a device: replays of a
+/// [`CapturedGraph`](crate::graph::CapturedGraph) would copy the same data again.
 ///
 /// # Errors
 /// [`OpError::Recording`] with what would be copied.

@@ -11,15 +11,15 @@ use crate::base::prelude::*;
 /// Runs before the recording. Fusion takes the path that it stays on from the second run on, and pools then have what a run needs.
 const WARM_UPS: usize = 3;
 
-/// A computation that runs many times with the same sizes, such as a step of training: recorded once, and then replayed as a single dispatch where the device can
-/// (CUDA, HIP); elsewhere it runs again. Either way [`run`](Self::run) does the computation exactly once, so nothing counts calls but the caller.
+/// A computation that runs many times with the same sizes, such as a training step. It is captured once and replayed as one launch where the device
+/// can (CUDA, HIP); elsewhere it runs again. Either way [`run`](Self::run) computes exactly once.
 ///
-/// The first three runs call the closure. The fourth calls it once more to record it, which computes nothing, and replays what was recorded; from then on the
-/// closure is not called, so **what it does on the host happens four times only**. What differs from run to run must be read from [`StaticInput`](super::StaticInput) inputs,
-/// written before each run; what lasts must be updated in its own buffer; and scalars are frozen. From the fourth run on the functions of this crate refuse to copy
-/// from the host inside the closure, on every device, so that what would go wrong on a GPU does on a CPU.
+/// The first three runs call the closure. The fourth calls it to capture it, which computes nothing, and replays the result; later runs do not call
+/// the closure, so **host code runs four times only**. Read what changes between runs from [`StaticInput`](super::StaticInput)s, written before each
+/// run. Update lasting state in its own buffer. Scalars are frozen. From the fourth run on, functions of this crate return an error instead of
+/// copying from the host inside the closure, on every device, so that a mistake shows on a CPU too.
 ///
-/// Results are read outside: reading inside a recording fails it. A device holds the buffers that a recording touched for as long as the recording lives.
+/// Read results outside: reading inside makes the capture fail. The device holds the buffers of a captured graph as long as it lives.
 ///
 /// ```
 /// use burn::tensor::{Device, TensorData};

@@ -9,9 +9,9 @@ use crate::error::OpError;
 /// Numbers and tensors that a process sends to another.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Message {
-    /// What both sides know the meaning of.
+    /// Numbers, with a meaning that both sides know.
     pub words: Vec<u64>,
-    /// Of floats, or of integers with a sign; bytes are those of [`DType::U8`].
+    /// Tensors of floats or signed integers; bytes are those of [`DType::U8`].
     pub tensors: Vec<TensorData>,
 }
 

@@ -10,13 +10,13 @@ use crate::base::device::check_collectives;
 use crate::error::OpError;
 use crate::processes::Processes;
 
-/// By which way keys, values and their gradients cross between the devices of a group.
+/// Exchange of keys, values and their gradients between the devices of a group.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Exchange {
-    /// By way of the host: between any devices, also of two kinds.
+    /// Through the host: between any devices, also of two kinds.
     Host {
-        /// Why not by NCCL, between CUDA devices without it.
+        /// Reason why NCCL is not used between CUDA devices.
         instead: Option<String>,
     },
     /// By NCCL, through Burn's engine: between different CUDA devices. Made by [`Self::nccl`].
@@ -25,7 +25,7 @@ pub enum Exchange {
         /// In the order of the group.
         devices: Vec<Device>,
     },
-    /// By way of hosts and TCP: between processes that have a device each. Made by [`Self::processes`].
+    /// Through hosts and TCP: between processes that have a device each. Made by [`Self::processes`].
     #[non_exhaustive]
     Processes {
         /// This one among all.

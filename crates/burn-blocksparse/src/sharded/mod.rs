@@ -98,13 +98,13 @@ impl Drop for SequenceShard {
 }
 
 impl SequenceShard {
-    /// The shards of all devices of a plan, in order, between which blocks cross by way of the host.
+    /// The shards of all devices of a plan, in order; blocks are exchanged through the host.
     pub fn group(plan: &ShardPlan) -> Vec<Self> {
         Self::made(plan, &Exchange::default())
     }
 
-    /// As [`Self::group`], with another way for blocks to cross. Between processes it is the shard of this process alone, and all processes of the group must
-    /// make their groups in the same order.
+    /// As [`Self::group`], with another exchange. Between processes it is the shard of this process alone, and all processes of the group must make
+    /// their groups in the same order.
     ///
     /// # Errors
     /// [`OpError::Argument`] if the exchange is of another number of devices than the plan.
@@ -150,7 +150,7 @@ impl SequenceShard {
         self.end.way.leave();
     }
 
-    /// By which way blocks cross.
+    /// Returns the exchange.
     pub fn exchange(&self) -> &Exchange {
         &self.exchange
     }

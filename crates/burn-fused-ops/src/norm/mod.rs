@@ -97,7 +97,7 @@ impl NormParams {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Residual<const D: usize> {
-    /// Of the stream's shape.
+    /// The branch, of the stream's shape.
     pub x: Tensor<D>,
     /// `[width]`: added to it.
     pub bias: Option<Tensor<1>>,

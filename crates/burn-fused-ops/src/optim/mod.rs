@@ -136,11 +136,11 @@ impl FusedAdamW {
         Ok(control)
     }
 
-    /// As [`step`](Self::step), with what the last [`prepare`](AdamWStepState::prepare) of this optimizer's control left on the device: for steps that
-    /// [`CapturedGraph`](burn_blocksparse::graph::CapturedGraph) records. Inside a recording parameters and moments are updated where they lie, or it fails with
-    /// [`OpError::NotInPlace`]: nothing else may hold the parameters of the model then, such as a clone or a graph of autodiff.
+    /// As [`step`](Self::step), with the state that the last [`prepare`](AdamWStepState::prepare) of this optimizer's control left on the device: for
+    /// steps in a [`CapturedGraph`](burn_blocksparse::graph::CapturedGraph). During a capture, parameters and moments are updated in place, or it
+    /// fails with [`OpError::NotInPlace`]: nothing else may hold the model's parameters then, such as a clone or a graph of autodiff.
     ///
-    /// Steps that are replayed count: [`to_bytes`](Self::to_bytes), between runs, writes them.
+    /// Replayed steps count: [`to_bytes`](Self::to_bytes), between runs, writes them.
     ///
     /// # Errors
     /// As [`step`](Self::step); also if the control is another optimizer's or not prepared, or if a parameter with a gradient has had none in some of the

@@ -10,20 +10,20 @@ use crate::rope::ops::RopeOps;
 use crate::rope::values::{RopeCall, RopeInputs};
 use burn_blocksparse::internal::prelude::*;
 
-/// Where the rows of a tensor sit in their sequences.
+/// Positions of a tensor's rows in their sequences.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum RopePositions {
-    /// One after the other, from this one on.
+    /// Consecutive, from this one on.
     From(usize),
-    /// Of every row of every batch entry, `[batch · seq]`. They are not read back from the device, so they are not checked.
+    /// For every row of every batch entry, `[batch · seq]`. They are not read back from the device, so they are not checked.
     Of(Box<Tensor<1, Int>>),
 }
 
 /// Rotates pairs of channels of queries or keys by their positions, in one launch: `(a, b) → (a cos φ − b sin φ, b cos φ + a sin φ)` for channels 2i and
 /// 2i + 1, computed in the table's dtype and rounded once to `dtype`. It is one step of the autodiff graph, which keeps the table.
 ///
-/// `table` is burn-nn's `RotaryEncoding::freq_complex`; `back` rotates the other way round.
+/// `table` is burn-nn's `RotaryEncoding::freq_complex`; `back` reverses the rotation.
 ///
 /// ```
 /// use burn::nn::RotaryEncodingConfig;

@@ -67,7 +67,7 @@ impl LshOptions {
     }
 }
 
-/// Attention of each token to tokens that random rotations put into the same bucket, or a adjacent one (Kitaev et al., 2020, §2).
+/// Attention of each token to tokens that random rotations put into the same bucket, or an adjacent one (Kitaev et al., 2020, §2).
 ///
 /// ```text
 /// round r:  bucket = argmax [x R_r; −x R_r];  tokens sorted by bucket, and by position, in chunks of `bucket` tokens

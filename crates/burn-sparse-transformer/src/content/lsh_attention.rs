@@ -65,8 +65,8 @@ impl LshAttentionConfig {
     }
 }
 
-/// Multi-head attention to tokens that hash alike (Kitaev et al., 2020): projections around [`lsh_attention`](crate::content::lsh_attention()). Keys are the queries, made as
-/// long as 1.
+/// Multi-head attention to tokens that hash alike (Kitaev et al., 2020): projections around [`lsh_attention`](crate::content::lsh_attention()). Keys
+/// are the queries, normalised to unit length.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};

@@ -15,20 +15,19 @@ use crate::{Precision, SparseMultiHeadAttentionConfig};
 
 const EPSILON: f64 = 1e-5;
 
-/// The lightning indexer: what it makes of tokens, queries and keys in a precision ([`DsaHeadsConfig::index_precision`]), weights in the dtype of their layer's
-/// parameters. Tokens are detached, so that the indexer learns nothing by the model's loss, and
-/// the model nothing by the indexer's.
+/// The lightning indexer. Queries and keys have a precision ([`DsaHeadsConfig::index_precision`]), weights the dtype of the layer's parameters.
+/// Tokens are detached: the indexer learns by its own loss only, and the model by its own.
 #[derive(Module, Debug)]
 pub struct DsaIndexer {
     /// `d_model` to `index_heads · index_dim`, without bias.
     pub query: Linear,
     /// `d_model` to `index_dim`, without bias.
     pub key: Linear,
-    /// Of keys.
+    /// Norm of keys.
     pub norm: LayerNorm,
     /// `d_model` to `index_heads`, without bias.
     pub weights: Linear,
-    /// Of the first channels of queries and keys; no parameters.
+    /// Rotation of the first channels of queries and keys; no parameters.
     pub rope: Option<RotaryEncoding>,
     heads: usize,
     #[module(skip)]

@@ -71,7 +71,7 @@ pub struct LlamaConfig {
     /// The pattern.
     #[config(default = "Pattern::causal()")]
     pub pattern: Pattern,
-    /// Selections of keys by content, in turn by layers. Default: they are the pattern's.
+    /// Selections of keys by content, which layers use in turn. Default: none.
     pub selections: Option<Vec<Selection>>,
     /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 64)]

@@ -40,11 +40,11 @@ use crate::{Precision, SparseMhaInput, SparseMultiHeadAttention, SparseTransform
 /// Should be created with [`LlamaConfig`](super::LlamaConfig).
 #[derive(Module, Debug)]
 pub struct Llama {
-    /// Of tokens, `[vocab_size, d_model]`.
+    /// Token embedding, `[vocab_size, d_model]`.
     pub embed: Embedding,
     /// The blocks, first to last.
     pub layers: Vec<LlamaBlock>,
-    /// Before the logits.
+    /// Norm before the logits.
     pub norm: RmsNorm,
     /// `d_model` to `vocab_size`, unless the output head is the embedding.
     pub head: Option<Linear>,

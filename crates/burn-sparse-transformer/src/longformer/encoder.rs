@@ -17,17 +17,17 @@ use crate::stream::{Projected, Stream};
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct LongformerEncoderConfig {
-    /// Of every layer: the width, the heads and the pattern.
+    /// Attention of every layer: width, heads and pattern.
     pub attention: LongformerAttentionConfig,
-    /// The layers' own patterns, one for each, in place of that of `attention`. Default: that one in all layers.
+    /// The layers' own patterns, one for each, in place of `attention`'s. Default: that one in all layers.
     pub patterns: Option<Vec<crate::Pattern>>,
-    /// Size of the vocabulary. Has to be set: `init` refuses 0.
+    /// Size of the vocabulary. Required: 0 is an error.
     #[config(default = 0)]
     pub vocab_size: usize,
-    /// Longest sequence, in positions. Has to be set: `init` refuses 0.
+    /// Longest sequence, in positions. Required: 0 is an error.
     #[config(default = 0)]
     pub context: usize,
-    /// Number of layers. Has to be set: `init` refuses 0.
+    /// Number of layers. Required: 0 is an error.
     #[config(default = 0)]
     pub n_layers: usize,
     /// Number of types that tokens may have.
@@ -116,11 +116,11 @@ pub struct LongformerEncoder {
     pub position_embedding: Embedding,
     /// `[token_types, d_model]`.
     pub type_embedding: Embedding,
-    /// Of the sum of the embeddings.
+    /// Norm of the sum of the embeddings.
     pub norm: LayerNorm,
     /// First to last.
     pub layers: Vec<LongformerLayer>,
-    /// Of the embeddings.
+    /// Dropout of the embeddings.
     pub dropout: Dropout,
     layer_norm_eps: f64,
 }
@@ -130,15 +130,15 @@ pub struct LongformerEncoder {
 pub struct LongformerLayer {
     /// Self-attention.
     pub attention: LongformerAttention,
-    /// After the attention.
+    /// Norm after the attention.
     pub norm_1: LayerNorm,
     /// `d_model` to `d_ff`, before GELU (with erf).
     pub linear_inner: Linear,
     /// `d_ff` to `d_model`.
     pub linear_outer: Linear,
-    /// After the feed-forward network.
+    /// Norm after the feed-forward network.
     pub norm_2: LayerNorm,
-    /// At the end of both residual branches.
+    /// Dropout at the end of both residual branches.
     pub dropout: Dropout,
     layer_norm_eps: f64,
 }

@@ -28,8 +28,8 @@ use crate::{
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct LongformerAttentionConfig {
-    /// Of the attention of ordinary tokens. Its pattern is without the global tokens: `Pattern::window(256)`, or
-    /// [`Pattern::dilated_window`]s per head. There is neither `selection`, `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach`, `sinks` nor `quiet_softmax`.
+    /// Attention of ordinary tokens. Its pattern is without the global tokens: `Pattern::window(256)`, or [`Pattern::dilated_window`]s per head.
+    /// `selection`, `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach`, `sinks` and `quiet_softmax` must be unset.
     pub attention: SparseMultiHeadAttentionConfig,
 }
 
@@ -57,7 +57,7 @@ impl LongformerAttentionConfig {
 /// Should be created with [`LongformerAttentionConfig`].
 #[derive(Module, Debug)]
 pub struct LongformerAttention {
-    /// Of ordinary tokens; its output projection is that of all.
+    /// Attention of ordinary tokens; its output projection is shared.
     pub mha: SparseMultiHeadAttention,
     /// Queries of global tokens: the shape of `mha.query`.
     pub query_global: Linear,

@@ -16,19 +16,19 @@ use crate::linear::linear_flops;
 use crate::shared_choice::{Chosen, SharedChoice};
 use crate::{Precision, SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
 
-/// Heads of MiniMax sparse attention: an index branch, and how many blocks it chooses for a token. Queries, keys and values are those of the layer. The branch
-/// gets tokens detached, so that it learns nothing by the model's loss, and the model nothing by its.
+/// Heads of MiniMax sparse attention: an index branch, which chooses blocks for each token. Queries, keys and values are those of the layer. Tokens
+/// are detached: the branch learns by its own loss only, and the model by its own.
 #[derive(Module, Debug)]
 pub struct MsaHeads {
     /// `d_model` to `n_kv_heads · index_dim`, without bias.
     pub query: Linear,
     /// `d_model` to `index_dim`, without bias.
     pub key: Linear,
-    /// Of each head of queries.
+    /// Norm of each query head.
     pub query_norm: RmsNorm,
-    /// Of keys.
+    /// Norm of keys.
     pub key_norm: RmsNorm,
-    /// Of the first channels of queries and keys; no parameters.
+    /// Rotation of the first channels of queries and keys; no parameters.
     pub rope: Option<RotaryEncoding>,
     #[module(skip)]
     op: Msa,

@@ -31,7 +31,7 @@ pub struct NsaHeadsConfig {
     /// Number of first blocks that are always selected.
     #[config(default = 1)]
     pub first: usize,
-    /// So are so many up to a token's own.
+    /// Number of blocks up to a token's own that are always selected.
     #[config(default = 2)]
     pub local: usize,
     /// Keys of the window; 0 turns that branch off.

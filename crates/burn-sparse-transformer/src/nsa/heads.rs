@@ -14,8 +14,8 @@ use crate::precision::project_heads;
 use crate::{Precision, SparseMhaCache, SparseMultiHeadAttentionConfig};
 use burn_blocksparse::internal::arange;
 
-/// The heads of native sparse attention (Yuan et al., 2025), but for their queries and the keys and values that blocks are chosen of: projections of the other
-/// branches, what compresses, and gates.
+/// Heads of native sparse attention (Yuan et al., 2025): projections of the compressed branch and the window, compression, and gates. Queries, and
+/// keys and values of the selected branch, are those of the layer.
 #[derive(Module, Debug)]
 pub struct NsaHeads {
     /// Keys and values that are compressed. None where branches share theirs.

@@ -9,14 +9,14 @@ use super::super::CacheError;
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum EvictionScore {
-    /// The attention that all queries since the key came gave it (H2O: Zhang et al., 2023).
+    /// Sum of the attention from all later queries (H2O: Zhang et al., 2023).
     Sum,
     /// The same divided by the number of heads and queries that saw the key, so that old keys have no advantage (kvpress' `ObservedAttentionPress`).
     Mean,
     /// The newest query's attention, as a mean over all heads of the layer: all KV heads keep the same keys (TOVA: Oren et al., 2024, section 3).
     LastRow,
-    /// The mean attention of the last `window` queries, pooled over `pool` adjacent keys (SnapKV: Li et al., 2024). Keys of the window itself are kept
-    /// without a contest.
+    /// Mean attention of the last `window` queries, smoothed over `pool` adjacent keys (SnapKV: Li et al., 2024). Keys of the window itself are
+    /// always retained.
     Votes {
         /// Queries that vote.
         window: usize,
@@ -48,7 +48,7 @@ pub enum ScoreSmoothing {
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum EvictionBudget {
-    /// The same for each.
+    /// The same number for each.
     #[default]
     Uniform,
     /// More in earlier layers (PyramidKV: Cai et al., 2024, section 3): [`pyramid_budgets`](super::pyramid_budgets).
@@ -58,13 +58,13 @@ pub enum EvictionBudget {
     },
     /// Within a layer by the heads' scores (Ada-KV: Feng et al., 2024): [`adaptive`](super::adaptive).
     Adaptive {
-        /// The share of the mean that each head has for certain; kvpress' is 0.2.
+        /// Share of the mean that each head gets at least; kvpress' is 0.2.
         alpha: f64,
     },
 }
 
-/// Keys of a sequence that are retained: the first `sinks`, the last `recent` ones, and those of the others with the best scores, `capacity` in all for each layer and
-/// KV head. They are evicted when there are more than `capacity + slack`, down to `capacity`.
+/// Eviction down to `capacity` keys for each layer and KV head, when there are more than `capacity + slack`: the first `sinks`, the last `recent`,
+/// and the best of the others by score stay.
 ///
 /// ```
 /// use burn_paged_attention::pages::EvictionConfig;
@@ -88,9 +88,9 @@ pub struct EvictionConfig {
     pub sinks: usize,
     /// Last keys, which are never evicted.
     pub recent: usize,
-    /// Keys between these that are retained for their scores: of each layer and KV head, or on average.
+    /// Keys between these that are retained by score, for each layer and KV head, or on average.
     pub heavy: usize,
-    /// Keys above the capacity before an eviction, so that not every token needs one.
+    /// Keys above the capacity before an eviction, so that not every token causes one.
     pub slack: usize,
     /// Distribution of keys over layers and heads.
     pub budget: EvictionBudget,
