@@ -154,10 +154,10 @@ registry! {
     }
     paged {
         paged::plain: paged_attention_equals_f64, paged_attention_in_half_precision, paged_attention_gives_the_same_bits,
-            paged_attention_with_fixed_split, paged_attention_of_nothing, paged_attention_leaves_the_graph,
+            paged_attention_with_fixed_split, paged_attention_golden, paged_attention_of_nothing, paged_attention_leaves_the_graph,
             paged_attention_plans, appended_rows;
         paged::choice: chosen_pages_equal_f64, chosen_quantised_pages_equal_f64, picks_of_any_scores;
-        paged::quantised: quantised_rows, quantised_rows_that_are_not_finite, quantised_attention_equals_f64,
+        paged::quantised: quantised_rows, quantised_rows_golden, quantised_rows_that_are_not_finite, quantised_attention_equals_f64,
             quantised_attention_in_half_precision, quantised_plans_name_the_store;
     }
     projection {

@@ -1,9 +1,10 @@
 //! Attention over pages and writing into them, against loops in f64.
 
-use burn_blocksparse::OpPlan;
+use burn_blocksparse::{OpPlan, merge_attention};
 use burn_paged_attention::{PagedKeysValues, PagedOptions, append_rows, paged_attention};
 use rand::seq::SliceRandom;
 
+use crate::judge::golden::val;
 use crate::judge::paged::{Problem, cases};
 use crate::prelude::*;
 use crate::training::case::assert_plan;
@@ -70,6 +71,46 @@ pub fn paged_attention_with_fixed_split(devices: &[Device]) {
             let expected = &whole[entry * numbers..][..numbers];
             let got = to_f64(output.out.into_data());
             assert_eq!(got, expected, "{device:?}, {entry}");
+        }
+    }
+}
+
+/// Three ranges of keys and their merge, with numbers that were computed elsewhere.
+pub fn paged_attention_golden(devices: &[Device]) {
+    for device in devices {
+        let of = |of: usize| -> Vec<f64> {
+            let numbers = (0..12).flat_map(|i| (0..4).map(move |c| (i, c)));
+            numbers.map(|(i, c)| val(of, 0, i, c)).collect()
+        };
+        let pages = |start: i32, count: i32| {
+            PagedKeysValues::new(
+                tensor(&of(1), [3, 4, 4], device, DType::F32),
+                tensor(&of(2), [3, 4, 4], device, DType::F32),
+                1,
+                ints(&[0, 1, 2], [1, 1, 3], device),
+                ints(&[0, 0, start, count], [1, 1, 4], device),
+            )
+        };
+        let attend = |start: i32, count: i32| {
+            let q = tensor(&of(0)[44..], [1, 1, 1, 4], device, DType::F32);
+            let options = PagedOptions::default().scale(0.5);
+            paged_attention(q, &pages(start, count), &options).unwrap()
+        };
+        let mut merged = None;
+        for (start, count, lse) in [(0, 5, 2.254144), (5, 5, 2.107475), (10, 2, 0.730671)] {
+            let part = attend(start, count);
+            assert_close("lse of a part", part.lse.clone().into_data(), &[lse], 1e-6);
+            merged = Some(match merged {
+                None => (part.out, part.lse),
+                Some((out, lse)) => merge_attention(out, lse, part.out, part.lse).unwrap(),
+            });
+        }
+        let whole = attend(0, 12);
+        let out = [-0.2353, -0.2691, 0.3076, 0.0389];
+        let (merged, lse) = merged.unwrap();
+        for (out_got, lse_got) in [(merged, lse), (whole.out, whole.lse)] {
+            assert_close("out", out_got.into_data(), &out, 2e-4);
+            assert_close("lse", lse_got.into_data(), &[2.987249], 1e-6);
         }
     }
 }

@@ -1,12 +1,25 @@
 //! Pages of numbers of eight bits: what is stored, and attention to it.
 
-use burn_paged_attention::{Quantization, QuantizedPages, append_quantized};
+use burn_paged_attention::{
+    PagedKeysValues, PagedStore, Quantization, QuantizedPages, append_quantized, paged_attention,
+};
 
+use crate::judge::golden::val;
 use crate::judge::paged::{Problem, cases};
 use crate::paged::plain::{Appended, plan};
 use crate::prelude::*;
 
 const KINDS: [Quantization; 2] = [Quantization::Int8, Quantization::Fp8E4m3];
+
+/// Pages with the rows of both written into page 0 and 1, without gaps.
+fn stored(kind: Quantization, rows: [&Tensor<4>; 2], device: &Device) -> QuantizedPages {
+    let [_, _, count, width] = rows[0].dims();
+    let value_width = rows[1].dims()[3];
+    let pages = QuantizedPages::zeros(kind, [2, 64], [width, value_width], device).unwrap();
+    let slots: Vec<i32> = (0..count as i32).collect();
+    let slots = ints(&slots, [1, 1, count], device);
+    append_quantized(pages, rows[0].clone(), rows[1].clone(), slots).unwrap()
+}
 
 /// The same words and scales as the definition's, of random rows in random slots, some of them nowhere; a clone keeps what it had.
 pub fn quantised_rows(devices: &[Device]) {
@@ -89,6 +102,62 @@ fn append_once(
     assert!(read_ints(clone.keys).iter().all(|word| *word == 0));
 }
 
+/// Keys 0 to 3 of the golden input, and the scores of its query 11, with numbers that were computed elsewhere.
+pub fn quantised_rows_golden(devices: &[Device]) {
+    let of = |of: usize, from: usize, to: usize| -> Vec<f64> {
+        let numbers = (from..to).flat_map(|i| (0..4).map(move |c| (i, c)));
+        numbers.map(|(i, c)| val(of, 0, i, c)).collect()
+    };
+    let int8: [[i8; 4]; 4] = [
+        [64, -13, -89, 127],
+        [-64, -85, -106, -127],
+        [35, 81, 127, -92],
+        [0, 127, -71, 56],
+    ];
+    let fp8 = [
+        [224.0, -44.0, -320.0, 448.0],
+        [-224.0, -288.0, -384.0, -448.0],
+        [120.0, 288.0, 448.0, -320.0],
+        [0.0, 448.0, -256.0, 192.0],
+    ];
+    let exact = [-1.2265625, -0.234375, 1.9609375, -0.2109375];
+    let errors = [
+        [-0.000677, -0.002215, -0.000615, 0.0],
+        [-0.010184, -0.003348, -0.008929, 0.0],
+    ];
+    let amax = [1.25, 0.75, 1.375, 1.125];
+    for device in devices {
+        for (index, kind) in KINDS.into_iter().enumerate() {
+            let rows = tensor(&of(1, 0, 4), [1, 1, 4, 4], device, DType::F32);
+            let store = stored(kind, [&rows, &rows], device);
+            let words = &read_ints(store.keys.clone())[..4];
+            for (row, word) in words.iter().enumerate() {
+                let bytes = word.to_le_bytes();
+                match kind {
+                    Quantization::Int8 => assert_eq!(bytes.map(|byte| byte as i8), int8[row]),
+                    _ => assert_eq!(bytes.map(|byte| kind.decode(byte)), fp8[row]),
+                }
+            }
+            let scales = to_f64(store.key_scales.clone().into_data());
+            for (scale, amax) in scales.iter().zip(amax) {
+                assert_eq!(*scale as f32, amax as f32 / kind.largest());
+            }
+            // A call over one slot has its score as lse.
+            let q = tensor(&of(0, 11, 12), [1, 1, 1, 4], device, DType::F32);
+            for slot in 0..4 {
+                let spans = ints(&[0, 0, slot, 1], [1, 1, 4], device);
+                let table = ints(&[0], [1, 1, 1], device);
+                let store = PagedStore::Quantized(store.clone());
+                let pages = PagedKeysValues::of_store(store, 1, table, spans);
+                let output = paged_attention(q.clone(), &pages, &Default::default()).unwrap();
+                let error = to_f64(output.lse.into_data())[0] - exact[slot as usize];
+                let expected = errors[index][slot as usize];
+                assert_near(&format!("{kind}"), &[error], &[expected], 2e-6);
+            }
+        }
+    }
+}
+
 pub fn quantised_rows_that_are_not_finite(devices: &[Device]) {
     let rows: [[f32; 4]; 8] = [
         [0.0; 4],
@@ -104,9 +173,7 @@ pub fn quantised_rows_that_are_not_finite(devices: &[Device]) {
         let flat: Vec<f32> = rows.iter().flatten().copied().collect();
         let x = floats(&flat, [1, 1, 8, 4], device);
         for kind in KINDS {
-            let store = QuantizedPages::zeros(kind, [1, 8], [4, 4], device).unwrap();
-            let slots = ints(&[0, 1, 2, 3, 4, 5, 6, 7], [1, 1, 8], device);
-            let store = append_quantized(store, x.clone(), x.clone(), slots).unwrap();
+            let store = stored(kind, [&x, &x], device);
             let words = read_ints(store.keys.clone());
             let scales = store.key_scales.clone().into_data();
             let scales: Vec<f32> = scales.iter::<f32>().collect();

@@ -1,11 +1,41 @@
 //! `SparseMultiHeadAttention` against burn-nn's `MultiHeadAttention`, and against itself in pieces.
 
+use burn::nn::attention::generate_autoregressive_mask;
 use burn_sparse_transformer::{SparseTransformerBlock, SparseTransformerCache};
 
 use crate::common::*;
 
 fn sparse(d_model: usize, n_heads: usize, pattern: Pattern) -> SparseMultiHeadAttentionConfig {
     SparseMultiHeadAttentionConfig::new(d_model, n_heads, pattern).with_block_size(8)
+}
+
+#[rstest]
+fn a_burn_nn_record_loads_and_gives_equal_outputs(
+    #[values(8, 32)] block_size: usize,
+    #[values(1, 37, 64)] seq: usize,
+    #[values(false, true)] causal: bool,
+) {
+    let device = Device::flex();
+    let dense = MultiHeadAttentionConfig::new(32, 4)
+        .with_dropout(0.0)
+        .init(&device);
+    let pattern = match causal {
+        true => Pattern::causal(),
+        false => Pattern::dense(),
+    };
+    let sparse = sparse(32, 4, pattern)
+        .with_block_size(block_size)
+        .init(&device)
+        .load_record(dense.clone().into_record());
+
+    let x = random([2, seq, 32], &device);
+    let mut input = MhaInput::self_attn(x.clone());
+    if causal {
+        input = input.mask_attn(generate_autoregressive_mask(2, seq, &device));
+    }
+    let expected = dense.forward(input).context;
+    let got = attend(&sparse, x).unwrap();
+    assert_close(got, expected, 1e-5);
 }
 
 #[test]
@@ -43,6 +73,18 @@ fn half_size_queries_and_keys_leave_values_alone() {
     let expected = 2 * (2 * 32 * 16 + 2 * 32 * 32);
     assert_eq!(mha.matmul_flops_per_token(), expected);
     assert_eq!(mha.attention_flops(3).unwrap(), 2 * (4 + 8) * 4 * 6);
+}
+
+#[test]
+fn weights_of_the_kept_blocks_come_with_the_same_context() {
+    let device = Device::flex();
+    let mha = sparse(16, 2, Pattern::merged_strided(4)).init(&device);
+    let input = SparseMhaInput::self_attn(random([2, 13, 16], &device));
+    let expected = mha.forward(input.clone()).context;
+    let (output, weights) = mha.forward_with_weights(input);
+    assert_close(output.context, expected, 1e-5);
+    let sums = weights.to_dense().sum_dim(3);
+    assert_close(sums.clone(), sums.ones_like(), 1e-5);
 }
 
 #[test]

@@ -4,13 +4,15 @@ use burn::module::ModuleMapper;
 
 use crate::common::*;
 
-/// Numbers of eighths of a head's queries (0), keys (1) or values (2): rows of four.
+/// Numbers of eighths: of queries (0), keys (1), values (2) and more.
+pub fn val(of: usize, head: usize, i: usize, c: usize) -> f64 {
+    let sum = 131 * of + 61 * head + 31 * i + 17 * c + 5 * i * c + 7 * i * i;
+    ((sum % 23) as f64 - 11.0) / 8.0
+}
+
+/// `val` of a head, rows of four.
 pub fn vals(of: usize, rows: usize) -> Vec<Vec<f64>> {
-    let number = |i: usize, c: usize| {
-        let sum = 131 * of + 31 * i + 17 * c + 5 * i * c + 7 * i * i;
-        ((sum % 23) as f64 - 11.0) / 8.0
-    };
-    let row = |i| (0..4).map(|c| number(i, c)).collect();
+    let row = |i| (0..4).map(|c| val(of, 0, i, c)).collect();
     (0..rows).map(row).collect()
 }
 
@@ -24,6 +26,9 @@ pub fn scattered(count: usize, seed: usize) -> Vec<f64> {
     };
     (0..count).map(|_| next()).collect()
 }
+
+// The CPU backends, which have other integers.
+pub(crate) use crate::common::devices;
 
 pub fn tensor<const D: usize>(
     numbers: &[f64],

@@ -8,10 +8,57 @@ use burn_sparse_transformer::content::{
 };
 
 use crate::common::*;
-use crate::golden::{numbers, scattered, tensor};
+use crate::golden::{assert_near, devices, numbers, scattered, tensor, val, vals};
 
 fn options(bucket: usize) -> LshOptions {
     LshOptions::new(NonZeroUsize::new(bucket).unwrap())
+}
+
+/// Golden rotations of round `r`, `[4][2]`.
+fn golden_rotation(round: usize) -> Vec<Vec<f64>> {
+    let row = |c| (0..2).map(|e| val(6 + round, 0, c, e)).collect();
+    (0..4).map(row).collect()
+}
+
+#[test]
+fn the_golden_case() {
+    devices().iter().for_each(golden_on);
+}
+
+fn golden_on(device: &Device) {
+    let (qk, v, tolerance) = (vals(1, 16), vals(2, 16), 5e-5);
+    for dtype in [DType::F32, DType::F64] {
+        let [tq, tv] = [&qk, &v].map(|x| tensor(&x.concat(), [1, 1, 16, 4], device, dtype));
+        let run = |rounds: &[usize], options| {
+            let flat = rounds
+                .iter()
+                .flat_map(|&round| golden_rotation(round).concat());
+            let flat: Vec<f64> = flat.collect();
+            let rotations = tensor(&flat, [rounds.len(), 4, 2], device, dtype);
+            let (out, lse) = lsh_attention(tq.clone(), tv.clone(), rotations, options).unwrap();
+            (numbers(out), numbers(lse))
+        };
+        let near = |what: &str, got: &[f64], expected: &[f64]| {
+            assert_near(what, got, expected, tolerance);
+        };
+        for (round, of_5, of_15) in [(0, 0.986510, 1.919406), (1, 1.049415, 1.964228)] {
+            let (_, lse) = run(&[round], options(4));
+            assert_near("lse", &[lse[5], lse[15]], &[of_5, of_15], 2e-6);
+        }
+        let (out, _) = run(&[0, 1], options(4));
+        let row = |out: &[f64], i: usize| out[4 * i..4 * i + 4].to_vec();
+        near("5", &row(&out, 5), &[-0.6257, -0.3779, 1.2870, 0.0768]);
+        near("15", &row(&out, 15), &[-0.1056, -0.0311, 0.0824, -0.4176]);
+        assert_near("0", &row(&out, 0), &v[0], 1e-6);
+        let (out, lse) = run(&[0, 1], options(4).dedup(true));
+        let [of_5, of_15] = [
+            [-0.5976, -0.5117, 1.2827, 0.2022],
+            [-0.2056, -0.1953, 0.0965, -0.3306],
+        ];
+        near("5, dedup", &row(&out, 5), &of_5);
+        near("15, dedup", &row(&out, 15), &of_15);
+        assert_near("lse", &[lse[5], lse[15]], &[1.241603, 2.476406], 2e-6);
+    }
 }
 
 #[test]

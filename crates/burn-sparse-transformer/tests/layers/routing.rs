@@ -7,7 +7,7 @@ use burn_sparse_transformer::content::{
 
 use crate::common::*;
 use crate::golden::{
-    assert_near, differences, dot, filled, numbers, scattered, tensor, unit, vals,
+    assert_near, devices, differences, dot, filled, numbers, scattered, tensor, unit, vals,
 };
 
 /// Heads with these means, `[heads, clusters, dim]`.
@@ -32,6 +32,30 @@ fn golden(device: &Device, decay: f64) -> (RoutingHeads, Tensor<4>, Tensor<4>) {
         .with_means_decay(decay)
         .with_commitment(1.0);
     (heads(config, means), q, v)
+}
+
+#[test]
+fn the_golden_case() {
+    devices().iter().for_each(golden_on);
+}
+
+fn golden_on(device: &Device) {
+    let (routing, q, v) = golden(device, 0.999);
+    let clusters = routing.clusters(q.clone()).unwrap().into_data();
+    let clusters: Vec<i32> = clusters.iter().collect();
+    let expected = [0, 3, 4, 12, 3, 5, 7, 11, 2, 4, 8, 10, 1, 7, 14, 15];
+    assert_eq!(clusters, expected);
+    let out = routing.forward(q, v);
+    assert!(out.commitment.is_none());
+    let out = numbers(out.context);
+    let row = |i: usize| &out[4 * i..4 * i + 4];
+    // Position 5 sees 3 alone, and 6, 9 and 13 are in no cluster.
+    assert_near("5", row(5), &[-0.875, 0.25, 1.375, -0.375], 5e-7);
+    assert_near("10", row(10), &[0.1635, -0.5409, 0.6623, -0.0421], 5e-5);
+    assert_near("15", row(15), &[0.1549, -0.7417, 0.3263, 0.3113], 5e-5);
+    for i in [6, 9, 13] {
+        assert_near("none", row(i), &[0.0; 4], 0.0);
+    }
 }
 
 #[test]
