@@ -3,16 +3,10 @@ pub(crate) mod backend;
 #[doc(hidden)]
 pub mod ops;
 
-use burn::backend::Dispatch;
-use burn::tensor::{FloatDType, Int, Tensor};
-
 use crate::paged::values::OptInt;
 pub use crate::sample_options::SampleOptions;
 use crate::sampling::ops::SamplingOps;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::prelude::*;
 
 /// A token from each row of logits: [`SampleOptions`] says which may be drawn, and `draws` which of them it is: the first in the order of likelihood up to
 /// which they make up more than the row's number. −1 where no logit is finite.
