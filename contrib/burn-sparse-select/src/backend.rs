@@ -5,8 +5,7 @@ pub use crate::dsa::ops::{
     AmongKeys, BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss,
     IndexerOps, IndexerScores, TargetInputs,
 };
-pub use crate::gates::ops::GateOps;
-pub use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
+pub use crate::gates::ops::{GateOps, GatedGrads, GatedInputs, GatedSaved, GatedTask};
 pub use crate::pages::ops::PageChoiceOps;
 #[cfg(feature = "cube")]
 pub use crate::selection::estimate_ops::{BlockScores, CompressedCall, EstimateOps, ScoredBy};

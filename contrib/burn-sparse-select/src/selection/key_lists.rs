@@ -1,8 +1,6 @@
 //! Attention of queries to single keys that each of them lists.
 
 use blocksparse::BlockLayout;
-use burn::backend::Dispatch;
-use burn::tensor::{Int, Tensor};
 
 use crate::selection::ops::SelectionOps;
 use crate::selection::parts::{checked_overlap, overlap_of};
@@ -14,9 +12,8 @@ use crate::selection::token_sparse::values::{
 };
 use crate::selection::values::UniqueKeys;
 use burn_blocksparse::internal::check;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
-use burn_blocksparse::{AttentionOptions, DeviceLayout, OpError};
+use burn_blocksparse::internal::prelude::*;
+use burn_blocksparse::{AttentionOptions, DeviceLayout};
 
 /// The keys that each query sees, by their indices: those that heads of queries which share keys chose as one. They are on the device, without autodiff, and
 /// are not read back.
