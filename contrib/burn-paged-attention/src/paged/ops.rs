@@ -83,8 +83,6 @@ reference_backends!(PagedOps);
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
     use super::*;
     use crate::paged::values::{PagedInputsMetadata, PagedRowsMetadata, StoredRowsMetadata};
     use burn_blocksparse::internal::dtype::sums_of;

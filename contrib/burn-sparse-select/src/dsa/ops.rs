@@ -168,8 +168,6 @@ pub trait IndexerOps: Backend {
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
     use super::*;
 
     pub fn loss(

@@ -159,8 +159,6 @@ pub(crate) fn reference_gradients<B: Backend>(
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
     use super::*;
     use burn_blocksparse::internal::values::ThreeFloatsMetadata;
 

@@ -6,9 +6,8 @@ use crate::selection::ops::SelectionOps;
 use crate::selection::parts::{checked_overlap, overlap_of};
 use crate::selection::query_lists::SelectedBlocks;
 use crate::selection::token_sparse::backend::{gathers, plan};
-use crate::selection::token_sparse::ops::TokenSparseOps;
-use crate::selection::token_sparse::values::{
-    QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs,
+use crate::selection::token_sparse::ops::{
+    QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs, TokenSparseOps,
 };
 use crate::selection::values::UniqueKeys;
 use burn_blocksparse::internal::check;

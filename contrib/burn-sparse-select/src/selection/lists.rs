@@ -8,9 +8,8 @@ use blocksparse::{BlockLayout, LayoutShape};
 use crate::selection::parts::in_steps;
 use crate::selection::query_lists::{ListsShape, SelectedBlocks};
 use crate::selection::token_sparse::backend::{gathers, plan};
-use crate::selection::token_sparse::ops::TokenSparseOps;
-use crate::selection::token_sparse::values::{
-    BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs,
+use crate::selection::token_sparse::ops::{
+    BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs, TokenSparseOps,
 };
 use burn_blocksparse::internal::prelude::*;
 use burn_blocksparse::internal::upload::layout_tensors;

@@ -1,7 +1,6 @@
 //! The backend trait of choices by content.
 
 use crate::selection::reference;
-use crate::selection::token_sparse::reference::unique_keys;
 use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys};
 use burn_blocksparse::internal::prelude::*;
 
@@ -51,7 +50,7 @@ pub trait SelectionOps: Backend {
     /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 after the last. i32.
     #[fusion(dtype = DType::I32, shape = keys)]
     fn unique_keys(keys: IntTensor<Self>, call: UniqueKeys) -> IntTensor<Self> {
-        unique_keys::<Self>(keys, &call)
+        reference::unique_keys::<Self>(keys, &call)
     }
 }
 
@@ -60,8 +59,6 @@ reference_backends!(SelectionOps);
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
     use super::*;
     use crate::selection::values::{QueriesOfBlocksMetadata, TopKListsMetadata};
 

@@ -13,7 +13,7 @@ use burn_blocksparse::OpError;
 pub(crate) const NUMBERS: usize = 1 << 24;
 
 /// What weighs nothing in a softmax, also beside others of its kind.
-pub(crate) const NOTHING: f32 = -1e30;
+pub(crate) const NOTHING: f64 = -1e30;
 
 /// Computes `[batch, heads, x, y]` by some heads at a time, of tensors of `numbers` numbers a head of queries: `of` gets
 /// `[parts, group, seq_q, head_dim]` of queries and `[parts, 1, seq_kv, head_dim]` of keys, and gives `[parts, group, x, y]`.

@@ -4,10 +4,11 @@
 use std::cmp::Ordering;
 use std::ops::Range;
 
+use burn::tensor::IntDType;
 use burn_blocksparse::internal::host;
 use burn_blocksparse::internal::prelude::*;
 
-use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists};
+use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys};
 
 /// Shorter rows have no direction.
 const SHORTEST: f64 = 1e-18;
@@ -159,4 +160,23 @@ fn tensor<B: Backend>(
     device: &B::Device,
 ) -> IntTensor<B> {
     B::int_from_data(TensorData::new(numbers, shape.into()), device)
+}
+
+/// The keys that queries may see, each once, ascending: on the host, which for CPUs is where lists are.
+pub(crate) fn unique_keys<B: Backend>(keys: IntTensor<B>, call: &UniqueKeys) -> IntTensor<B> {
+    let device = keys.device();
+    let dims @ [_, _, seq_q, most] = keys.shape().dims();
+    let mut keys: Vec<i32> = host::ints::<B, _>(keys);
+    for (row, list) in keys.chunks_mut(most).enumerate() {
+        let seen = call.seen(row % seq_q, seq_q);
+        let mut found: Vec<i32> = (list.iter().copied())
+            .filter(|&key| key >= 0 && (key as usize) < seen)
+            .collect();
+        found.sort_unstable();
+        found.dedup();
+        found.resize(most, -1);
+        list.copy_from_slice(&found);
+    }
+    let keys = B::int_from_data(TensorData::new(keys, Shape::new(dims)), &device);
+    B::int_cast(keys, IntDType::I32)
 }

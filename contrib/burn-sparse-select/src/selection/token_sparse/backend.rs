@@ -12,7 +12,7 @@ pub(crate) use without_kernels::{gathers, plan};
 mod without_kernels {
     use burn::tensor::Tensor;
 
-    use crate::selection::token_sparse::values::TokenSparseCall;
+    use crate::selection::token_sparse::ops::TokenSparseCall;
     use burn_blocksparse::AttentionOptions;
 
     const OFF: &str = "no feature with kernels is on";
@@ -47,10 +47,9 @@ mod kernels {
     use burn_cubecl::{CubeBackend, CubeDevice};
 
     use super::TokenSparseOps;
-    use crate::selection::token_sparse::reference;
-    use crate::selection::token_sparse::values::{
+    use crate::selection::token_sparse::ops::{
         BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
-        TokenSparseOutput, TokenSparseSaved,
+        TokenSparseOutput, TokenSparseSaved, reference_attention, reference_gradients,
     };
     use burn_blocksparse::AttentionOptions;
     use burn_blocksparse::backend::BlockSparseOps;
@@ -185,7 +184,7 @@ mod kernels {
             call: TokenSparseCall,
         ) -> TokenSparseOutput<Self> {
             if !call.dispatch {
-                return reference::forward::<Self>(inputs, &call);
+                return reference_attention::<Self>(inputs, &call);
             }
             let (plan, scale) = (planned(&inputs, &call), call.scale);
             let near = layout(&inputs.lists, plan.forward()).map(|layout| {
@@ -233,7 +232,7 @@ mod kernels {
             call: TokenSparseCall,
         ) -> TokenSparseGrads<Self> {
             if !call.dispatch {
-                return reference::backward::<Self>(saved, grads, &call);
+                return reference_gradients::<Self>(saved, grads, &call);
             }
             let TokenSparseSaved { inputs, output } = saved;
             let (plan, scale) = (planned(&inputs, &call), call.scale);
@@ -353,7 +352,7 @@ mod step {
     use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
     use super::TokenSparseOps;
-    use crate::selection::token_sparse::values::{
+    use crate::selection::token_sparse::ops::{
         BlockLists, QueryLists, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
         TokenSparseOutput, TokenSparseSaved,
     };
