@@ -311,6 +311,7 @@ impl Call {
 
     fn placed(&self) -> PlacedLists<'_> {
         PlacedLists {
+            blocks: &self.blocks,
             queries: &self.queries,
             tile_blocks: &self.tile_blocks,
             places: &self.places,
@@ -350,11 +351,7 @@ impl Call {
             Plan::Queries(mainloops) | Plan::Neighbours(mainloops) => {
                 let lists = match self.request.block {
                     1 => ListedLists::Keys(blocks),
-                    _ => ListedLists::Blocks {
-                        blocks,
-                        queries: &self.queries,
-                        tile_blocks: &self.tile_blocks,
-                    },
+                    _ => ListedLists::Blocks(self.placed()),
                 };
                 backward(client, mainloops, x, lists, saved, by, made, scale)?;
             }

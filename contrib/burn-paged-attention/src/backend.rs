@@ -6,5 +6,4 @@ pub use crate::paged::values::{
     SumsInputs,
 };
 pub use crate::sampling::ops::SamplingOps;
-pub use crate::summaries::ops::PageSummaryOps;
-pub use crate::summaries::values::{PageScoreInputs, SummarizeInputs};
+pub use crate::summaries::ops::{PageScoreInputs, PageSummaryOps, SummarizeInputs};

@@ -1,10 +1,6 @@
 //! DeepSeek sparse attention over pages: an indexer's keys in pages, and choices among them.
 
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::prelude::*;
 use burn_sparse_select::dsa::{Dsa, DsaLists};
 
 use crate::paged::ops::PagedOps;

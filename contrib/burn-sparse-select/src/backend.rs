@@ -5,16 +5,14 @@ pub use crate::dsa::ops::{
     AmongKeys, BlockMaxima, ComparedKeys, IndexInputs, IndexerChoice, IndexerGrads, IndexerLoss,
     IndexerOps, IndexerScores, TargetInputs,
 };
-pub use crate::gates::ops::GateOps;
-pub use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
+pub use crate::gates::ops::{GateOps, GatedGrads, GatedInputs, GatedSaved, GatedTask};
 pub use crate::pages::ops::PageChoiceOps;
 #[cfg(feature = "cube")]
 pub use crate::selection::estimate_ops::{BlockScores, CompressedCall, EstimateOps, ScoredBy};
 pub use crate::selection::ops::SelectionOps;
-pub use crate::selection::token_sparse::ops::TokenSparseOps;
-pub use crate::selection::token_sparse::values::{
+pub use crate::selection::token_sparse::ops::{
     BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
-    TokenSparseOutput, TokenSparseSaved,
+    TokenSparseOps, TokenSparseOutput, TokenSparseSaved,
 };
 pub use crate::selection::values::{
     QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys,

@@ -12,8 +12,6 @@ mod kernels {
     use blocksparse_cubecl::recording::Failure;
     use blocksparse_cubecl::{KernelError, recording};
     use burn::backend::cubecl::dtype_to_elem_type;
-    use burn::backend::{Backend, Dispatch, TensorMetadata};
-    use burn::tensor::{DType, FloatDType};
     use burn_cubecl::kernel::into_contiguous;
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
@@ -28,7 +26,7 @@ mod kernels {
     use burn_blocksparse::internal::cube::{
         checked, contiguous, empty, integers, uses_reference, writable,
     };
-    use burn_blocksparse::internal::dtype::accumulate_in;
+    use burn_blocksparse::internal::prelude::*;
 
     /// Returns a text of how a call is launched.
     pub fn text(

@@ -11,16 +11,11 @@ pub mod values;
 
 pub use blocksparse::Quantization;
 
-use burn::backend::{Dispatch, DispatchTensor};
+use burn::backend::DispatchTensor;
 use burn::tensor::kind::Autodiff;
-use burn::tensor::{DType, Int, Tensor};
 
 use crate::paged::ops::PagedOps;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::dtype::accumulate_in;
-use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::prelude::*;
 pub use options::{PagedKeysValues, PagedOptions, PagedVisibility};
 pub use store::{PagedStore, QuantizedPages, append_quantized, dequantize};
 use values::{PagedCall, PagedInputs, SumsInputs};

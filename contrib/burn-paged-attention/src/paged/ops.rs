@@ -1,15 +1,10 @@
 //! The backend trait of attention over pages.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, backend_extension};
-#[cfg(feature = "fusion")]
-use burn::tensor::DType;
-
 use crate::paged::values::{
     AppendInputs, PagedCall, PagedInputs, PagedRows, StoredPages, SumsInputs,
 };
 use crate::paged::{reference, slots_reference};
-use burn_blocksparse::reference_backends;
+use burn_blocksparse::internal::prelude::*;
 
 /// Attention over pages, writing into them and their slots one by one as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public
 /// functions.
@@ -88,8 +83,6 @@ reference_backends!(PagedOps);
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
     use super::*;
     use crate::paged::values::{PagedInputsMetadata, PagedRowsMetadata, StoredRowsMetadata};
     use burn_blocksparse::internal::dtype::sums_of;

@@ -3,49 +3,44 @@
 use std::ops::Range;
 
 use blocksparse::Quantization;
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata, get_device_settings};
-use burn::tensor::{FloatDType, IndexingUpdateOp, Shape, Slice, TensorData};
+use burn::backend::get_device_settings;
+use burn::tensor::IndexingUpdateOp;
 
 use crate::paged::values::{
     AppendInputs, PackedRows, PagedCall, PagedInputs, PagedRows, StoredPages, StoredRows,
     SumsInputs,
 };
 use burn_blocksparse::graph::recording;
-use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::internal::host;
+use burn_blocksparse::internal::prelude::*;
 
 /// Where scores of rows without keys are, and above those of pairs that do not count.
 const LOWEST: f64 = -1e29;
 /// Added to the scores of pairs that do not count.
 const LOW: f64 = -1e30;
+/// What no recording may upload.
+const SLOTS: &str = "slots of pages";
 
 /// One sequence after the other: the slots of its page list are gathered, and what the queries do not see is masked.
 pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedRows<B> {
-    let [batch, heads, rows, width] = inputs.q.shape().dims();
-    let [pages, page] = inputs.pages.pages();
+    let [batch, heads, rows, _] = inputs.q.shape().dims();
     let [_, value_width] = inputs.pages.widths();
-    let [_, tables, _] = inputs.table.shape().dims();
     let dtype = FloatDType::from(inputs.q.dtype());
     let sums = accumulate_in(dtype);
     let device = inputs.q.device();
     let kv_heads = call.kv_heads;
     if batch * heads * rows == 0 {
-        let shape = Shape::new([batch, heads, rows, value_width]);
         return PagedRows {
-            out: B::float_zeros(shape, &device, dtype),
-            lse: B::float_zeros(Shape::new([batch, heads, rows]), &device, sums),
+            out: Array::<B>::zeros([batch, heads, rows, value_width], &device, dtype).0,
+            lse: Array::<B>::zeros([batch, heads, rows], &device, sums).0,
         };
     }
-    let page_lists = PageLists {
-        table: HostInts::read::<B>(inputs.table),
-        spans: HostInts::read::<B>(inputs.spans),
-        selected: (inputs.selected.into_option()).map(HostInts::read::<B>),
-        page,
-        pages,
-        heads_of_table: kv_heads / tables,
-    };
-    let sight = match (
+    let q = Array::<B>(inputs.q).cast(sums);
+    let lists = [inputs.table, inputs.spans];
+    let (mut problem, q) = Rows::new(q, inputs.pages, lists, call);
+    let [_, _, group_rows] = problem.shape;
+    problem.page_lists.selected = (inputs.selected.into_option()).map(HostInts::read::<B>);
+    problem.sight = match (
         inputs.positions.into_option(),
         inputs.last.into_option(),
         inputs.query_positions.into_option(),
@@ -57,158 +52,106 @@ pub fn attention<B: Backend>(inputs: PagedInputs<B>, call: &PagedCall) -> PagedR
         }),
         _ => None,
     };
-    let StoredPages { keys, values } = inputs.pages;
-    let q = B::float_mul_scalar(B::float_cast(inputs.q, sums), call.scale.into());
-    // Heads that share a head of keys are rows of it.
-    let group_rows = heads / kv_heads * rows;
-    let q = B::float_reshape(q, Shape::new([batch, kv_heads, group_rows, width]));
-    let sinks = inputs.sinks.into_option().map(|sinks| {
-        let shape = Shape::new([kv_heads, heads / kv_heads, 1, 1]);
-        let sinks = B::float_reshape(B::float_cast(sinks, sums), shape);
-        let shape = Shape::new([kv_heads, heads / kv_heads, rows, 1]);
-        let shape_of_rows = Shape::new([1, kv_heads, group_rows, 1]);
-        B::float_reshape(B::float_expand(sinks, shape), shape_of_rows)
+    problem.sinks = inputs.sinks.into_option().map(|sinks| {
+        let group = heads / kv_heads;
+        let sinks = Array::<B>(sinks)
+            .cast(sums)
+            .reshape([kv_heads, group, 1, 1]);
+        let sinks = B::float_expand(sinks.0, Shape::new([kv_heads, group, rows, 1]));
+        Array(sinks).reshape([1, kv_heads, group_rows, 1])
     });
-    let call = Rows::<B> {
-        shape: [kv_heads, rows, group_rows],
-        keys,
-        values,
-        value_width,
-        sinks,
-        softcap: call.softcap,
-        sums,
-        page_lists,
-        sight,
-    };
     let (mut outs, mut logs) = (Vec::new(), Vec::new());
     for entry in 0..batch {
         let (mut out_heads, mut log_heads) = (Vec::new(), Vec::new());
-        for first in (0..kv_heads).step_by(call.together()) {
-            let heads = first..first + call.together();
-            let part = [Slice::from(entry..entry + 1), Slice::from(heads.clone())];
-            let [out, log] = call.attend(B::float_slice(q.clone(), &part), entry, heads);
+        for heads in problem.heads_together() {
+            let part = q.clone().narrow(0, entry..entry + 1);
+            let part = part.narrow(1, heads.clone());
+            let [out, log] = problem.attend(part, entry, heads);
             out_heads.push(out);
             log_heads.push(log);
         }
-        outs.push(B::float_cat(out_heads, 1));
-        logs.push(B::float_cat(log_heads, 1));
+        outs.push(Array::cat(out_heads, 1));
+        logs.push(Array::cat(log_heads, 1));
     }
-    let out = B::float_cast(B::float_cat(outs, 0), dtype);
+    let out = Array::cat(outs, 0).cast(dtype);
     PagedRows {
-        out: B::float_reshape(out, Shape::new([batch, heads, rows, value_width])),
-        lse: B::float_reshape(B::float_cat(logs, 0), Shape::new([batch, heads, rows])),
+        out: out.reshape([batch, heads, rows, value_width]).0,
+        lse: Array::cat(logs, 0).reshape([batch, heads, rows]).0,
     }
 }
 
 /// One sequence after the other, as [`attention`].
 pub fn attention_sums<B: Backend>(inputs: SumsInputs<B>, call: &PagedCall) -> FloatTensor<B> {
-    let [batch, heads, rows, width] = inputs.q.shape().dims();
-    let [pages, page] = inputs.pages.pages();
-    let [_, tables, _] = inputs.table.shape().dims();
+    let [batch, _, rows, _] = inputs.q.shape().dims();
     let [seats, slots, planes] = inputs.sums.shape().dims();
     let (kv_heads, device) = (call.kv_heads, inputs.q.device());
-    let sums = FloatDType::from(inputs.sums.dtype());
-    let table = HostInts::read::<B>(inputs.table);
+    let all = Array::<B>(inputs.sums).reshape([seats * slots, planes]);
+    let sums = all.dtype();
     let calls = HostInts::read::<B>(inputs.calls);
-    let q = B::float_mul_scalar(B::float_cast(inputs.q, sums), call.scale.into());
-    let group_rows = heads / kv_heads * rows;
-    let q = B::float_reshape(q, Shape::new([batch, kv_heads, group_rows, width]));
-    let lse = B::float_reshape(inputs.lse, Shape::new([batch, kv_heads, group_rows, 1]));
-    let lse = B::float_cast(lse, sums);
-    let StoredPages { keys, values } = inputs.pages;
-    let call = Rows::<B> {
-        shape: [kv_heads, rows, group_rows],
-        keys,
-        values,
-        value_width: width,
-        sinks: None,
-        softcap: call.softcap,
-        sums,
-        page_lists: PageLists {
-            spans: HostInts::read::<B>(inputs.spans),
-            selected: None,
-            page,
-            pages,
-            heads_of_table: kv_heads / tables,
-            table,
-        },
-        sight: None,
-    };
-    let all = B::float_reshape(inputs.sums, Shape::new([seats * slots, planes]));
+    let q = Array::<B>(inputs.q).cast(sums);
+    let (problem, q) = Rows::new(q, inputs.pages, [inputs.table, inputs.spans], call);
+    let [_, _, group_rows] = problem.shape;
+    let lse = Array::<B>(inputs.lse).cast(sums);
+    let lse = lse.reshape([batch, kv_heads, group_rows, 1]);
     let bools = get_device_settings::<B>(&device).bool_dtype;
-    let upload = |numbers: TensorData| {
-        recording::doom_by_upload(&device, "slots of pages");
-        numbers
-    };
-    let one = |entry: usize| Slice::from(entry..entry + 1);
+    let table = &problem.page_lists.table;
     let all = (0..batch).fold(all, |mut all, entry| {
         let of = |i: usize| calls.values[entry * 4 + i].max(0) as usize;
         let (seat, tokens, loose, position) = (of(0), of(1).min(rows), of(2), of(3));
-        for first in (0..kv_heads).step_by(call.together()) {
-            let own = first..first + call.together();
-            let list = call.page_lists.of(entry, first);
+        for own in problem.heads_together() {
+            let list = problem.page_lists.of(entry, own.start);
             let (count, heads) = (list.len().min(slots), own.len());
             if count == 0 {
                 continue;
             }
-            let part = [one(entry), Slice::from(own.clone())];
-            let [q, lse] = [&q, &lse].map(|x| B::float_slice(x.clone(), &part));
-            let scores = call.scores(q, entry, &own, &list[..count]);
-            let attention = B::float_exp(B::float_sub(scores, lse));
-            let by_row = Shape::new([heads, group_rows / rows, rows, count]);
-            let attention = B::float_sum_dim(B::float_reshape(attention, by_row), 1);
-            let attention = B::float_reshape(attention, Shape::new([heads, rows, count]));
+            let [q, lse] = [&q, &lse].map(|x| {
+                let x = x.clone().narrow(0, entry..entry + 1);
+                x.narrow(1, own.clone())
+            });
+            let scores = problem.scores(q, entry, &own, &list[..count]);
+            let attention = (scores - lse).exp();
+            let attention = attention.reshape([heads, group_rows / rows, rows, count]);
+            let attention = attention.sum_dim(1).reshape([heads, rows, count]);
             let ids = own.clone().flat_map(|head| {
                 let row = (seat * kv_heads + head) * slots;
                 (row..row + count).map(|id| id as i64)
             });
-            let ids = upload(int_data(ids.collect(), &call.page_lists.table));
-            let ids = B::int_from_data(ids, &device);
-            // The slots from one on.
-            let behind = |seen: usize| {
-                let numbers: Vec<i64> = (0..count).map(|at| i64::from(at >= seen)).collect();
-                let numbers = upload(int_data(numbers, &call.page_lists.table));
-                let numbers = B::int_reshape(
-                    B::int_from_data(numbers, &device),
-                    Shape::new([1, count, 1]),
-                );
-                let numbers = B::int_expand(numbers, Shape::new([heads, count, 1]));
-                B::int_equal_elem(numbers, 1.into(), bools)
+            let ids = table.upload::<B>(ids.collect(), &device);
+            // Those of the slots before one; of the others nothing.
+            let before = |x: Array<B>, seen: usize| {
+                let behind: Vec<i64> = (0..count).map(|at| i64::from(at >= seen)).collect();
+                let behind = table.upload::<B>(behind, &device);
+                let behind = B::int_reshape(behind, Shape::new([1, count, 1]));
+                let behind = B::int_expand(behind, Shape::new([heads, count, 1]));
+                x.fill(B::int_equal_elem(behind, 1.into(), bools), 0.0)
             };
             // Slots are seen in order.
-            let before = list.len() - tokens.min(list.len());
-            let old = B::float_select(all.clone(), 0, ids.clone());
-            let old = B::float_reshape(old, Shape::new([heads, count, planes]));
+            let seen = list.len() - tokens.min(list.len());
+            let old = all.clone().select(0, ids.clone());
+            let old = old.reshape([heads, count, planes]);
             let mut of_planes: Vec<_> = (0..planes)
-                .map(|plane| {
-                    let x =
-                        B::float_slice(old.clone(), &[Slice::full(), Slice::full(), one(plane)]);
-                    B::float_mask_fill(x, behind(before), 0.0.into())
-                })
+                .map(|plane| before(old.clone().narrow(2, plane..plane + 1), seen))
                 .collect();
             for row in 0..tokens {
-                let x = B::float_slice(attention.clone(), &[Slice::full(), one(row)]);
-                let x = B::float_reshape(x, Shape::new([heads, count, 1]));
-                let x = B::float_mask_fill(x, behind(before + row + 1), 0.0.into());
+                let x = attention.clone().narrow(1, row..row + 1);
+                let x = before(x.reshape([heads, count, 1]), seen + row + 1);
                 match planes - 1 {
-                    0 => of_planes[0] = B::float_add(of_planes[0].clone(), x),
+                    0 => of_planes[0] = of_planes[0].clone() + x,
                     ring => {
                         let place = 1 + (position + row) % ring;
                         if loose + row >= ring {
-                            let settled = of_planes[place].clone();
-                            of_planes[0] = B::float_add(of_planes[0].clone(), settled);
+                            of_planes[0] = of_planes[0].clone() + &of_planes[place];
                         }
                         of_planes[place] = x;
                     }
                 }
             }
-            let new = B::float_cat(of_planes, 2);
-            let new = B::float_reshape(new, Shape::new([heads * count, planes]));
-            all = assign::<B>(all, ids, new);
+            let new = Array::cat(of_planes, 2).reshape([heads * count, planes]);
+            all = Array(assign::<B>(all.0, ids, new.0));
         }
         all
     });
-    B::float_reshape(all, Shape::new([seats, slots, planes]))
+    all.reshape([seats, slots, planes]).0
 }
 
 /// What the queries of a call attend to.
@@ -217,9 +160,8 @@ struct Rows<B: Backend> {
     shape: [usize; 3],
     keys: StoredRows<B>,
     values: StoredRows<B>,
-    value_width: usize,
     /// `[1, kv_heads, group_rows, 1]`
-    sinks: Option<FloatTensor<B>>,
+    sinks: Option<Array<B>>,
     softcap: Option<f64>,
     sums: FloatDType,
     page_lists: PageLists,
@@ -227,90 +169,110 @@ struct Rows<B: Backend> {
 }
 
 impl<B: Backend> Rows<B> {
+    /// Of all slots of page lists, of a table and spans; and the queries in the dtype of sums, scaled, as rows of heads of keys.
+    fn new(
+        q: Array<B>,
+        pages: StoredPages<B>,
+        [table, spans]: [IntTensor<B>; 2],
+        call: &PagedCall,
+    ) -> (Self, Array<B>) {
+        let ([batch, heads, rows, width], kv_heads) = (q.dims(), call.kv_heads);
+        let ([count, page], [_, tables, _]) = (pages.pages(), table.shape().dims());
+        let group_rows = heads / kv_heads * rows;
+        let problem = Self {
+            shape: [kv_heads, rows, group_rows],
+            keys: pages.keys,
+            values: pages.values,
+            sinks: None,
+            softcap: call.softcap,
+            sums: q.dtype(),
+            page_lists: PageLists {
+                table: HostInts::read::<B>(table),
+                spans: HostInts::read::<B>(spans),
+                selected: None,
+                page,
+                pages: count,
+                heads_of_table: kv_heads / tables,
+            },
+            sight: None,
+        };
+        let q = (q * call.scale).reshape([batch, kv_heads, group_rows, width]);
+        (problem, q)
+    }
+
     /// Heads of keys that read the same slots: they are one product.
-    fn together(&self) -> usize {
-        match self.page_lists.selected {
+    fn heads_together(&self) -> impl Iterator<Item = Range<usize>> {
+        let together = match self.page_lists.selected {
             Some(_) => 1,
             None => self.page_lists.heads_of_table,
-        }
+        };
+        let firsts = (0..self.shape[0]).step_by(together);
+        firsts.map(move |first| first..first + together)
     }
 
     /// `[1, heads, group_rows, value_width]` and `[1, heads, group_rows, 1]` of scaled queries `[1, heads, group_rows, width]`.
-    fn attend(&self, q: FloatTensor<B>, entry: usize, heads: Range<usize>) -> [FloatTensor<B>; 2] {
-        let device = q.device();
-        let [_, _, group_rows] = self.shape;
-        let value_width = self.value_width;
+    fn attend(&self, q: Array<B>, entry: usize, heads: Range<usize>) -> [Array<B>; 2] {
+        let device = q.0.device();
+        let ([_, _, group_rows], [_, _, value_width]) = (self.shape, self.values.dims());
+        let no_values = || {
+            let dims = [1, heads.len(), group_rows, value_width];
+            Array::zeros(dims, &device, self.sums)
+        };
         let page_list = self.page_lists.of(entry, heads.start);
         let mut scores = Vec::new();
         if !page_list.is_empty() {
             scores.push(self.scores(q, entry, &heads, &page_list));
         }
         if let Some(sinks) = &self.sinks {
-            let part = [Slice::full(), Slice::from(heads.clone())];
-            scores.push(B::float_slice(sinks.clone(), &part));
+            scores.push(sinks.clone().narrow(1, heads.clone()));
         }
-        let shape = |width: usize| Shape::new([1, heads.len(), group_rows, width]);
         if scores.is_empty() {
-            let lowest = f64::NEG_INFINITY.into();
-            return [
-                B::float_zeros(shape(value_width), &device, self.sums),
-                B::float_full(shape(1), lowest, &device, self.sums),
-            ];
+            let dims = Shape::new([1, heads.len(), group_rows, 1]);
+            let log = B::float_full(dims, f64::NEG_INFINITY.into(), &device, self.sums);
+            return [no_values(), Array(log)];
         }
-        let s = match scores.len() {
-            1 => scores.remove(0),
-            _ => B::float_cat(scores, 3),
-        };
-        let top = B::float_clamp_min(B::float_max_dim(s.clone(), 3), LOWEST.into());
-        let p = B::float_exp(B::float_sub(s, top.clone()));
-        let total = B::float_sum_dim(p.clone(), 3);
-        let log = B::float_add(top, B::float_log(total.clone()));
+        let s = Array::cat(scores, 3);
+        let top = s.clone().max_dim(3).at_least(LOWEST);
+        let p = (s - &top).exp();
+        let total = p.clone().sum_dim(3);
+        let log = top + total.clone().log();
         if page_list.is_empty() {
-            let out = B::float_zeros(shape(value_width), &device, self.sums);
-            return [out, log];
+            return [no_values(), log];
         }
-        let [all, keys] = [Slice::full(), Slice::from(0..page_list.len())];
-        let p = B::float_slice(p, &[all, all, all, keys]);
         // Rows without keys have p = 0.
-        let total = B::float_clamp_min(total, f64::from(f32::MIN_POSITIVE).into());
+        let total = total.at_least(f64::from(f32::MIN_POSITIVE));
         let values = self.gather(&self.values, &heads, &page_list);
-        [B::float_div(B::float_matmul(p, values), total), log]
+        [p.narrow(3, 0..page_list.len()).matmul(values) / total, log]
     }
 
     /// The scores of a page list, `[1, heads, group_rows, slots]`.
     fn scores(
         &self,
-        q: FloatTensor<B>,
+        q: Array<B>,
         entry: usize,
         heads: &Range<usize>,
         page_list: &[Slot],
-    ) -> FloatTensor<B> {
+    ) -> Array<B> {
         let keys = self.gather(&self.keys, heads, page_list);
-        let mut s = B::float_matmul(q, B::float_transpose(keys));
+        let mut s = q.matmul(keys.transpose());
         if let Some(softcap) = self.softcap {
-            let t = B::float_tanh(B::float_div_scalar(s, softcap.into()));
-            s = B::float_mul_scalar(t, softcap.into());
+            s = Array(B::float_tanh((s / softcap).0)) * softcap;
         }
         let Some(sight) = &self.sight else {
             return s;
         };
         let [_, rows, group_rows] = self.shape;
         let hidden = sight.hidden(entry, page_list, rows, self.page_lists.page);
-        let device = s.device();
+        let device = s.0.device();
         let shape = [1, 1, group_rows, page_list.len()];
         let hidden = TensorData::new(hidden.repeat(group_rows / rows), shape);
         let hidden = hidden.convert_dtype(self.sums.into());
-        recording::doom_by_upload(&device, "slots of pages");
-        B::float_add(s, B::float_from_data(hidden, &device))
+        recording::doom_by_upload(&device, SLOTS);
+        s + Array(B::float_from_data(hidden, &device))
     }
 
     /// Rows of the slots of a page list, `[1, heads, slots, width]`.
-    fn gather(
-        &self,
-        of: &StoredRows<B>,
-        heads: &Range<usize>,
-        page_list: &[Slot],
-    ) -> FloatTensor<B> {
+    fn gather(&self, of: &StoredRows<B>, heads: &Range<usize>, page_list: &[Slot]) -> Array<B> {
         let row = |head: usize| page_list.iter().map(move |slot| (head, slot));
         let ids: Vec<i64> = (heads.clone())
             .flat_map(row)
@@ -320,28 +282,26 @@ impl<B: Backend> Rows<B> {
             StoredRows::Plain(rows) => rows.device(),
             StoredRows::Packed(rows) => rows.scales.device(),
         };
-        recording::doom_by_upload(&device, "slots of pages");
-        let ids = B::int_from_data(int_data(ids, &self.page_lists.table), &device);
-        let rows = rows_at(of, ids);
-        let shape = Shape::new([1, heads.len(), page_list.len(), rows.shape()[1]]);
-        B::float_cast(B::float_reshape(rows, shape), self.sums)
+        let rows = rows_at(of, self.page_lists.table.upload::<B>(ids, &device));
+        let [_, width] = rows.dims();
+        let rows = rows.reshape([1, heads.len(), page_list.len(), width]);
+        rows.cast(self.sums)
     }
 }
 
 /// Rows of some slots of all pages, `[rows, width]`: of those in eight bits what they stand for.
-pub fn rows_at<B: Backend>(of: &StoredRows<B>, ids: IntTensor<B>) -> FloatTensor<B> {
+pub fn rows_at<B: Backend>(of: &StoredRows<B>, ids: IntTensor<B>) -> Array<B> {
     let [pages, page, width] = of.dims();
     let all = pages * page;
     match of {
-        StoredRows::Plain(rows) => {
-            let rows = B::float_reshape(rows.clone(), Shape::new([all, width]));
-            B::float_select(rows, 0, ids)
-        }
+        StoredRows::Plain(rows) => Array::<B>(rows.clone())
+            .reshape([all, width])
+            .select(0, ids),
         StoredRows::Packed(rows) => {
             let words = B::int_reshape(rows.words.clone(), Shape::new([all, width / 4]));
             let words = B::int_select(words, 0, ids.clone());
-            let scales = B::float_reshape(rows.scales.clone(), Shape::new([all]));
-            dequantize::<B>(rows.quantization, words, B::float_select(scales, 0, ids))
+            let scales = Array::<B>(rows.scales.clone()).flat().select(0, ids);
+            Array(dequantize::<B>(rows.quantization, words, scales.0))
         }
     }
 }
@@ -364,10 +324,10 @@ pub fn dequantize<B: Backend>(
     });
     let bytes = B::int_cat(bytes.collect(), 2);
     let bytes = B::int_reshape(bytes, Shape::new([rows * width * 4]));
-    let shape = Shape::new([rows, 4 * width]);
-    let numbers = B::float_reshape(B::float_select(table, 0, bytes), shape.clone());
-    let scales = B::float_reshape(scales, Shape::new([rows, 1]));
-    B::float_mul(numbers, B::float_expand(scales, shape))
+    let numbers = Array::<B>(table)
+        .select(0, bytes)
+        .reshape([rows, 4 * width]);
+    (numbers * Array::<B>(scales).reshape([rows, 1])).0
 }
 
 /// Pairs of new rows and page rows: rows in the order of batch, head and position, and rows of all pages.
@@ -409,19 +369,18 @@ pub fn append<B: Backend>(inputs: AppendInputs<B>) -> StoredPages<B> {
         return pages;
     }
     let device = k.device();
-    recording::doom_by_upload(&device, "slots of pages");
-    let ids = |list: Vec<i64>| B::int_from_data(int_data(list, &slots), &device);
-    let (from_ids, to) = (ids(from.clone()), ids(to));
+    let [from_ids, to] = [from.clone(), to].map(|list| slots.upload::<B>(list, &device));
     let all = count * page;
     let write = |into: StoredRows<B>, rows: FloatTensor<B>| match into {
         StoredRows::Plain(into) => {
+            let (into, rows) = (Array::<B>(into), Array::<B>(rows));
+            let [batch, kv_heads, new, width] = rows.dims();
+            let rows = rows.reshape([batch * kv_heads * new, width]);
+            let rows = rows.select(0, from_ids.clone());
             let shape = into.shape();
-            let width = shape[2];
-            let new = rows.shape().num_elements() / width;
-            let rows = B::float_reshape(rows, Shape::new([new, width]));
-            let rows = B::float_select(rows, 0, from_ids.clone());
-            let into = B::float_reshape(into, Shape::new([all, width]));
-            StoredRows::Plain(B::float_reshape(assign::<B>(into, to.clone(), rows), shape))
+            let into = into.reshape([all, width]);
+            let into = Array::<B>(assign::<B>(into.0, to.clone(), rows.0));
+            StoredRows::Plain(into.reshape(shape).0)
         }
         StoredRows::Packed(PackedRows {
             quantization,
@@ -444,12 +403,12 @@ pub fn append<B: Backend>(inputs: AppendInputs<B>) -> StoredPages<B> {
             let words = B::int_scatter_nd(flat, places, new_words, IndexingUpdateOp::Assign);
             let new_scales = TensorData::new(new_scales, [written, 1]);
             let new_scales = B::float_from_data(new_scales, &device);
-            let flat = B::float_reshape(scales, Shape::new([all, 1]));
-            let scales = assign::<B>(flat, to.clone(), new_scales);
+            let flat = Array::<B>(scales).reshape([all, 1]);
+            let scales = Array::<B>(assign::<B>(flat.0, to.clone(), new_scales));
             StoredRows::Packed(PackedRows {
                 quantization,
                 words: B::int_reshape(words, shape),
-                scales: B::float_reshape(scales, Shape::new(sizes)),
+                scales: scales.reshape(sizes).0,
             })
         }
     };
@@ -476,7 +435,7 @@ pub struct HostInts {
     pub values: Vec<i64>,
     #[doc(hidden)]
     pub shape: Vec<usize>,
-    dtype: burn::tensor::DType,
+    dtype: DType,
 }
 
 impl HostInts {
@@ -490,12 +449,14 @@ impl HostInts {
             dtype,
         }
     }
-}
 
-/// Integers in the dtype that a tensor of the call has.
-pub fn int_data(values: Vec<i64>, like: &HostInts) -> TensorData {
-    let count = values.len();
-    TensorData::new(values, [count]).convert_dtype(like.dtype)
+    /// Integers in the dtype of these, on a device.
+    pub(crate) fn upload<B: Backend>(&self, values: Vec<i64>, device: &B::Device) -> IntTensor<B> {
+        recording::doom_by_upload(device, SLOTS);
+        let count = values.len();
+        let data = TensorData::new(values, [count]).convert_dtype(self.dtype);
+        B::int_from_data(data, device)
+    }
 }
 
 /// The page lists of a call.

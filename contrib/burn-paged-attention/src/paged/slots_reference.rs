@@ -1,11 +1,10 @@
 //! Slots one by one in Burn's primitives.
 
-use burn::backend::tensor::IntTensor;
-use burn::backend::{Backend, TensorMetadata, get_device_settings};
-use burn::tensor::{IndexingUpdateOp, IntDType, Shape, Slice};
+use burn::backend::get_device_settings;
+use burn::tensor::{IndexingUpdateOp, IntDType};
 
-use crate::paged::reference::{HostInts, int_data};
-use burn_blocksparse::graph::recording;
+use crate::paged::reference::HostInts;
+use burn_blocksparse::internal::prelude::*;
 
 /// See [`PagedOps::page_list_slots`](crate::paged::ops::PagedOps::page_list_slots).
 pub(crate) fn page_list_slots<B: Backend>(
@@ -77,7 +76,7 @@ pub(crate) fn write_integers<B: Backend>(
     at: IntTensor<B>,
     values: IntTensor<B>,
 ) -> IntTensor<B> {
-    let (device, dtype) = (to.device(), to.dtype());
+    let (device, dtype) = (to.device(), IntDType::from(to.dtype()));
     let [length] = to.shape().dims();
     let (at, values) = (HostInts::read::<B>(at), HostInts::read::<B>(values));
     let pairs = at.values.iter().zip(&values.values);
@@ -86,12 +85,10 @@ pub(crate) fn write_integers<B: Backend>(
     if places.is_empty() {
         return to;
     }
-    recording::doom_by_upload(&device, "what is known of slots");
-    let count = places.len();
-    let places = B::int_from_data(int_data(places, &at), &device);
-    let places = B::int_reshape(places, Shape::new([count, 1]));
-    let numbers = B::int_from_data(int_data(numbers, &values).convert_dtype(dtype), &device);
-    let numbers = B::int_reshape(numbers, Shape::new([count, 1]));
+    let count = Shape::new([places.len(), 1]);
+    let places = B::int_reshape(at.upload::<B>(places, &device), count.clone());
+    let numbers = B::int_cast(values.upload::<B>(numbers, &device), dtype);
+    let numbers = B::int_reshape(numbers, count);
     let rows = B::int_reshape(to, Shape::new([length, 1]));
     let rows = B::int_scatter_nd(rows, places, numbers, IndexingUpdateOp::Assign);
     B::int_reshape(rows, Shape::new([length]))

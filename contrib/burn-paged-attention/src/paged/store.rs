@@ -1,16 +1,12 @@
 //! How pages store keys and values.
 
 use blocksparse::Quantization;
-use burn::backend::Dispatch;
 use burn::tensor::kind::Basic;
-use burn::tensor::{DType, Device, Int, Tensor};
 
 use crate::paged::ops::PagedOps;
 use crate::paged::values::{AppendInputs, PackedRows, StoredPages, StoredRows};
 use crate::paged::{check_heads, check_page_sizes, check_pages, check_shared, inner, reference};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::prelude::*;
 
 /// Keys and values in pages.
 #[derive(Clone, Debug)]

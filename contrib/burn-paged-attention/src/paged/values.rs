@@ -1,12 +1,10 @@
 //! What crosses the backend trait of attention over pages.
 
 use blocksparse::Quantization;
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, ExtensionType, TensorMetadata};
+use burn::backend::ExtensionType;
 
-use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::internal::prelude::*;
 pub use burn_blocksparse::internal::values::OptInt;
-use burn_blocksparse::op_values;
 
 op_values! {
     /// The tensors of [`paged_attention`](crate::paged::paged_attention), contiguous or not.

@@ -4,7 +4,6 @@ use burn::tensor::{DType, FloatDType, Tensor};
 use burn_blocksparse::internal::dtype::accumulate_in;
 use burn_blocksparse::{AttentionOptions, merge_attention};
 use burn_sparse_transformer::TransformerError;
-use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::decoder::Positions;
 use burn_sparse_transformer::internal::rotate_back;
 
@@ -12,8 +11,9 @@ use super::choice::Shared;
 use super::layer::Layer;
 use super::step::{Gathered, PageLists, Road};
 use super::store::{Store, as_stored, lost};
-use super::{KvPool, Step, watch};
-use crate::{PagedOptions, PagedOutput, PagedStore, paged_attention};
+use super::{KvPool, LayerPages, Step, watch};
+use crate::summaries::select_pages;
+use crate::{PagedKeysValues, PagedOptions, PagedOutput, PagedStore, paged_attention};
 
 /// Where the scores of rows without keys are, and above those of pairs that do not count.
 const LOWEST: f64 = -1e29;
@@ -31,14 +31,14 @@ impl Layer<'_> {
         if let Some(nsa) = self.nsa() {
             return self.nsa_step(x, nsa, pool, step, layer);
         }
-        if let Some(dsa) = self.choosing_dsa() {
-            return self.dsa_step(x, dsa, pool, (step, shared), layer);
-        }
-        if let Some(msa) = self.choosing_msa() {
-            return self.msa_step(x, msa, pool, (step, shared), layer);
+        if pool.layers[layer].index.is_some() {
+            return self.indexed_step(x, pool, (step, shared), layer);
         }
         let [query, key, value] = self.project_heads(x, &step.positions)?;
-        let (store, (at, group), evictor) = pool.layer(step, layer);
+        let LayerPages {
+            group: at, store, ..
+        } = &mut pool.layers[layer];
+        let (group, evictor) = (&step.groups[*at], pool.evictor.as_mut());
         group.write(store, [key.clone(), value.clone()])?;
         let mut rows = watch::Rows::of(&query);
         let watched = step.watch.as_ref().zip(evictor);
@@ -54,24 +54,23 @@ impl Layer<'_> {
                 let heads = [query.clone(), key, value];
                 self.attend_sequences(heads, lengths.as_deref(), &mut shared.prompt)?
             }
-            Road::Paged(page_lists) => match self.choosing_indexer() {
-                // Of layers that take the choice of an earlier one.
-                Some(ContentAttention::Dsa(dsa)) => {
-                    let chosen = (&**page_lists, dsa.keep);
-                    let query = query.clone();
-                    self.attend_chosen_keys(query, store, chosen, shared, |_, _| Err(lost()))?
-                }
-                Some(_) => {
-                    let (query, told) = (query.clone(), (&**page_lists, shared));
-                    self.attend_chosen_blocks(query, store, told, |_, _| Err(lost()))?
-                }
-                None if page_lists.choice.is_some() => {
-                    self.attend_chosen_pages(query.clone(), store, (page_lists, shared))?
-                }
-                None => {
+            Road::Paged(page_lists) => match (self.choosing_indexer(), &page_lists.choice) {
+                (None, None) => {
                     let attended = self.attend_pages(query.clone(), store.pages()?, page_lists)?;
                     rows.lse = Some(attended.lse);
                     attended.out
+                }
+                (indexer, choice) => {
+                    let (kv_heads, told) = (self.n_kv_heads(), (&**page_lists, shared));
+                    self.attend_chosen(query.clone(), store, told, |rows, _, lists| {
+                        // Layers with an indexer's choice and without the indexer take that of an earlier one.
+                        let choice = choice.as_ref().filter(|_| indexer.is_none());
+                        let choice = choice.ok_or_else(lost)?;
+                        let (rows, summaries) = (rows.clone(), store.summaries()?);
+                        let (table, spans) = (&lists.table, &lists.spans);
+                        let chosen = select_pages(rows, summaries, kv_heads, table, spans, choice);
+                        Ok(chosen?)
+                    })?
                 }
             },
             Road::Gathered(gathered) => {
@@ -83,7 +82,7 @@ impl Layer<'_> {
                 Road::Paged(page_lists) => Some(&**page_lists),
                 _ => None,
             };
-            self.watch(rows, store, (watch, lists), evictor, (layer, at))?;
+            self.watch(rows, store, (watch, lists), evictor, (layer, *at))?;
         }
         Ok(heads.cast(FloatDType::from(query.dtype())))
     }
@@ -118,7 +117,8 @@ impl Layer<'_> {
                 }
                 None => query,
             };
-            let pages = sinks.pages(page_lists, store, self.n_kv_heads());
+            let spans = sinks.spans.clone();
+            let pages = PagedKeysValues { spans, ..pages };
             let PagedOutput { out, lse, .. } = paged_attention(far, &pages, &options)?;
             (attended.out, attended.lse) = merge_attention(attended.out, attended.lse, out, lse)?;
             return Ok(attended);

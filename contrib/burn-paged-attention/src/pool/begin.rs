@@ -317,7 +317,7 @@ impl Group {
         };
         Ok(GroupStep {
             copies: Copies::new(copies(), [rows, key.kv_heads, page_size], device),
-            index_copies: match key.dsa.is_some() || key.msa.is_some() {
+            index_copies: match key.indexer.is_some() {
                 true => Copies::new(copies(), [rows, rows, page_size], device),
                 false => None,
             },

@@ -4,10 +4,9 @@ use burn::tensor::{FloatDType, Int, Tensor};
 
 use super::layer::Layer;
 use super::step::PageLists;
-use super::store::{Store, as_stored, ints};
+use super::store::{Store, as_stored, ints, lost};
 use super::{KvPoolConfig, dsa, nsa};
 use crate::pages::{EvictionScore, Writes};
-use crate::summaries::select_pages;
 use crate::{PagedKeysValues, paged_attention};
 use burn_sparse_select::PageSummary;
 use burn_sparse_select::msa::Msa;
@@ -156,38 +155,55 @@ impl PageLists {
 }
 
 impl Layer<'_> {
-    /// Attention of queries `[batch, heads, s, d_k]` to the pages that each of them chooses.
-    pub(super) fn attend_chosen_pages(
+    /// Attention of queries `[batch, heads, s, d_k]`, each of which has a page list of its own, to what `choose` finds of the lists of a piece's rows
+    /// `[rows, heads, d_k]`: pages where queries choose pages, and else slots of keys. Where there is no more than what is chosen, there is no choice.
+    pub(super) fn attend_chosen(
         &self,
         query: Tensor<4>,
         store: &Store,
         (page_lists, shared): (&PageLists, &mut Shared),
+        mut choose: impl FnMut(
+            &Tensor<3>,
+            Piece,
+            &PagedKeysValues,
+        ) -> Result<Tensor<3, Int>, TransformerError>,
     ) -> Result<Tensor<4>, TransformerError> {
-        let (kv_heads, [.., entries]) = (self.n_kv_heads(), page_lists.table.dims());
-        self.attend_by_row(
+        let ([batch, ..], [.., entries]) = (query.dims(), page_lists.table.dims());
+        let keys = entries * store.page_size();
+        let indexer = self.choosing_indexer();
+        let has_choice = match (&page_lists.choice, indexer) {
+            (Some(choice), _) => entries > choice.selected_pages(),
+            (None, Some(ContentAttention::Dsa(dsa))) => keys > dsa.keep,
+            (None, _) => return Err(lost()),
+        };
+        let scores = match (&page_lists.choice, indexer) {
+            (Some(_), None) => self.n_kv_heads() * entries,
+            (Some(_), Some(_)) => self.n_kv_heads() * keys,
+            (None, _) => keys,
+        };
+        self.attend_in_pieces(
             query,
             store,
             page_lists,
-            kv_heads * entries,
-            |rows, _, lists| {
-                // Where there is no more than what is chosen, there is no choice.
-                let selected = shared.piece(|| match &page_lists.choice {
-                    Some(choice) if entries > choice.selected_pages() => {
-                        let (rows, summaries) = (rows.clone(), store.summaries()?);
-                        let (table, spans) = (&lists.table, &lists.spans);
-                        let chosen = select_pages(rows, summaries, kv_heads, table, spans, choice)?;
-                        Ok(Some(chosen))
-                    }
-                    _ => Ok(None),
+            batch * scores,
+            |rows, piece, lists| {
+                let chosen = shared.piece(|| match has_choice {
+                    true => choose(rows, piece, &lists).map(Some),
+                    false => Ok(None),
                 })?;
-                Ok(PagedKeysValues { selected, ..lists })
+                Ok(match (chosen, &page_lists.choice) {
+                    (Some(slots), None) => {
+                        PagedKeysValues::of_slots(lists.store, slots, &lists.spans)
+                    }
+                    (selected, _) => PagedKeysValues { selected, ..lists },
+                })
             },
         )
     }
 
-    /// Attention of queries `[batch, heads, s, d_k]`, each of which has a page list of its own: to what `choose` makes of the lists of some of the rows `[rows, heads, d_k]`
-    /// at a time, each of which looks at so many numbers for it.
-    pub(super) fn attend_by_row(
+    /// Attention of queries `[batch, heads, s, d_k]`, each of which has a page list of its own: to what `choose` makes of the lists of some rows of each
+    /// sequence at a time, which looks at so many numbers for a row of each.
+    pub(super) fn attend_in_pieces(
         &self,
         query: Tensor<4>,
         store: &Store,
@@ -195,7 +211,7 @@ impl Layer<'_> {
         numbers: usize,
         mut choose: impl FnMut(
             &Tensor<3>,
-            (usize, usize),
+            Piece,
             PagedKeysValues,
         ) -> Result<PagedKeysValues, TransformerError>,
     ) -> Result<Tensor<4>, TransformerError> {
@@ -203,86 +219,56 @@ impl Layer<'_> {
         let (pages, options) = (store.pages()?, self.paged_options());
         let query = as_stored(query, &pages);
         let [batch, heads, seq, _] = query.dims();
-        let queries = batch * seq;
-        let rows = by_rows(query);
-        // More than one row at a time, whatever a context is.
-        let together = (SCORES / numbers.max(1)).clamp(1, PAGE_LISTS);
-        let mut outs = Vec::with_capacity(queries.div_ceil(together));
-        for piece @ (first, count) in pieces(queries, together) {
-            let (mut rows, lists) = (rows.clone(), [&page_lists.table, &page_lists.spans]);
-            let mut lists = lists.map(Tensor::clone);
-            if count < queries {
-                rows = rows.narrow(0, first, count);
-                lists = lists.map(|lists| lists.narrow(0, first, count));
-            }
-            let [table, spans] = lists;
-            let all = PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans);
-            let mut chosen = choose(&rows, piece, all)?;
-            chosen.counters = page_lists.counters_of(count * heads);
-            outs.push(paged_attention(rows.unsqueeze_dim(2), &chosen, &options)?.out);
-        }
-        Ok(by_heads(outs, [batch, seq]).cast(dtype))
-    }
-
-    /// The same of some rows of each sequence at a time, to the pages that `choose` finds of a piece with its spans; each looks at so many numbers for it, of all
-    /// sequences together.
-    pub(super) fn attend_by_sequence(
-        &self,
-        query: Tensor<4>,
-        store: &Store,
-        page_lists: &PageLists,
-        numbers: usize,
-        mut choose: impl FnMut(
-            (usize, usize),
-            &Tensor<3, Int>,
-        ) -> Result<Option<Tensor<3, Int>>, TransformerError>,
-    ) -> Result<Tensor<4>, TransformerError> {
-        let dtype = FloatDType::from(query.dtype());
-        let (pages, options) = (store.pages()?, self.paged_options());
-        let query = as_stored(query, &pages);
-        let [batch, heads, seq, width] = query.dims();
         // More than one row at a time, whatever a context is.
         let together = (SCORES / numbers.max(1)).min(PAGE_LISTS / batch);
         let together = together.clamp(1, seq);
         let mut outs = Vec::with_capacity(seq.div_ceil(together));
-        for piece @ (first, count) in pieces(seq, together) {
+        for first in (0..seq).step_by(together) {
+            let piece = (first, together.min(seq - first));
             let lists = [&page_lists.table, &page_lists.spans];
             let [table, spans] = lists.map(|lists| of_rows(lists, batch, piece));
-            let selected = choose(piece, &spans)?;
-            let lists = PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans);
-            let counters = page_lists.counters_of(batch * count * heads);
-            let lists = PagedKeysValues {
-                selected,
-                counters,
-                ..lists
-            };
-            // As the page lists follow each other.
-            let rows = query.clone().narrow(2, first, count).swap_dims(1, 2);
-            let rows = rows.reshape([batch * count, heads, 1, width]);
-            let out = paged_attention(rows, &lists, &options)?.out;
+            let all = PagedKeysValues::of_store(pages.clone(), self.n_kv_heads(), table, spans);
+            let rows = by_rows(&query, piece);
+            let mut chosen = choose(&rows, piece, all)?;
+            chosen.counters = page_lists.counters_of(batch * piece.1 * heads);
+            let out = paged_attention(rows.unsqueeze_dim(2), &chosen, &options)?.out;
             let [.., width] = out.dims();
-            outs.push(out.reshape([batch, count, heads, width]).swap_dims(1, 2));
+            // Of one row each the heads are in their places.
+            outs.push(match piece.1 {
+                1 => out,
+                count => out.reshape([batch, count, heads, width]).swap_dims(1, 2),
+            });
         }
         Ok(joined(outs, 2).cast(dtype))
     }
 }
 
-/// Pieces of so many rows: the first of each, and how many it has.
-fn pieces(rows: usize, together: usize) -> impl Iterator<Item = (usize, usize)> {
-    let firsts = (0..rows).step_by(together);
-    firsts.map(move |first| (first, together.min(rows - first)))
+/// The first of some rows of each sequence, and how many there are.
+pub(super) type Piece = (usize, usize);
+
+/// Of page lists `[batch · s, T, numbers]`, one for each row, those of a piece.
+pub(super) fn of_rows(x: &Tensor<3, Int>, batch: usize, (first, count): Piece) -> Tensor<3, Int> {
+    let [queries, rows, numbers] = x.dims();
+    if count * batch == queries {
+        return x.clone();
+    }
+    let x = (x.clone()).reshape([batch, queries / batch, rows * numbers]);
+    x.narrow(1, first, count)
+        .reshape([batch * count, rows, numbers])
 }
 
-/// Of page lists `[batch · s, 1, numbers]`, one for each row, those of a piece of each sequence's rows.
-pub(super) fn of_rows(
-    x: &Tensor<3, Int>,
-    batch: usize,
-    (first, count): (usize, usize),
-) -> Tensor<3, Int> {
-    let [queries, _, numbers] = x.dims();
-    let x = x.clone().reshape([batch, queries / batch, numbers]);
-    x.narrow(1, first, count)
-        .reshape([batch * count, 1, numbers])
+/// Queries `[batch, heads, s, width]` of a piece, one for each row: `[rows, heads, width]`, as the page lists follow each other.
+pub(super) fn by_rows(query: &Tensor<4>, (first, count): Piece) -> Tensor<3> {
+    let [batch, heads, seq, width] = query.dims();
+    let query = match count == seq {
+        true => query.clone(),
+        false => query.clone().narrow(2, first, count),
+    };
+    // Of one row each the heads are in their places.
+    match count {
+        1 => query.reshape([batch, heads, width]),
+        _ => (query.swap_dims(1, 2)).reshape([batch * count, heads, width]),
+    }
 }
 
 /// Parts one after the other.
@@ -290,26 +276,6 @@ pub(super) fn joined(mut parts: Vec<Tensor<4>>, dim: usize) -> Tensor<4> {
     match parts.len() {
         1 => parts.remove(0),
         _ => Tensor::cat(parts, dim),
-    }
-}
-
-/// Queries `[batch, heads, s, width]`, one for each row of a call: `[batch · s, heads, width]`.
-pub(super) fn by_rows(query: Tensor<4>) -> Tensor<3> {
-    let [batch, heads, seq, width] = query.dims();
-    // Of one row each the heads are in their places.
-    match seq {
-        1 => query.reshape([batch, heads, width]),
-        _ => query.swap_dims(1, 2).reshape([batch * seq, heads, width]),
-    }
-}
-
-/// What rows see, some of them after the other, `[rows, heads, 1, width]` each: `[batch, heads, s, width]`.
-fn by_heads(outs: Vec<Tensor<4>>, [batch, seq]: [usize; 2]) -> Tensor<4> {
-    let out = joined(outs, 0);
-    let [_, heads, _, width] = out.dims();
-    match seq {
-        1 => out,
-        _ => out.reshape([batch, seq, heads, width]).swap_dims(1, 2),
     }
 }
 

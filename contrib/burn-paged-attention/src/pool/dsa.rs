@@ -4,6 +4,7 @@
 //! known of a beginning. After a prompt a step reads all of an indexer's keys, and of the others those that are chosen.
 
 use burn::tensor::Device;
+use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::internal::ensure_none;
 use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
@@ -54,20 +55,16 @@ pub(super) fn add_usage(
     // A layer that takes a choice has no indexer.
     let bytes = index.map_or(0, Store::slot_bytes);
     usage.summary_bytes += books.usage(id)?.slots * bytes;
-    let kept = match (&key.dsa, &key.msa) {
-        (Some(dsa), _) => dsa.keep,
+    let (kept, unread) = match &key.indexer {
+        Some(ContentAttention::Dsa(dsa)) => (dsa.keep, tokens.saturating_sub(dsa.keep)),
         // What is not read of the others is known by the choice of pages.
-        (None, msa) => {
-            let msa = msa.as_ref().ok_or_else(lost)?;
-            msa.block.saturating_mul(msa.keep)
-        }
+        Some(ContentAttention::Msa(msa)) => (msa.block.saturating_mul(msa.keep), 0),
+        _ => return Err(lost().into()),
     };
     if tokens > kept {
         usage.read_bytes += tokens * bytes;
     }
-    if key.dsa.is_some() {
-        let unread = tokens.saturating_sub(kept) * key.kv_heads * keys.slot_bytes();
-        usage.read_bytes = usage.read_bytes.saturating_sub(unread);
-    }
+    let unread = unread * key.kv_heads * keys.slot_bytes();
+    usage.read_bytes = usage.read_bytes.saturating_sub(unread);
     Ok(())
 }

@@ -1,183 +1,140 @@
 //! Attention of new rows to what an indexer chooses of a pool: keys of DeepSeek sparse attention, or blocks of MiniMax sparse attention. Both indexers' keys lie in
 //! pages (`dsa`).
 
-use burn::tensor::{Int, Tensor};
+use burn::tensor::Tensor;
 
 use super::choice::{Shared, by_rows, of_rows};
 use super::dsa::NO_VALUES;
 use super::layer::Layer;
 use super::step::{PageLists, Road};
 use super::store::{Store, lost};
-use super::{KvPool, Step};
+use super::{KvPool, LayerPages, Step};
+use crate::PagedStore;
 use crate::dsa::{DsaPages, choose_in_pages};
-use crate::{PagedKeysValues, PagedStore};
+use burn_sparse_select::dsa::DsaIndex;
 use burn_sparse_select::msa::MsaIndex;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::dsa::DsaHeads;
 use burn_sparse_transformer::msa::MsaHeads;
 
-impl Layer<'_> {
-    /// What heads of DeepSeek sparse attention see in a step of a pool, `[batch, heads, seq, d_v]`.
-    pub(super) fn dsa_step(
-        &self,
-        x: Tensor<3>,
-        dsa: &DsaHeads,
-        pool: &mut KvPool,
-        (step, shared): (&Step, &mut Shared),
-        layer: usize,
-    ) -> Result<Tensor<4>, TransformerError> {
-        let index = dsa.chosen_by(dsa.index(x.clone(), &step.positions)?)?;
-        let [query, key, value] = self.project_heads(x, &step.positions)?;
-        let pair = [key.clone(), value.clone()];
-        let (road, [store, keys]) =
-            self.write_indexed(pool, step, layer, (pair, index.k.clone()))?;
-        match road {
-            // Rows after a prompt are chosen by none.
-            Road::Dense(_) => {
-                let heads = [query, key, value];
-                let (heads, choice) = dsa.attend_parts(heads, index, self.attention_options())?;
-                shared.give_prompt(choice);
-                Ok(heads)
-            }
-            Road::Paged(page_lists) => {
-                let PagedStore::Plain { keys, .. } = keys.pages()? else {
-                    return Err(lost());
-                };
-                let [batch, index_heads, seq, _] = index.q.dims();
-                let weights = index.weights.swap_dims(1, 2);
-                let weights = weights.reshape([batch * seq, index_heads]);
-                let queries = by_rows(index.q);
-                let choose = |(first, count), lists: &PagedKeysValues| {
-                    let pages_of = DsaPages {
-                        q: queries.clone().narrow(0, first, count),
-                        weights: weights.clone().narrow(0, first, count),
-                        keys: keys.clone(),
-                        table: lists.table.clone(),
-                        spans: lists.spans.clone(),
-                    };
-                    Ok(choose_in_pages(dsa.op(), &pages_of, self.n_kv_heads())?)
-                };
-                let chosen = (&**page_lists, dsa.config().keep);
-                self.attend_chosen_keys(query, store, chosen, shared, choose)
-            }
-            Road::Gathered(_) => Err(lost()),
-        }
-    }
-
-    /// Writes a step's keys and values, and an indexer's keys: how queries see them, and where they are.
-    pub(super) fn write_indexed<'a>(
-        &self,
-        pool: &'a mut KvPool,
-        step: &'a Step,
-        layer: usize,
-        (pair, index): ([Tensor<4>; 2], Tensor<4>),
-    ) -> Result<(&'a Road, [&'a Store; 2]), TransformerError> {
-        let (at, store) = &mut pool.layers[layer];
-        let group = &step.groups[*at];
-        let keys = pool.indexes[layer].as_mut().ok_or_else(lost)?;
-        group.write(store, pair)?;
-        let [batch, _, seq, _] = index.dims();
-        let none = Tensor::zeros([batch, 1, seq, NO_VALUES], &index.device());
-        group.write_copied(keys, group.index_copies.as_ref(), [index, none])?;
-        Ok((&group.road, [store, keys]))
-    }
-
-    /// Attention of queries `[batch, heads, s, d_k]` to up to `keep` keys that an indexer chooses for each of them, where they lie: `choose` finds the slots of a
-    /// piece of the rows with its page lists.
-    pub(super) fn attend_chosen_keys(
-        &self,
-        query: Tensor<4>,
-        store: &Store,
-        (page_lists, keep): (&PageLists, usize),
-        shared: &mut Shared,
-        choose: impl Fn((usize, usize), &PagedKeysValues) -> Result<Tensor<3, Int>, TransformerError>,
-    ) -> Result<Tensor<4>, TransformerError> {
-        let listed = page_lists.table.dims()[2] * store.page_size();
-        self.attend_by_row(query, store, page_lists, listed, |_, piece, lists| {
-            // Where there is no more than what is chosen, there is no choice.
-            let slots = shared.piece(|| match listed > keep {
-                true => choose(piece, &lists).map(Some),
-                false => Ok(None),
-            })?;
-            Ok(match slots {
-                Some(slots) => PagedKeysValues::of_slots(lists.store, slots, &lists.spans),
-                None => lists,
-            })
-        })
-    }
+/// Heads that an indexer chooses for, and what it makes of a step's rows.
+// One is made for a layer of a step; tensors are large whichever it is.
+#[allow(clippy::large_enum_variant)]
+enum Indexed<'a> {
+    Dsa(&'a DsaHeads, DsaIndex),
+    Msa(&'a MsaHeads, MsaIndex),
 }
 
 impl Layer<'_> {
-    /// What heads of MiniMax sparse attention see in a step of a pool, `[batch, heads, seq, d_v]`.
-    pub(super) fn msa_step(
+    /// What heads of DeepSeek or MiniMax sparse attention see in a step of a pool, `[batch, heads, seq, d_v]`.
+    pub(super) fn indexed_step(
         &self,
         x: Tensor<3>,
-        msa: &MsaHeads,
         pool: &mut KvPool,
         (step, shared): (&Step, &mut Shared),
         layer: usize,
     ) -> Result<Tensor<4>, TransformerError> {
-        let index = msa.index(x.clone(), &step.positions)?;
-        let [query, key, value] = self.project_heads(x, &step.positions)?;
-        let pair = [key.clone(), value.clone()];
-        let (road, [store, keys]) =
-            self.write_indexed(pool, step, layer, (pair, index.k.clone()))?;
-        match road {
+        let (rows, positions) = (x.clone(), &step.positions);
+        let indexed = match (self.choosing_dsa(), self.choosing_msa()) {
+            (Some(dsa), _) => Indexed::Dsa(dsa, dsa.chosen_by(dsa.index(rows, positions)?)?),
+            (None, Some(msa)) => Indexed::Msa(msa, msa.index(rows, positions)?),
+            (None, None) => return Err(lost()),
+        };
+        let new = match &indexed {
+            Indexed::Dsa(_, index) => index.k.clone(),
+            Indexed::Msa(_, index) => index.k.clone(),
+        };
+        let [query, key, value] = self.project_heads(x, positions)?;
+        let LayerPages {
+            group,
+            store,
+            index,
+            ..
+        } = &mut pool.layers[layer];
+        let (group, keys) = (&step.groups[*group], index.as_mut().ok_or_else(lost)?);
+        group.write(store, [key.clone(), value.clone()])?;
+        let [batch, _, seq, _] = new.dims();
+        let none = Tensor::zeros([batch, 1, seq, NO_VALUES], &new.device());
+        group.write_copied(keys, group.index_copies.as_ref(), [new, none])?;
+        match &group.road {
             // Rows after a prompt are chosen by none.
             Road::Dense(_) => {
-                let heads = [query, key, value];
-                let (heads, choice) = msa.attend_parts(heads, index, self.attention_options())?;
+                let (heads, options) = ([query, key, value], self.attention_options());
+                let (heads, choice) = match indexed {
+                    Indexed::Dsa(dsa, index) => dsa.attend_parts(heads, index, options)?,
+                    Indexed::Msa(msa, index) => msa.attend_parts(heads, index, options)?,
+                };
                 shared.give_prompt(choice);
                 Ok(heads)
             }
             Road::Paged(page_lists) => {
-                let mut known = None;
-                let choose = |(first, count),
-                              spans: &Tensor<3, Int>|
-                 -> Result<Tensor<3, Int>, TransformerError> {
-                    let choice = page_lists.choice.as_ref().ok_or_else(lost)?;
-                    let keys = match &known {
-                        Some(keys) => keys,
-                        None => {
-                            let [batch, ..] = index.q.dims();
-                            let [.., entries] = page_lists.table.dims();
-                            let table = of_rows(&page_lists.table, batch, (0, 1));
-                            let table = table.reshape([batch, entries]);
-                            let [keys, _] = keys.of_tables(table, index.k.dtype().into())?;
-                            known.insert(keys)
-                        }
-                    };
-                    let q = index.q.clone().narrow(2, first, count);
-                    let index = MsaIndex::new(q, Tensor::clone(keys))?;
-                    Ok(msa.op().choose_pages(&index, spans, choice)?)
-                };
-                self.attend_chosen_blocks(query, store, (page_lists, shared), choose)
+                let told = (&**page_lists, shared);
+                match indexed {
+                    Indexed::Dsa(dsa, index) => {
+                        self.attend_keys(query, (store, keys), told, dsa, index)
+                    }
+                    Indexed::Msa(msa, index) => {
+                        self.attend_blocks(query, (store, keys), told, msa, &index)
+                    }
+                }
             }
             Road::Gathered(_) => Err(lost()),
         }
     }
 
-    /// Attention of queries `[batch, heads, s, d_k]`, each of which has a page list of its own, to the pages of the blocks that they choose: `choose` finds those
-    /// of a piece of each sequence's rows, with these spans.
-    pub(super) fn attend_chosen_blocks(
+    /// Attention of queries to the keys that an indexer, whose keys are in the second store, chooses for each.
+    fn attend_keys(
         &self,
         query: Tensor<4>,
-        store: &Store,
-        (page_lists, shared): (&PageLists, &mut Shared),
-        mut choose: impl FnMut(
-            (usize, usize),
-            &Tensor<3, Int>,
-        ) -> Result<Tensor<3, Int>, TransformerError>,
+        (store, keys): (&Store, &Store),
+        told: (&PageLists, &mut Shared),
+        dsa: &DsaHeads,
+        index: DsaIndex,
     ) -> Result<Tensor<4>, TransformerError> {
-        let choice = page_lists.choice.as_ref().ok_or_else(lost)?;
-        let ([batch, ..], [.., entries]) = (query.dims(), page_lists.table.dims());
-        let numbers = batch * self.n_kv_heads() * entries * choice.page;
-        self.attend_by_sequence(query, store, page_lists, numbers, |piece, spans| {
-            shared.piece(|| match entries > choice.selected_pages() {
-                true => choose(piece, spans).map(Some),
-                // Where there is no more than what is chosen, there is no choice.
-                false => Ok(None),
-            })
+        let PagedStore::Plain { keys, .. } = keys.pages()? else {
+            return Err(lost());
+        };
+        let weights = index.weights.unsqueeze_dim::<4>(3);
+        self.attend_chosen(query, store, told, |_, piece, lists| {
+            let weights = by_rows(&weights, piece);
+            let pages_of = DsaPages {
+                q: by_rows(&index.q, piece),
+                weights: weights.squeeze_dim(2),
+                keys: keys.clone(),
+                table: lists.table.clone(),
+                spans: lists.spans.clone(),
+            };
+            Ok(choose_in_pages(dsa.op(), &pages_of, self.n_kv_heads())?)
+        })
+    }
+
+    /// The same to the blocks that it chooses.
+    fn attend_blocks(
+        &self,
+        query: Tensor<4>,
+        (store, keys): (&Store, &Store),
+        told: (&PageLists, &mut Shared),
+        msa: &MsaHeads,
+        index: &MsaIndex,
+    ) -> Result<Tensor<4>, TransformerError> {
+        let (page_lists, _) = &told;
+        let (table, choice) = (page_lists.table.clone(), page_lists.choice);
+        let choice = choice.ok_or_else(lost)?;
+        let mut known = None;
+        self.attend_chosen(query, store, told, |_, (first, count), lists| {
+            let keys = match &known {
+                Some(keys) => keys,
+                None => {
+                    let [batch, ..] = index.q.dims();
+                    let [.., entries] = table.dims();
+                    let table = of_rows(&table, batch, (0, 1)).reshape([batch, entries]);
+                    let [keys, _] = keys.of_tables(table, index.k.dtype().into())?;
+                    known.insert(keys)
+                }
+            };
+            let q = index.q.clone().narrow(2, first, count);
+            let index = MsaIndex::new(q, Tensor::clone(keys))?;
+            Ok(msa.op().choose_pages(&index, &lists.spans, &choice)?)
         })
     }
 }

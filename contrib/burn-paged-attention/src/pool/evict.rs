@@ -56,8 +56,8 @@ impl KvPool {
         let mut due = Vec::with_capacity(steps.len());
         for step in steps {
             let (mut stored, mut heads) = (0, 0);
-            for (at, _) in &self.layers {
-                let Group { key, books, .. } = &self.groups[*at];
+            for layer in &self.layers {
+                let Group { key, books, .. } = &self.groups[layer.group];
                 let of_row = key.kv_heads / books.table_rows();
                 stored += books.stored(step.id)? * of_row;
                 heads += key.kv_heads;
@@ -102,9 +102,9 @@ impl KvPool {
         let mut found = Vec::with_capacity(ids.len());
         for ids in ids.chunks(self.at_once(self.groups.iter().map(|group| &group.books), ids)?) {
             let (mut shapes, mut all) = (Vec::new(), Vec::new());
-            for (layer, ((at, store), mha)) in self.layers.iter().zip(layers).enumerate() {
-                let books = &self.groups[*at].books;
-                let scores = Layer(mha).worth(store, books, evictor, layer, ids)?;
+            for (layer, (pages, mha)) in self.layers.iter().zip(layers).enumerate() {
+                let books = &self.groups[pages.group].books;
+                let scores = Layer(mha).worth(&pages.store, books, evictor, layer, ids)?;
                 let scores = scores.ok_or_else(lost)?;
                 let [rows, slots] = scores.dims();
                 shapes.push([rows / ids.len(), slots]);
@@ -139,9 +139,9 @@ impl KvPool {
             let slots = spans.chunks(4).map(|span| span[0] as usize);
             Ok::<_, CacheError>(most.max(slots.max().unwrap_or(0)))
         })?;
-        let widths = self.layers.iter().map(|(at, store)| {
-            let widths = store.widths().unwrap_or_default();
-            self.groups[*at].key.kv_heads * widths.iter().sum::<usize>()
+        let widths = self.layers.iter().map(|layer| {
+            let widths = layer.store.widths().unwrap_or_default();
+            self.groups[layer.group].key.kv_heads * widths.iter().sum::<usize>()
         });
         let of_sequence = slots * widths.max().unwrap_or(0);
         Ok((AT_ONCE / of_sequence.max(1)).max(1))
@@ -160,8 +160,8 @@ impl KvPool {
         let len = self.len(id)?;
         let capacities = config.layer_capacities(self.layers.len(), len)?;
         let mut chosen = Vec::with_capacity(self.layers.len());
-        for (layer, ((at, _), scores)) in self.layers.iter().zip(scores).enumerate() {
-            let Group { key, books, .. } = &self.groups[*at];
+        for (layer, (pages, scores)) in self.layers.iter().zip(scores).enumerate() {
+            let Group { key, books, .. } = &self.groups[pages.group];
             let stored = stored_of_heads(books, id, key.kv_heads)?;
             let group = (key.heads / key.kv_heads) as f32;
             let mut scores: Vec<Vec<f32>> = (scores.iter().zip(&stored))
@@ -220,13 +220,13 @@ impl KvPool {
     ) -> Result<Moves, CacheError> {
         let mut kept = Vec::with_capacity(chosen.len());
         for (layer, places) in chosen.into_iter().enumerate() {
-            let Group { key, books, .. } = &self.groups[self.layers[layer].0];
+            let Group { key, books, .. } = &self.groups[self.layers[layer].group];
             let ids = ids_of(books, id, key.kv_heads, &places)?;
             kept.push(Kept { places, ids });
         }
         let mut retained = Vec::with_capacity(self.groups.len());
         for (at, group) in self.groups.iter_mut().enumerate() {
-            let layer = self.layers.iter().position(|(of, _)| *of == at);
+            let layer = self.layers.iter().position(|layer| layer.group == at);
             let heads_of_row = group.key.kv_heads / group.books.table_rows();
             let places = kept[layer.unwrap_or(0)].places.iter();
             let counts: Vec<usize> = places.step_by(heads_of_row).map(Vec::len).collect();
@@ -254,8 +254,9 @@ impl KvPool {
         let device = self.device.clone();
         let lengths = moves.iter().map(|of_sequence| self.len(of_sequence.id));
         let lengths = lengths.collect::<Result<Vec<_>, _>>()?;
-        for (layer, (at, store)) in self.layers.iter_mut().enumerate() {
-            let kv_heads = self.groups[*at].key.kv_heads;
+        for (layer, pages) in self.layers.iter_mut().enumerate() {
+            let (at, store) = (pages.group, &mut pages.store);
+            let kv_heads = self.groups[at].key.kv_heads;
             let most = moves.iter().map(|of_sequence| of_sequence.most(layer));
             let most = most.max().unwrap_or(0);
             if most > 0 {
@@ -269,8 +270,8 @@ impl KvPool {
                     let [_, width] = rows.dims();
                     rows.reshape([moves.len(), kv_heads, most, width])
                 });
-                let retained = || moves.iter().map(|of_sequence| &of_sequence.retained[*at]);
-                let rows = moves[0].retained[*at].slots.len();
+                let retained = || moves.iter().map(|of_sequence| &of_sequence.retained[at]);
+                let rows = moves[0].retained[at].slots.len();
                 let slots = retained().flat_map(|retained| &retained.slots);
                 let slots = slots.flat_map(|slots| padded(slots, most, -1)).collect();
                 let slots = ints(slots, [moves.len(), rows, most], &device);
@@ -295,7 +296,7 @@ impl KvPool {
     /// Returns the sum of attention of each key of a layer and sequence so far, `[kv_heads, slots]`, if eviction uses it.
     #[doc(hidden)]
     pub fn attention_sums(&self, id: SequenceId, layer: usize) -> Option<Tensor<2>> {
-        let books = &self.groups[self.layers.get(layer)?.0].books;
+        let books = &self.groups[self.layers.get(layer)?.group].books;
         let slots = books.tables(&[id]).ok()?.most_slots;
         let len = books.len(id).ok()?;
         let evictor = self.evictor.as_ref()?;
@@ -329,7 +330,7 @@ impl KvPool {
         let mut chosen: Vec<(SequenceId, Vec<Vec<Vec<f32>>>)> =
             ids.iter().map(|&id| (id, Vec::new())).collect();
         for (layer, importance) in importance.iter().enumerate() {
-            let Group { key, books, .. } = &self.groups[self.layers[layer].0];
+            let Group { key, books, .. } = &self.groups[self.layers[layer].group];
             let [batch, heads, tokens] = importance.dims();
             blocksparse::ensure! {
                 PoolError;
@@ -374,7 +375,7 @@ impl KvPool {
             let expected = "one that evicts keys";
             return Err(PoolError::argument("pool", expected, "another"));
         };
-        let Group { key, books, .. } = &self.groups[self.layers[layer].0];
+        let Group { key, books, .. } = &self.groups[self.layers[layer].group];
         let stored = stored_of_heads(books, id, key.kv_heads)?;
         let known = evictor.known(layer, id);
         let heads = stored
@@ -392,8 +393,8 @@ impl KvPool {
             return Ok(());
         };
         for id in evictor.sequences() {
-            for (layer, (at, _)) in self.layers.iter().enumerate() {
-                let Group { key, books, .. } = &self.groups[*at];
+            for (layer, pages) in self.layers.iter().enumerate() {
+                let Group { key, books, .. } = &self.groups[pages.group];
                 let stored = stored_of_heads(books, id, key.kv_heads)?;
                 if let Some(what) = evictor.contradiction(layer, id, books.len(id)?, &stored) {
                     return Err(CacheError::Corrupt { what }.into());

@@ -45,7 +45,7 @@ pub use policy::CachePolicy;
 pub use replayed::GraphDecoder;
 pub use saved::KvSnapshot;
 use sight::Sight;
-use step::{GroupKey, GroupStep, Uploaded};
+use step::{GroupKey, Uploaded};
 use store::{Store, Stored};
 use watched::Evictor;
 
@@ -105,12 +105,7 @@ pub struct KvUsage {
 #[derive(Debug)]
 pub struct KvPool {
     groups: Vec<Group>,
-    /// Of each layer its group and its tensors.
-    layers: Vec<(usize, Store)>,
-    /// Per layer, what native sparse attention stores in addition.
-    branches: Vec<Option<Branches>>,
-    /// Of each layer the keys of its indexer, of DeepSeek sparse attention.
-    indexes: Vec<Option<Store>>,
+    layers: Vec<LayerPages>,
     /// Positions that there are.
     context: Option<usize>,
     residency: KvRetention,
@@ -121,6 +116,18 @@ pub struct KvPool {
     /// True if choices by content are of prompts alone.
     prompts_choose: bool,
     device: Device,
+}
+
+/// Tensors of a layer.
+#[derive(Debug)]
+struct LayerPages {
+    /// Which group's books say where its keys are.
+    group: usize,
+    store: Store,
+    /// What native sparse attention stores in addition.
+    branches: Option<Branches>,
+    /// The keys of an indexer, if the layer has one that chooses.
+    index: Option<Store>,
 }
 
 /// Layers that keep the same keys.
@@ -187,9 +194,7 @@ impl KvPool {
         );
         let device = layers[0].key.weight.device().without_autodiff();
         let mut groups: Vec<Group> = Vec::new();
-        let mut stores = Vec::with_capacity(layers.len());
-        let mut branches = Vec::with_capacity(layers.len());
-        let mut indexes = Vec::with_capacity(layers.len());
+        let mut of_layers = Vec::with_capacity(layers.len());
         let evictor = match config.eviction {
             Some(eviction) => {
                 let longest = config.lengths.last().copied().unwrap_or(0);
@@ -237,30 +242,30 @@ impl KvPool {
             }
             let pages = groups[at].pages();
             let store = Store::new(pages, mha.n_kv_heads(), widths, &device, stored)?;
-            let (store, of_layer) = match (mha.nsa(), choice) {
-                (Some(nsa), _) => {
-                    let stored = (stored, model);
-                    let nsa = nsa.config();
-                    let of_layer = Branches::new(&groups, at, mha, nsa, stored, &device)?;
-                    (store, Some(of_layer))
+            let branches = match mha.nsa() {
+                Some(nsa) => {
+                    let (nsa, stored) = (nsa.config(), (stored, model));
+                    Some(Branches::new(&groups, at, mha, nsa, stored, &device)?)
                 }
-                // An index branch has keys of its own, and who takes a choice looks at no pages.
-                (None, Some(_)) if groups[at].key.msa.is_some() => (store, None),
-                (None, Some(_)) if mha.choice_sharing() == Some(ChoiceSharing::Takes) => {
-                    (store, None)
-                }
-                (None, Some(choice)) => (store.with_summaries(choice.summary), None),
-                (None, None) => (store, None),
+                None => None,
             };
-            indexes.push(dsa::store(&groups[at], mha, &device)?);
-            stores.push((at, store));
-            branches.push(of_layer);
+            // Branches and an index have keys of their own, and who takes a choice looks at no pages.
+            let chooses = branches.is_none()
+                && groups[at].key.indexer.is_none()
+                && mha.choice_sharing() != Some(ChoiceSharing::Takes);
+            of_layers.push(LayerPages {
+                group: at,
+                store: match choice.filter(|_| chooses) {
+                    Some(choice) => store.with_summaries(choice.summary),
+                    None => store,
+                },
+                branches,
+                index: dsa::store(&groups[at], mha, &device)?,
+            });
         }
         Ok(Self {
             groups,
-            layers: stores,
-            branches,
-            indexes,
+            layers: of_layers,
             context: context_of(layers, context),
             residency: config.residency,
             cascade: config.cascade,
@@ -360,8 +365,13 @@ impl KvPool {
             tokens: self.len(id)?,
             ..KvUsage::default()
         };
-        let beside = self.branches.iter().zip(&self.indexes);
-        for ((at, store), (branches, index)) in self.layers.iter().zip(beside) {
+        for LayerPages {
+            group: at,
+            store,
+            branches,
+            index,
+        } in &self.layers
+        {
             let Group {
                 key, books, choice, ..
             } = &self.groups[*at];
@@ -388,7 +398,7 @@ impl KvPool {
             if let Some(branches) = branches {
                 branches.add_usage(&self.groups, *at, id, &mut usage)?;
             }
-            if key.dsa.is_some() || key.msa.is_some() {
+            if key.indexer.is_some() {
                 dsa::add_usage(&self.groups[*at], (store, index.as_ref()), id, &mut usage)?;
             }
         }
@@ -398,10 +408,12 @@ impl KvPool {
 
     /// Bytes of all pages of all layers, whether in use or not.
     pub fn bytes(&self) -> usize {
-        let stores = self.layers.iter().map(|(_, store)| store.bytes());
-        let branches = self.branches.iter().flatten().map(Branches::bytes);
-        let indexes = self.indexes.iter().flatten().map(Store::bytes);
-        stores.chain(branches).chain(indexes).sum()
+        let of_layer = |layer: &LayerPages| {
+            let branches = layer.branches.as_ref().map_or(0, Branches::bytes);
+            let index = layer.index.as_ref().map_or(0, Store::bytes);
+            layer.store.bytes() + branches + index
+        };
+        self.layers.iter().map(of_layer).sum()
     }
 
     /// The block tables of each pattern of the layers: the page and slot of each key.
@@ -437,19 +449,6 @@ impl KvPool {
             first.get_or_insert(result);
         }
         Ok(first.expect("a pool has at least one layer"))
-    }
-
-    fn layer<'a>(
-        &'a mut self,
-        step: &'a Step,
-        layer: usize,
-    ) -> (
-        &'a mut Store,
-        (usize, &'a GroupStep),
-        Option<&'a mut Evictor>,
-    ) {
-        let (group, store) = &mut self.layers[layer];
-        (store, (*group, &step.groups[*group]), self.evictor.as_mut())
     }
 }
 
@@ -559,9 +558,9 @@ impl KvPool {
             PoolError;
             self.layers.len() == layers.len() => "pool", format!("of {} layers, the model's", layers.len()), format!("{} layers", self.layers.len());
         }
-        for (mha, (group, store)) in layers.iter().zip(&self.layers) {
-            let is_same = self.groups[*group].key.is_of(mha);
-            let is_same = is_same && store.widths() == Some(mha.head_widths());
+        for (mha, pages) in layers.iter().zip(&self.layers) {
+            let is_same = self.groups[pages.group].key.is_of(mha)
+                && pages.store.widths() == Some(mha.head_widths());
             blocksparse::ensure! { PoolError; is_same => "pool", "one that was made for these layers", "another"; }
         }
         blocksparse::ensure! { PoolError; self.device == *device => "pool", format!("on {device:?}, the input's"), format!("{:?}", self.device); }

@@ -65,8 +65,7 @@ pub(super) fn groups(
             relative: None,
             selection: None,
             nsa: None,
-            dsa: None,
-            msa: None,
+            indexer: None,
         };
         match groups.iter().position(|group| group.key == key) {
             Some(at) => Ok(at),

@@ -1,16 +1,17 @@
 //! Native sparse attention of new rows to what a pool holds of its branches.
 
-use burn::tensor::{FloatDType, Int, Tensor};
+use burn::tensor::{FloatDType, Tensor};
 use burn_sparse_select::nsa::NsaBranches;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::nsa::NsaHeads;
 
-use super::choice::{joined, of_rows};
+use super::choice::{Piece, joined, of_rows};
 use super::layer::Layer;
 use super::nsa_step::Ended;
 use super::step::{PageLists, Road};
 use super::store::{Store, lost};
-use super::{KvPool, Step};
+use super::{KvPool, LayerPages, Step};
+use crate::PagedKeysValues;
 
 impl Layer<'_> {
     /// What heads of native sparse attention see in a step of a pool, `[batch, heads, seq, d_v]`.
@@ -27,9 +28,14 @@ impl Layer<'_> {
         let gates = nsa.gates(x.clone(), &query, self.precision())?;
         let new = nsa.branches(x, heads, &step.positions, &placing, self.precision())?;
 
-        let (at, store) = &mut pool.layers[layer];
-        let group = &step.groups[*at];
-        let branches = pool.branches[layer].as_mut().ok_or_else(lost)?;
+        let LayerPages {
+            group,
+            store,
+            branches,
+            ..
+        } = &mut pool.layers[layer];
+        let group = &step.groups[*group];
+        let branches = branches.as_mut().ok_or_else(lost)?;
         let of_step = group.nsa.as_ref().ok_or_else(lost)?;
         let of_group = |at: usize| &step.groups[at];
         group.write(store, new.selected.clone())?;
@@ -102,21 +108,21 @@ impl Layer<'_> {
         let [_, _, strides, _] = compressed[0].dims();
         let numbers = batch * heads * strides;
         let mut by_pairs = Vec::new();
-        let choose = |(first, count), spans: &Tensor<3, Int>| {
+        let choose = |_: &Tensor<3>, (first, count): Piece, lists: PagedKeysValues| {
             let rows = query.clone().narrow(2, first, count);
             // A row's page list ends with its own key.
-            let positions = spans.clone().narrow(2, 0, 1).sub_scalar(1);
+            let positions = lists.spans.clone().narrow(2, 0, 1).sub_scalar(1);
             let positions = positions.reshape([batch, count]);
             let seen = (nsa.op()).of_strides(rows, compressed.clone(), &positions)?;
             by_pairs.push(seen.out);
             // Where there is no more than what is chosen, there is no choice.
-            Ok(match places > choice.selected_pages() {
+            let selected = match places > choice.selected_pages() {
                 true => Some(nsa.op().choose_pages(seen.importance, &positions, choice)?),
                 false => None,
-            })
+            };
+            Ok(PagedKeysValues { selected, ..lists })
         };
-        let by_pages =
-            self.attend_by_sequence(query.clone(), store, page_lists, numbers, choose)?;
+        let by_pages = self.attend_in_pieces(query.clone(), store, page_lists, numbers, choose)?;
         Ok([joined(by_pairs, 2), by_pages])
     }
 }

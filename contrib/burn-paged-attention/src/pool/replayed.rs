@@ -14,7 +14,7 @@ use super::model::PagedDecoder;
 use super::nsa::Branches;
 use super::nsa_step::NsaInputs;
 use super::sight::Sight;
-use super::step::{self, GroupStep, PageLists, Prefix, Road};
+use super::step::{self, GroupStep, PageLists, Road};
 use super::store::{ints, overwrite, zeros};
 use super::watch::Watch;
 use super::watched::Evictor;
@@ -100,7 +100,7 @@ struct GroupInputs {
     /// Positions of the slots and the last queries that see them, `[batch · T · s]`, where not all queries see all slots.
     sight: Option<[StaticInput<1, Int>; 2]>,
     /// Pages that all sequences share and that are read once, and how many those are.
-    prefix: (Option<Prefix>, usize),
+    prefix: (Option<Box<PageLists>>, usize),
     /// How queries choose pages, if they do.
     choice: Option<PageChoice>,
     /// Blocks that end, of native sparse attention.
@@ -448,7 +448,7 @@ impl GroupInputs {
             true => usize::MAX,
             false => pool.cascade(),
         };
-        let prefix = Prefix::of(&group.books, batch, cascade, device)?;
+        let prefix = step::shared_prefix(&group.books, batch, cascade, device)?;
         Ok(Self {
             slots: zeros([batch.len(), rows, seq], device)?,
             table: zeros([batch.len(), rows, entries - prefix.1], device)?,
@@ -513,14 +513,12 @@ impl GroupInputs {
 impl Group {
     /// Returns whether queries of a step see all slots, or choose those that they see.
     pub(super) fn sees_all(&self, is_single: bool, residency: KvRetention) -> bool {
-        is_single && self.books.single_sees_all(residency)
-            || self.choice.is_some()
-            || self.key.dsa.is_some()
+        is_single && self.books.single_sees_all(residency) || self.is_apart()
     }
 
     /// Returns whether no pages are read once for all sequences: what is chosen is chosen by each.
     pub(super) fn is_apart(&self) -> bool {
-        self.choice.is_some() || self.key.dsa.is_some()
+        self.choice.is_some() || self.key.indexer.is_some()
     }
 }
 
@@ -531,9 +529,13 @@ impl KvPool {
         for step in steps {
             is_new &= self.len(step.id)? == 0;
         }
-        let chooses = |group: &Group| group.is_apart() || group.key.msa.is_some();
-        let has_branches = self.branches.iter().any(Option::is_some);
-        let of_keys = (self.layers.iter()).any(|(_, store)| store.is_quantized());
+        let branches = || {
+            self.layers
+                .iter()
+                .filter_map(|layer| layer.branches.as_ref())
+        };
+        let has_branches = branches().next().is_some();
+        let of_keys = self.layers.iter().any(|layer| layer.store.is_quantized());
         let sums = self.evictor.as_ref().is_some_and(Evictor::sums);
         let all = |f: &dyn Fn(&Group) -> bool| self.groups.iter().all(f);
         let reasons = [
@@ -547,7 +549,7 @@ impl KvPool {
                 "the keys of a query are gathered",
             ),
             (
-                seq > 1 && (has_branches || self.groups.iter().any(chooses)),
+                seq > 1 && (has_branches || self.groups.iter().any(Group::is_apart)),
                 "several tokens of a sequence choose keys",
             ),
             (
@@ -555,7 +557,7 @@ impl KvPool {
                 "branches keep keys that a query does not see",
             ),
             (
-                !(self.branches.iter().flatten()).all(Branches::is_recordable),
+                !branches().all(Branches::is_recordable),
                 "branches are in eight bits",
             ),
             (

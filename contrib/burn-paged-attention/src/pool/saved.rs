@@ -6,7 +6,6 @@ use burn_sparse_transformer::internal::ensure_none;
 use serde::{Deserialize, Serialize};
 
 use super::begin::Undo;
-use super::nsa::Branches;
 use super::store::{Store, ints, lost};
 use super::{Group, KvPool, nsa_step};
 use crate::PoolError;
@@ -176,44 +175,44 @@ impl KvPool {
 
     /// All that is stored.
     fn parts(&self) -> Vec<Part> {
-        let parts = self.layers.iter().zip(&self.branches).enumerate();
-        let of_layer =
-            |(layer, ((group, _), branches)): (usize, (&(usize, _), &Option<Branches>))| {
-                let index = self.indexes[layer].is_some();
-                let of = |kind, group| Part { layer, kind, group };
-                let mut parts = vec![of(PartKind::Keys, *group)];
-                if let (Some(branches), Some(nsa)) = (branches, self.groups[*group].nsa) {
-                    parts.push(of(PartKind::Entries, *group));
-                    parts.push(of(PartKind::Tokens, nsa.tokens));
-                    let window = nsa.window.filter(|_| branches.window.is_some());
-                    parts.extend(window.map(|group| of(PartKind::Window, group)));
-                }
-                parts.extend(index.then(|| of(PartKind::Index, *group)));
-                parts
-            };
-        parts.flat_map(of_layer).collect()
+        let mut parts = Vec::with_capacity(self.layers.len());
+        for (layer, pages) in self.layers.iter().enumerate() {
+            let of = |kind, group| Part { layer, kind, group };
+            let group = pages.group;
+            parts.push(of(PartKind::Keys, group));
+            if let (Some(branches), Some(nsa)) = (&pages.branches, self.groups[group].nsa) {
+                parts.push(of(PartKind::Entries, group));
+                parts.push(of(PartKind::Tokens, nsa.tokens));
+                let window = nsa.window.filter(|_| branches.window.is_some());
+                parts.extend(window.map(|group| of(PartKind::Window, group)));
+            }
+            parts.extend(pages.index.as_ref().map(|_| of(PartKind::Index, group)));
+        }
+        parts
     }
 
     fn part(&self, part: Part) -> Result<&Store, TransformerError> {
-        let branches = self.branches[part.layer].as_ref();
+        let pages = &self.layers[part.layer];
+        let branches = pages.branches.as_ref();
         match part.kind {
-            PartKind::Keys => Some(&self.layers[part.layer].1),
+            PartKind::Keys => Some(&pages.store),
             PartKind::Entries => branches.map(|branches| &branches.entries),
             PartKind::Tokens => branches.map(|branches| &branches.tokens),
             PartKind::Window => branches.and_then(|branches| branches.window.as_ref()),
-            PartKind::Index => self.indexes[part.layer].as_ref(),
+            PartKind::Index => pages.index.as_ref(),
         }
         .ok_or_else(lost)
     }
 
     fn part_mut(&mut self, part: Part) -> Result<&mut Store, TransformerError> {
-        let branches = self.branches[part.layer].as_mut();
+        let pages = &mut self.layers[part.layer];
+        let branches = pages.branches.as_mut();
         match part.kind {
-            PartKind::Keys => Some(&mut self.layers[part.layer].1),
+            PartKind::Keys => Some(&mut pages.store),
             PartKind::Entries => branches.map(|branches| &mut branches.entries),
             PartKind::Tokens => branches.map(|branches| &mut branches.tokens),
             PartKind::Window => branches.and_then(|branches| branches.window.as_mut()),
-            PartKind::Index => self.indexes[part.layer].as_mut(),
+            PartKind::Index => pages.index.as_mut(),
         }
         .ok_or_else(lost)
     }

@@ -8,8 +8,6 @@ use burn_sparse_select::Selection;
 use burn_sparse_select::pages::PageChoice;
 use burn_sparse_transformer::content::ContentAttention;
 use burn_sparse_transformer::decoder::Positions;
-use burn_sparse_transformer::dsa::DsaHeadsConfig;
-use burn_sparse_transformer::msa::MsaHeadsConfig;
 use burn_sparse_transformer::nsa::NsaHeadsConfig;
 use burn_sparse_transformer::{SparseMultiHeadAttention, TransformerError};
 
@@ -100,8 +98,8 @@ pub(super) struct PageLists {
     pub visibility: Option<PagedVisibility>,
     /// Zeros, at least one for each query of the batch.
     pub counters: Option<Tensor<1, Int>>,
-    /// What all sequences of the batch share, and the table and spans do not name.
-    pub prefix: Option<Prefix>,
+    /// What all sequences of the batch share, `[1, T, ..]`, and the table and spans do not name.
+    pub prefix: Option<Box<PageLists>>,
     /// Keys of the table that queries see from elsewhere, and the spans do not name.
     pub sinks: Option<Sinks>,
     /// Choice of pages, if queries choose: then every row of the call has a list of its own.
@@ -112,7 +110,7 @@ pub(super) struct PageLists {
 #[derive(Clone, Debug)]
 pub(super) struct Sinks {
     /// `[batch, T, 4]`
-    spans: Tensor<3, Int>,
+    pub spans: Tensor<3, Int>,
     /// Positions that are left out before each query, `[batch · s]`.
     pub left_out: Tensor<1, Int>,
 }
@@ -156,18 +154,6 @@ impl Sinks {
             spans: without(&[2, 3]),
             left_out: ints(left_out, [count], device),
         }))
-    }
-
-    pub(super) fn pages(
-        &self,
-        page_lists: &PageLists,
-        store: PagedStore,
-        kv_heads: usize,
-    ) -> PagedKeysValues {
-        let (table, spans) = (page_lists.table.clone(), self.spans.clone());
-        let mut pages = PagedKeysValues::of_store(store, kv_heads, table, spans);
-        pages.visibility = page_lists.visibility.clone();
-        pages
     }
 }
 
@@ -235,15 +221,12 @@ pub(super) struct GroupKey {
     pub selection: Option<Selection>,
     /// In three branches.
     pub nsa: Option<NsaHeadsConfig>,
-    /// By an indexer.
-    pub dsa: Option<DsaHeadsConfig>,
-    /// Blocks by one.
-    pub msa: Option<MsaHeadsConfig>,
+    /// By an indexer, the layers' own or that of an earlier layer.
+    pub indexer: Option<ContentAttention>,
 }
 
 impl GroupKey {
     pub(super) fn of(mha: &SparseMultiHeadAttention) -> Self {
-        let (dsa, msa) = indexers(mha);
         Self {
             pattern: mha.pattern().clone(),
             heads: mha.n_heads(),
@@ -252,8 +235,7 @@ impl GroupKey {
             relative: (mha.relative_bias.as_ref()).map(|table| table.dims()),
             selection: mha.selection().cloned(),
             nsa: mha.nsa().map(|nsa| nsa.config().clone()),
-            dsa: dsa.cloned(),
-            msa: msa.cloned(),
+            indexer: mha.choosing_indexer().cloned(),
         }
     }
 
@@ -266,21 +248,12 @@ impl GroupKey {
             && self.relative == relative
             && self.selection.as_ref() == mha.selection()
             && self.nsa.as_ref() == mha.nsa().map(|nsa| nsa.config())
-            && (self.dsa.as_ref(), self.msa.as_ref()) == indexers(mha)
+            && self.indexer.as_ref() == mha.choosing_indexer()
     }
 
     /// Returns whether attention over pages knows all that the layers add to scores.
     pub(super) fn is_plain(&self) -> bool {
         self.alibi.is_none() && self.relative.is_none()
-    }
-}
-
-/// Of an indexer whose choice a layer attends to, its own or that of an earlier layer.
-fn indexers(mha: &SparseMultiHeadAttention) -> (Option<&DsaHeadsConfig>, Option<&MsaHeadsConfig>) {
-    match mha.choosing_indexer() {
-        Some(ContentAttention::Dsa(dsa)) => (Some(dsa), None),
-        Some(ContentAttention::Msa(msa)) => (None, Some(msa)),
-        _ => (None, None),
     }
 }
 
@@ -294,53 +267,35 @@ pub(super) struct Uploaded {
     table: Tensor<3, Int>,
     /// How many those are.
     shared: usize,
-    prefix: Option<Prefix>,
+    prefix: Option<Box<PageLists>>,
 }
 
-/// Pages that all sequences of a batch share.
-#[derive(Clone, Debug)]
-pub(super) struct Prefix {
-    /// `[1, T, shared]`
-    table: Tensor<3, Int>,
-    /// `[1, T, 4]`
-    spans: Tensor<3, Int>,
-}
-
-impl Prefix {
-    pub(super) fn pages(&self, store: PagedStore, kv_heads: usize) -> PagedKeysValues {
-        let (table, spans) = (self.table.clone(), self.spans.clone());
-        PagedKeysValues::of_store(store, kv_heads, table, spans)
+/// Pages that all sequences of a batch share and that hold `cascade` keys or more, and how many entries of the table those are.
+pub(super) fn shared_prefix(
+    books: &PagePool,
+    batch: &[SequenceId],
+    cascade: usize,
+    device: &Device,
+) -> Result<(Option<Box<PageLists>>, usize), PoolError> {
+    let page_size = books.config().page_size();
+    let shared = match batch.len() {
+        0 | 1 => 0,
+        _ if cascade == usize::MAX => 0,
+        _ => books.shared_pages(batch)?,
+    };
+    if shared == 0 || shared * page_size < cascade {
+        return Ok((None, 0));
     }
-}
-
-impl Prefix {
-    /// Pages that all sequences of a batch share and that hold `cascade` keys or more, and how many entries of the table those are.
-    pub(super) fn of(
-        books: &PagePool,
-        batch: &[SequenceId],
-        cascade: usize,
-        device: &Device,
-    ) -> Result<(Option<Self>, usize), PoolError> {
-        let page_size = books.config().page_size();
-        let shared = match batch.len() {
-            0 | 1 => 0,
-            _ if cascade == usize::MAX => 0,
-            _ => books.shared_pages(batch)?,
-        };
-        if shared == 0 || shared * page_size < cascade {
-            return Ok((None, 0));
-        }
-        let rows = books.table_rows();
-        let tables = books.tables(&batch[..1])?;
-        let first = tables.table.chunks(tables.max_pages);
-        let first = first.flat_map(|row| &row[..shared]);
-        let spans = (0..rows).flat_map(|_| [(shared * page_size) as i32, shared as i32, 0, 0]);
-        let prefix = Self {
-            table: ints(first.copied().collect(), [1, rows, shared], device),
-            spans: ints(spans.collect(), [1, rows, 4], device),
-        };
-        Ok((Some(prefix), shared))
-    }
+    let rows = books.table_rows();
+    let tables = books.tables(&batch[..1])?;
+    let first = tables.table.chunks(tables.max_pages);
+    let first = first.flat_map(|row| &row[..shared]);
+    let spans = (0..rows).flat_map(|_| [(shared * page_size) as i32, shared as i32, 0, 0]);
+    let prefix = PageLists::new(
+        ints(first.copied().collect(), [1, rows, shared], device),
+        ints(spans.collect(), [1, rows, 4], device),
+    );
+    Ok((Some(Box::new(prefix)), shared))
 }
 
 impl Uploaded {
@@ -352,7 +307,7 @@ impl Uploaded {
         device: &Device,
     ) -> Result<Self, PoolError> {
         let rows = books.table_rows();
-        let (prefix, shared) = Prefix::of(books, &batch, cascade, device)?;
+        let (prefix, shared) = shared_prefix(books, &batch, cascade, device)?;
         let tables = books.tables(&batch)?;
         let own = tables.max_pages - shared;
         let rest = tables.table.chunks(tables.max_pages);

@@ -26,7 +26,6 @@ pub(super) struct Store {
     kv_heads: usize,
     /// By what queries choose pages, if they do. They are also written in place.
     summaries: Option<PageSummaries>,
-    summary: Option<PageSummary>,
 }
 
 /// Pages that are copied before anything is written.
@@ -113,7 +112,6 @@ impl Store {
             pages: Some(store),
             kv_heads,
             summaries: None,
-            summary: None,
         })
     }
 
@@ -128,7 +126,6 @@ impl Store {
             };
             let zeros = PageSummaries::zeros(summary, pages, width, dtype, &store.device());
             self.summaries = Some(zeros);
-            self.summary = Some(summary);
         }
         self
     }
@@ -140,10 +137,9 @@ impl Store {
 
     /// Looks again at the pages that keys were written to, in the order of their slots, `[batch, T, s]`.
     pub(super) fn summarize(&mut self, slots: Tensor<3, Int>) -> Result<(), TransformerError> {
-        if self.summary.is_none() {
+        let Some(summaries) = self.summaries.take() else {
             return Ok(());
-        }
-        let summaries = self.summaries.take().ok_or_else(lost)?;
+        };
         let store = self.pages.as_ref().ok_or_else(lost)?;
         self.summaries = Some(summarize_stored(summaries, store, self.kv_heads, slots)?);
         Ok(())

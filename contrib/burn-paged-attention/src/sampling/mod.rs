@@ -3,16 +3,10 @@ pub(crate) mod backend;
 #[doc(hidden)]
 pub mod ops;
 
-use burn::backend::Dispatch;
-use burn::tensor::{FloatDType, Int, Tensor};
-
 use crate::paged::values::OptInt;
 pub use crate::sample_options::SampleOptions;
 use crate::sampling::ops::SamplingOps;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::prelude::*;
 
 /// Draws a token from each row of logits. [`SampleOptions`] select the candidates. The token is the first, by descending probability, up to which the
 /// probabilities sum to more than the row's element of `draws`. It is −1 where no logit is finite.

@@ -1,15 +1,9 @@
 //! The backend trait of sampling.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata, backend_extension};
-#[cfg(feature = "fusion")]
-use burn::tensor::DType;
-use burn::tensor::TensorData;
-
 use crate::paged::values::OptInt;
 use crate::sample_options::SampleOptions;
 use burn_blocksparse::internal::host;
-use burn_blocksparse::reference_backends;
+use burn_blocksparse::internal::prelude::*;
 
 /// Tokens drawn from logits as a backend operation, on tensors that are not on an autodiff device. Arguments are checked by the public function.
 #[backend_extension(

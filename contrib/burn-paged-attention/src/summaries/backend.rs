@@ -14,9 +14,9 @@ mod kernels {
     use crate::kernels::paged::{AppendShape, PageScoreBuffers, PageScoreShape};
     use crate::paged::backend::{handles, in_place, rows_by};
     use crate::paged::values::StoredRows;
-    use crate::summaries::ops::PageSummaryOps;
-    use crate::summaries::reference;
-    use crate::summaries::values::{PageScoreInputs, SummarizeInputs};
+    use crate::summaries::ops::{
+        PageScoreInputs, PageSummaryOps, SummarizeInputs, scores as reference_scores, summarize,
+    };
     use burn_blocksparse::internal::cube::{empty, integers, uses_reference};
     use burn_sparse_select::PageSummary;
     use burn_sparse_select::pages::PageChoice;
@@ -48,7 +48,7 @@ mod kernels {
             let client = inputs.summaries.client.clone();
             let elsewhere = |inputs| {
                 recording::fails(&client, Failure::NotInPlace("the summaries of pages"));
-                reference::summarize::<Self>(inputs, kv_heads, summary)
+                summarize::<Self>(inputs, kv_heads, summary)
             };
             if uses_reference() {
                 return elsewhere(inputs);
@@ -94,7 +94,7 @@ mod kernels {
                 summary_dtype: dtype_to_elem_type(inputs.summaries.dtype),
             };
             if batch * heads * entries * pages == 0 || uses_reference() {
-                return reference::scores::<Self>(inputs, kv_heads, &choice);
+                return reference_scores::<Self>(inputs, kv_heads, &choice);
             }
             let scores = empty(&inputs.q, [batch, kv_heads, entries], DType::F32);
             let [q, summaries] = [inputs.q, inputs.summaries].map(into_contiguous);
@@ -116,7 +116,7 @@ mod kernels {
                         table,
                         spans,
                     };
-                    reference::scores::<Self>(inputs, kv_heads, &choice)
+                    reference_scores::<Self>(inputs, kv_heads, &choice)
                 }
             }
         }

@@ -2,20 +2,13 @@
 
 pub(crate) mod backend;
 pub(crate) mod ops;
-pub(crate) mod reference;
-pub(crate) mod values;
 
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Device, Int, Tensor};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::prelude::*;
 use burn_sparse_select::PageSummary;
 
 use crate::PagedStore;
 use crate::paged::{check_heads, check_shared, check_tables, inner};
-use crate::summaries::ops::PageSummaryOps;
-use crate::summaries::values::{PageScoreInputs, SummarizeInputs};
+use crate::summaries::ops::{PageScoreInputs, PageSummaryOps, SummarizeInputs};
 
 pub use burn_sparse_select::pages::{PageChoice, topk_pages};
 

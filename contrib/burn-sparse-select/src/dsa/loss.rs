@@ -2,16 +2,14 @@
 
 use std::ops::Range;
 
-use burn::tensor::{Bool, DType, Int, Tensor};
+use burn::tensor::{Bool, Tensor};
 
 use crate::dsa::found::{DsaTarget, Found};
 use crate::dsa::scores::{DsaIndex, Scores};
 use crate::dsa::{Dsa, unlisted};
-use crate::selection::parts::{added, in_steps};
+use crate::selection::estimator::EstimateGrid;
+use crate::selection::parts::{NOTHING, added, hidden, in_steps};
 use burn_blocksparse::OpError;
-
-/// Scores of keys that do not count: far below any other, but finite.
-const LOW: f64 = -1e30;
 
 impl Dsa {
     /// The mean over queries of `KL(t ‖ softmax x)`, where x are the indexer's scores, and t is the mean of dense attention's weights over its heads; both over
@@ -119,15 +117,9 @@ impl Target<'_> {
     /// Which keys some queries do not see: `[batch, rows, seq_kv]`.
     fn later(&self, rows: &Range<usize>) -> Tensor<3, Bool> {
         let ([batch, _, seq_q, _], seq_kv) = (self.q.dims(), self.k.dims()[2]);
+        let grid = EstimateGrid::by_query(1).of([seq_q, seq_kv], true);
         let dims = [batch, rows.len(), seq_kv];
-        let inner = self.q.device().without_autodiff();
-        let ints = (&inner, DType::I32);
-        let first = (seq_kv - seq_q) as i64;
-        let keys = Tensor::<1, Int>::arange(0..seq_kv as i64, ints);
-        let positions = first + rows.start as i64..first + rows.end as i64;
-        let positions = Tensor::<1, Int>::arange(positions, ints);
-        let keys = keys.reshape([1, 1, seq_kv]).expand(dims);
-        keys.greater(positions.reshape([1, rows.len(), 1]).expand(dims))
+        hidden(&grid, rows.clone(), dims, &self.q.device())
     }
 
     /// Which keys do not count for some queries, which do not see the later ones: `[batch, rows, seq_kv]`.
@@ -192,7 +184,7 @@ fn softmax_over<const D: usize>(
     scores: Tensor<D>,
     hidden: Tensor<D, Bool>,
 ) -> (Tensor<D>, Tensor<D>) {
-    let scores = scores.mask_fill(hidden.clone(), LOW);
+    let scores = scores.mask_fill(hidden.clone(), NOTHING);
     let less = scores.clone() - scores.max_dim(D - 1);
     let weights = less.clone().exp().mask_fill(hidden, 0.0);
     // A query without keys has no weights.

@@ -1,13 +1,9 @@
 //! The backend trait of an indexer's scores and what it learns by, where kernels make them.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, ExtensionType, backend_extension};
-#[cfg(feature = "fusion")]
-use burn::tensor::DType;
+use burn::backend::ExtensionType;
 
 use blocksparse::HadamardFp8;
-use burn_blocksparse::internal::values::OptInt;
-use burn_blocksparse::op_values;
+use burn_blocksparse::internal::prelude::*;
 
 /// Request for scores of an indexer.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -172,8 +168,6 @@ pub trait IndexerOps: Backend {
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
     use super::*;
 
     pub fn loss(

@@ -2,11 +2,8 @@
 
 use std::ops::Range;
 
-use burn::tensor::{DType, Int, Tensor};
-
 use crate::selection::parts::in_steps;
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::prelude::*;
 
 /// Queries whose scores are made together, before heads are: so many rows a product has at least, if there is room.
 const FEWEST_ROWS: usize = 64;

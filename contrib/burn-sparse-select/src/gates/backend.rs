@@ -14,9 +14,10 @@ mod kernels {
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
-    use crate::gates::ops::GateOps;
-    use crate::gates::reference;
-    use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask, MOST_BRANCHES};
+    use crate::gates::ops::{
+        GateOps, GatedGrads, GatedInputs, GatedSaved, GatedTask, MOST_BRANCHES,
+        reference_gradients, reference_sum,
+    };
     use burn_blocksparse::internal::cube::{empty, filled, matrix, shaped, typed, uses_reference};
     use burn_blocksparse::internal::values::ThreeFloats;
 
@@ -117,15 +118,15 @@ mod kernels {
     impl GateOps for CubeBackend {
         fn gated_sum(inputs: GatedInputs<Self>) -> CubeTensor {
             if uses_reference() {
-                return reference::forward::<Self>(inputs);
+                return reference_sum::<Self>(inputs);
             }
             let inputs = Inputs::new(inputs);
-            (inputs.forward()).unwrap_or_else(|_| reference::forward::<Self>(inputs.back()))
+            (inputs.forward()).unwrap_or_else(|_| reference_sum::<Self>(inputs.back()))
         }
 
         fn gated_sum_backward(saved: GatedSaved<Self>, task: GatedTask) -> GatedGrads<Self> {
             if uses_reference() {
-                return reference::backward::<Self>(saved, task);
+                return reference_gradients::<Self>(saved, task);
             }
             let inputs = Inputs::new(saved.inputs);
             let grad = into_contiguous(saved.grad);
@@ -135,7 +136,7 @@ mod kernels {
                 Ok(grads) => grads,
                 Err(_) => {
                     let inputs = inputs.back();
-                    reference::backward::<Self>(GatedSaved { inputs, grad }, task)
+                    reference_gradients::<Self>(GatedSaved { inputs, grad }, task)
                 }
             }
         }
@@ -148,8 +149,7 @@ mod steps {
     use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
     use burn::backend::tensor::FloatTensor;
 
-    use crate::gates::ops::GateOps;
-    use crate::gates::values::{GatedInputs, GatedSaved, GatedTask};
+    use crate::gates::ops::{GateOps, GatedInputs, GatedSaved, GatedTask};
     use burn_blocksparse::internal::custom_gradient::{custom_gradient, everything};
 
     impl<B: GateOps, C: CheckpointStrategy> GateOps for Autodiff<B, C> {

@@ -3,16 +3,8 @@ pub(crate) mod backend;
 #[doc(hidden)]
 pub mod ops;
 
-pub(crate) mod reference;
-#[doc(hidden)]
-pub mod values;
-
-use burn::tensor::Tensor;
-
-use crate::gates::ops::GateOps;
-use burn_blocksparse::internal::op_plan::OpPlan;
-use burn_blocksparse::internal::values::ThreeFloats;
-use values::{GatedInputs, MOST_BRANCHES};
+use crate::gates::ops::{GateOps, GatedInputs, MOST_BRANCHES};
+use burn_blocksparse::internal::prelude::*;
 
 /// `Σ gate · branch` in the branches' dtype, computed in f32 (f64 for f64) from gates of any float dtype, and rounded once. What is not there is 0, and
 /// its gates have gradients of 0. Deterministic.

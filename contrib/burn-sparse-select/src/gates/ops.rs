@@ -1,11 +1,65 @@
-//! The backend trait of gates.
+//! The backend trait of gates, what crosses it, and the same in Burn's primitives.
 
-use burn::backend::tensor::FloatTensor;
-use burn::backend::{Backend, backend_extension};
+use burn_blocksparse::internal::prelude::*;
 
-use crate::gates::reference;
-use crate::gates::values::{GatedGrads, GatedInputs, GatedSaved, GatedTask};
-use burn_blocksparse::reference_backends;
+/// Most branches, as many as [`ThreeFloats`] has.
+pub const MOST_BRANCHES: usize = 3;
+
+op_values! {
+    /// Branches and gates of a gated sum.
+    pub struct GatedInputs {
+        /// `[batch, heads, seq, width]` each, one of them at least.
+        pub branches: ThreeFloats,
+        /// `[batch, heads, seq, 3]`, of any float dtype.
+        pub gates: FloatTensor,
+    }
+}
+
+#[cfg(feature = "autodiff")]
+impl<B: Backend> GatedInputs<B> {
+    /// The branches and the gates.
+    pub fn into_list(self) -> [Option<FloatTensor<B>>; MOST_BRANCHES + 1] {
+        let [first, second, third] = self.branches.into_list();
+        [first, second, third, Some(self.gates)]
+    }
+
+    /// The inverse of [`Self::into_list`].
+    pub fn of_list(list: [Option<FloatTensor<B>>; MOST_BRANCHES + 1]) -> Self {
+        let [first, second, third, gates] = list;
+        Self {
+            branches: ThreeFloats::of_list([first, second, third]),
+            gates: gates.expect("gates"),
+        }
+    }
+}
+
+op_values! {
+    /// Tensors saved for the backward pass.
+    pub struct GatedSaved {
+        /// As they came.
+        pub inputs: GatedInputs,
+        /// By the result.
+        pub grad: FloatTensor,
+    }
+
+    /// Gradients, each of its input's shape and dtype, if it is wanted.
+    pub struct GatedGrads {
+        /// Of the branches that are there.
+        pub branches: ThreeFloats,
+        /// `[batch, heads, seq, 3]`, 0 for branches that are not there.
+        pub gates: OptFloat,
+    }
+}
+
+/// Gradients that the backward pass computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GatedTask {
+    /// The branches whose gradients are wanted.
+    pub branches: [bool; MOST_BRANCHES],
+    /// True if the gates' is.
+    pub gates: bool,
+}
 
 /// Sums of branches that are gated by rows, as a backend operation. Arguments are checked by the functions that use it.
 #[backend_extension(
@@ -19,7 +73,7 @@ pub trait GateOps: Backend {
     /// `Σ gate · branch` in the branches' dtype.
     #[fusion(meta = meta::forward)]
     fn gated_sum(#[extension_type] inputs: GatedInputs<Self>) -> FloatTensor<Self> {
-        reference::forward::<Self>(inputs)
+        reference_sum::<Self>(inputs)
     }
 
     /// The backward pass: those gradients that `task` wants.
@@ -28,19 +82,84 @@ pub trait GateOps: Backend {
         #[extension_type] saved: GatedSaved<Self>,
         task: GatedTask,
     ) -> GatedGrads<Self> {
-        reference::backward::<Self>(saved, task)
+        reference_gradients::<Self>(saved, task)
     }
 }
 
 reference_backends!(GateOps);
 
+/// The gates of each branch, `[batch, heads, seq, 1]`, in the dtype of sums.
+fn columns<B: Backend>(gates: FloatTensor<B>, sums: FloatDType) -> [Array<B>; MOST_BRANCHES] {
+    let gates = Array::<B>(gates).cast(sums);
+    [0, 1, 2].map(|branch| gates.clone().narrow(3, branch..branch + 1))
+}
+
+pub(crate) fn reference_sum<B: Backend>(inputs: GatedInputs<B>) -> FloatTensor<B> {
+    let branches = inputs.branches.into_list();
+    let first = branches.iter().flatten().next().expect("one branch");
+    let dtype = FloatDType::from(first.dtype());
+    let shape = first.shape();
+    if shape.num_elements() == 0 {
+        // A slice of a tensor without numbers may begin behind its end, which Flex does not read.
+        return B::float_zeros(shape, &first.device(), dtype);
+    }
+    let sums = accumulate_in(dtype);
+    let parts = branches.into_iter().zip(columns::<B>(inputs.gates, sums));
+    let parts = parts.filter_map(|(branch, gate)| Some(Array::<B>(branch?).cast(sums) * gate));
+    let sum = parts.reduce(|a, b| a + b).expect("one branch");
+    sum.cast(dtype).0
+}
+
+pub(crate) fn reference_gradients<B: Backend>(
+    saved: GatedSaved<B>,
+    task: GatedTask,
+) -> GatedGrads<B> {
+    let GatedSaved { inputs, grad } = saved;
+    let grad = Array::<B>(grad);
+    let (dtype, device) = (grad.dtype(), grad.0.device());
+    let gate_dtype = FloatDType::from(inputs.gates.dtype());
+    let branches = inputs.branches.into_list();
+    let wanted = |branch: usize, there: bool| task.branches[branch] && there;
+    if grad.shape().num_elements() == 0 {
+        let zeros = |shape, dtype| B::float_zeros(shape, &device, dtype);
+        let by_branches = [0, 1, 2].map(|at| {
+            let is_wanted = wanted(at, branches[at].is_some());
+            is_wanted.then(|| zeros(grad.shape(), dtype))
+        });
+        let by_gates = task.gates.then(|| zeros(inputs.gates.shape(), gate_dtype));
+        return GatedGrads {
+            branches: ThreeFloats::of_list(by_branches),
+            gates: by_gates.into(),
+        };
+    }
+    let sums = accumulate_in(dtype);
+    let grad = grad.cast(sums);
+    let [batch, heads, seq, _] = grad.dims();
+    let mut by_gates = Vec::new();
+    let mut by_branches = [const { None }; MOST_BRANCHES];
+    let gates = columns::<B>(inputs.gates, sums);
+    for (at, (branch, gate)) in branches.into_iter().zip(gates).enumerate() {
+        if wanted(at, branch.is_some()) {
+            by_branches[at] = Some((grad.clone() * gate).cast(dtype).0);
+        }
+        if task.gates {
+            by_gates.push(match branch {
+                Some(branch) => (Array::<B>(branch).cast(sums) * &grad).sum_dim(3),
+                None => Array::zeros([batch, heads, seq, 1], &device, sums),
+            });
+        }
+    }
+    let by_gates = (task.gates).then(|| Array::cat(by_gates, 3).cast(gate_dtype).0);
+    GatedGrads {
+        branches: ThreeFloats::of_list(by_branches),
+        gates: by_gates.into(),
+    }
+}
+
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
     use super::*;
-    use crate::gates::values::{GatedGradsMetadata, GatedInputsMetadata, GatedSavedMetadata};
     use burn_blocksparse::internal::values::ThreeFloatsMetadata;
 
     pub fn forward(inputs: &GatedInputsMetadata) -> TensorSpec {

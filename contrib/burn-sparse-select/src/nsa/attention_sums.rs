@@ -16,7 +16,6 @@ const OVERLAP: f64 = 0.85;
 
 /// `Σ over the group's heads h and compressed i of exp(scale · q_h · k_i − lse_h) · overlap(i, J)` of every block J, without autodiff.
 pub(crate) struct AttentionSums<'a> {
-    #[cfg_attr(not(feature = "cube"), allow(dead_code))]
     pub(crate) nsa: &'a Nsa,
     pub(crate) q: Tensor<4>,
     /// Keys of compressed blocks and lse over those that a query sees. None if there are none.
@@ -26,9 +25,6 @@ pub(crate) struct AttentionSums<'a> {
     pub(crate) first: usize,
     /// Blocks of keys.
     pub(crate) blocks: usize,
-    block: usize,
-    stride: usize,
-    selected_block: usize,
     pub(crate) scale: f64,
 }
 
@@ -50,9 +46,6 @@ impl<'a> AttentionSums<'a> {
             kv_heads,
             first: seq_kv - seq_q,
             blocks: seq_kv.div_ceil(options.selected_block),
-            block: options.block,
-            stride: options.stride,
-            selected_block: options.selected_block,
             scale: options.scale.unwrap_or(1.0 / (dim as f64).sqrt()),
         }
     }
@@ -105,15 +98,13 @@ impl<'a> AttentionSums<'a> {
 
     /// Compressed blocks that begin in a block of keys, and those that cover a token.
     pub(crate) fn strides(&self) -> [usize; 2] {
-        [self.selected_block, self.block].map(|block| block / self.stride)
+        let options = self.nsa.options();
+        [options.selected_block, options.block].map(|block| block / options.stride)
     }
 
     /// Compressed blocks that the query before row `end` sees.
     pub(crate) fn seen(&self, end: usize) -> usize {
-        match (end + self.first).checked_sub(self.block) {
-            Some(behind) => behind / self.stride + 1,
-            None => 0,
-        }
+        self.nsa.entries(end + self.first)
     }
 
     fn slab(&self, rows: Range<usize>, k: &Tensor<4>, lse: &Tensor<3>) -> Tensor<4> {
@@ -150,8 +141,9 @@ impl<'a> AttentionSums<'a> {
         let [start, end] = [rows.start, rows.end].map(|row| (row + self.first) as i64);
         let positions = Tensor::<1, Int>::arange(start..end, (device, DType::I32));
         let last = Tensor::<1, Int>::arange(0..seen as i64, (device, DType::I32));
-        let last = last.mul_scalar(self.stride as i32);
-        let last = last.add_scalar(self.block as i32 - 1);
+        let options = self.nsa.options();
+        let last = last.mul_scalar(options.stride as i32);
+        let last = last.add_scalar(options.block as i32 - 1);
         let last = last.reshape([1, seen]).expand(dims);
         last.greater(positions.reshape([dims[0], 1]).expand(dims))
     }

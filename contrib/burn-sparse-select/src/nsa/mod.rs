@@ -15,7 +15,6 @@ mod strides;
 mod windows;
 
 use blocksparse::{BLOCK_SIZES, BlockLayout, BlockMask, LayoutShape, Pattern, ScoreGrid};
-use burn::tensor::Tensor;
 
 use crate::gates::{gated_plan, gated_sum};
 use crate::selection::estimator::EstimateGrid;
@@ -23,10 +22,8 @@ use crate::selection::layouts::LayoutCache;
 use crate::selection::lists::attention_of_choice;
 use crate::selection::query_lists::{ListSizes, SelectedBlocks};
 use attention_sums::AttentionSums;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
-use burn_blocksparse::{AttentionOptions, OpError, SparseAttentionCall};
+use burn_blocksparse::internal::prelude::*;
+use burn_blocksparse::{AttentionOptions, SparseAttentionCall};
 pub use options::NsaOptions;
 pub use strides::NsaStrides;
 

@@ -9,9 +9,8 @@ mod kernels {
 
     use crate::kernels::rows;
     use crate::kernels::rows::TopKPagesShape;
-    use crate::pages::ops::PageChoiceOps;
+    use crate::pages::ops::{PageChoiceOps, highest_pages};
     use crate::pages::page_choice::PageChoice;
-    use crate::pages::reference;
     use burn_blocksparse::internal::cube::{empty, integers, uses_reference};
 
     impl PageChoiceOps for CubeBackend {
@@ -29,7 +28,7 @@ mod kernels {
                 forced: choice.forced,
             };
             if batch * kv_heads * entries == 0 || uses_reference() {
-                return reference::highest::<Self>(scores, spans, &choice);
+                return highest_pages::<Self>(scores, spans, &choice);
             }
             let scores = into_contiguous(cast(scores, DType::F32));
             let spans = integers(spans);
@@ -38,7 +37,7 @@ mod kernels {
             let (client, to) = (&scores.client, &picks.handle);
             match rows::topk_pages(client, &shape, &scores.handle, &spans.handle, to) {
                 Ok(()) => picks,
-                Err(_) => reference::highest::<Self>(scores, spans, &choice),
+                Err(_) => highest_pages::<Self>(scores, spans, &choice),
             }
         }
     }

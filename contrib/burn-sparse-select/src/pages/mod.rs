@@ -3,15 +3,10 @@
 pub(crate) mod backend;
 pub(crate) mod ops;
 pub(crate) mod page_choice;
-pub(crate) mod reference;
 
 pub use page_choice::PageChoice;
 
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::check::same_device;
-use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::prelude::*;
 
 use crate::pages::ops::PageChoiceOps;
 

@@ -148,8 +148,7 @@ impl BlockEstimator for XAttention {
                     .reshape([parts, 1, group * groups, s * dim])
                     .matmul(k.clone());
                 let dims = [parts, group, groups, columns];
-                let hidden = hidden(&grid, start * in_block..end * in_block, columns, &device);
-                let hidden = hidden.reshape([1, 1, groups, columns]).expand(dims);
+                let hidden = hidden(&grid, start * in_block..end * in_block, dims, &device);
                 let p = softmax_of_seen(x.reshape(dims), hidden);
                 let sums = p.reshape([heads * groups, blocks, in_block]).sum_dim(2);
                 let sums = sums.reshape([heads * count, in_block, blocks]).sum_dim(1);

@@ -18,7 +18,6 @@ mod kernels {
 
     use crate::selection::ops::SelectionOps;
     use crate::selection::reference;
-    use crate::selection::token_sparse::reference::unique_keys;
     use crate::selection::values::{
         QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys,
     };
@@ -99,7 +98,7 @@ mod kernels {
         fn unique_keys(keys: CubeTensor, call: UniqueKeys) -> CubeTensor {
             let dims @ [batch, lists, queries, most] = keys.meta.shape().dims();
             if uses_reference() {
-                return unique_keys::<Self>(keys, &call);
+                return reference::unique_keys::<Self>(keys, &call);
             }
             let keys = into_contiguous(cast(keys, IntDType::I32.into()));
             let unique = empty(&keys, dims, DType::I32);
@@ -113,7 +112,7 @@ mod kernels {
             );
             match result {
                 Ok(()) => unique,
-                Err(_) => unique_keys::<Self>(keys, &call),
+                Err(_) => reference::unique_keys::<Self>(keys, &call),
             }
         }
 

@@ -4,10 +4,7 @@ use std::ops::Range;
 
 use crate::kernels::selection::{CompressedShape, FlexLimits, GateSizes, Kept};
 use blocksparse::Always;
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, backend_extension};
-#[cfg(feature = "fusion")]
-use burn::tensor::{DType, Shape};
+use burn_blocksparse::internal::prelude::*;
 
 /// Request for scores of rows of blocks.
 #[derive(Clone, Debug, PartialEq)]

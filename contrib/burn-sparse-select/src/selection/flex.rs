@@ -294,8 +294,7 @@ impl FlexPrefill {
             let q = Tensor::cat(vec![means(q, self.block), last], 2) * call.scale;
             let x = products(q, means(rows_of(&k, 0..seq_kv), self.block), group);
             let dims = [parts, group, all, blocks];
-            let hidden = hidden(&grid, 0..all, blocks, &x.device());
-            let hidden = hidden.reshape([1, 1, all, blocks]).expand(dims);
+            let hidden = hidden(&grid, 0..all, dims, &x.device());
             let rows = softmax_of_seen(x.clone().slice_dim(2, 0..all), hidden);
             let last = burn::tensor::activation::softmax(x.slice_dim(2, all..all + 1), 3);
             Tensor::cat(vec![rows, last], 2)

@@ -1,22 +1,18 @@
 //! Attention of queries to single keys that each of them lists.
 
 use blocksparse::BlockLayout;
-use burn::backend::Dispatch;
-use burn::tensor::{Int, Tensor};
 
 use crate::selection::ops::SelectionOps;
 use crate::selection::parts::{checked_overlap, overlap_of};
 use crate::selection::query_lists::SelectedBlocks;
 use crate::selection::token_sparse::backend::{gathers, plan};
-use crate::selection::token_sparse::ops::TokenSparseOps;
-use crate::selection::token_sparse::values::{
-    QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs,
+use crate::selection::token_sparse::ops::{
+    QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs, TokenSparseOps,
 };
 use crate::selection::values::UniqueKeys;
 use burn_blocksparse::internal::check;
-use burn_blocksparse::internal::device::served;
-use burn_blocksparse::internal::op_plan::OpPlan;
-use burn_blocksparse::{AttentionOptions, DeviceLayout, OpError};
+use burn_blocksparse::internal::prelude::*;
+use burn_blocksparse::{AttentionOptions, DeviceLayout};
 
 /// Keys that each query attends to, by index, for each KV head or for all. On the device, without autodiff, and not read back.
 #[derive(Clone, Debug)]

@@ -51,8 +51,8 @@ pub(crate) fn line_sums(call: &EstimateInputs, queries: usize) -> LineSums {
         let q = rows_of(&q, rows.clone()) * call.scale;
         let x = products(q, rows_of(&k, 0..seq_kv), group);
         let dims = [parts, group, queries, seq_kv];
-        let hidden = hidden(&grid, rows, seq_kv, &x.device());
-        let p = softmax_of_seen(x, hidden.reshape([1, 1, queries, seq_kv]).expand(dims));
+        let hidden = hidden(&grid, rows, dims, &x.device());
+        let p = softmax_of_seen(x, hidden);
         let columns = p.clone().sum_dim(2);
         // In rows that are one number longer each row begins one place later: a diagonal of keys becomes a column.
         let p = padded(p.reshape([members, queries, seq_kv]), 2, [queries - 1, 0]);

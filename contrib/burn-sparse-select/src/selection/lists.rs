@@ -4,23 +4,20 @@
 use std::ops::Range;
 
 use blocksparse::{BlockLayout, LayoutShape};
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Int, Tensor};
 
 use crate::selection::parts::in_steps;
 use crate::selection::query_lists::{ListsShape, SelectedBlocks};
 use crate::selection::token_sparse::backend::{gathers, plan};
-use crate::selection::token_sparse::ops::TokenSparseOps;
-use crate::selection::token_sparse::values::{
-    BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs,
+use crate::selection::token_sparse::ops::{
+    BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseInputs, TokenSparseOps,
 };
-use burn_blocksparse::internal::op_plan::OpPlan;
+use burn_blocksparse::internal::prelude::*;
 use burn_blocksparse::internal::upload::layout_tensors;
 use burn_blocksparse::internal::values::ScoreTensors;
 use burn_blocksparse::internal::{Chosen, check, gather_rows, merge_parts};
 use burn_blocksparse::layout::DeviceLayoutOptions;
 use burn_blocksparse::{
-    AttentionOptions, AttentionPlan, DeviceLayout, OpError, SparseAttentionCall, WeightsMode,
+    AttentionOptions, AttentionPlan, DeviceLayout, SparseAttentionCall, WeightsMode,
 };
 
 /// Elements of packed queries and their outputs in memory at a time, unless one head has more.

@@ -3,8 +3,6 @@
 use std::ops::Range;
 
 use blocksparse::{Always, Budget, EstimateKind, Rule};
-use burn::backend::Dispatch;
-use burn::tensor::Tensor;
 
 use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
@@ -16,8 +14,7 @@ use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block, reference};
 #[cfg(feature = "cube")]
 use crate::selection::{estimate_ops::ScoredBy, estimates};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::prelude::*;
 
 /// `mean(q) · mean(k) · scale` of a block of queries and a block of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

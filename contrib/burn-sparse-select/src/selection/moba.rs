@@ -4,9 +4,6 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use blocksparse::{Budget, Rule};
-#[cfg(feature = "cube")]
-use burn::tensor::Int;
-use burn::tensor::{DType, Tensor};
 
 use crate::selection::by_query::FORCED;
 #[cfg(feature = "cube")]
@@ -20,7 +17,7 @@ use crate::selection::sharing::GqaReduction;
 use crate::selection::text::{Arguments, Method, Written};
 use crate::selection::token_order::row_products;
 use crate::selection::{Selection, by_query, check_wide_block};
-use burn_blocksparse::OpError;
+use burn_blocksparse::internal::prelude::*;
 
 /// `q · mean(k)` of a query and a block of keys, keys as they are attended to: every query chooses for itself. Its own block is always among the chosen
 /// and counts as one of them, so with `k` blocks it chooses `k − 1` before its own, and with 1 none. Defined for causal attention.

@@ -1,15 +1,8 @@
 //! The backend trait of choices by content.
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, backend_extension};
-#[cfg(feature = "fusion")]
-use burn::tensor::DType;
-
 use crate::selection::reference;
-use crate::selection::token_sparse::reference::unique_keys;
 use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys};
-use burn_blocksparse::internal::values::OptFloat;
-use burn_blocksparse::reference_backends;
+use burn_blocksparse::internal::prelude::*;
 
 /// Steps of choices by content as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions.
 #[backend_extension(
@@ -27,12 +20,12 @@ pub trait SelectionOps: Backend {
 
     /// The means of the cosines of all pairs of rows of such blocks, of rows less `less` `[batch, heads, 1, width]`: `[batch, heads, blocks, 1]`, f32.
     #[fusion(dtype = DType::F32, shape = [x[0], x[1], x[2].div_ceil(*block), 1].into())]
-    fn block_likeness(
+    fn block_self_similarity(
         x: FloatTensor<Self>,
         #[extension_type] less: OptFloat<Self>,
         block: usize,
     ) -> FloatTensor<Self> {
-        reference::block_likeness::<Self>(x, less.into_option(), block)
+        reference::block_self_similarity::<Self>(x, less.into_option(), block)
     }
 
     /// The blocks of the highest of `scores` `[batch, lists, rows, blocks]`, f32, before the block that a row's own position lies in, by falling score;
@@ -57,7 +50,7 @@ pub trait SelectionOps: Backend {
     /// Lists of keys `[batch, lists, queries, most]`, in any order: those that a query sees, ascending, each once, and −1 after the last. i32.
     #[fusion(dtype = DType::I32, shape = keys)]
     fn unique_keys(keys: IntTensor<Self>, call: UniqueKeys) -> IntTensor<Self> {
-        unique_keys::<Self>(keys, &call)
+        reference::unique_keys::<Self>(keys, &call)
     }
 }
 
@@ -66,8 +59,6 @@ reference_backends!(SelectionOps);
 /// Output shapes and dtypes for fusion.
 #[cfg(feature = "fusion")]
 mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
     use super::*;
     use crate::selection::values::{QueriesOfBlocksMetadata, TopKListsMetadata};
 

@@ -13,7 +13,7 @@ use burn_blocksparse::OpError;
 pub(crate) const NUMBERS: usize = 1 << 24;
 
 /// What weighs nothing in a softmax, also beside others of its kind.
-pub(crate) const NOTHING: f32 = -1e30;
+pub(crate) const NOTHING: f64 = -1e30;
 
 /// Computes `[batch, heads, x, y]` by some heads at a time, of tensors of `numbers` numbers a head of queries: `of` gets
 /// `[parts, group, seq_q, head_dim]` of queries and `[parts, 1, seq_kv, head_dim]` of keys, and gives `[parts, group, x, y]`.
@@ -87,14 +87,15 @@ pub(crate) fn padded<const D: usize>(
     joined(parts.collect(), dim)
 }
 
-/// Where no query of a row sees any key of a column: `[rows, columns]`. Rows and columns may be beyond the grid; those see nothing, and are not seen.
-pub(crate) fn hidden(
+/// Where no query of a row sees any key of a column: `[.., rows, columns]`. Rows and columns may be beyond the grid; those see nothing, and are not seen.
+pub(crate) fn hidden<const D: usize>(
     grid: &ScoreGrid,
     rows: Range<usize>,
-    columns: usize,
+    all: [usize; D],
     device: &Device,
-) -> Tensor<2, Bool> {
+) -> Tensor<D, Bool> {
     let [first, end] = [rows.start, rows.end].map(|row| row as i64);
+    let columns = all[D - 1];
     let dims = [rows.len(), columns];
     let rows = Tensor::<1, Int>::arange(first..end, device) * grid.query_rows as i64;
     let last = match grid.causal {
@@ -108,7 +109,8 @@ pub(crate) fn hidden(
     let last = last.mask_fill(rows.greater_equal_elem(grid.seq_q as i64), -1);
     let starts = Tensor::<1, Int>::arange(0..columns as i64, device) * grid.block as i64;
     let starts = starts.reshape([1, columns]).expand(dims);
-    starts.greater(last.reshape([dims[0], 1]).expand(dims))
+    let hidden = starts.greater(last.reshape([dims[0], 1]).expand(dims));
+    hidden.unsqueeze::<D>().expand(all)
 }
 
 /// The softmax of rows over what is not hidden; of rows without any, zeros.

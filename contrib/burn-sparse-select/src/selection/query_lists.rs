@@ -3,14 +3,12 @@
 use std::ops::Range;
 
 use blocksparse::{Always, ScoreGrid};
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Int, Tensor};
 
 use crate::selection::estimator::EstimateGrid;
 use crate::selection::ops::SelectionOps;
 use crate::selection::parts::{checked_overlap, in_steps, joined, overlap_of};
 use crate::selection::values::{QueryTiles, TopKBlocks};
-use burn_blocksparse::OpError;
+use burn_blocksparse::internal::prelude::*;
 
 /// Scores in memory at a time, at most ([`FEWEST_ROWS`] queries of every head may have more).
 const SLAB_SCORES: usize = 1 << 24;

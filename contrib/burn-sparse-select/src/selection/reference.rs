@@ -4,62 +4,48 @@
 use std::cmp::Ordering;
 use std::ops::Range;
 
-use burn::backend::tensor::{FloatTensor, IntTensor};
-use burn::backend::{Backend, TensorMetadata};
-use burn::tensor::{FloatDType, Shape, Slice, TensorData};
+use burn::tensor::IntDType;
 use burn_blocksparse::internal::host;
+use burn_blocksparse::internal::prelude::*;
 
-use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists};
+use crate::selection::values::{QueriesOfBlocks, QueryTiles, TopKBlocks, TopKLists, UniqueKeys};
 
 /// Shorter rows have no direction.
 const SHORTEST: f64 = 1e-18;
 
 pub(crate) fn block_means<B: Backend>(x: FloatTensor<B>, block: usize) -> FloatTensor<B> {
-    let [batch, heads, rows, width] = x.shape().dims();
-    let x = B::float_cast(x, FloatDType::F32);
-    let whole = rows / block;
-    let part = |from: usize, to: usize, blocks: usize| {
-        let range = |start: usize, end: usize| Slice::new(start as isize, Some(end as isize), 1);
-        let slices = [
-            range(0, batch),
-            range(0, heads),
-            range(from, to),
-            range(0, width),
-        ];
-        let x = B::float_slice(x.clone(), &slices);
-        let members = (to - from) / blocks;
-        let x = B::float_reshape(x, Shape::new([batch * heads, blocks, members, width]));
-        let means = B::float_mean_dim(x, 2);
-        B::float_reshape(means, Shape::new([batch, heads, blocks, width]))
+    let x = Array::<B>(x).cast(FloatDType::F32);
+    let [batch, heads, rows, width] = x.dims();
+    let part = |range: Range<usize>, blocks: usize| {
+        let dims = [batch * heads, blocks, range.len() / blocks, width];
+        let x = x.clone().narrow(2, range).reshape(dims);
+        Array::<B>(B::float_mean_dim(x.0, 2)).reshape([batch, heads, blocks, width])
     };
+    let whole = rows / block;
     let mut parts = Vec::new();
     if whole > 0 {
-        parts.push(part(0, whole * block, whole));
+        parts.push(part(0..whole * block, whole));
     }
     if !rows.is_multiple_of(block) {
-        parts.push(part(whole * block, rows, 1));
+        parts.push(part(whole * block..rows, 1));
     }
-    match parts.len() {
-        1 => parts.remove(0),
-        _ => B::float_cat(parts, 2),
-    }
+    Array::cat(parts, 2).0
 }
 
 /// The square of the length of the mean of directions.
-pub(crate) fn block_likeness<B: Backend>(
+pub(crate) fn block_self_similarity<B: Backend>(
     x: FloatTensor<B>,
     less: Option<FloatTensor<B>>,
     block: usize,
 ) -> FloatTensor<B> {
-    let x = B::float_cast(x, FloatDType::F32);
+    let x = Array::<B>(x).cast(FloatDType::F32);
     let x = match less {
-        Some(less) => B::float_sub(x, less),
+        Some(less) => x - Array(less),
         None => x,
     };
-    let square = |x: FloatTensor<B>| B::float_sum_dim(B::float_mul(x.clone(), x), 3);
-    let lengths = B::float_sqrt(square(x.clone()));
-    let lengths = B::float_clamp_min(lengths, SHORTEST.into());
-    square(block_means::<B>(B::float_div(x, lengths), block))
+    let square = |x: Array<B>| (x.clone() * x).sum_dim(3);
+    let lengths = square(x.clone()).sqrt().at_least(SHORTEST);
+    square(Array(block_means::<B>((x / lengths).0, block))).0
 }
 
 pub(crate) fn highest_blocks<B: Backend>(
@@ -174,4 +160,23 @@ fn tensor<B: Backend>(
     device: &B::Device,
 ) -> IntTensor<B> {
     B::int_from_data(TensorData::new(numbers, shape.into()), device)
+}
+
+/// The keys that queries may see, each once, ascending: on the host, which for CPUs is where lists are.
+pub(crate) fn unique_keys<B: Backend>(keys: IntTensor<B>, call: &UniqueKeys) -> IntTensor<B> {
+    let device = keys.device();
+    let dims @ [_, _, seq_q, most] = keys.shape().dims();
+    let mut keys: Vec<i32> = host::ints::<B, _>(keys);
+    for (row, list) in keys.chunks_mut(most).enumerate() {
+        let seen = call.seen(row % seq_q, seq_q);
+        let mut found: Vec<i32> = (list.iter().copied())
+            .filter(|&key| key >= 0 && (key as usize) < seen)
+            .collect();
+        found.sort_unstable();
+        found.dedup();
+        found.resize(most, -1);
+        list.copy_from_slice(&found);
+    }
+    let keys = B::int_from_data(TensorData::new(keys, Shape::new(dims)), &device);
+    B::int_cast(keys, IntDType::I32)
 }

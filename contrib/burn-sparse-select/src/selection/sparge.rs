@@ -3,8 +3,6 @@
 use std::ops::Range;
 
 use blocksparse::{Budget, EstimateKind, Rule};
-use burn::backend::Dispatch;
-use burn::tensor::Tensor;
 
 use crate::selection::estimator::{
     BlockEstimator, EstimateGrid, EstimateInputs, EstimatorTraits, ReferenceInputs, dot,
@@ -17,8 +15,7 @@ use crate::selection::text::{Arguments, Method, SINKS_AND_NEAR, Written};
 use crate::selection::{Selection, check_block};
 #[cfg(feature = "cube")]
 use crate::selection::{estimate_ops::ScoredBy, estimates};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::values::OptFloat;
+use burn_blocksparse::internal::prelude::*;
 
 /// `softmax(mean(q) · mean(k) · scale)` over blocks of keys. A block's self-similarity is the mean cosine of all pairs of its rows. A block of keys
 /// below `similarity` is left out of the softmax and scores +∞: rules by probability ([`EstimateKind::Probability`]) keep it in addition to the
@@ -145,7 +142,7 @@ impl BlockEstimator for SpargeAttn {
         };
         let x = products(means(q.clone(), b) * call.scale, k_means, call.group());
         let unlike = |x: Tensor<4>, less| {
-            let alike = likeness(x, less, b);
+            let alike = self_similarity(x, less, b);
             alike.lower_elem(self.similarity)
         };
         let dims = [batch, heads, count, blocks];
@@ -154,8 +151,7 @@ impl BlockEstimator for SpargeAttn {
         let of_keys = of_keys.expand(by_head).reshape([batch, heads, 1, blocks]);
         let of_keys = of_keys.expand(dims);
         let of_queries = unlike(q, None).expand(dims);
-        let hidden = hidden(&grid, rows, blocks, &x.device());
-        let hidden = hidden.reshape([1, 1, count, blocks]).expand(dims);
+        let hidden = hidden(&grid, rows, dims, &x.device());
         let p = softmax_of_seen(x, hidden.bool_or(of_keys.clone()));
         Ok(p.mask_fill(of_keys.bool_or(of_queries), f32::INFINITY))
     }
@@ -190,9 +186,9 @@ impl BlockEstimator for SpargeAttn {
 }
 
 /// The mean of the cosines of all pairs of a block's rows less `less`: `[batch, heads, blocks, 1]`.
-fn likeness(x: Tensor<4>, less: Option<Tensor<4>>, block: usize) -> Tensor<4> {
+fn self_similarity(x: Tensor<4>, less: Option<Tensor<4>>, block: usize) -> Tensor<4> {
     let less = OptFloat::from(less.map(Tensor::into_dispatch));
-    let alike = <Dispatch as SelectionOps>::block_likeness(x.into_dispatch(), less, block);
+    let alike = <Dispatch as SelectionOps>::block_self_similarity(x.into_dispatch(), less, block);
     Tensor::from_dispatch(alike)
 }
 

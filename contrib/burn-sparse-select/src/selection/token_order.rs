@@ -1,8 +1,5 @@
 //! What clusters and hashes of tokens are found by: products of rows, the highest of rows, and tokens sorted by bucket.
 
-use burn::backend::Dispatch;
-use burn::tensor::{DType, Int, Tensor};
-
 #[cfg(feature = "cube")]
 use crate::selection::estimator::EstimateInputs;
 use crate::selection::ops::SelectionOps;
@@ -10,8 +7,7 @@ use crate::selection::products;
 use crate::selection::values::QueryTiles;
 #[cfg(feature = "cube")]
 use crate::selection::{estimate_ops::ScoredBy, estimates};
-use burn_blocksparse::OpError;
-use burn_blocksparse::internal::device::served;
+use burn_blocksparse::internal::prelude::*;
 
 /// `a · bᵀ` of each head, without autodiff: of f64 in f64, of all else in f32, where kernels run also on devices that round the factors of Burn's products.
 ///

@@ -1,6 +1,7 @@
 //! Attention by blocks: which calls are attended to so, and the launches.
 
 use crate::kernels::listed::launch::by_blocks;
+use crate::kernels::listed::lists::PlacedLists;
 use crate::kernels::listed::mainloops::{keys_line, keys_tile};
 use crate::kernels::listed::merge;
 use crate::kernels::listed::merge::MergeShape;
@@ -36,17 +37,6 @@ pub struct ByBlock {
     lists: usize,
     /// Tiles of a cube.
     run: usize,
-}
-
-/// Lists of queries by blocks, and where a query's choices are in them: i32, negative for none.
-#[derive(Clone, Copy, Debug)]
-pub struct PlacedLists<'a> {
-    /// The query at each place, `[batch, kv_heads, tiles · tile]`.
-    pub queries: &'a Handle,
-    /// The block of each tile, `[batch, kv_heads, tiles]`, those of none last.
-    pub tile_blocks: &'a Handle,
-    /// The place of each choice, `[batch, kv_heads, seq_q, most]`.
-    pub places: &'a Handle,
 }
 
 impl ByBlock {

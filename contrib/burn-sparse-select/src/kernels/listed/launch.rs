@@ -96,24 +96,9 @@ pub fn backward(
             }
         },
     )?;
-    if let (
-        ByKeys::Blocks(tile),
-        ListedLists::Blocks {
-            queries,
-            tile_blocks,
-            ..
-        },
-    ) = (mainloops.by_keys, lists)
-    {
-        by_blocks(
-            client,
-            request,
-            inputs,
-            [stats, queries, tile_blocks],
-            gradients,
-            scale,
-            tile,
-        );
+    if let (ByKeys::Blocks(tile), ListedLists::Blocks(lists)) = (mainloops.by_keys, lists) {
+        let of_keys = [stats, lists.queries, lists.tile_blocks];
+        by_blocks(client, request, inputs, of_keys, gradients, scale, tile);
     }
     Ok(())
 }

@@ -10,23 +10,40 @@ use blocksparse_cubecl::prelude::*;
 #[derive(Clone, Copy, Debug)]
 pub enum ListedLists<'a> {
     /// Of blocks of keys.
-    Blocks {
-        /// The blocks that a query sees, `[batch, kv_heads, seq_q, most]`, each once, negative for none.
-        blocks: &'a Handle,
-        /// The query at each place, `[batch, kv_heads, tiles · tile]`, negative for none: those of a block are neighbours, from the first place of a tile on.
-        queries: &'a Handle,
-        /// The block of each tile, `[batch, kv_heads, tiles]`, rising; negative for none, and those last.
-        tile_blocks: &'a Handle,
-    },
+    Blocks(PlacedLists<'a>),
     /// Of single keys, `[batch, kv_heads, seq_q, most]`, as [`unique_keys`](blocksparse_cubecl::unique_keys) writes them: ascending, each once, −1 behind the last.
     Keys(&'a Handle),
+}
+
+/// Lists of blocks, by queries and by blocks, negative for none.
+#[derive(Clone, Copy, Debug)]
+pub struct PlacedLists<'a> {
+    /// The blocks that a query sees, `[batch, kv_heads, seq_q, most]`, each once.
+    pub blocks: &'a Handle,
+    /// The query at each place, `[batch, kv_heads, tiles · tile]`: those of a block are neighbours, from the first place of a tile on.
+    pub queries: &'a Handle,
+    /// The block of each tile, `[batch, kv_heads, tiles]`, rising, those of none last.
+    pub tile_blocks: &'a Handle,
+    /// The place of each choice, `[batch, kv_heads, seq_q, most]`.
+    pub places: &'a Handle,
 }
 
 impl<'a> ListedLists<'a> {
     /// What queries list.
     pub fn of_queries(&self) -> &'a Handle {
-        let (Self::Blocks { blocks: lists, .. } | Self::Keys(lists)) = self;
+        let (Self::Blocks(PlacedLists { blocks: lists, .. }) | Self::Keys(lists)) = self;
         lists
+    }
+
+    /// Lists of blocks.
+    ///
+    /// # Errors
+    /// [`KernelError`] if they are of keys.
+    pub fn by_blocks(self) -> Result<PlacedLists<'a>, KernelError> {
+        match self {
+            Self::Blocks(lists) => Ok(lists),
+            Self::Keys(_) => Err(KernelError::Factor { factor: "lists" }),
+        }
     }
 }
 

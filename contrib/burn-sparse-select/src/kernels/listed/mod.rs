@@ -44,9 +44,9 @@ mod tiles;
 mod views;
 mod warpgroups;
 
-pub use by_block::{ByBlock, PlacedLists, backward_by_block, forward_by_block};
+pub use by_block::{ByBlock, backward_by_block, forward_by_block};
 pub use launch::{backward, forward};
-pub use lists::ListedLists;
+pub use lists::{ListedLists, PlacedLists};
 pub use mainloops::Mainloops;
 pub use plan::{ListedPass, ListedPlan};
 pub use request::ListedRequest;

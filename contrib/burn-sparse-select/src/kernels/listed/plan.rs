@@ -3,8 +3,6 @@
 use std::fmt;
 use std::sync::Arc;
 
-use cubecl::prelude::*;
-
 use crate::kernels::listed::by_block::ByBlock;
 use crate::kernels::listed::costs::Costs;
 use crate::kernels::listed::mainloops::Mainloops;
@@ -13,6 +11,7 @@ use crate::kernels::listed::tiles::ListedTiles;
 use blocksparse::internal::Recent;
 use blocksparse_cubecl::call::check_hopper;
 use blocksparse_cubecl::device_key::{DeviceKey, device_key};
+use blocksparse_cubecl::prelude::*;
 use blocksparse_cubecl::tuning::{ListedWay, TierLimit, Tuning};
 
 /// How a pass goes.
@@ -29,27 +28,21 @@ enum Way {
 }
 
 /// What a pass runs.
-#[derive(Clone, Copy, Debug)]
-pub enum ListedPass<'a> {
+#[derive(Clone, Debug)]
+pub enum ListedPass {
     /// Queries attend to their lists, or neighbours to the union of theirs.
-    Mainloops(&'a Mainloops),
+    Mainloops(Mainloops),
     /// Blocks meet the queries that list them.
-    ByBlock(&'a ByBlock),
-    /// They are pairs of a layout.
-    Tiles(&'a ListedTiles),
+    ByBlock(ByBlock),
+    /// They are pairs of a layout, which other kernels attend to.
+    Tiles(ListedTiles),
 }
 
 /// What a call over lists runs. It prints.
 #[derive(Clone, Debug)]
 pub struct ListedPlan {
-    alone: Result<Mainloops, &'static str>,
-    together: Result<Mainloops, &'static str>,
     /// Forward and backward.
-    by_block: [Result<ByBlock, &'static str>; 2],
-    /// Where a pass goes so: their layout is made for nothing else.
-    tiles: Option<ListedTiles>,
-    /// Forward and backward.
-    ways: [Way; 2],
+    passes: [ListedPass; 2],
 }
 
 /// Plans of recent calls, of all devices: their layouts stay with them.
@@ -76,7 +69,7 @@ impl ListedPlan {
         let alone = Mainloops::alone(properties, request);
         let together = Mainloops::together(properties, request);
         let by_block = [false, true].map(|backward| ByBlock::new(properties, request, backward));
-        let mut ways = match (&alone, Tuning::or_default().listed) {
+        let ways = match (&alone, Tuning::or_default().listed) {
             (Err(_), _) | (_, Some(ListedWay::Tiles)) => [Way::Tiles; 2],
             (_, Some(ListedWay::Queries)) => [Way::Alone; 2],
             (_, Some(ListedWay::Neighbours)) if together.is_ok() => [Way::Together; 2],
@@ -90,40 +83,30 @@ impl ListedPlan {
                 fastest(properties, &request, together.is_ok(), by_block)
             }
         };
+        // Their layout is made for nothing else.
         let tiles = match ways.contains(&Way::Tiles) {
             true => ListedTiles::new(client, &request, scale).ok(),
             false => None,
         };
-        if tiles.is_none() {
-            alone?;
-            ways = ways.map(|way| if way == Way::Tiles { Way::Alone } else { way });
-        }
+        let [forward, backward] = [0, 1].map(|pass| match (ways[pass], &tiles) {
+            (Way::Tiles, Some(tiles)) => Ok(ListedPass::Tiles(tiles.clone())),
+            (Way::Together, _) => together.map(ListedPass::Mainloops),
+            (Way::ByBlock, _) => by_block[pass].map(ListedPass::ByBlock),
+            (Way::Alone | Way::Tiles, _) => alone.map(ListedPass::Mainloops),
+        });
         Ok(Self {
-            alone,
-            together,
-            by_block,
-            tiles,
-            ways,
+            passes: [forward?, backward?],
         })
     }
 
     /// What the forward pass runs.
-    pub fn forward(&self) -> ListedPass<'_> {
-        self.pass(0)
+    pub fn forward(&self) -> &ListedPass {
+        &self.passes[0]
     }
 
     /// What the backward pass runs.
-    pub fn backward(&self) -> ListedPass<'_> {
-        self.pass(1)
-    }
-
-    fn pass(&self, pass: usize) -> ListedPass<'_> {
-        match self.ways[pass] {
-            Way::Alone => ListedPass::Mainloops(self.alone.as_ref().expect("chosen")),
-            Way::Together => ListedPass::Mainloops(self.together.as_ref().expect("chosen")),
-            Way::ByBlock => ListedPass::ByBlock(self.by_block[pass].as_ref().expect("chosen")),
-            Way::Tiles => ListedPass::Tiles(self.tiles.as_ref().expect("chosen")),
-        }
+    pub fn backward(&self) -> &ListedPass {
+        &self.passes[1]
     }
 }
 
@@ -165,12 +148,12 @@ impl fmt::Display for ListedPlan {
             let line = |(name, tile)| format!("  {name:8} {tile}");
             lines.into_iter().map(line).collect()
         };
-        let title = |pass: ListedPass| match pass {
+        let title = |pass: &ListedPass| match pass {
             ListedPass::Mainloops(mainloops) => mainloops.title(),
             ListedPass::ByBlock(blocks) => blocks.lines().swap_remove(0),
             ListedPass::Tiles(_) => IN_TILES.to_string(),
         };
-        let lines_of = |pass: ListedPass, backward: bool| match pass {
+        let lines_of = |pass: &ListedPass, backward: bool| match pass {
             ListedPass::Mainloops(mainloops) if backward => mainloops.backward_lines().to_vec(),
             ListedPass::Mainloops(mainloops) => vec![mainloops.forward_line()],
             ListedPass::ByBlock(blocks) => blocks.lines().split_off(1),
@@ -182,10 +165,13 @@ impl fmt::Display for ListedPlan {
                 })
             }
         };
-        let mut lines = vec![title(self.forward())];
+        let titles = self.passes.each_ref().map(title);
+        let is_alike = titles[0] == titles[1];
+        let [title, other] = titles;
+        let mut lines = vec![title];
         lines.extend(lines_of(self.forward(), false));
-        if self.ways[0] != self.ways[1] {
-            lines.push(title(self.backward()));
+        if !is_alike {
+            lines.push(other);
         }
         lines.extend(lines_of(self.backward(), true));
         f.write_str(&lines.join("\n"))

@@ -79,7 +79,7 @@ const LANES: usize = 32;
 
 /// How alike the rows of blocks are, by which some of them are kept whatever their means say.
 #[derive(Clone, Copy, Debug)]
-pub struct Likeness<'a> {
+pub struct SelfSimilarity<'a> {
     /// Of queries `[lists, rows]` and of keys `[kv lists, blocks]`, f32.
     pub alike: [&'a Handle; 2],
     /// Lists of keys.
@@ -95,7 +95,7 @@ pub fn softmax_of_seen(
     x: &Handle,
     [lists, rows, blocks]: [usize; 3],
     seen: Option<SeenRows>,
-    likeness: Option<Likeness>,
+    self_similarity: Option<SelfSimilarity>,
 ) -> Result<(), KernelError> {
     crate::kernels::selection::check(client)?;
     let count = lists * rows;
@@ -106,8 +106,8 @@ pub fn softmax_of_seen(
         None => GridLaunch::new(rows, blocks, 1, 1, 1, rows, 0),
     };
     let first = seen.map_or(0, |seen| seen.first);
-    let kv_lists = likeness.map_or(lists, |of| of.kv_lists);
-    let alike = |i: usize| likeness.map(|of| of.alike[i]);
+    let kv_lists = self_similarity.map_or(lists, |of| of.kv_lists);
+    let alike = |i: usize| self_similarity.map(|of| of.alike[i]);
     // SAFETY: units read and write elements of their row, which is below `count`.
     unsafe {
         softmax_rows::launch_unchecked(
@@ -124,7 +124,7 @@ pub fn softmax_of_seen(
                 rows,
                 count,
                 lists / kv_lists.max(1),
-                likeness.map_or(0.0, |of| of.limit),
+                self_similarity.map_or(0.0, |of| of.limit),
                 f32::INFINITY,
             ),
             is_seen,
@@ -237,12 +237,12 @@ pub struct AlikeScores {
     pub smooth: bool,
 }
 
-/// The softmax of products of means over the blocks that rows see, `[lists, rows, blocks]`, as [`softmax_of_seen`] has it with the likenesses of blocks. `q` is
+/// The softmax of products of means over the blocks that rows see, `[lists, rows, blocks]`, as [`softmax_of_seen`] has it with the self-similarities of blocks. `q` is
 /// contiguous `[lists, queries, width]`, `k` `[kv lists, keys, width]`.
 ///
 /// ```text
 /// means of all keys      if keys are taken less those                       two launches
-/// means and likenesses   of blocks of keys and of queries, each read once   a cube a block
+/// means and self-similarities   of blocks of keys and of queries, each read once   a cube a block
 /// products of means
 /// their softmax          +∞ where a block is not alike                      a plane a row
 /// ```
@@ -285,11 +285,11 @@ pub fn alike_scores(
     block_means(client, element, of_keys, beside)?;
     let MeanProducts { rows, blocks, .. } = of.products;
     mean_products(client, [&q_means, &k_means], &of.products, None, out)?;
-    let likeness = Likeness {
+    let self_similarity = SelfSimilarity {
         alike: [&q_alike, &k_alike],
         kv_lists,
         limit: of.similarity as f32,
     };
     let dims = [lists, rows, blocks];
-    softmax_of_seen(client, out, dims, of.products.seen, Some(likeness))
+    softmax_of_seen(client, out, dims, of.products.seen, Some(self_similarity))
 }

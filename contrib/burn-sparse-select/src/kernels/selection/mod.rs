@@ -44,7 +44,8 @@ pub use groups::{Antidiagonals, antidiagonal_attention_sums};
 pub use line_weights::LineSizes;
 pub use lines::{LinesPlan, line_sums};
 pub use means::{
-    AlikeScores, Likeness, MeanProducts, SeenRows, alike_scores, mean_products, softmax_of_seen,
+    AlikeScores, MeanProducts, SeenRows, SelfSimilarity, alike_scores, mean_products,
+    softmax_of_seen,
 };
 pub use products::{RowsView, products};
 pub use threshold::{Kept, KeptLines, least_kept};

@@ -12,7 +12,7 @@ pub(crate) use without_kernels::{gathers, plan};
 mod without_kernels {
     use burn::tensor::Tensor;
 
-    use crate::selection::token_sparse::values::TokenSparseCall;
+    use crate::selection::token_sparse::ops::TokenSparseCall;
     use burn_blocksparse::AttentionOptions;
 
     const OFF: &str = "no feature with kernels is on";
@@ -41,16 +41,15 @@ mod kernels {
     use blocksparse_cubecl::OutputGrads as KernelGrads;
     use blocksparse_cubecl::Outputs;
     use burn::backend::cubecl::dtype_to_elem_type;
-    use burn::tensor::{DType, IntDType, Tensor};
+    use burn::tensor::IntDType;
     use burn_cubecl::kernel::{cast, into_contiguous};
     use burn_cubecl::tensor::CubeTensor;
     use burn_cubecl::{CubeBackend, CubeDevice};
 
     use super::TokenSparseOps;
-    use crate::selection::token_sparse::reference;
-    use crate::selection::token_sparse::values::{
+    use crate::selection::token_sparse::ops::{
         BlockLists, QueryLists, Sparsity, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
-        TokenSparseOutput, TokenSparseSaved,
+        TokenSparseOutput, TokenSparseSaved, reference_attention, reference_gradients,
     };
     use burn_blocksparse::AttentionOptions;
     use burn_blocksparse::backend::BlockSparseOps;
@@ -59,9 +58,10 @@ mod kernels {
         checked, contiguous, empty, filled, launched, readable, uses_reference, view,
     };
     use burn_blocksparse::internal::device::cube;
+    use burn_blocksparse::internal::prelude::*;
     use burn_blocksparse::internal::values::{
         AttentionInputs, AttentionOutput, DynamicBlocks, KernelPlan, LayoutTensors, NeedsGrad,
-        OptFloat, OutputGrads, SavedTensors, ScoreTensors,
+        OutputGrads, SavedTensors, ScoreTensors,
     };
 
     /// Elements of 16 bytes, which rows begin at multiples of.
@@ -145,7 +145,7 @@ mod kernels {
     /// The layout that kernels of layouts attend to: what is near, or all lists as pairs of tiles.
     fn layout(
         lists: &QueryLists<CubeBackend>,
-        pass: ListedPass,
+        pass: &ListedPass,
     ) -> Option<LayoutTensors<CubeBackend>> {
         match (lists, pass) {
             (QueryLists::Blocks(lists), _) => Some(lists.near.clone()),
@@ -184,7 +184,7 @@ mod kernels {
             call: TokenSparseCall,
         ) -> TokenSparseOutput<Self> {
             if !call.dispatch {
-                return reference::forward::<Self>(inputs, &call);
+                return reference_attention::<Self>(inputs, &call);
             }
             let (plan, scale) = (planned(&inputs, &call), call.scale);
             let near = layout(&inputs.lists, plan.forward()).map(|layout| {
@@ -205,20 +205,20 @@ mod kernels {
                 }
             };
             let TokenSparseInputs { q, k, v, lists } = inputs;
-            let read = || [q, k, v].map(|x| view(&readable(x, ALIGNMENT)));
             let outputs = Outputs::new(&out.handle, &lse.handle);
-            if !matches!(plan.forward(), ListedPass::Tiles(_)) {
-                let (x, lists) = (read(), Numbers::new(lists));
-                let (client, x) = (&out.client, x.each_ref());
-                launched(match plan.forward() {
-                    ListedPass::Mainloops(mainloops) => {
-                        let lists = &lists.lists.handle;
-                        listed::forward(client, mainloops, x, lists, outputs, scale, carry)
+            let pass = plan.forward();
+            if !matches!(pass, ListedPass::Tiles(_)) {
+                let x = [q, k, v].map(|x| view(&readable(x, ALIGNMENT)));
+                let (x, lists) = (x.each_ref(), Numbers::new(lists));
+                let (client, lists) = (&out.client, lists.handles());
+                launched(match pass {
+                    ListedPass::Mainloops(of) => {
+                        let lists = lists.of_queries();
+                        listed::forward(client, of, x, lists, outputs, scale, carry)
                     }
-                    ListedPass::ByBlock(blocks) => {
-                        let lists = lists.placed();
-                        listed::forward_by_block(client, blocks, x, lists, outputs, scale, carry)
-                    }
+                    ListedPass::ByBlock(of) => lists.by_blocks().and_then(|lists| {
+                        listed::forward_by_block(client, of, x, lists, outputs, scale, carry)
+                    }),
                     ListedPass::Tiles(_) => Ok(()),
                 });
             }
@@ -232,7 +232,7 @@ mod kernels {
             call: TokenSparseCall,
         ) -> TokenSparseGrads<Self> {
             if !call.dispatch {
-                return reference::backward::<Self>(saved, grads, &call);
+                return reference_gradients::<Self>(saved, grads, &call);
             }
             let TokenSparseSaved { inputs, output } = saved;
             let (plan, scale) = (planned(&inputs, &call), call.scale);
@@ -285,17 +285,14 @@ mod kernels {
                     k: to_k,
                     v: to_v,
                 };
+                let lists = lists.handles();
                 launched(match pass {
-                    ListedPass::Mainloops(mainloops) => {
-                        let lists = lists.handles();
-                        listed::backward(client, mainloops, x, lists, outputs, grads, to, scale)
+                    ListedPass::Mainloops(of) => {
+                        listed::backward(client, of, x, lists, outputs, grads, to, scale)
                     }
-                    ListedPass::ByBlock(blocks) => {
-                        let lists = lists.placed();
-                        listed::backward_by_block(
-                            client, blocks, x, lists, outputs, grads, to, scale,
-                        )
-                    }
+                    ListedPass::ByBlock(of) => lists.by_blocks().and_then(|lists| {
+                        listed::backward_by_block(client, of, x, lists, outputs, grads, to, scale)
+                    }),
                     ListedPass::Tiles(_) => Ok(()),
                 });
             }
@@ -334,22 +331,15 @@ mod kernels {
         fn handles(&self) -> ListedLists<'_> {
             match &self.by_blocks {
                 None => ListedLists::Keys(&self.lists.handle),
-                Some([queries, tile_blocks, _]) => ListedLists::Blocks {
-                    blocks: &self.lists.handle,
-                    queries: &queries.handle,
-                    tile_blocks: &tile_blocks.handle,
-                },
-            }
-        }
-
-        /// Of blocks alone.
-        fn placed(&self) -> PlacedLists<'_> {
-            let lists = self.by_blocks.as_ref().expect("plans know the lists");
-            let [queries, tile_blocks, places] = lists.each_ref().map(|x| &x.handle);
-            PlacedLists {
-                queries,
-                tile_blocks,
-                places,
+                Some(of_blocks) => {
+                    let [queries, tile_blocks, places] = of_blocks.each_ref().map(|x| &x.handle);
+                    ListedLists::Blocks(PlacedLists {
+                        blocks: &self.lists.handle,
+                        queries,
+                        tile_blocks,
+                        places,
+                    })
+                }
             }
         }
     }
@@ -362,7 +352,7 @@ mod step {
     use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
     use super::TokenSparseOps;
-    use crate::selection::token_sparse::values::{
+    use crate::selection::token_sparse::ops::{
         BlockLists, QueryLists, TokenSparseCall, TokenSparseGrads, TokenSparseInputs,
         TokenSparseOutput, TokenSparseSaved,
     };

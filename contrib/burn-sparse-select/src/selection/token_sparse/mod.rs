@@ -2,5 +2,3 @@
 
 pub mod backend;
 pub mod ops;
-pub mod reference;
-pub mod values;
