@@ -334,12 +334,12 @@ fn a_window_is_the_streaming_pattern() {
 fn half_precision_stores() {
     let device = Device::flex();
     let x = random([2, SEQ, 16], &device);
-    for dtype in [FloatDType::F16, FloatDType::BF16] {
+    for (dtype, tolerance) in [(FloatDType::F16, 8e-3), (FloatDType::BF16, 6e-2)] {
         let mha = SparseMultiHeadAttentionConfig::new(16, 2, Pattern::local(7));
         let mha = randomise(mha.with_block_size(8).try_init(&device).unwrap());
         let rows = in_pieces(&mha, &x, &config(2).with_dtype(dtype), &chunkings()[0]);
         for (rows, expected) in beside(rows, &whole(&mha, &x)) {
-            assert_close(rows, expected, 3e-2);
+            assert_close(rows, expected, tolerance);
         }
     }
 }
