@@ -10,8 +10,8 @@ use blocksparse_bench::numbers::{F32, decoded, half, rounded, rounding_of, unifo
 use blocksparse_bench::operand::Operand;
 use blocksparse_bench::runner::Tally;
 use burn_fused_ops::kernels::linear::blocks::{
-    BlockGradientPlan, BlockProduct, BlockProductPlan, BlockTables, Direction, block_gradient,
-    multiply_blocks, pack_blocks,
+    BlockGradientPlan, BlockProductPlan, BlockTables, Direction, block_gradient, multiply_blocks,
+    pack_blocks,
 };
 use cubecl::client::Client;
 use cubecl::ir::ElemType;
@@ -281,9 +281,11 @@ fn time_layer(bench: &mut Bench, layout: &WeightLayout, dense: f64) -> Result<()
     };
     let times = [forward, backward, gradient];
     let sum: f64 = times.iter().sum();
-    use BlockProduct::{Backward, Forward, Weight};
+    let tables = &layer.tables;
+    let [forward, backward] =
+        [Direction::Forward, Direction::Backward].map(|d| tables.is_gathered(d));
     let chosen =
-        [Forward, Backward, Weight].map(|product| match layer.tables.is_gathered(product) {
+        [forward, backward, tables.is_gradient_gathered()].map(|gathered| match gathered {
             true => "gathered",
             false => "dense",
         });

@@ -22,6 +22,11 @@ impl<K: Eq + Hash, V: Default> Slots<K, V> {
 }
 
 impl<K: Eq + Hash, V: Clone> Slots<K, Option<V>> {
+    /// A key's value, made if there is none.
+    pub fn get_or_make(&self, key: K, make: impl FnOnce() -> V) -> V {
+        self.with(key, |value| value.get_or_insert_with(make).clone())
+    }
+
     /// A key's value, made if there is none. An error is not kept.
     pub fn get_or_try_make<E>(&self, key: K, make: impl FnOnce() -> Result<V, E>) -> Result<V, E> {
         self.with(key, |value| match value {

@@ -4,6 +4,8 @@ use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use crate::arith::split_mix;
+
 /// Seeds that a table holds.
 pub const SLOTS: usize = 1024;
 /// Tables that are gone whose numbers are still known: a backward pass may come after its seed was dropped.
@@ -87,13 +89,7 @@ impl Seed {
 
 /// One step of SplitMix64 over a seed and an index.
 fn hash(seed: u64, index: u64) -> u64 {
-    let mix = |z: u64| {
-        let z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    };
-    mix(mix(seed) ^ index)
+    split_mix(split_mix(seed) ^ index)
 }
 
 /// A seed that is set anew for every step, and the seeds derived from it. Places of a dropped table keep their last values.

@@ -4,12 +4,13 @@ use std::sync::Arc;
 
 use blocksparse::internal::Recent;
 use blocksparse::{BlockLayout, BlockMask, LayoutError, LayoutShape, Pattern};
+use burn::backend::get_or_init_device_settings;
+use burn::tensor::Bool;
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Bool, DType, Device, Tensor};
 
 use crate::attention::SparseAttentionCall;
+use crate::base::prelude::*;
 use crate::check;
-use crate::error::OpError;
 use crate::options::AttentionOptions;
 
 /// The block size of layouts made here.
@@ -104,24 +105,18 @@ pub fn try_attention(
     let shape = LayoutShape::new(heads, [seq_q, seq_kv], BLOCK);
     shape.validate()?;
 
-    let masked = masked_score(dtype);
-    // One number for all keys of a row: kernels want one for each.
-    let widened = |[batch, heads, rows, _]: [usize; 4]| [batch, heads, rows, seq_kv];
-    let mut bias = attn_bias.map(|bias| {
-        let dims = widened(bias.dims());
-        bias.clamp_min(masked).expand(dims)
-    });
     // A mask of keys becomes a bias, unless that makes one of all pairs of one that is not.
-    let given = bias.as_ref().map_or([1; 4], Tensor::dims);
-    if let Some(of_keys) = mask.take_if(|mask| {
+    let given = attn_bias.as_ref().map_or([1; 4], Tensor::dims);
+    let of_keys = mask.take_if(|mask| {
         let larger = (0..2).any(|dim| mask.dims()[dim] > given[dim]);
         mask.dims()[2] == 1 && (given[2] == 1 || !larger)
-    }) {
-        let dims = widened([0, 1, 2, 3].map(|dim| given[dim].max(of_keys.dims()[dim])));
-        let unmasked = bias.unwrap_or_else(|| Tensor::zeros(dims, (&device, dtype)));
-        let of_keys = of_keys.expand(dims);
-        bias = Some(unmasked.expand(dims).mask_fill(of_keys, masked));
-    }
+    });
+    let bias = masked_bias::<Dispatch>(
+        attn_bias.map(Tensor::into_dispatch),
+        of_keys.map(Tensor::into_dispatch),
+        seq_kv,
+        (device.as_dispatch(), dtype),
+    );
 
     let causal = options.is_causal;
     let layout = match mask {
@@ -137,10 +132,11 @@ pub fn try_attention(
     let Some(bias) = bias else {
         return Ok(call.run()?.out);
     };
-    let (out, lse) = call.bias(bias).run_with_lse()?;
-    let empty = lse.lower_elem(masked / 2.0).unsqueeze_dim::<4>(3);
-    let empty = empty.expand(out.dims());
-    Ok(out.mask_fill(empty, 0.0))
+    let call = call.bias(Tensor::from_dispatch(bias));
+    let (out, lse) = call.run_with_lse()?;
+    let (out, lse) = (out.into_dispatch(), lse.into_dispatch());
+    let out = without_masked_rows::<Dispatch>(out, lse);
+    Ok(Tensor::from_dispatch(out))
 }
 
 /// The layout of the pairs that a mask of Burn's [`attention`] leaves, exactly, with those of causality if `causal`. Reads the mask from its device, which
@@ -186,11 +182,51 @@ pub fn mask_layout(
 }
 
 /// What a bias has where a pair is masked: kernels take finite ones only.
-pub(crate) fn masked_score(dtype: DType) -> f64 {
+fn masked_score(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => -6e4,
         _ => -1e8,
     }
+}
+
+/// The bias of a call, of what both are broadcast to, with [`masked_score`] where the mask hides and in place of what is below it. None without either.
+pub(crate) fn masked_bias<B: Backend>(
+    bias: Option<FloatTensor<B>>,
+    mask: Option<BoolTensor<B>>,
+    seq_kv: usize,
+    (device, dtype): (&B::Device, DType),
+) -> Option<FloatTensor<B>> {
+    let of_bias = bias.as_ref().map_or([1; 4], |bias| bias.shape().dims());
+    let of_mask = mask.as_ref().map_or([1; 4], |mask| mask.shape().dims());
+    let mut dims = [0, 1, 2, 3].map(|dim| of_bias[dim].max(of_mask[dim]));
+    // One number for all keys of a row: kernels want one for each.
+    dims[3] = seq_kv;
+    let (shape, masked) = (Shape::new(dims), masked_score(dtype));
+    let bias = bias.map(|bias| {
+        let bias = B::float_clamp_min(bias, masked.into());
+        B::float_expand(bias, shape.clone())
+    });
+    let Some(mask) = mask else {
+        return bias;
+    };
+    let zeros = || B::float_zeros(shape.clone(), device, dtype.into());
+    let bias = bias.unwrap_or_else(zeros);
+    let mask = B::bool_expand(mask, shape.clone());
+    Some(B::float_mask_fill(bias, mask, masked.into()))
+}
+
+/// Zeros in rows whose scores are all masked.
+pub(crate) fn without_masked_rows<B: Backend>(
+    out: FloatTensor<B>,
+    lse: FloatTensor<B>,
+) -> FloatTensor<B> {
+    let shape = out.shape();
+    let [batch, heads, rows, _] = shape.dims();
+    let bools = get_or_init_device_settings::<B>(&out.device()).bool_dtype;
+    let bound = masked_score(out.dtype()) / 2.0;
+    let empty = B::float_lower_elem(lse, bound.into(), bools);
+    let empty = B::bool_reshape(empty, Shape::new([batch, heads, rows, 1]));
+    B::float_mask_fill(out, B::bool_expand(empty, shape), 0.0.into())
 }
 
 pub(crate) fn pattern_layout(pattern: Pattern, shape: LayoutShape) -> Result<BlockLayout, OpError> {

@@ -140,7 +140,7 @@ pub fn attention_gradients(
         relative_bias: tensors.relative_bias.is_some(),
     };
     let uploaded = upload::layout_tensors(layout, &device, false)?;
-    let made = <Dispatch as BlockSparseOps>::block_sparse_attention_gradients(
+    let made = <Dispatch as BlockSparseOps>::block_sparse_attention_backward(
         saved, grads, uploaded, options, wanted,
     );
     let bias = made.scores.bias.into_option();
@@ -198,23 +198,12 @@ pub fn attention_hvp(
     layout: &BlockLayout,
     options: AttentionOptions,
 ) -> Result<[Tensor<4>; 3], OpError> {
-    let names = [
-        [
-            "q's tangent's shape",
-            "q's tangent's dtype",
-            "q's tangent's device",
-        ],
-        [
-            "k's tangent's shape",
-            "k's tangent's dtype",
-            "k's tangent's device",
-        ],
-        [
-            "v's tangent's shape",
-            "v's tangent's dtype",
-            "v's tangent's device",
-        ],
-    ];
+    macro_rules! names {
+        ($($of:literal)*) => {
+            [$([concat!($of, " shape"), concat!($of, " dtype"), concat!($of, " device")],)*]
+        };
+    }
+    let names = names!("q's tangent's" "k's tangent's" "v's tangent's");
     for ((input, tangent), [shape, dtype, device]) in inputs.iter().zip(&tangents).zip(names) {
         OpError::expect_same(shape, input.dims(), "its input's", tangent.dims())?;
         OpError::expect_same(dtype, input.dtype(), "its input's", tangent.dtype())?;

@@ -6,19 +6,19 @@ pub use crate::base::cube;
 pub use crate::base::custom_gradient;
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use crate::base::taken;
-pub use crate::base::{device, dtype, host, kernels_run, op_plan, sums, values};
+pub use crate::base::{device, dtype, host, op_plan, sums, values};
 
 #[cfg(feature = "autodiff")]
 pub use crate::attention::autodiff::inner_layout;
 pub use crate::attention::kept::AttentionResiduals;
 pub use crate::attention::plan::Chosen;
 pub use crate::base::arange::arange;
-pub use crate::base::kernels_run::runs_kernels;
+pub use crate::base::device::runs_kernels;
 pub use crate::base::op_plan::NO_KERNELS;
 pub use crate::base::sums::sum_all;
 pub use crate::choice::{allowed_blocks, checked, choose_rows, mask};
 pub use crate::graph::seeds::prepare_seed;
-pub use crate::merge::{merge_gathered_attention, merge_parts};
+pub use crate::merge::merge_parts;
 pub use crate::options::DispatchMode;
 pub use crate::rows::{gather_rows, segment_sum};
 #[cfg(feature = "draw")]

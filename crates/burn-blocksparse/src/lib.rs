@@ -83,8 +83,6 @@ pub mod layout;
 mod merge;
 pub mod module;
 mod options;
-#[cfg(feature = "cube")]
-mod pack;
 mod processes;
 mod rows;
 mod sharded;

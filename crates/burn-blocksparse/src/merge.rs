@@ -75,40 +75,9 @@ pub fn merge_attention(
 /// - `own`: as [`merge_attention`] has them, and what is returned
 /// - `others`: out `[batch, heads, places, value_dim]` and lse `[batch, heads, places]`
 /// - `places`: those of each row, `[batch, heads, seq_q, most]`, negative for none
-/// - `choices`: at each place its row, times `most`, plus its number in that row of `places`: `[batch, heads, places]`, negative for none. That it is the
-///   reverse of `places` is not checked.
+/// - `choices`: at each place its row, times `most`, plus its number in that row of `places`: `[batch, heads, places]`, negative for none
 ///
-/// # Errors
-/// [`OpError`] if shapes, dtypes or devices do not fit each other.
-pub fn merge_gathered_attention(
-    (own, own_lse): (Tensor<4>, Tensor<3>),
-    (others, other_lse): (Tensor<4>, Tensor<3>),
-    places: Tensor<4, Int>,
-    choices: Tensor<3, Int>,
-) -> Result<(Tensor<4>, Tensor<3>), OpError> {
-    let [batch, heads, seq_q, dim] = own.dims();
-    let [.., most] = places.dims();
-    let [.., count] = choices.dims();
-    let rows = [batch, heads, seq_q];
-    OpError::expect_same("own_lse's shape", rows, "own's rows", own_lse.dims())?;
-    let expected = [batch, heads, seq_q, most];
-    OpError::expect_same("places' shape", expected, "own's rows", places.dims())?;
-    let expected = [batch, heads, count, dim];
-    OpError::expect_same("others' shape", expected, "the choices'", others.dims())?;
-    let expected = [batch, heads, count];
-    OpError::expect_same("other_lse's shape", expected, "others'", other_lse.dims())?;
-    OpError::expect_same("others' dtype", own.dtype(), "own's", others.dtype())?;
-    let accumulator = sums_of(own.dtype());
-    let sums = "that of own's sums";
-    OpError::expect_same("own_lse's dtype", accumulator, sums, own_lse.dtype())?;
-    OpError::expect_same("other_lse's dtype", accumulator, sums, other_lse.dtype())?;
-    let device = own.device();
-    OpError::expect_same("others' device", device, "own's", others.device())?;
-    let (own, others) = ((own, own_lse), (others, other_lse));
-    Ok(merge_parts(own, others, places, choices))
-}
-
-/// [`merge_gathered_attention`] of what fits each other.
+/// Nothing is checked, neither that shapes, dtypes and devices fit each other nor that `choices` are the reverse of `places`.
 pub fn merge_parts(
     (own, own_lse): (Tensor<4>, Tensor<3>),
     (others, other_lse): (Tensor<4>, Tensor<3>),

@@ -2,8 +2,8 @@
 
 use blocksparse::ElementDropout;
 
+use crate::norm::check_dropout;
 use crate::norm::ops::NormOps;
-use crate::norm::{check_dropout, reference};
 use burn_blocksparse::internal::prelude::*;
 
 /// Dropout of `x`, `[.., width]`: elements are retained with probability `1 − probability`, and then divided by that; the others become 0
@@ -40,7 +40,7 @@ pub fn dropout<const D: usize>(
 /// As [`dropout`](dropout()).
 pub fn explain<const D: usize>(x: &Tensor<D>, dropout: &ElementDropout) -> Result<OpPlan, OpError> {
     check(x, dropout)?;
-    let sizes = reference::matrix(&x.shape());
+    let sizes = matrix(&x.shape());
     Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
         let element = burn::backend::cubecl::dtype_to_elem_type(x.dtype());
         crate::kernels::rows::dropout::stream_dropout_text(&device.client(), sizes, element)

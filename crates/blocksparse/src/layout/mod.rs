@@ -200,11 +200,8 @@ impl BlockLayout {
     /// A value that lives as long as the layout's data, made on first use: where a crate that computes
     /// on layouts keeps what it derives from them (launch plans, copies on a device). Clones of a layout share it.
     ///
-    /// Threads that ask at once wait for one of them and get the same value. `make` may use the layout, and attach values of other
-    /// types. Where a thread would wait for one that waits for it, both make the value, and all get the one that was made first.
-    ///
-    /// # Panics
-    /// If `make`, or what it calls, asks for a value of its own type `T`. After a panic in `make` the next call makes the value.
+    /// `make` may use the layout, and attach values of other types. Threads that ask at once get the same value, that of the first whose `make` returns: of
+    /// what is costly keep a [`OnceLock`] here, or a map with a lock, and make it there.
     pub fn attachment<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Arc<T> {
         self.inner.attachments.get_or_make(make)
     }

@@ -34,9 +34,7 @@ impl BlockLayout {
     /// ```
     pub fn pack_heads(&self, kv_heads: usize) -> Option<BlockLayout> {
         let known = self.attachment(Packed::default);
-        let pack =
-            |packed: &mut Option<_>| packed.get_or_insert_with(|| self.pack(kv_heads)).clone();
-        known.0.with(kv_heads, pack)
+        known.0.get_or_make(kv_heads, || self.pack(kv_heads))
     }
 
     fn pack(&self, kv_heads: usize) -> Option<BlockLayout> {

@@ -1,6 +1,7 @@
 //! Which pairs a pattern allows: the definition of each.
 
 use super::Pattern;
+use crate::arith::split_mix;
 
 /// Random blocks of a row: each is compared with those drawn before it.
 pub(super) const MAX_DRAWN: usize = 1 << 12;
@@ -205,14 +206,9 @@ pub(crate) fn document_start(starts: &[usize], document: usize) -> i64 {
     }
 }
 
-/// A number made of others (the finaliser of SplitMix64, chained).
+/// A number made of others.
 fn mix<const N: usize>(numbers: [u64; N]) -> u64 {
-    numbers
-        .into_iter()
-        .fold(0x9e37_79b9_7f4a_7c15, |state, number| {
-            let mut x = (state ^ number).wrapping_add(0x9e37_79b9_7f4a_7c15);
-            x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-            x ^ (x >> 31)
-        })
+    let first = 0x9e37_79b9_7f4a_7c15;
+    let mixed = |state: u64, number| split_mix(state ^ number);
+    numbers.into_iter().fold(first, mixed)
 }

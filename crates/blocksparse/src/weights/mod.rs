@@ -251,9 +251,6 @@ impl WeightLayout {
 
     /// A value of a type that lives as long as the layout's data, shared with its clones and made on first use: how kernels keep tables on
     /// devices.
-    ///
-    /// # Panics
-    /// If `make`, or what it calls, asks for a value of its own type `T`. After a panic in `make` the next call makes the value.
     #[doc(hidden)]
     pub fn attachment<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Arc<T> {
         self.inner.attachments.get_or_make(make)

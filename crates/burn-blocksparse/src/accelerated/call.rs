@@ -1,8 +1,9 @@
 //! Burn's attention on a CubeCL device's own tensors, for what runs beneath Burn's function.
 
 use blocksparse::{BlockLayout, LayoutShape, Pattern};
+use blocksparse_cubecl::AttentionPlan;
 use burn::backend::get_or_init_device_settings;
-use burn::backend::ops::{BoolTensorOps, FloatTensorOps};
+use burn::backend::ops::BoolTensorOps;
 use burn::tensor::ops::AttentionModuleOptions;
 
 use crate::attention::backend;
@@ -12,7 +13,7 @@ use crate::base::prelude::*;
 use crate::base::values::{
     AttentionInputs, DynamicBlocks, KernelPlan, LayoutTensors, ScoreTensors,
 };
-use crate::burn_attention::{BLOCK, masked_score, pattern_layout};
+use crate::burn_attention::{BLOCK, masked_bias, pattern_layout, without_masked_rows};
 use crate::options::AttentionOptions;
 
 /// The arguments of Burn's `attention`.
@@ -70,11 +71,15 @@ impl CubeAttention {
         };
         let layout =
             pattern_layout(pattern, LayoutShape::new(heads, [seq_q, seq_kv], BLOCK)).ok()?;
-        let masked = masked_score(self.query.dtype);
-        let bias = self.masked_bias(seq_kv, masked);
         let Self {
-            query, key, value, ..
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            ..
         } = self;
+        let bias = masked_bias::<CubeBackend>(bias, mask, seq_kv, (&query.device, query.dtype));
         let mut options = AttentionOptions::default();
         options.scale = self.options.scale;
         options.softcap = self.options.softcap;
@@ -92,36 +97,8 @@ impl CubeAttention {
         };
         let output = CubeBackend::block_sparse_attention(inputs, layout, options);
         Some(match is_biased {
-            true => without_masked_rows(output.out, output.lse, masked),
+            true => without_masked_rows::<CubeBackend>(output.out, output.lse),
             false => output.out,
-        })
-    }
-
-    /// The bias with `masked` in place of what the mask hides and of what is below.
-    fn masked_bias(&self, seq_kv: usize, masked: f64) -> Option<CubeTensor> {
-        let of = |tensor: &Option<CubeTensor>| tensor.as_ref().map_or([1; 4], dims);
-        let (bias, mask) = (of(&self.bias), of(&self.mask));
-        let mut all = [0, 1, 2, 3].map(|dim| bias[dim].max(mask[dim]));
-        // One number for all keys of a row: kernels want one for each.
-        all[3] = seq_kv;
-        let shape = Shape::new(all);
-        let bias = match (&self.bias, &self.mask) {
-            (None, None) => return None,
-            (Some(bias), _) => {
-                let bias = CubeBackend::float_clamp_min(bias.clone(), masked.into());
-                CubeBackend::float_expand(bias, shape.clone())
-            }
-            (None, Some(_)) => {
-                let (device, dtype) = (&self.query.device, self.query.dtype.into());
-                CubeBackend::float_zeros(shape.clone(), device, dtype)
-            }
-        };
-        Some(match &self.mask {
-            Some(mask) => {
-                let mask = CubeBackend::bool_expand(mask.clone(), shape);
-                CubeBackend::float_mask_fill(bias, mask, masked.into())
-            }
-            None => bias,
         })
     }
 }
@@ -140,7 +117,7 @@ fn planned(
     let ([batch, heads, _, width], [.., value_dim]) = (dims(key), dims(value));
     let sizes = [batch, heads, width, value_dim];
     let request = backend::request(sizes, query.dtype, options, [is_biased, false]).ok()?;
-    let plan = backend::plan(&query.device, &layout, request).ok()?;
+    let plan = AttentionPlan::new(&query.client, &layout, request).ok()?;
     let dtype = get_or_init_device_settings::<CubeBackend>(&query.device).bool_dtype;
     Some(LayoutTensors {
         // Kernels read no mask table.
@@ -149,14 +126,4 @@ fn planned(
         host: layout,
         plan: KernelPlan { plan: Some(plan) },
     })
-}
-
-/// Zeros in rows whose scores are all masked.
-fn without_masked_rows(out: CubeTensor, lse: CubeTensor, masked: f64) -> CubeTensor {
-    let shape = out.meta.shape().clone();
-    let [batch, heads, rows, _] = shape.dims();
-    let dtype = get_or_init_device_settings::<CubeBackend>(&out.device).bool_dtype;
-    let empty = CubeBackend::float_lower_elem(lse, (masked / 2.0).into(), dtype);
-    let empty = CubeBackend::bool_reshape(empty, Shape::new([batch, heads, rows, 1]));
-    CubeBackend::float_mask_fill(out, CubeBackend::bool_expand(empty, shape), 0.0.into())
 }

@@ -21,24 +21,6 @@ use std::sync::Arc;
 use crate::base::cube::*;
 use crate::base::prelude::*;
 
-/// What a call on `device` will run.
-pub(crate) fn plan(
-    device: &CubeDevice,
-    layout: &BlockLayout,
-    request: Request,
-) -> Result<Arc<AttentionPlan>, KernelError> {
-    AttentionPlan::new(&device.client(), layout, request)
-}
-
-/// Checks whether `device` can sum the weights of a call.
-pub(crate) fn check_attention_sums(
-    device: &CubeDevice,
-    layout: &BlockLayout,
-    request: &Request,
-) -> Result<(), KernelError> {
-    kernels::check_attention_sums(&device.client(), layout, request)
-}
-
 pub(crate) fn request(
     [batch, kv_heads, head_dim, value_dim]: [usize; 4],
     dtype: DType,
@@ -212,7 +194,7 @@ impl BlockSparseOps for CubeBackend {
         let layout = layout.host;
         let AccumulatedInputs { q, k, lse, scores } = inputs;
         let kinds = scores.kinds();
-        let [bias, relative] = scores.into_list().map(contiguous);
+        let [bias, relative] = scores.into_list().map(|x| x.map(into_contiguous));
         let [q, k] = [q, k].map(|input| readable(input, 1));
         let lse = into_contiguous(lse);
         let [batch, kv_heads, seq_kv, head_dim] = k.meta.shape().dims();
@@ -278,7 +260,7 @@ impl Call {
     ) -> Self {
         let AttentionInputs { q, k, v, scores } = inputs;
         let kinds = scores.kinds();
-        let [bias, relative] = scores.into_list().map(contiguous);
+        let [bias, relative] = scores.into_list().map(|x| x.map(into_contiguous));
         let [batch, kv_heads, _, head_dim] = k.meta.shape().dims();
         let value_dim = v.meta.shape()[3];
         let dtype = q.dtype;

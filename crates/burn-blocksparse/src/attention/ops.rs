@@ -8,6 +8,10 @@ use crate::base::values::{
     AccumulatedInputs, AccumulatedOutput, AttentionGrads, AttentionInputs, AttentionOutput,
     KnownOutput, LayoutTensors, NeedsGrad, OutputGrads, SavedTensors,
 };
+#[cfg(feature = "fusion")]
+use crate::base::values::{
+    AttentionInputsMetadata, AttentionOutputMetadata, OptFloatMetadata, ScoreTensorsMetadata,
+};
 use crate::options::AttentionOptions;
 
 /// Block-sparse attention as a backend operation. Arguments are checked by the public functions.
@@ -31,7 +35,12 @@ pub trait BlockSparseOps: Backend {
 
     /// The forward pass of a call whose output is known, without weights and largest scores: nothing is computed. What autodiff makes of it has the
     /// gradients of [`Self::block_sparse_attention`] by `inputs`, and none by `given`.
-    #[fusion(meta = meta::given)]
+    #[fusion(meta = |_inputs, given, _layout, _options| AttentionOutputMetadata {
+        out: given.out.clone(),
+        lse: given.lse.clone(),
+        weights: OptFloatMetadata::None,
+        max_scores: OptFloatMetadata::None,
+    })]
     fn block_sparse_attention_known(
         #[extension_type] inputs: AttentionInputs<Self>,
         #[extension_type] given: KnownOutput<Self>,
@@ -42,21 +51,18 @@ pub trait BlockSparseOps: Backend {
         given.into()
     }
 
-    /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`; the biases' only if they are `wanted`.
-    #[fusion(meta = meta::backward)]
+    /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`; the biases' only if they are `wanted`. On tensors of
+    /// autodiff it is operations of the graph, which are differentiated again.
+    #[fusion(meta = |saved, _grads, _layout, _options, wanted| AttentionInputsMetadata {
+        q: saved.inputs.q.clone(),
+        k: saved.inputs.k.clone(),
+        v: saved.inputs.v.clone(),
+        scores: ScoreTensorsMetadata {
+            bias: saved.inputs.scores.bias.wanted(wanted.bias),
+            relative_bias: saved.inputs.scores.relative_bias.wanted(wanted.relative_bias),
+        },
+    })]
     fn block_sparse_attention_backward(
-        #[extension_type] saved: SavedTensors<Self>,
-        #[extension_type] grads: OutputGrads<Self>,
-        #[extension_type] layout: LayoutTensors<Self>,
-        options: AttentionOptions,
-        wanted: NeedsGrad,
-    ) -> AttentionGrads<Self> {
-        reference::backward::<Self>(saved, grads, &layout, &options, wanted)
-    }
-
-    /// The backward pass as operations that autodiff can differentiate, on backends without kernels. Weights are not given.
-    #[fusion(meta = meta::backward)]
-    fn block_sparse_attention_gradients(
         #[extension_type] saved: SavedTensors<Self>,
         #[extension_type] grads: OutputGrads<Self>,
         #[extension_type] layout: LayoutTensors<Self>,
@@ -85,9 +91,7 @@ reference_backends!(BlockSparseOps);
 mod meta {
     use super::*;
     use crate::base::values::{
-        AccumulatedInputsMetadata, AccumulatedOutputMetadata, AttentionInputsMetadata,
-        AttentionOutputMetadata, KnownOutputMetadata, LayoutTensorsMetadata, OptFloatMetadata,
-        OutputGradsMetadata, SavedTensorsMetadata, ScoreTensorsMetadata,
+        AccumulatedInputsMetadata, AccumulatedOutputMetadata, LayoutTensorsMetadata,
     };
     use crate::options::WeightsMode;
     use crate::weights;
@@ -108,38 +112,6 @@ mod meta {
             lse: rows.clone(),
             weights: is_stored.then(weights).into(),
             max_scores: options.max_scores.then_some(rows).into(),
-        }
-    }
-
-    pub fn given(
-        _inputs: &AttentionInputsMetadata,
-        given: &KnownOutputMetadata,
-        _layout: &LayoutTensorsMetadata,
-        _options: &AttentionOptions,
-    ) -> AttentionOutputMetadata {
-        AttentionOutputMetadata {
-            out: given.out.clone(),
-            lse: given.lse.clone(),
-            weights: OptFloatMetadata::None,
-            max_scores: OptFloatMetadata::None,
-        }
-    }
-
-    pub fn backward(
-        saved: &SavedTensorsMetadata,
-        _grads: &OutputGradsMetadata,
-        _layout: &LayoutTensorsMetadata,
-        _options: &AttentionOptions,
-        wanted: &NeedsGrad,
-    ) -> AttentionInputsMetadata {
-        AttentionInputsMetadata {
-            q: saved.inputs.q.clone(),
-            k: saved.inputs.k.clone(),
-            v: saved.inputs.v.clone(),
-            scores: ScoreTensorsMetadata {
-                bias: saved.inputs.scores.bias.wanted(wanted.bias),
-                relative_bias: (saved.inputs.scores.relative_bias).wanted(wanted.relative_bias),
-            },
         }
     }
 

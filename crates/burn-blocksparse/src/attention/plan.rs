@@ -7,13 +7,15 @@ use std::sync::Arc;
 use blocksparse::BlockLayout;
 
 #[cfg(feature = "cube")]
+use crate::attention::backend;
+#[cfg(feature = "cube")]
 use crate::base::device;
 use crate::base::prelude::*;
 use crate::base::values::{KernelPlan, ScoreTensors};
 use crate::call_layout::Layout;
 use crate::options::AttentionOptions;
 #[cfg(feature = "cube")]
-use crate::pack;
+use crate::options::WeightsMode;
 
 /// Plan of a [`sparse_attention`](crate::sparse_attention) call on its device, from [`SparseAttentionCall::explain`](crate::SparseAttentionCall::explain).
 /// It prints:
@@ -69,12 +71,11 @@ impl AttentionPlan {
             device::cube::toolkit(inner)?;
             let [batch, kv_heads, _, head_dim] = k.dims();
             let dims = [batch, kv_heads, head_dim, v.dims()[3]];
-            let request =
-                crate::attention::backend::request(dims, q.dtype(), options, biases.kinds())?;
+            let request = backend::request(dims, q.dtype(), options, biases.kinds())?;
             let own = layout.sizes();
-            let packed = pack::packed(own, kv_heads, biases.kinds().contains(&true), options);
-            let plan =
-                crate::attention::backend::plan(inner, packed.as_ref().unwrap_or(own), request)?;
+            let packed = packed(own, kv_heads, biases, options);
+            let host = packed.as_ref().unwrap_or(own);
+            let plan = blocksparse_cubecl::AttentionPlan::new(&inner.client(), host, request)?;
             if crate::base::cube::uses_reference() {
                 return Ok(Chosen::reference(&device, layout, options));
             }
@@ -89,6 +90,28 @@ impl AttentionPlan {
         }
         Ok(Chosen::reference(&device, layout, options))
     }
+}
+
+/// Queries that fill the least tile of the tensor-core tiers.
+#[cfg(feature = "cube")]
+const TILE: usize = 64;
+
+/// The layout with the query heads of each key head in one sequence ([`BlockLayout::pack_heads`]), where queries are too few to fill a tile. Not where
+/// something depends on a query's own head or place, or is returned by blocks.
+#[cfg(feature = "cube")]
+fn packed(
+    layout: &BlockLayout,
+    kv_heads: usize,
+    biases: &ScoreTensors<Dispatch>,
+    options: &AttentionOptions,
+) -> Option<BlockLayout> {
+    let is_biased = biases.kinds().contains(&true) || options.alibi.is_some();
+    let by_query = is_biased || options.active_dropout().is_some();
+    let by_block = options.weights == WeightsMode::Store;
+    if by_query || by_block || layout.heads() == kv_heads || layout.seq_q() >= TILE {
+        return None;
+    }
+    layout.pack_heads(kv_heads)
 }
 
 /// Plan of a call, with its layout.
@@ -134,8 +157,8 @@ pub fn sums_in_kernels(
         device::cube::toolkit(inner)?;
         let [batch, kv_heads, _, head_dim] = k.dims();
         let dims = [batch, kv_heads, head_dim, head_dim];
-        let request = crate::attention::backend::request(dims, q.dtype(), options, biases.kinds())?;
-        crate::attention::backend::check_attention_sums(inner, layout, &request)?;
+        let request = backend::request(dims, q.dtype(), options, biases.kinds())?;
+        blocksparse_cubecl::check_attention_sums(&inner.client(), layout, &request)?;
         return Ok(!crate::base::cube::uses_reference());
     }
     Ok(false)

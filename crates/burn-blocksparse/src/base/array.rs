@@ -6,6 +6,12 @@ use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{FloatDType, Shape, Slice};
 
+/// The rows of a shape, and their width.
+pub fn matrix(shape: &Shape) -> [usize; 2] {
+    let width = shape[shape.num_dims() - 1];
+    [shape.iter().rev().skip(1).product(), width]
+}
+
 /// A float tensor. Dimensions of 1 are as wide as the other operand's.
 #[derive(Clone, Debug)]
 pub struct Array<B: Backend>(pub FloatTensor<B>);

@@ -9,6 +9,7 @@ use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, full_device_dtype
 use cubecl::client::Client;
 use cubecl::prelude::InputScalar;
 
+pub use crate::base::array::matrix;
 pub use blocksparse_cubecl::KernelError;
 pub use burn::backend::cubecl::dtype_to_elem_type;
 pub use burn_cubecl::kernel::{cast, into_contiguous};
@@ -54,15 +55,14 @@ pub fn shaped(like: &CubeTensor, shape: Shape, dtype: DType) -> CubeTensor {
     reshaped(empty(like, [shape.num_elements().max(1)], dtype), shape)
 }
 
+/// A contiguous tensor to be written, of another's shape and on its device.
+pub fn empty_like(x: &CubeTensor, dtype: DType) -> CubeTensor {
+    shaped(x, x.meta.shape().clone(), dtype)
+}
+
 /// A contiguous tensor as row kernels get it.
 pub fn typed(tensor: &CubeTensor) -> Typed<'_> {
     (&tensor.handle, dtype_to_elem_type(tensor.dtype))
-}
-
-/// The rows of a shape, and their width.
-pub fn matrix(shape: &Shape) -> [usize; 2] {
-    let width = shape[shape.num_dims() - 1];
-    [shape.iter().rev().skip(1).product(), width]
 }
 
 /// A contiguous tensor as the matrix of its rows.

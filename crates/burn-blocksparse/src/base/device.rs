@@ -91,6 +91,17 @@ pub fn index(device: &Device) -> Option<u16> {
     inner
 }
 
+/// Returns whether kernels of this crate run on a device, and not the reference: on GPUs that a feature of the crate serves, unless the environment asks for the
+/// reference.
+#[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+pub fn runs_kernels(device: &Device) -> bool {
+    #[cfg(feature = "cube")]
+    if cube::of(device).is_some() {
+        return !crate::base::cube::uses_reference();
+    }
+    false
+}
+
 fn not_served(device: &DispatchDevice) -> OpError {
     // Its variants cannot be named here, but they print their names.
     let device = format!("{device:?}");

@@ -9,7 +9,6 @@ pub mod custom_gradient;
 pub mod device;
 pub mod dtype;
 pub mod host;
-pub mod kernels_run;
 mod macros;
 pub mod op_plan;
 #[cfg(feature = "autodiff")]

@@ -6,7 +6,7 @@ pub use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 pub use burn::backend::{Backend, Dispatch, TensorMetadata, backend_extension};
 pub use burn::tensor::{DType, Device, FloatDType, Int, Shape, Slice, Tensor, TensorData};
 
-pub use crate::base::array::Array;
+pub use crate::base::array::{Array, matrix};
 pub use crate::base::device::served;
 pub use crate::base::dtype::{accumulate_in, sums_of};
 pub use crate::base::op_plan::OpPlan;

@@ -2,8 +2,8 @@
 
 use burn::tensor::Tensor;
 
+use crate::base::device::runs_kernels;
 use crate::base::dtype::sums_of;
-use crate::base::kernels_run::runs_kernels;
 
 /// Most elements of a sum: as many sums as a GPU has work for.
 const NUMBERS: usize = 128;

@@ -146,22 +146,15 @@ op_values! {
     }
 }
 
+float_list!(ScoreTensors, 2: ; bias relative_bias);
+
 impl<B: Backend> Default for ScoreTensors<B> {
     fn default() -> Self {
-        Self {
-            bias: OptFloat::None,
-            relative_bias: OptFloat::None,
-        }
+        Self::of_list([None, None])
     }
 }
 
 impl<B: Backend> ScoreTensors<B> {
-    /// The tensors, in the order of the fields.
-    #[cfg(any(feature = "autodiff", feature = "cube"))]
-    pub fn into_list(self) -> [OptFloat<B>; SCORE_TENSORS] {
-        [self.bias, self.relative_bias]
-    }
-
     /// The tensors, in the order of the fields.
     #[cfg(any(feature = "autodiff", feature = "cube"))]
     pub fn list(&self) -> [Option<&FloatTensor<B>>; SCORE_TENSORS] {
@@ -194,7 +187,7 @@ pub struct AttentionInputs<B: Backend> {
 impl<B: Backend> AttentionInputs<B> {
     /// The tensors: q, k, v, and those that are added to scores.
     pub fn into_list(self) -> [Option<FloatTensor<B>>; 3 + SCORE_TENSORS] {
-        let [bias, relative_bias] = self.scores.into_list().map(OptFloat::into_option);
+        let [bias, relative_bias] = self.scores.into_list();
         [
             Some(self.q),
             Some(self.k),
@@ -208,10 +201,7 @@ impl<B: Backend> AttentionInputs<B> {
     pub fn of_list(list: [Option<FloatTensor<B>>; 3 + SCORE_TENSORS]) -> Self {
         let [q, k, v, bias, relative_bias] = list;
         let [q, k, v] = [q, k, v].map(|tensor| tensor.expect("q, k and v"));
-        let scores = ScoreTensors {
-            bias: bias.into(),
-            relative_bias: relative_bias.into(),
-        };
+        let scores = ScoreTensors::of_list([bias, relative_bias]);
         Self { q, k, v, scores }
     }
 }

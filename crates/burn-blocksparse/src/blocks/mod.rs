@@ -1,6 +1,6 @@
 //! Block-sparse tensors: products, softmax, and functions of their own, over the blocks of a layout.
-pub(crate) mod backend;
-
+#[cfg(feature = "autodiff")]
+mod autodiff;
 mod compute;
 mod ops;
 mod places;

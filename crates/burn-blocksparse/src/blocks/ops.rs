@@ -62,6 +62,9 @@ pub trait BlockSparseTensorOps: Backend {
 
 reference_backends!(BlockSparseTensorOps);
 
+#[cfg(feature = "cube")]
+impl BlockSparseTensorOps for burn_cubecl::CubeBackend {}
+
 #[cfg(feature = "fusion")]
 impl BlockProduct {
     fn dtype(self, lhs: DType, rhs: DType) -> DType {

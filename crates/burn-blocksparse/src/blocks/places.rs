@@ -1,6 +1,5 @@
 //! Where the kept blocks of a layout are, for one batch: host lists that the products gather by.
 
-use std::convert::Infallible;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -55,9 +54,8 @@ impl Places {
     /// The places of a layout, which keeps them.
     pub fn of(layout: &BlockLayout, batch: usize, kv_heads: usize) -> Arc<Self> {
         let known = layout.attachment(Known::default);
-        let new = || Ok(Arc::new(Self::new(layout, batch, kv_heads)));
-        let Ok(places) = known.get_or_try_make::<Infallible>([batch, kv_heads], new);
-        places
+        let new = || Arc::new(Self::new(layout, batch, kv_heads));
+        known.get_or_make([batch, kv_heads], new)
     }
 
     fn new(layout: &BlockLayout, batch: usize, kv_heads: usize) -> Self {
@@ -143,9 +141,8 @@ impl Places {
     /// The blocks of each tile of a side, longest lists first, in chunks of at most `blocks` blocks
     /// (one tile may have more). Lists of a chunk differ by a factor of two at most. Tiles without blocks are in none.
     pub fn chunks(&self, side: Side, blocks: usize) -> Arc<[Chunk]> {
-        let new = || Ok(self.new_chunks(side, blocks).into());
-        let Ok(chunks) = (self.chunks).get_or_try_make::<Infallible>((side, blocks), new);
-        chunks
+        let new = || self.new_chunks(side, blocks).into();
+        self.chunks.get_or_make((side, blocks), new)
     }
 
     fn new_chunks(&self, side: Side, blocks: usize) -> Vec<Chunk> {

@@ -1,6 +1,6 @@
 //! How many blocks a layout has that is made on a device.
 
-use crate::base::kernels_run::runs_kernels;
+use crate::base::device::runs_kernels;
 use crate::base::prelude::*;
 use crate::device_layout::DeviceLayout;
 use crate::device_layout::ops::DeviceLayoutOps;

@@ -15,7 +15,7 @@ use burn::tensor::kind::Basic;
 
 use crate::base::prelude::*;
 use crate::base::values::DynamicBlocks;
-use crate::choice::{TopKOptions, checked};
+use crate::choice::TopKOptions;
 
 /// Options of a [`DeviceLayout`], besides the tensor that chooses its blocks. Build them from [`new`](Self::new).
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -136,10 +136,10 @@ impl DeviceLayout {
         options: DeviceLayoutOptions,
     ) -> Result<Self, OpError> {
         served(&mask.device().without_autodiff())?;
-        let shape = checked(&options.shape)?;
+        options.shape.validate()?;
         let names = ["mask's batch", "mask's heads", "mask's q_blocks"];
-        let patterns = rows(names, Some("mask's kv_blocks"), mask.dims(), &shape)?;
-        let options = DeviceLayoutOptions { shape, ..options };
+        let columns = Some("mask's kv_blocks");
+        let patterns = rows(names, columns, mask.dims(), &options.shape)?;
         let chooser = DynamicBlocks::Bools(mask.without_autodiff().into_dispatch());
         Self::new("a mask", options, patterns, BlockSource::Mask, chooser)
     }
@@ -159,7 +159,8 @@ impl DeviceLayout {
         options: DeviceLayoutOptions,
     ) -> Result<Self, OpError> {
         served(&indices.device().without_autodiff())?;
-        let shape = checked(&options.shape)?;
+        let shape = options.shape;
+        shape.validate()?;
         let dims = indices.dims();
         let names = ["indices' batch", "indices' heads", "indices' q_blocks"];
         let patterns = rows(names, None, dims, &shape)?;
@@ -178,7 +179,6 @@ impl DeviceLayout {
         let none = indices.clone().greater_equal_elem(kv_blocks);
         let none = none.bool_or(indices.clone().lower_elem(0)).bool_or(beyond);
         let indices = indices.mask_fill(none, -1).cast(DType::I32);
-        let options = DeviceLayoutOptions { shape, ..options };
         let by = BlockSource::Indices { most };
         let chooser = DynamicBlocks::Ints(indices.into_dispatch());
         Self::new("indices", options, patterns, by, chooser)
@@ -200,13 +200,12 @@ impl DeviceLayout {
         options: TopKOptions,
     ) -> Result<Self, OpError> {
         served(&scores.device().without_autodiff())?;
-        let shape = checked(&shape)?;
+        shape.validate()?;
         expect("options.block_size", shape.block_size, options.block_size)?;
         OpError::ensure_positive("options.k", options.k)?;
-        let (rule, k) = (options.rule(), options.k);
-        let options = DeviceLayoutOptions::new(shape).causal(options.causal);
-        let name = format!("the top {}", k);
-        Self::of_scores(name, scores, rule, options)
+        let name = format!("the top {}", options.k);
+        let chosen = DeviceLayoutOptions::new(shape).causal(options.causal);
+        Self::of_scores(name, scores, options.rule(), chosen)
     }
 
     /// The blocks that a [`Rule`] keeps by the scores of each row of blocks. Scores are compared and weighed in f32.
@@ -224,8 +223,7 @@ impl DeviceLayout {
         options: DeviceLayoutOptions,
     ) -> Result<Self, OpError> {
         served(&scores.device().without_autodiff())?;
-        let shape = checked(&options.shape)?;
-        let options = DeviceLayoutOptions { shape, ..options };
+        options.shape.validate()?;
         rule.check()?;
         Self::of_scores(format!("{:?}", rule.keep), scores, rule, options)
     }

@@ -1,66 +1,40 @@
-//! Writes of the host into tensors on each backend.
+//! Writes of the host into tensors of CubeCL devices.
 
-#[cfg(feature = "cube")]
-mod kernels {
-    use burn::tensor::TensorData;
-    use burn_cubecl::CubeBackend;
-    use burn_cubecl::tensor::CubeTensor;
+use burn::tensor::TensorData;
+use burn_cubecl::CubeBackend;
+use burn_cubecl::tensor::CubeTensor;
 
-    use crate::graph::ops::StaticInputOps;
+use crate::graph::ops::StaticInputOps;
 
-    impl StaticInputOps for CubeBackend {
-        fn overwrite_float(x: CubeTensor, data: TensorData) -> CubeTensor {
-            write(x, data)
-        }
-
-        fn overwrite_int(x: CubeTensor, data: TensorData) -> CubeTensor {
-            write(x, data)
-        }
-
-        fn overwrite_seeds(x: CubeTensor, data: TensorData, table: u32) -> CubeTensor {
-            blocksparse_cubecl::seeds::register(table, x.handle.clone());
-            write(x, data)
-        }
+impl StaticInputOps for CubeBackend {
+    fn overwrite_float(x: CubeTensor, data: TensorData) -> CubeTensor {
+        write(x, data)
     }
 
-    /// On the stream of the caller, in the order of its launches.
-    fn write(x: CubeTensor, data: TensorData) -> CubeTensor {
-        // One row of numbers has no gaps.
-        let (bytes, shape, _) = data.into_parts();
-        let length = x.meta.shape().num_elements();
-        assert!(
-            x.meta.shape().num_dims() == 1
-                && shape.num_elements() == length
-                && bytes.len() == length * x.dtype.size(),
-            "{} bytes do not fit a tensor of {length} numbers",
-            bytes.len()
-        );
-        if !bytes.is_empty() {
-            x.client.write(&x.handle, bytes);
-        }
-        x
+    fn overwrite_int(x: CubeTensor, data: TensorData) -> CubeTensor {
+        write(x, data)
+    }
+
+    fn overwrite_seeds(x: CubeTensor, data: TensorData, table: u32) -> CubeTensor {
+        blocksparse_cubecl::seeds::register(table, x.handle.clone());
+        write(x, data)
     }
 }
 
-#[cfg(feature = "autodiff")]
-mod constants {
-    use crate::base::custom_gradient::*;
-    use crate::base::prelude::*;
-    use crate::graph::ops::StaticInputOps;
-
-    /// What the host writes has no history.
-    impl<B: StaticInputOps, C: CheckpointStrategy> StaticInputOps for Autodiff<B, C> {
-        fn overwrite_float(x: FloatTensor<Self>, data: TensorData) -> FloatTensor<Self> {
-            let written = B::overwrite_float(x.into_primitive(), data);
-            <Self as AutodiffBackend>::from_inner(written)
-        }
-
-        fn overwrite_int(x: IntTensor<Self>, data: TensorData) -> IntTensor<Self> {
-            B::overwrite_int(x, data)
-        }
-
-        fn overwrite_seeds(x: IntTensor<Self>, data: TensorData, table: u32) -> IntTensor<Self> {
-            B::overwrite_seeds(x, data, table)
-        }
+/// On the stream of the caller, in the order of its launches.
+fn write(x: CubeTensor, data: TensorData) -> CubeTensor {
+    // One row of numbers has no gaps.
+    let (bytes, shape, _) = data.into_parts();
+    let length = x.meta.shape().num_elements();
+    assert!(
+        x.meta.shape().num_dims() == 1
+            && shape.num_elements() == length
+            && bytes.len() == length * x.dtype.size(),
+        "{} bytes do not fit a tensor of {length} numbers",
+        bytes.len()
+    );
+    if !bytes.is_empty() {
+        x.client.write(&x.handle, bytes);
     }
+    x
 }

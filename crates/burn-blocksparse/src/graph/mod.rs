@@ -1,8 +1,10 @@
 //! CUDA graphs: a computation is captured once and replayed as one launch, on inputs that are overwritten in place.
-pub mod backend;
-pub mod ops;
-
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "cube")]
+mod backend;
 mod fixed;
+pub mod ops;
 #[doc(hidden)]
 pub mod recording;
 mod replayed;

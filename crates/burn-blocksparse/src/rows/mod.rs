@@ -1,9 +1,9 @@
 //! Rows of a tensor by an index, with a gradient that is taken by an index too.
-pub mod backend;
-pub mod ops;
 #[cfg(feature = "autodiff")]
-pub mod steps;
-
+mod autodiff;
+#[cfg(feature = "cube")]
+mod backend;
+pub mod ops;
 pub mod reference;
 pub mod values;
 

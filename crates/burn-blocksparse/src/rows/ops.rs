@@ -4,6 +4,8 @@ use crate::base::prelude::*;
 use crate::base::values::OutputGrads;
 use crate::rows::reference;
 use crate::rows::values::{MergedGrads, MergedOutput, MergedParts};
+#[cfg(feature = "fusion")]
+use crate::rows::values::{MergedGradsMetadata, MergedOutputMetadata};
 
 /// Rows by an index and the gradient with respect to them as backend operations. Arguments are checked by the public function.
 #[backend_extension(
@@ -44,13 +46,21 @@ pub trait RowOps: Backend {
     }
 
     /// `lse = ln Σ exp(lseᵢ)` and `out = Σ exp(lseᵢ − lse) · rowᵢ` over a query's own part and those at its places.
-    #[fusion(meta = meta::merged)]
+    #[fusion(meta = |inputs| MergedOutputMetadata {
+        out: inputs.own.clone(),
+        lse: inputs.own_lse.clone(),
+    })]
     fn merged_parts(#[extension_type] inputs: MergedParts<Self>) -> MergedOutput<Self> {
         reference::merged_parts::<Self>(inputs)
     }
 
     /// The gradients of [`merged_parts`](Self::merged_parts), of its inputs and the gradients with respect to its outputs.
-    #[fusion(meta = meta::merged_gradients)]
+    #[fusion(meta = |inputs, _grads| MergedGradsMetadata {
+        own: inputs.own.clone(),
+        own_lse: inputs.own_lse.clone(),
+        rows: inputs.rows.clone(),
+        lses: inputs.lses.clone(),
+    })]
     fn merged_parts_backward(
         #[extension_type] inputs: MergedParts<Self>,
         #[extension_type] grads: OutputGrads<Self>,
@@ -73,30 +83,4 @@ fn at_places(index: &Shape, rows: &Shape) -> Shape {
 fn at_users(users: &Shape, rows: &Shape) -> Shape {
     let [batch, heads, count, _] = users.dims::<4>();
     [batch, heads, count, rows[3]].into()
-}
-
-/// Output shapes and dtypes for fusion.
-#[cfg(feature = "fusion")]
-mod meta {
-    use crate::base::values::OutputGradsMetadata;
-    use crate::rows::values::{MergedGradsMetadata, MergedOutputMetadata, MergedPartsMetadata};
-
-    pub fn merged(inputs: &MergedPartsMetadata) -> MergedOutputMetadata {
-        MergedOutputMetadata {
-            out: inputs.own.clone(),
-            lse: inputs.own_lse.clone(),
-        }
-    }
-
-    pub fn merged_gradients(
-        inputs: &MergedPartsMetadata,
-        _grads: &OutputGradsMetadata,
-    ) -> MergedGradsMetadata {
-        MergedGradsMetadata {
-            own: inputs.own.clone(),
-            own_lse: inputs.own_lse.clone(),
-            rows: inputs.rows.clone(),
-            lses: inputs.lses.clone(),
-        }
-    }
 }

@@ -1,5 +1,8 @@
 //! Rows of a table, and the gradient with respect to it.
-pub(crate) mod backend;
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "cube")]
+mod backend;
 #[doc(hidden)]
 pub mod ops;
 

@@ -6,5 +6,6 @@ pub mod few_rows;
 pub mod linear;
 #[doc(hidden)]
 pub mod optim;
+mod prelude;
 #[doc(hidden)]
 pub mod rows;

@@ -1,8 +1,8 @@
 //! The steps of linear layers in Burn's autodiff graph.
 
 use crate::linear::activation::kind::Activation;
-use crate::linear::mlp::steps::{SavedTensors, Task, backward};
-use crate::linear::ops::{LinearOps, composed_forward, composed_mlp};
+use crate::linear::mlp::steps::{Task, backward};
+use crate::linear::ops::{LinearOps, MlpKept, composed_forward, composed_mlp};
 use crate::linear::products::Primitives;
 use crate::linear::values::{
     ActivationSaved, ActivationTask, BiasedRows, HeadParts, JoinCall, Joined, LinearCall,
@@ -123,25 +123,20 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         custom_gradient::<B, C, _, _>(inputs, reads, |inputs, wanted| {
             let task = Task::new(dtypes, wanted, lengths);
             let keep = task.depends(call.activation) && !call.recompute;
-            let made = composed_mlp::<B>(MlpInputs::of_list(inputs), call, true, keep);
+            let (out, made) = composed_mlp::<B>(MlpInputs::of_list(inputs), call, true, keep);
             let needs = task.needs(call);
             let x = made.x.filter(|_| needs[0]);
             let inner = made.inner.filter(|_| needs[1]);
             let outer = made.outer.filter(|_| needs[2]);
-            (
-                made.out,
-                move |[own_x, own_inner, own_outer, bias], grad| {
-                    let saved = SavedTensors {
-                        x: own_x.or(x),
-                        inner: own_inner.or(inner),
-                        bias,
-                        outer: own_outer.or(outer),
-                        hidden: made.hidden,
-                        grad,
-                    };
-                    backward::<B>(saved, call, task)
-                },
-            )
+            (out, move |[own_x, own_inner, own_outer, bias], grad| {
+                let kept = MlpKept {
+                    x: own_x.or(x),
+                    inner: own_inner.or(inner),
+                    outer: own_outer.or(outer),
+                    hidden: made.hidden,
+                };
+                backward::<B>(kept, bias, grad, call, task)
+            })
         })
     }
 }

@@ -5,7 +5,7 @@ pub mod activation;
 #[cfg(feature = "autodiff")]
 mod autodiff;
 #[cfg(feature = "cube")]
-pub(crate) mod cube;
+mod backend;
 #[cfg(feature = "cube")]
 pub(crate) mod cube_products;
 #[cfg(feature = "cube")]
@@ -175,10 +175,10 @@ impl LinearOptions {
         check(x, &named(weights), self)?;
         Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
             let dtype = (self.dtype).map_or(x.dtype(), |dtype| dtype.into());
-            let rows: usize = x.dims().iter().rev().skip(1).product();
+            let [rows, _] = matrix(&x.shape());
             let out = weights.iter().map(|weight| weight.dims()[1]).sum();
             let sizes = [rows, weights[0].dims()[0], out];
-            cube::text(device, dtype, sizes)
+            backend::text(device, dtype, sizes)
         }))
     }
 }

@@ -51,7 +51,9 @@ pub trait LinearOps: Backend {
     }
 
     /// The backward pass: those gradients that `task` wants.
-    #[fusion(meta = meta::activation)]
+    #[fusion(meta = |saved, _activation, task| {
+        meta::activation(&saved.grad, task.bias, [task.x, task.y])
+    })]
     fn bias_activation_backward(
         #[extension_type] saved: ActivationSaved<Self>,
         activation: Activation,
@@ -61,7 +63,10 @@ pub trait LinearOps: Backend {
     }
 
     /// Rows `[batch, seq, Σ heads · width]` plus a bias, as tensors by heads.
-    #[fusion(meta = meta::split)]
+    #[fusion(meta = |inputs, parts| {
+        let shape = &inputs.x.shape;
+        meta::by_heads([shape[0], shape[1]], *parts, inputs.x.dtype)
+    })]
     fn split_heads(
         #[extension_type] inputs: BiasedRows<Self>,
         parts: HeadParts,
@@ -81,11 +86,13 @@ pub trait LinearOps: Backend {
         shape = with_width(&inputs.x.shape, inputs.outer.shape[1])
     )]
     fn mlp(#[extension_type] inputs: MlpInputs<Self>, call: MlpCall) -> FloatTensor<Self> {
-        composed_mlp::<Self>(inputs, call, false, false).out
+        composed_mlp::<Self>(inputs, call, false, false).0
     }
 
     /// Gradients with respect to the input of a feed-forward activation and to the bias, and the activation again.
-    #[fusion(meta = meta::mlp_outer)]
+    #[fusion(meta = |saved, task| {
+        meta::activation(&saved.hidden, task.bias, [true, task.active])
+    })]
     fn mlp_outer_backward(
         #[extension_type] saved: MlpOuterSaved<Self>,
         task: MlpOuterTask,
@@ -232,15 +239,15 @@ pub(crate) fn product<B: LinearOps>(
     B::linear_forward(LinearInputs::new(x, ThreeFloats::one(weight)), call)
 }
 
-/// The result and what a backward pass may need: the factors as they were multiplied, where they are not the inputs themselves.
+/// What a backward pass may need of a feed-forward network: the factors as they were multiplied, which a forward pass has only where they are not the inputs
+/// themselves.
 #[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
-pub(crate) struct MlpForward<B: LinearOps> {
-    pub out: FloatTensor<B>,
-    /// `x · W₁`, unless it is computed again.
-    pub hidden: Option<FloatTensor<B>>,
+pub(crate) struct MlpKept<B: LinearOps> {
     pub x: Option<FloatTensor<B>>,
     pub inner: Option<FloatTensor<B>>,
     pub outer: Option<FloatTensor<B>>,
+    /// `x · W₁`, unless it is computed again.
+    pub hidden: Option<FloatTensor<B>>,
 }
 
 /// `for_backward`: whether a backward pass follows; `keep`: whether it wants `x · W₁`.
@@ -249,7 +256,7 @@ pub(crate) fn composed_mlp<B: LinearOps>(
     call: MlpCall,
     for_backward: bool,
     keep: bool,
-) -> MlpForward<B> {
+) -> (FloatTensor<B>, MlpKept<B>) {
     let weights = ThreeFloats::one(inputs.inner);
     let form = LinearForm::Activated {
         activation: call.activation,
@@ -267,13 +274,13 @@ pub(crate) fn composed_mlp<B: LinearOps>(
         inputs.outer,
         of(LinearForm::Rows),
     );
-    MlpForward {
-        out: second.out.into_one(),
-        hidden,
+    let kept = MlpKept {
         x: first.rounded.into_option(),
         inner: first.joined.into_option(),
         outer: second.joined.into_option(),
-    }
+        hidden,
+    };
+    (second.out.into_one(), kept)
 }
 
 /// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
@@ -281,12 +288,16 @@ pub(crate) fn composed_mlp<B: LinearOps>(
 mod meta {
     use super::*;
     use crate::linear::values::{
-        ActivationGradsMetadata, ActivationSavedMetadata, BiasedRowsMetadata, LinearGradsMetadata,
-        LinearInputsMetadata, LinearOutputMetadata, LinearSavedMetadata, MlpOuterSavedMetadata,
+        ActivationGradsMetadata, BiasedRowsMetadata, LinearGradsMetadata, LinearInputsMetadata,
+        LinearOutputMetadata, LinearSavedMetadata,
     };
     use burn_blocksparse::internal::values::ThreeFloatsMetadata;
 
-    fn by_heads([batch, seq]: [usize; 2], parts: HeadParts, dtype: DType) -> ThreeFloatsMetadata {
+    pub fn by_heads(
+        [batch, seq]: [usize; 2],
+        parts: HeadParts,
+        dtype: DType,
+    ) -> ThreeFloatsMetadata {
         let of = |(heads, dim)| TensorSpec::new([batch, heads, seq, dim].into(), dtype);
         ThreeFloatsMetadata::of_list(parts.map(|part| part.map(of)))
     }
@@ -343,7 +354,7 @@ mod meta {
         }
     }
 
-    fn activation_grads(
+    pub fn activation(
         like: &TensorSpec,
         bias: Option<FloatDType>,
         [x, y]: [bool; 2],
@@ -355,26 +366,6 @@ mod meta {
             bias: bias.into(),
             y: y.then(|| like.clone()).into(),
         }
-    }
-
-    pub fn activation(
-        saved: &ActivationSavedMetadata,
-        _activation: &Activation,
-        task: &ActivationTask,
-    ) -> ActivationGradsMetadata {
-        activation_grads(&saved.grad, task.bias, [task.x, task.y])
-    }
-
-    pub fn mlp_outer(
-        saved: &MlpOuterSavedMetadata,
-        task: &MlpOuterTask,
-    ) -> ActivationGradsMetadata {
-        activation_grads(&saved.hidden, task.bias, [true, task.active])
-    }
-
-    pub fn split(inputs: &BiasedRowsMetadata, parts: &HeadParts) -> ThreeFloatsMetadata {
-        let shape = &inputs.x.shape;
-        by_heads([shape[0], shape[1]], *parts, inputs.x.dtype)
     }
 
     pub fn join(_tensors: &ThreeFloatsMetadata, call: &JoinCall) -> BiasedRowsMetadata {

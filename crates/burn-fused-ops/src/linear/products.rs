@@ -175,10 +175,8 @@ pub(crate) fn weight_gradient<B: Backend, P: Products<B>>(
 
 /// `tensor` as a matrix of its last dimension's width.
 pub(crate) fn as_rows<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
-    let shape = tensor.shape();
-    let width = shape[shape.num_dims() - 1];
-    let rows = shape.iter().rev().skip(1).product();
-    B::float_reshape(tensor, Shape::new([rows, width]))
+    let sizes = matrix(&tensor.shape());
+    B::float_reshape(tensor, Shape::new(sizes))
 }
 
 /// `shape` with another last dimension.

@@ -5,7 +5,7 @@ use burn_cubecl::CubeDevice;
 
 use crate::linear::activation::kernels as between;
 use crate::linear::activation::kind::Activation;
-use crate::linear::cube;
+use crate::linear::backend;
 use crate::linear::few_rows;
 use crate::linear::heads::kernels as heads;
 use crate::linear::wgmma;
@@ -22,7 +22,7 @@ pub(crate) fn inner_text(
     let kind = between::kind(activation);
     let fused = wgmma::activated_text(device, dtype, lengths, bias, kind);
     fused.or_else(|why| {
-        let product = cube::text(device, dtype, lengths)?;
+        let product = backend::text(device, dtype, lengths)?;
         let text = between::text(device, [rows, hidden], dtype, activation)
             .map_err(|error| error.to_string())?;
         Ok(format!("{product}; {text}; not as one: {why}"))
@@ -43,7 +43,7 @@ pub(crate) fn to_heads_text(
     let fused = fused.map(|text| of_one(text, device, dtype, [batch, seq, inputs], &widths));
     fused.or_else(|why| {
         let outputs = parts.iter().map(|(heads, dim)| heads * dim).sum();
-        let product = cube::text(device, dtype, [batch * seq, inputs, outputs])?;
+        let product = backend::text(device, dtype, [batch * seq, inputs, outputs])?;
         let split = heads::text(device, [batch * seq, seq], parts, dtype)
             .map_err(|error| error.to_string())?;
         Ok(format!("{product}; {split}; not as one: {why}"))
@@ -68,7 +68,7 @@ pub(crate) fn from_heads_text(
     fused.or_else(|why| {
         let join = heads::text(device, [batch * seq, seq], &[(heads, dim)], own)
             .map_err(|error| error.to_string())?;
-        let product = cube::text(device, dtype, [batch * seq, heads * dim, outputs])?;
+        let product = backend::text(device, dtype, [batch * seq, heads * dim, outputs])?;
         Ok(format!("{join}; {product}; not as one: {why}"))
     })
 }

@@ -1,5 +1,8 @@
 //! Losses of logits that are never all there.
-pub(crate) mod backend;
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "cube")]
+mod backend;
 #[doc(hidden)]
 pub mod ops;
 
@@ -144,7 +147,7 @@ impl CrossEntropyOptions {
         let rows = compute::chunk_rows(positions, vocab, task.chunk_elements);
         Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
             let dtypes = [x.dtype(), targets.dtype()];
-            crate::loss::backend::kernels::plan(device, dtypes, vocab, &task).map(|kernel| {
+            backend::plan(device, dtypes, vocab, &task).map(|kernel| {
                 let again = match task.reduction == Reduction::None && (task.by_x || task.by_weight)
                 {
                     true => ", again in the backward pass",

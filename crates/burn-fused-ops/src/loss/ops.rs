@@ -2,6 +2,8 @@
 
 use crate::loss::compute;
 use crate::loss::compute::PrimitiveLosses;
+#[cfg(feature = "fusion")]
+use crate::loss::values::LossGradsMetadata;
 use crate::loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
 use burn_blocksparse::internal::prelude::*;
 
@@ -24,7 +26,10 @@ pub trait LossOps: Backend {
     }
 
     /// The gradients of the forward pass times the gradient with respect to the loss.
-    #[fusion(meta = meta::backward)]
+    #[fusion(meta = |saved, dtypes| LossGradsMetadata {
+        x: saved.x.cast(dtypes.x.into()),
+        weight: saved.weight.cast(dtypes.weight.into()),
+    })]
     fn linear_cross_entropy_backward(
         #[extension_type] saved: LossSaved<Self>,
         dtypes: LossDtypes,
@@ -50,9 +55,7 @@ reference_backends!(LossOps);
 #[cfg(feature = "fusion")]
 mod meta {
     use super::*;
-    use crate::loss::values::{
-        LossGradsMetadata, LossInputsMetadata, LossOutputMetadata, LossSavedMetadata, Reduction,
-    };
+    use crate::loss::values::{LossInputsMetadata, LossOutputMetadata, Reduction};
 
     pub fn forward(inputs: &LossInputsMetadata, task: &LossTask) -> LossOutputMetadata {
         let dtype = sums_of(inputs.x.dtype);
@@ -85,13 +88,6 @@ mod meta {
                 .by_weight
                 .then(|| of(&inputs.weight, dtypes.weight))
                 .into(),
-        }
-    }
-
-    pub fn backward(saved: &LossSavedMetadata, dtypes: &LossDtypes) -> LossGradsMetadata {
-        LossGradsMetadata {
-            x: saved.x.cast(dtypes.x.into()),
-            weight: saved.weight.cast(dtypes.weight.into()),
         }
     }
 }

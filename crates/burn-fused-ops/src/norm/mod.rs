@@ -1,5 +1,8 @@
 //! A residual stream, what is added to it, and its norm.
-pub(crate) mod backend;
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "cube")]
+mod backend;
 #[doc(hidden)]
 pub mod ops;
 
@@ -226,7 +229,7 @@ impl AddNormOptions {
         let call = check(stream, branch, Some(params), self)?;
         let mut dtypes = vec![stream.dtype(), params.gamma.dtype(), call.dtype.into()];
         dtypes.extend(branch.map(|branch| branch.x.dtype()));
-        let [rows, width] = reference::matrix(&stream.shape());
+        let [rows, width] = matrix(&stream.shape());
         Ok(burn_blocksparse::op_plan!(&stream.device(), |device| {
             use crate::kernels::rows::norm_backward::residual_norm_text;
             use burn::backend::cubecl::dtype_to_elem_type;

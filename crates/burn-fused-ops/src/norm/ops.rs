@@ -53,7 +53,7 @@ mod meta {
     pub fn forward(inputs: &NormInputsMetadata, call: &NormCall) -> NormOutputMetadata {
         let shape = &inputs.stream.shape;
         let normed = (call.norm).map(|_| TensorSpec::new(shape.clone(), call.dtype.into()));
-        let [rows, _] = reference::matrix(shape);
+        let [rows, _] = matrix(shape);
         let sums = sums_of(inputs.stream.dtype);
         let rstd = (call.norm).map(|_| TensorSpec::new([rows].into(), sums));
         NormOutputMetadata {
@@ -73,7 +73,7 @@ mod meta {
     ) -> NormInputsMetadata {
         let grad = grads.stream.as_ref().or(grads.normed.as_ref());
         let shape = &grad.expect("a gradient by an output").shape;
-        let [_, width] = reference::matrix(shape);
+        let [_, width] = matrix(shape);
         let matrix = |dtype: FloatDType| TensorSpec::new(shape.clone(), dtype.into());
         let row = |dtype: FloatDType| TensorSpec::new([width].into(), dtype.into());
         NormInputsMetadata {

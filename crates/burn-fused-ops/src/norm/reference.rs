@@ -9,12 +9,6 @@ use crate::norm::values::{
 use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::prelude::*;
 
-/// Rows and width of a shape.
-pub(crate) fn matrix(shape: &Shape) -> [usize; 2] {
-    let width = shape[shape.num_dims() - 1];
-    [shape.num_elements() / width.max(1), width]
-}
-
 /// What both passes need.
 struct Rows<B: Backend> {
     shape: Shape,

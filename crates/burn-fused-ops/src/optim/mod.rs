@@ -1,5 +1,6 @@
 //! AdamW over all parameters of a module in a few launches, and clipping by the norm of all gradients.
-pub(crate) mod backend;
+#[cfg(feature = "cube")]
+mod backend;
 #[doc(hidden)]
 pub mod ops;
 

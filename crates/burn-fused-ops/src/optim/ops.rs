@@ -2,6 +2,8 @@
 
 use crate::optim::reference;
 use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, TensorList};
+#[cfg(feature = "fusion")]
+use crate::optim::values::{AdamWOutputMetadata, GradNormMetadata};
 use burn_blocksparse::internal::prelude::*;
 
 /// Steps of optimizers as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions. A backend
@@ -25,13 +27,20 @@ pub trait OptimOps: Backend {
     }
 
     /// The norm of what has `partials` as its sums of squares, and the factor that clips it to the limit in `control`, of the same dtype.
-    #[fusion(meta = meta::clip_factor)]
+    #[fusion(meta = |partials, _control| GradNormMetadata {
+        norm: TensorSpec::new([1].into(), partials.dtype),
+        factor: TensorSpec::new([1].into(), partials.dtype),
+    })]
     fn clip_factor(partials: FloatTensor<Self>, control: FloatTensor<Self>) -> GradNorm<Self> {
         reference::clip_factor::<Self>(partials, control)
     }
 
     /// A step of AdamW; `control` is `[8]`, in the dtype of sums.
-    #[fusion(meta = meta::adamw)]
+    #[fusion(meta = |inputs, _control, _numbers| AdamWOutputMetadata {
+        parameters: inputs.parameters.clone(),
+        first: inputs.first.clone(),
+        second: inputs.second.clone(),
+    })]
     fn adamw(
         #[extension_type] inputs: AdamWInputs<Self>,
         control: FloatTensor<Self>,
@@ -61,32 +70,3 @@ pub trait OptimOps: Backend {
 }
 
 reference_backends!(OptimOps);
-
-/// Output shapes and dtypes for fusion.
-#[cfg(feature = "fusion")]
-mod meta {
-    use burn::backend::fusion::custom::TensorSpec;
-
-    use super::*;
-    use crate::optim::values::{AdamWInputsMetadata, AdamWOutputMetadata, GradNormMetadata};
-
-    pub fn clip_factor(partials: &TensorSpec, _control: &TensorSpec) -> GradNormMetadata {
-        let one = TensorSpec::new([1].into(), partials.dtype);
-        GradNormMetadata {
-            norm: one.clone(),
-            factor: one,
-        }
-    }
-
-    pub fn adamw(
-        inputs: &AdamWInputsMetadata,
-        _control: &TensorSpec,
-        _numbers: &AdamWHyper,
-    ) -> AdamWOutputMetadata {
-        AdamWOutputMetadata {
-            parameters: inputs.parameters.clone(),
-            first: inputs.first.clone(),
-            second: inputs.second.clone(),
-        }
-    }
-}

@@ -1,5 +1,8 @@
 //! Rotary position embedding (Su et al., 2021).
-pub(crate) mod backend;
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "cube")]
+mod backend;
 #[doc(hidden)]
 pub mod ops;
 pub(crate) mod reference;
@@ -51,8 +54,8 @@ pub fn rope(
     dtype: FloatDType,
     back: bool,
 ) -> Result<Tensor<4>, OpError> {
-    let [turned, _] = run(x, None, table, positions, (dtype, back))?;
-    Ok(turned.expect("it was asked for"))
+    let (turned, _) = run(x, None, table, positions, (dtype, back))?;
+    Ok(turned)
 }
 
 /// [`rope`] of queries and keys at the same positions, in one launch where no gradient is wanted.
@@ -81,8 +84,8 @@ pub fn rope_pair(
     }
     let (device, own) = (query.device(), key.device());
     same_device("key's device", &device, "the queries'", &own)?;
-    let turned = run(query, Some(key), table, positions, (dtype, back))?;
-    Ok(turned.map(|turned| turned.expect("it was asked for")))
+    let (query, key) = run(query, Some(key), table, positions, (dtype, back))?;
+    Ok([query, key.expect("it was asked for")])
 }
 
 /// Rows, and others that are turned alike.
@@ -92,7 +95,7 @@ fn run(
     table: Tensor<3>,
     positions: RopePositions,
     (dtype, back): (FloatDType, bool),
-) -> Result<[Option<Tensor<4>>; 2], OpError> {
+) -> Result<(Tensor<4>, Option<Tensor<4>>), OpError> {
     let (first, places) = check(&x, &table, positions)?;
     let places = places.map(|places| places.without_autodiff().into_dispatch());
     let inputs = RopeInputs {
@@ -103,18 +106,16 @@ fn run(
     };
     let call = RopeCall { first, back, dtype };
     let turned = <Dispatch as RopeOps>::rope(inputs, call);
-    Ok([Some(turned.x), turned.key.into_option()].map(|x| x.map(Tensor::from_dispatch)))
+    let key = turned.key.into_option().map(Tensor::from_dispatch);
+    Ok((Tensor::from_dispatch(turned.x), key))
 }
 
-/// Of every row.
-type Places = Box<Tensor<1, Int>>;
-
-/// The first position, or all of them.
+/// The first position, or those of every row.
 fn check(
     x: &Tensor<4>,
     table: &Tensor<3>,
     positions: RopePositions,
-) -> Result<(usize, Option<Places>), OpError> {
+) -> Result<(usize, Option<Tensor<1, Int>>), OpError> {
     served(&x.device())?;
     same_device("table's device", &x.device(), "x's", &table.device())?;
     let ([batch, _, seq, width], [context, columns, numbers]) = (x.dims(), table.dims());
@@ -123,22 +124,19 @@ fn check(
         [columns, numbers] == [width, 2] && width.is_multiple_of(2)
             => "table's shape", format!("[context, {width}, 2], of x's even width"), format!("{:?}", table.dims());
     }
-    let (first, places) = match positions {
-        RopePositions::From(first) => (first, None),
-        RopePositions::Of(places) => (0, Some(places)),
-    };
-    match &places {
-        Some(places) if places.dims() != [batch * seq] => {
-            let expected = format!("one for each of {batch} · {seq} rows");
+    match positions {
+        RopePositions::From(first) => {
+            let end = first.saturating_add(seq);
+            blocksparse::ensure! {
+                OpError;
+                end <= context => "positions", format!("below {context}, the table's rows"), end.saturating_sub(1);
+            }
+            Ok((first, None))
+        }
+        RopePositions::Of(places) => {
             let [got] = places.dims();
-            return Err(OpError::argument("positions", expected, got));
+            blocksparse::ensure! { OpError; got == batch * seq => "positions", format!("one for each of {batch} · {seq} rows"), got; }
+            Ok((0, Some(*places)))
         }
-        None if first.saturating_add(seq) > context => {
-            let expected = format!("below {context}, the table's rows");
-            let got = first.saturating_add(seq).saturating_sub(1);
-            return Err(OpError::argument("positions", expected, got));
-        }
-        _ => {}
     }
-    Ok((first, places))
 }

@@ -1,125 +1,71 @@
-//! Products with block-sparse weights on each backend, and their step in Burn's autodiff graph.
+//! Products with block-sparse weights on CubeCL devices.
 
-#[cfg(feature = "cube")]
-pub(crate) mod kernels {
-    use blocksparse::WeightLayout;
-    use burn::tensor::{DType, FloatDType};
+use blocksparse::WeightLayout;
+use burn::tensor::{DType, FloatDType};
 
-    use crate::linear::cube_products::Kernels;
-    use crate::linear::products::Primitives;
-    use crate::sparse_linear::ops::BlockSparseLinearOps;
-    use crate::sparse_linear::products::{Gathered, SparseProducts, backward, forward};
-    use crate::sparse_linear::values::{
-        Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
-    };
-    use crate::sparse_linear::wgmma;
-    use burn_blocksparse::internal::cube::*;
+use crate::linear::cube_products::Kernels;
+use crate::linear::products::Primitives;
+use crate::sparse_linear::ops::BlockSparseLinearOps;
+use crate::sparse_linear::products::{Gathered, SparseProducts, backward, forward};
+use crate::sparse_linear::values::{
+    Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
+};
+use crate::sparse_linear::wgmma;
+use burn_blocksparse::internal::cube::*;
 
-    /// How the products of `rows` rows are launched, or why by Burn's operations.
-    pub(crate) fn text(
-        device: &CubeDevice,
-        dtype: DType,
-        rows: usize,
+/// How the products of `rows` rows are launched, or why by Burn's operations.
+pub(crate) fn text(
+    device: &CubeDevice,
+    dtype: DType,
+    rows: usize,
+    layout: &WeightLayout,
+) -> Result<String, String> {
+    if uses_reference() {
+        return Err("BLOCKSPARSE_REFERENCE is set".to_owned());
+    }
+    wgmma::text(device, dtype, rows, layout).map_err(|why| {
+        format!("{why}: kept blocks are gathered and multiplied in batches of Burn's")
+    })
+}
+
+/// The kernel where it takes the call; gathered products elsewhere.
+struct SparseKernels;
+
+impl SparseProducts<CubeBackend> for SparseKernels {
+    fn sparse_product(
+        pass: Pass,
+        factors: [CubeTensor; 2],
         layout: &WeightLayout,
-    ) -> Result<String, String> {
-        if uses_reference() {
-            return Err("BLOCKSPARSE_REFERENCE is set".to_owned());
-        }
-        wgmma::text(device, dtype, rows, layout).map_err(|why| {
-            format!("{why}: kept blocks are gathered and multiplied in batches of Burn's")
-        })
-    }
-
-    /// The kernel where it takes the call; gathered products elsewhere.
-    struct SparseKernels;
-
-    impl SparseProducts<CubeBackend> for SparseKernels {
-        fn sparse_product(
-            pass: Pass,
-            factors: [CubeTensor; 2],
-            layout: &WeightLayout,
-            dtype: FloatDType,
-        ) -> CubeTensor {
-            match wgmma::product(pass, [&factors[0], &factors[1]], layout, dtype.into()) {
-                Some(made) => made,
-                None => <Gathered<Kernels> as SparseProducts<CubeBackend>>::sparse_product(
-                    pass, factors, layout, dtype,
-                ),
-            }
-        }
-    }
-
-    impl BlockSparseLinearOps for CubeBackend {
-        fn block_sparse_linear_forward(
-            inputs: SparseLinearInputs<Self>,
-            call: SparseLinearCall,
-        ) -> SparseLinearOutput<Self> {
-            match uses_reference() {
-                true => forward::<Self, Gathered<Primitives>>(inputs, call),
-                false => forward::<Self, SparseKernels>(inputs, call),
-            }
-        }
-
-        fn block_sparse_linear_backward(
-            saved: SparseLinearSaved<Self>,
-            call: SparseLinearCall,
-            pass: Pass,
-        ) -> CubeTensor {
-            match uses_reference() {
-                true => backward::<Self, Gathered<Primitives>>(saved, call, pass),
-                false => backward::<Self, SparseKernels>(saved, call, pass),
-            }
+        dtype: FloatDType,
+    ) -> CubeTensor {
+        match wgmma::product(pass, [&factors[0], &factors[1]], layout, dtype.into()) {
+            Some(made) => made,
+            None => <Gathered<Kernels> as SparseProducts<CubeBackend>>::sparse_product(
+                pass, factors, layout, dtype,
+            ),
         }
     }
 }
 
-#[cfg(feature = "autodiff")]
-mod steps {
-    use crate::sparse_linear::ops::BlockSparseLinearOps;
-    use crate::sparse_linear::values::{
-        Pass, SparseLinearCall, SparseLinearInputs, SparseLinearOutput, SparseLinearSaved,
-    };
-    use burn_blocksparse::internal::custom_gradient::*;
-    use burn_blocksparse::internal::prelude::*;
+impl BlockSparseLinearOps for CubeBackend {
+    fn block_sparse_linear_forward(
+        inputs: SparseLinearInputs<Self>,
+        call: SparseLinearCall,
+    ) -> SparseLinearOutput<Self> {
+        match uses_reference() {
+            true => forward::<Self, Gathered<Primitives>>(inputs, call),
+            false => forward::<Self, SparseKernels>(inputs, call),
+        }
+    }
 
-    impl<B: BlockSparseLinearOps, C: CheckpointStrategy> BlockSparseLinearOps for Autodiff<B, C> {
-        fn block_sparse_linear_forward(
-            inputs: SparseLinearInputs<Self>,
-            call: SparseLinearCall,
-        ) -> SparseLinearOutput<Self> {
-            let SparseLinearInputs { x, weight } = inputs;
-            // The checkpointer keeps what the product reads as it is.
-            let [x_is_itself, weight_is_itself] =
-                [&x, &weight].map(|factor| own_dtype(factor) == call.dtype);
-            let reads =
-                |[by_x, by_weight]: [bool; 2]| [by_weight && x_is_itself, by_x && weight_is_itself];
-            let factors = [x, weight].map(Some);
-            let out = custom_gradient::<B, C, _, _>(factors, reads, |factors, wanted| {
-                let dtypes = wanted_dtypes(&factors, wanted);
-                let [x, weight] = factors.map(there);
-                let layout = call.layout.clone();
-                let made = B::block_sparse_linear_forward(SparseLinearInputs { x, weight }, call);
-                let x = made.x.into_option().filter(|_| wanted[1]);
-                let weight = made.weight.into_option().filter(|_| wanted[0]);
-                (made.out, move |[own_x, own_weight], grad| {
-                    let gradient = |dtype: Option<FloatDType>, factor, pass| {
-                        let (dtype, layout) = (dtype?, layout.clone());
-                        let (factor, grad) = (there(factor), grad.clone());
-                        let saved = SparseLinearSaved { factor, grad };
-                        let call = SparseLinearCall { layout, dtype };
-                        Some(B::block_sparse_linear_backward(saved, call, pass))
-                    };
-                    let [by_x, by_weight] = dtypes;
-                    let by_x = gradient(by_x, own_weight.or(weight), Pass::Input);
-                    let by_weight = gradient(by_weight, own_x.or(x), Pass::Weight);
-                    [by_x, by_weight]
-                })
-            });
-            SparseLinearOutput {
-                out,
-                x: OptFloat::None,
-                weight: OptFloat::None,
-            }
+    fn block_sparse_linear_backward(
+        saved: SparseLinearSaved<Self>,
+        call: SparseLinearCall,
+        pass: Pass,
+    ) -> CubeTensor {
+        match uses_reference() {
+            true => backward::<Self, Gathered<Primitives>>(saved, call, pass),
+            false => backward::<Self, SparseKernels>(saved, call, pass),
         }
     }
 }

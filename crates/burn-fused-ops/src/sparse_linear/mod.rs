@@ -1,5 +1,8 @@
 //! Block-sparse linear layers: weights of which only some blocks exist, and products with them.
-pub(crate) mod backend;
+#[cfg(feature = "autodiff")]
+mod autodiff;
+#[cfg(feature = "cube")]
+mod backend;
 #[doc(hidden)]
 pub mod ops;
 #[cfg(feature = "cube")]
@@ -114,8 +117,8 @@ impl BlockSparseLinearOptions {
     ) -> Result<OpPlan, OpError> {
         let dtype = check(x, weight, layout, self)?;
         Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
-            let rows = x.dims().iter().rev().skip(1).product();
-            crate::sparse_linear::backend::kernels::text(device, dtype.into(), rows, layout)
+            let [rows, _] = matrix(&x.shape());
+            backend::text(device, dtype.into(), rows, layout)
         }))
     }
 }

@@ -1,8 +1,8 @@
 //! Products with block-sparse weights on wgmma: tensors of Burn's as `crate::kernels::linear::blocks` has them.
 
 use crate::kernels::linear::blocks::{
-    BlockGradientPlan, BlockProduct, BlockProductPlan, BlockTables, Direction, block_gradient,
-    blocks_of_dense, dense_of_blocks, multiply_blocks, pack_blocks,
+    BlockGradientPlan, BlockProductPlan, BlockTables, Direction, block_gradient, blocks_of_dense,
+    dense_of_blocks, multiply_blocks, pack_blocks,
 };
 use blocksparse::WeightLayout;
 use blocksparse_cubecl::rows::{Window, window_sums};
@@ -76,7 +76,7 @@ fn multiplied(
 fn gradient([x, dy]: [&CubeTensor; 2], tables: &BlockTables) -> Option<CubeTensor> {
     let client = &x.client;
     let [rows, _] = x.meta.shape().dims();
-    if !tables.is_gathered(BlockProduct::Weight) {
+    if !tables.is_gradient_gathered() {
         let parts = dense::parts(&dense::swapped(x.clone()), dy)?;
         let [count, inputs, outputs] = parts.meta.shape().dims();
         let whole = sum(&reshaped(parts, [count, inputs * outputs].into()))?;
@@ -147,7 +147,7 @@ pub(crate) fn text(
         }
     };
     let (forward, backward) = (by(Direction::Forward)?, by(Direction::Backward)?);
-    let weight = match tables.is_gathered(BlockProduct::Weight) {
+    let weight = match tables.is_gradient_gathered() {
         true => BlockGradientPlan::new(&client, &tables, bf16, rows)?.to_string(),
         false => zeros.to_owned(),
     };

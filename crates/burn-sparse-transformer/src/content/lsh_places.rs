@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::LazyLock;
 
 use burn::tensor::{DType, Int, Tensor};
-use burn_blocksparse::internal::{gather_rows, merge_gathered_attention};
+use burn_blocksparse::internal::{gather_rows, merge_parts};
 use burn_blocksparse::layout::{BlockMask, PositionMask};
 use burn_blocksparse::{BlockLayout, DeviceLayout, LayoutShape, SparseAttentionCall};
 use burn_sparse_select::internal::{LayoutCache, sort_by_bucket};
@@ -74,7 +74,7 @@ impl Placed {
         let device = value.device().without_autodiff();
         let alone = Tensor::full([batch, heads, seq], alone, (&device, dtype));
         let own = (value, alone);
-        Ok(merge_gathered_attention(own, others, places, self.choices)?)
+        Ok(merge_parts(own, others, places, self.choices))
     }
 }
 

@@ -1,10 +1,6 @@
 //! What a product of few rows is made of.
 
-use cubecl::ir::ElemType;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::rows::typed::Typed;
+use crate::kernels::prelude::*;
 use blocksparse_cubecl::shared::curve::ActivationKind;
 
 /// Weights that share a launch, at most.

@@ -2,13 +2,11 @@
 
 use std::fmt;
 
-use cubecl::client::Client;
-
 use crate::kernels::few_rows::call::{FewRows, FewRowsRequest};
 use crate::kernels::few_rows::units;
 use crate::kernels::few_rows::units::MOST_UNIT_ROWS;
 use crate::kernels::few_rows::warps::{self, WarpsPlan};
-use blocksparse_cubecl::error::KernelError;
+use crate::kernels::prelude::*;
 
 /// Rows that a product has at most.
 pub const MOST_ROWS: usize = 32;

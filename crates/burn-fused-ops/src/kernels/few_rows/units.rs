@@ -1,15 +1,9 @@
 //! Without tensor cores: a unit multiplies a vector of each weight row that it reads by a number of x. A cube has a strip of columns and the whole depth, so
 //! sums are added up in one order.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-
 use crate::kernels::few_rows::call::{BYTES, FewRows, FewRowsWeight, MOST_WEIGHTS};
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
+use crate::kernels::prelude::*;
 use blocksparse_cubecl::call::HAS_PTX;
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::{check_types, most_units};
-use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::sum_of;
 use blocksparse_cubecl::shared::curve::{Curve, value};
 

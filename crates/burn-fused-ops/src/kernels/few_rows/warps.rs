@@ -9,19 +9,13 @@
 
 use std::fmt;
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-
 use crate::kernels::few_rows::call::{FewRows, FewRowsRequest, MOST_WEIGHTS};
 use crate::kernels::linear::ampere;
+use crate::kernels::prelude::*;
 use blocksparse_cubecl::arch::Four;
 use blocksparse_cubecl::arch::ptx::{Half, merge_words, uniform};
 use blocksparse_cubecl::arch::sm80::{Element, multiply};
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::check_types;
 use blocksparse_cubecl::shared::curve::{Curve, value};
-use cubecl::ir::FloatKind;
 
 /// Of the depth, what lanes read by one load of x: two instructions' worth.
 const BLOCK: usize = 32;

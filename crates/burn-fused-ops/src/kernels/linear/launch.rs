@@ -1,8 +1,5 @@
 //! The launch of a product.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::linear::epilogue::ResultShapeLaunch;
 use crate::kernels::linear::line_sums::{LINE_GROUPS, line_elements};
 use crate::kernels::linear::log_sums::{SeenColumns, SeenLaunch};
@@ -13,10 +10,9 @@ use crate::kernels::linear::plan::{ProductPlan, TierTile};
 use crate::kernels::linear::tile::{Epilogue, Order, ProductTile, ROWS, SLAB, UNITS};
 use crate::kernels::linear::view::{HEAD, MatrixView, boxes_of};
 use crate::kernels::linear::{mma, product};
+use crate::kernels::prelude::*;
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::arch::tma::ROW_ELEMENTS;
-use blocksparse_cubecl::args::{buffer, optional};
-use blocksparse_cubecl::error::KernelError;
 
 /// A map of a factor whose depth is in dimension `depth`: boxes have `width` of its rows or columns.
 fn map(

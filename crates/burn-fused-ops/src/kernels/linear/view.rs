@@ -1,10 +1,7 @@
 //! Matrices in memory, as products read them.
 
-use cubecl::ir::{ElemType, FloatKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::linear::tile::{Order, ROWS, SLAB};
+use crate::kernels::prelude::*;
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::args;
 

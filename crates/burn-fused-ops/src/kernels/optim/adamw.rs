@@ -1,14 +1,7 @@
 //! The step of AdamW (Loshchilov & Hutter, 2019, algorithm 2), and scaling, both in place.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::optim::{
-    Deal, FlatTensor, UNITS, buffer, launches, tensors_of_launch, units_of,
-};
-use blocksparse_cubecl::args::optional;
-use blocksparse_cubecl::error::KernelError;
+use crate::kernels::optim::{Deal, FlatTensor, UNITS, launches, tensors_of_launch, units_of};
+use crate::kernels::prelude::*;
 
 /// Elements of a cube.
 pub(crate) const PART: usize = 4096;

@@ -1,10 +1,7 @@
 //! Tensors one after another in a longer one.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-
 use crate::kernels::optim::{Deal, FlatTensor, UNITS, launches, tensors_of_launch, units_of};
-use blocksparse_cubecl::error::KernelError;
+use crate::kernels::prelude::*;
 
 /// Elements of a cube.
 const PART: usize = 4096;

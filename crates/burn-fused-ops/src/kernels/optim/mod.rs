@@ -14,17 +14,10 @@ mod adamw;
 mod concat;
 mod sum_of_squares;
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
+use crate::kernels::prelude::*;
 pub use adamw::{AdamWHyper, AdamWTensors, adamw, scale};
 pub use concat::concat;
 pub use sum_of_squares::{clip_factor, partial_sums, sum_of_squares};
-
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::most_units;
 
 /// Tensors of a launch, at most.
 pub const MOST_TENSORS: usize = 32;

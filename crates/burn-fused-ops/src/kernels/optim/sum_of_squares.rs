@@ -3,14 +3,8 @@
 //! Squares of large numbers overflow, so each sum is made twice: plain, and of numbers that are shrunk by a power of two ([`Large`]), of which no square
 //! overflows. The second says whether the first is large, and stands for it then: as a negative number, which no sum of squares is.
 
-use cubecl::ir::{ElemType, FloatKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use crate::kernels::optim::{
-    Deal, FlatTensor, UNITS, address_of, buffer, launches, tensors_of_launch, units_of,
-};
-use blocksparse_cubecl::error::KernelError;
+use crate::kernels::optim::{Deal, FlatTensor, UNITS, launches, tensors_of_launch, units_of};
+use crate::kernels::prelude::*;
 
 /// Elements of a partial sum.
 const PART: usize = 8192;

@@ -1,16 +1,9 @@
 //! A bias and an activation, and their gradients.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{buffer, optional};
 use blocksparse_cubecl::call::HAS_PTX;
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::rows::columns::accumulator_of;
-use blocksparse_cubecl::rows::typed::Typed;
 use blocksparse_cubecl::shared::curve::{ActivationKind, Curve, slope, value};
 
+use crate::kernels::prelude::*;
 use crate::kernels::rows::strips::{Grid, Strips, partial_sums, store_sums, sum_up};
 
 /// Rows of a unit that are loaded together.

@@ -1,12 +1,6 @@
 //! Matrices side by side, in another type.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::{check_types, vector_of};
+use crate::kernels::prelude::*;
 
 /// Units of a cube.
 const UNITS: u32 = 256;

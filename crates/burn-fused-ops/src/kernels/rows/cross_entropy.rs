@@ -1,13 +1,8 @@
 //! Cross entropy of rows of logits, with their gradient.
 
-use cubecl::ir::{ElemType, IntKind};
-use cubecl::prelude::*;
-use cubecl::server::Handle;
+use crate::kernels::prelude::*;
+use cubecl::ir::IntKind;
 
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::{check_types, most_units};
-use blocksparse_cubecl::rows::columns::{accumulator_of, column_sums};
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
 /// Vectors of a row that a lane holds in registers between the two passes; longer rows are read twice.

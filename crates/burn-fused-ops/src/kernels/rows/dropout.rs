@@ -1,15 +1,8 @@
 //! Dropout of the numbers of rows.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
+use crate::kernels::prelude::*;
 use blocksparse::ElementDropout;
 use blocksparse::internal::STREAM;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::rows::columns::accumulator_of;
-use blocksparse_cubecl::rows::typed::Typed;
 use blocksparse_cubecl::seeds;
 use blocksparse_cubecl::shared::dropout::{Mask, kept_eight};
 use blocksparse_cubecl::shared::row_tile::RowTile;

@@ -1,13 +1,6 @@
 //! The gradient of a table by the rows that were taken from it.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::{check_types, most_units};
-use blocksparse_cubecl::rows::columns::{accumulator_of, column_sums};
+use crate::kernels::prelude::*;
 
 /// Entries of the vocabulary and channels that a cube has.
 const TILE: usize = 64;

@@ -1,14 +1,6 @@
 //! Rows of heads side by side as tensors by heads, and back.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{buffer, optional};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::rows::columns::accumulator_of;
-use blocksparse_cubecl::rows::typed::Typed;
-
+use crate::kernels::prelude::*;
 use crate::kernels::rows::strips::{Grid, Strips, partial_sums, store_sums, sum_up};
 
 /// How many tensors a row may be split into.

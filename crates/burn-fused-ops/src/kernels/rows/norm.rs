@@ -1,18 +1,11 @@
 //! A residual stream, what is added to it, and its norm, in one pass.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
+use crate::kernels::prelude::*;
 use crate::kernels::rows::dropout::{StreamMask, stream_factors, stream_mask};
 use blocksparse::ElementDropout;
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::rows::columns::accumulator_of;
 use blocksparse_cubecl::rows::norm_shape::{
     Kind, LANE_NUMBERS, check_buffers, has, load_row, place, store_row, sum_of, tile_of, widest,
 };
-use blocksparse_cubecl::rows::typed::Typed;
 use blocksparse_cubecl::seeds;
 use blocksparse_cubecl::shared::row_tile::{Combine, across_lanes};
 

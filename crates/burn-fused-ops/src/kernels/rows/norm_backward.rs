@@ -1,19 +1,12 @@
 //! The backward pass of a residual stream and its norm: one pass over the rows, and one small sum.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
+use crate::kernels::prelude::*;
 use crate::kernels::rows::dropout::{StreamMask, stream_factors, stream_mask};
 use blocksparse::ElementDropout;
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::rows::columns::{accumulator_of, column_sums};
 use blocksparse_cubecl::rows::norm_shape::LANE_NUMBERS as FORWARD_NUMBERS;
 use blocksparse_cubecl::rows::norm_shape::{
     Kind, check_buffers, has, load_row, place, store_row, sum_of, tile_of, widest,
 };
-use blocksparse_cubecl::rows::typed::Typed;
 use blocksparse_cubecl::seeds;
 use blocksparse_cubecl::shared::row_tile::{
     Combine, RowTile, across_lanes, pair_across_lanes, pair_shared,

@@ -1,12 +1,7 @@
 //! Rotary position embedding: pairs of channels, turned by their position.
 
-use cubecl::ir::{ElemType, IntKind};
-use cubecl::prelude::*;
-
-use blocksparse_cubecl::args::{address_of, buffer, optional, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::check_types;
-use blocksparse_cubecl::rows::typed::Typed;
+use crate::kernels::prelude::*;
+use cubecl::ir::IntKind;
 
 /// Units of a cube.
 const UNITS: u32 = 256;

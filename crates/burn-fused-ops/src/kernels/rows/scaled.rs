@@ -1,13 +1,6 @@
 //! A tensor times numbers that only the device knows.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::{check_types, vector_of};
-use blocksparse_cubecl::rows::columns::accumulator_of;
+use crate::kernels::prelude::*;
 
 /// Units of a cube.
 const UNITS: u32 = 256;

@@ -1,14 +1,6 @@
 //! How cubes of neighbouring columns and some rows each go over a matrix, and the sums over rows that they leave.
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
-use blocksparse_cubecl::args::address_of;
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::limits::{most_units, vector_of};
-use blocksparse_cubecl::rows::columns::column_sums;
-use blocksparse_cubecl::rows::typed::Typed;
+use crate::kernels::prelude::*;
 
 /// Units of a cube.
 const UNITS: usize = 256;

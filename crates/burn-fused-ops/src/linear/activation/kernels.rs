@@ -44,7 +44,7 @@ pub(crate) fn bias_activation(
     // Where nobody else has x, the result takes its place.
     let y = match x.can_mut() {
         true => x.clone(),
-        false => shaped(&x, x.meta.shape().clone(), x.dtype),
+        false => empty_like(&x, x.dtype),
     };
     let result = rows::bias_activation(
         &x.client,
@@ -96,11 +96,11 @@ fn backward(
         .x
         .then(|| match in_place[0] || activation == Activation::None {
             true => grad.clone(),
-            false => shaped(grad, grad.meta.shape().clone(), grad.dtype),
+            false => empty_like(grad, grad.dtype),
         });
     let y = (x.filter(|_| task.y)).map(|x| match in_place[1] {
         true => x.clone(),
-        false => shaped(x, x.meta.shape().clone(), x.dtype),
+        false => empty_like(x, x.dtype),
     });
     let sums = task.bias.map(|dtype| empty(grad, [width], dtype.into()));
     let pass = ActivationBackward {

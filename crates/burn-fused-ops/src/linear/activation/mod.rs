@@ -60,10 +60,9 @@ impl Activation {
         bias: Option<&Tensor<1>>,
     ) -> Result<OpPlan, OpError> {
         check(x, bias)?;
-        let dims = x.dims();
-        let matrix = [dims[..D - 1].iter().product(), dims[D - 1]];
+        let sizes = matrix(&x.shape());
         Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
-            crate::linear::activation::kernels::text(device, matrix, x.dtype(), self)
+            crate::linear::activation::kernels::text(device, sizes, x.dtype(), self)
         }))
     }
 }

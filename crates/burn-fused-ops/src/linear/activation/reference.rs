@@ -103,9 +103,7 @@ pub(crate) fn backward<B: Backend>(
     let ActivationSaved { x, bias, grad } = saved;
     let grad = Array::<B>(grad);
     let dtype = grad.dtype();
-    let shape = grad.shape();
-    let width = shape[shape.num_dims() - 1];
-    let rows: usize = shape.iter().rev().skip(1).product();
+    let [rows, width] = matrix(&grad.shape());
     let grad = grad.cast(accumulate_in(dtype));
     let x = x.into_option().map(|x| biased::<B>(x, bias));
     let y = (x.clone().filter(|_| task.y)).map(|x| value(x, activation).cast(dtype).0);

@@ -4,8 +4,6 @@ use crate::kernels::rows;
 use crate::kernels::rows::heads::HeadsPart;
 use burn::backend::ops::FloatTensorOps;
 
-use crate::by_kernels::by_kernels;
-use crate::linear::heads::reference;
 use crate::linear::values::{BiasedRows, HeadParts, JoinCall, Joined};
 use burn_blocksparse::internal::cube::*;
 use burn_blocksparse::internal::prelude::*;
@@ -25,20 +23,7 @@ pub(crate) fn text(
     rows::heads_text(&device.client(), rows, &parts, dtype_to_elem_type(dtype))
 }
 
-pub(crate) fn split_heads(
-    inputs: BiasedRows<CubeBackend>,
-    parts: HeadParts,
-) -> ThreeFloats<CubeBackend> {
-    by_kernels(|| split(&inputs, parts))
-        .unwrap_or_else(|| reference::split::<CubeBackend>(inputs, parts))
-}
-
-pub(crate) fn join_heads(tensors: ThreeFloats<CubeBackend>, call: JoinCall) -> Joined<CubeBackend> {
-    by_kernels(|| join(tensors.clone(), &call))
-        .unwrap_or_else(|| reference::join::<CubeBackend>(tensors, &call))
-}
-
-fn split(
+pub(crate) fn split(
     inputs: &BiasedRows<CubeBackend>,
     parts: HeadParts,
 ) -> Result<ThreeFloats<CubeBackend>, KernelError> {
@@ -60,7 +45,7 @@ fn split(
     Ok(ThreeFloats::of_list(tensors))
 }
 
-fn join(
+pub(crate) fn join(
     tensors: ThreeFloats<CubeBackend>,
     call: &JoinCall,
 ) -> Result<Joined<CubeBackend>, KernelError> {

@@ -125,10 +125,10 @@ impl MlpOptions {
         activation: Activation,
     ) -> Result<OpPlan, OpError> {
         let dtype = check(x, params, self)?;
-        let rows: usize = x.dims().iter().rev().skip(1).product();
+        let [rows, _] = matrix(&x.shape());
         let ([inputs, hidden], [_, outputs]) = (params.inner.dims(), params.outer.dims());
         Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
-            use crate::linear::cube::text;
+            use crate::linear::backend::text;
             use crate::linear::texts::inner_text;
 
             let bias = params.bias.as_ref().map(Tensor::dtype);

@@ -1,22 +1,12 @@
 //! The backward pass of a feed-forward network, in the operations of products and activations.
 
 use crate::linear::activation::kind::Activation;
-use crate::linear::ops::{LinearOps, between, by_active, product};
+use crate::linear::ops::{LinearOps, MlpKept, between, by_active, product};
 use crate::linear::values::{
     ActivationSaved, ActivationTask, LinearCall, LinearSaved, LinearTask, MlpCall, MlpOuterSaved,
     MlpOuterTask,
 };
 use burn_blocksparse::internal::prelude::*;
-
-/// What a backward pass gets: factors as they were multiplied, as far as a gradient that is wanted needs them.
-pub(crate) struct SavedTensors<B: LinearOps> {
-    pub x: Option<FloatTensor<B>>,
-    pub inner: Option<FloatTensor<B>>,
-    pub bias: Option<FloatTensor<B>>,
-    pub outer: Option<FloatTensor<B>>,
-    pub hidden: Option<FloatTensor<B>>,
-    pub grad: FloatTensor<B>,
-}
 
 /// The dtypes of the gradients that are wanted, and lengths.
 #[derive(Clone, Copy, Debug, Default)]
@@ -69,15 +59,21 @@ impl Task {
     }
 }
 
-/// Gradients with respect to x, the inner weight, the outer one and the bias.
+/// Gradients with respect to x, the inner weight, the outer one and the bias, of what there is as far as one that is wanted needs it.
 pub(crate) fn backward<B: LinearOps>(
-    saved: SavedTensors<B>,
+    kept: MlpKept<B>,
+    bias: Option<FloatTensor<B>>,
+    grad: FloatTensor<B>,
     call: MlpCall,
     task: Task,
 ) -> [Option<FloatTensor<B>>; 4] {
     let [inputs, hidden_width, outputs] = task.lengths;
-    let SavedTensors { x, inner, bias, .. } = saved;
-    let (outer, hidden, grad) = (saved.outer, saved.hidden, saved.grad);
+    let MlpKept {
+        x,
+        inner,
+        outer,
+        hidden,
+    } = kept;
     let depends = task.depends(call.activation);
     let hidden = hidden.or_else(|| {
         let factors = depends.then_some(()).and(x.clone()).zip(inner.clone());

@@ -1,8 +1,5 @@
 //! The launches of products of a block-sparse weight.
 
-use cubecl::prelude::*;
-use cubecl::server::Handle;
-
 use crate::kernels::linear::blocks::plan::{BlockGradientPlan, BlockProductPlan};
 use crate::kernels::linear::blocks::product;
 use crate::kernels::linear::blocks::product::BlockTilesLaunch;
@@ -10,9 +7,8 @@ use crate::kernels::linear::blocks::tables::{BlockTables, Direction, GROUP};
 use crate::kernels::linear::blocks::tile::{BlockTile, Work};
 use crate::kernels::linear::tile::{Order, SLAB, UNITS};
 use crate::kernels::linear::view::{MatrixView, boxes_of};
+use crate::kernels::prelude::*;
 use blocksparse_cubecl::arch::ptx::Half;
-use blocksparse_cubecl::args::{buffer, optional};
-use blocksparse_cubecl::error::KernelError;
 
 /// A map of a matrix with rows of `width`, of which boxes have so many rows and columns.
 fn map(

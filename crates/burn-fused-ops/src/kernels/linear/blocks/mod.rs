@@ -25,4 +25,4 @@ mod tile;
 pub use launch::{block_gradient, multiply_blocks};
 pub use pack::{blocks_of_dense, dense_of_blocks, pack_blocks};
 pub use plan::{BlockGradientPlan, BlockProductPlan};
-pub use tables::{BlockProduct, BlockTables, Direction};
+pub use tables::{BlockTables, Direction};

@@ -3,14 +3,9 @@
 // What is known at compile time stays apart from what is not.
 #![allow(clippy::collapsible_if, clippy::collapsible_else_if)]
 
-use cubecl::ir::ElemType;
-use cubecl::prelude::*;
-
 use crate::kernels::linear::blocks::tables::{BlockTables, Direction, GROUP, NONE, Words};
 use crate::kernels::linear::tile::SLAB;
-use blocksparse_cubecl::args::{address_of, buffer, spread};
-use blocksparse_cubecl::error::KernelError;
-use blocksparse_cubecl::rows::Typed;
+use crate::kernels::prelude::*;
 
 /// Units of a cube, which has a tile: four of a row.
 const UNITS: u32 = 256;

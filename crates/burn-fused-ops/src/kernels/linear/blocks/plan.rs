@@ -2,12 +2,11 @@
 
 use std::fmt;
 
-use cubecl::client::Client;
-
 use crate::kernels::linear::blocks::tables::{BlockTables, Direction, slab_cycles};
 use crate::kernels::linear::blocks::tile::{BlockTile, Split, Work};
 use crate::kernels::linear::plan::hopper;
 use crate::kernels::linear::tile::SLAB;
+use crate::kernels::prelude::*;
 use blocksparse_cubecl::arch::ptx::Half;
 
 /// Rows of a warpgroup's tile of a product, the widest first.

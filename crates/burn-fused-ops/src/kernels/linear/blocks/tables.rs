@@ -1,13 +1,12 @@
 //! What is kept, as lists of what each tile reads.
 
-use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, PoisonError};
-
-use cubecl::prelude::*;
-use cubecl::server::Handle;
+use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use crate::kernels::linear::tile::SLAB;
+use crate::kernels::prelude::*;
 use blocksparse::WeightLayout;
+use blocksparse::internal::Slots;
 use blocksparse_cubecl::device_key::{DeviceKey, device_key};
 use blocksparse_cubecl::recording::refuse_upload;
 
@@ -58,41 +57,8 @@ pub enum Direction {
     Backward,
 }
 
-/// The three products of a weight.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum BlockProduct {
-    /// `x · W`
-    Forward,
-    /// `dy · Wᵀ`
-    Backward,
-    /// `xᵀ · dy`
-    Weight,
-}
-
-impl From<Direction> for BlockProduct {
-    fn from(direction: Direction) -> Self {
-        match direction {
-            Direction::Forward => Self::Forward,
-            Direction::Backward => Self::Backward,
-        }
-    }
-}
-
-impl BlockProduct {
-    /// How much longer a gathered product of as many tiles takes than a dense one, as measured: reading decides, and boxes of few columns are read slowly.
-    fn slowness(self, block: usize) -> f64 {
-        match (self, block) {
-            (Self::Weight, 16) => 5.0,
-            (Self::Weight, 32 | 64) => 3.0,
-            (_, 16) => 2.7,
-            (_, 32 | 64) => 1.85,
-            _ => 1.6,
-        }
-    }
-}
-
-#[derive(Default)]
-struct DeviceTables(Mutex<HashMap<DeviceKey, Arc<BlockTables>>>);
+/// Those of a layout, by the device.
+type DeviceTables = Slots<DeviceKey, Option<Arc<BlockTables>>>;
 
 /// The cells of 64 outputs (or inputs): of each column of cells that any of them keeps, which they are.
 type Union = BTreeMap<u32, Vec<u32>>;
@@ -197,10 +163,10 @@ fn dense_sources(layout: &WeightLayout) -> Vec<u32> {
     sources
 }
 
-/// What share of a dense weight's tiles is multiplied, in either direction and for the gradient with respect to the weight.
-fn shares(layout: &WeightLayout) -> [f64; 3] {
+/// What share of a dense weight's tiles is multiplied in either direction.
+fn shares(layout: &WeightLayout) -> [f64; 2] {
     let cell = cell_of(layout);
-    let [forward, backward] = [Direction::Forward, Direction::Backward].map(|direction| {
+    [Direction::Forward, Direction::Backward].map(|direction| {
         let unions = unions(layout, direction);
         let width = match direction {
             Direction::Forward => layout.inputs(),
@@ -208,9 +174,7 @@ fn shares(layout: &WeightLayout) -> [f64; 3] {
         };
         let cells: usize = unions.iter().map(Union::len).sum();
         (cells * cell) as f64 / (unions.len() * width) as f64
-    });
-    // The gradient with respect to the weight has the tiles of the product by its transpose.
-    [forward, backward, backward]
+    })
 }
 
 /// What tiles of the gradient with respect to the weight are: on the host, or on a device.
@@ -325,7 +289,7 @@ pub struct BlockTables {
     pub(crate) numbers: usize,
     tile_lists: [TileLists<Words>; 2],
     pub(crate) dense: Words,
-    shares: [f64; 3],
+    shares: [f64; 2],
     pub(crate) targets: Targets<Words>,
 }
 
@@ -336,14 +300,8 @@ impl BlockTables {
     /// What the kernels do not take.
     pub fn of(client: &Client, layout: &WeightLayout) -> Result<Arc<Self>, &'static str> {
         let known = layout.attachment(DeviceTables::default);
-        let mut known = known.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let key = device_key(client);
-        if let Some(tables) = known.get(&key) {
-            return Ok(tables.clone());
-        }
-        let tables = Arc::new(Self::new(client, layout)?);
-        known.insert(key, tables.clone());
-        Ok(tables)
+        let new = || Ok(Arc::new(Self::new(client, layout)?));
+        known.get_or_try_make(device_key(client), new)
     }
 
     fn new(client: &Client, layout: &WeightLayout) -> Result<Self, &'static str> {
@@ -363,11 +321,25 @@ impl BlockTables {
         })
     }
 
-    /// Whether a product takes less time gathered than with a dense weight that has zeros where no block is kept.
-    pub fn is_gathered(&self, product: impl Into<BlockProduct>) -> bool {
-        let product = product.into();
-        let share = self.shares[product as usize];
-        share * product.slowness(self.block) < 1.0
+    /// Whether a product of a direction takes less time gathered than with a dense weight that has zeros where no block is kept. As measured: reading decides,
+    /// and boxes of few columns are read slowly.
+    pub fn is_gathered(&self, direction: Direction) -> bool {
+        let slowness = match self.block {
+            16 => 2.7,
+            32 | 64 => 1.85,
+            _ => 1.6,
+        };
+        self.shares[direction as usize] * slowness < 1.0
+    }
+
+    /// The same of the gradient with respect to the weight, which has the tiles of the product by its transpose.
+    pub fn is_gradient_gathered(&self) -> bool {
+        let slowness = match self.block {
+            16 => 5.0,
+            32 | 64 => 3.0,
+            _ => 1.6,
+        };
+        self.shares[Direction::Backward as usize] * slowness < 1.0
     }
 
     pub(crate) fn lists(&self, direction: Direction) -> &TileLists<Words> {
@@ -508,6 +480,6 @@ mod tests {
             ]
             .concat()
         );
-        assert_eq!(shares(&of), [3.0 / 8.0, 4.0 / 6.0, 4.0 / 6.0]);
+        assert_eq!(shares(&of), [3.0 / 8.0, 4.0 / 6.0]);
     }
 }

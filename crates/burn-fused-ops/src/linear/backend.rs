@@ -1,11 +1,13 @@
 //! Linear layers on CubeCL devices.
 
+use crate::by_kernels::by_kernels;
 use crate::linear::activation::kernels as activations;
 use crate::linear::activation::kind::Activation;
 use crate::linear::cube_products::Kernels;
 use crate::linear::few_rows;
 use crate::linear::fused;
 use crate::linear::heads::kernels as heads;
+use crate::linear::heads::reference;
 use crate::linear::ops::{LinearOps, composed_backward, composed_forward, composed_outer_backward};
 use crate::linear::products::Primitives;
 use crate::linear::values::{
@@ -74,11 +76,13 @@ impl LinearOps for CubeBackend {
     }
 
     fn split_heads(inputs: BiasedRows<Self>, parts: HeadParts) -> ThreeFloats<Self> {
-        heads::split_heads(inputs, parts)
+        by_kernels(|| heads::split(&inputs, parts))
+            .unwrap_or_else(|| reference::split::<Self>(inputs, parts))
     }
 
     fn join_heads(tensors: ThreeFloats<Self>, call: JoinCall) -> Joined<Self> {
-        heads::join_heads(tensors, call)
+        by_kernels(|| heads::join(tensors.clone(), &call))
+            .unwrap_or_else(|| reference::join::<Self>(tensors, &call))
     }
 
     fn mlp_outer_backward(saved: MlpOuterSaved<Self>, task: MlpOuterTask) -> ActivationGrads<Self> {
