@@ -14,6 +14,7 @@ use crate::{PagedKeysValues, PagedStore};
 use burn_sparse_select::msa::MsaIndex;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::dsa::DsaHeads;
+use burn_sparse_transformer::internal::Indexed;
 use burn_sparse_transformer::msa::MsaHeads;
 
 impl Layer<'_> {
@@ -34,10 +35,10 @@ impl Layer<'_> {
         match road {
             // Rows after a prompt are chosen by none.
             Road::Dense(_) => {
-                let heads = [query, key, value];
-                let (heads, choice) = dsa.attend_parts(heads, index, self.attention_options())?;
-                shared.give_prompt(choice);
-                Ok(heads)
+                let (heads, options) = ([query, key, value], self.attention_options());
+                let seen = dsa.attend(heads, index, options, false)?;
+                shared.give_prompt(seen.aside.choice);
+                Ok(seen.heads)
             }
             Road::Paged(page_lists) => {
                 let PagedStore::Plain { keys, .. } = keys.pages()? else {
@@ -125,10 +126,10 @@ impl Layer<'_> {
         match road {
             // Rows after a prompt are chosen by none.
             Road::Dense(_) => {
-                let heads = [query, key, value];
-                let (heads, choice) = msa.attend_parts(heads, index, self.attention_options())?;
-                shared.give_prompt(choice);
-                Ok(heads)
+                let (heads, options) = ([query, key, value], self.attention_options());
+                let seen = msa.attend(heads, index, options, false)?;
+                shared.give_prompt(seen.aside.choice);
+                Ok(seen.heads)
             }
             Road::Paged(page_lists) => {
                 let mut known = None;
