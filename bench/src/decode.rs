@@ -194,7 +194,8 @@ fn cubes(count: usize) -> CubeCount {
     CubeCount::Static(cubes.min(65_535), cubes.div_ceil(65_535), 1)
 }
 
-/// A call with its tensors on the device.
+/// A call with its tensors on the device, which clones share.
+#[derive(Clone)]
 struct Call {
     client: Client,
     shape: PagedShape,

@@ -10,7 +10,7 @@ use burn_sparse_select::kernels::indexer::{
     PairInputs, PairSizes, PairSum, TopKKeys, pair_sums, top_k_keys,
 };
 
-use super::{Bench, Part, Shape};
+use super::{Bench, Call, Part, Shape};
 
 const PAGE: usize = 16;
 
@@ -39,20 +39,20 @@ impl Bench {
         let [batch, length, keep, heads, kv_heads, index_heads, index_dim] = sizes;
         let client = self.client.clone();
         let shape = Shape::equal("keys", [batch, length, 1], [heads, kv_heads], None);
-        let [dense, mut sparse] = [self.call(&shape, PAGE)?, self.call(&shape, PAGE)?];
+        let dense = self.call(&shape, PAGE)?;
         let of = dense.shape;
         let slots = of.pages * PAGE;
         let (rows, kept) = ([batch, heads, kv_heads, 1], [kv_heads, keep]);
         let mut over_some = PagedShape::new(rows, kept, [slots, 1], of.widths, BF16);
         over_some.quantization = of.quantization;
         over_some.counters = of.counters;
-        sparse.plan = PagedPlan::new(&client, over_some)?;
-        // The same keys, not as many again.
-        (sparse.keys, sparse.values) = (dense.keys.clone(), dense.values.clone());
-        sparse.scales = dense.scales.clone();
-        sparse.table = empty(&client, batch * kv_heads * keep, F32);
         let spans = [keep as i32, 0, 0, 0].repeat(batch * kv_heads);
-        sparse.spans = upload_ints(&client, &spans);
+        let sparse = Call {
+            plan: PagedPlan::new(&client, over_some)?,
+            table: empty(&client, batch * kv_heads * keep, F32),
+            spans: upload_ints(&client, &spans),
+            ..dense.clone()
+        };
 
         let page_lists = SlotShape {
             page_lists: batch,

@@ -11,7 +11,7 @@ use burn_sparse_select::kernels::rows::{TopKPagesShape, topk_pages};
 use burn_sparse_select::{Always, PageSummary};
 use cubecl::server::Handle;
 
-use super::{Bench, HEADS, Part, Shape};
+use super::{Bench, Call, HEADS, Part, Shape};
 
 const PAGE: usize = 16;
 
@@ -44,17 +44,17 @@ impl Bench {
     fn budget(&mut self, (name, [batch, length, budget], bars): Budget) -> Result<()> {
         let (client, keep) = (self.client.clone(), budget / PAGE);
         let shape = Shape::equal(name, [batch, length, 1], HEADS, None);
-        let [dense, mut sparse] = [self.call(&shape, PAGE)?, self.call(&shape, PAGE)?];
+        let dense = self.call(&shape, PAGE)?;
         let of = dense.shape;
         let (heads, kv_heads, width) = (of.heads, of.kv_heads, of.widths[0]);
         let mut over_some = of;
         over_some.selected = Some(keep);
-        sparse.plan = PagedPlan::new(&client, over_some)?;
-        // The same keys, not as many again.
-        (sparse.keys, sparse.values) = (dense.keys.clone(), dense.values.clone());
-        sparse.scales = dense.scales.clone();
         let selected = empty(&client, batch * kv_heads * keep, F32);
-        sparse.selected = Some(selected.clone());
+        let sparse = Call {
+            plan: PagedPlan::new(&client, over_some)?,
+            selected: Some(selected.clone()),
+            ..dense.clone()
+        };
 
         let table = read_ints(&client, &dense.table)?;
         let slot = |entry: usize, key: usize| {

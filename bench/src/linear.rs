@@ -304,15 +304,14 @@ impl Bench {
                     let Some(product) = Product::new(&client, [&a, &b], wide, parts, index)? else {
                         break;
                     };
-                    let check = || product.check([&a, &b], number);
-                    let found = timing.checked(&client, || product.run(), check);
                     let name = format!(
                         "{:?} transposed {a_transposed} {b_transposed}, bf16 {}, f32 {wide}, {}",
                         [batch, m, n, k],
                         !is_f16,
                         product.plan
                     );
-                    tally.count(name, found);
+                    let check = || product.check([&a, &b], number);
+                    tally.compare((&client, timing), name, || product.run(), check);
                     if timing.enqueue_only {
                         break;
                     }

@@ -224,14 +224,13 @@ pub(super) fn verify(bench: &Bench) -> Result<()> {
                 let mut rng = ChaCha8Rng::seed_from_u64(!seed);
                 let layout = random_blocks(grid, block, density, &mut rng)?;
                 let layer = Layer::new(&bench.client, is_bf16, &layout, rows, seed)?;
-                let timing = &bench.args.timing;
-                let found = timing.checked(&bench.client, || layer.run(), || layer.check(seed));
                 let name = format!(
                     "blocks of {block}, {grid:?}, {rows} rows, bf16 {is_bf16}, {}, {:?}",
                     layer.products[0],
                     layer.gradient.as_ref().map(ToString::to_string)
                 );
-                tally.count(name, found);
+                let by = (&bench.client, &bench.args.timing);
+                tally.compare(by, name, || layer.run(), || layer.check(seed));
             }
         }
     }

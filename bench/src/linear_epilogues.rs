@@ -295,12 +295,11 @@ pub(super) fn verify(bench: &Bench, tally: &mut Tally) -> Result<()> {
                 for plan in 0..3 {
                     let case = Case::new(client, [&a, &b], epilogue, has, heads, seed)?;
                     let Some(plan) = case.plan(plan)? else { break };
-                    let timing = &bench.args.timing;
-                    let found = timing.checked(client, || case.fused(&plan), || case.check(&plan));
                     let name = format!(
                         "{rows} × {cols} × {depth}, heads {heads:?}, bf16 {is_bf16}, transposed {transposed}, bias and second {has:?}, {plan}"
                     );
-                    tally.count(name, found);
+                    let by = (client, &bench.args.timing);
+                    tally.compare(by, name, || case.fused(&plan), || case.check(&plan));
                 }
             }
         }

@@ -224,9 +224,9 @@ pub(super) fn verify(bench: &Bench) -> Result<()> {
             let plans = FewRowsPlan::all(&bench.client, &few.request);
             ensure!(!plans.is_empty(), "no kernel here takes {lengths:?}");
             for plan in plans.iter().step_by(3) {
-                let timing = &bench.args.timing;
-                let found = timing.checked(&bench.client, || few.run(plan), || few.check(plan));
-                tally.count(format!("{lengths:?}, bf16 {is_bf16}, {plan}"), found);
+                let by = (&bench.client, &bench.args.timing);
+                let name = format!("{lengths:?}, bf16 {is_bf16}, {plan}");
+                tally.compare(by, name, || few.run(plan), || few.check(plan));
             }
         }
     }

@@ -16,8 +16,7 @@ use blocksparse_bench::numbers::Dtype;
 use blocksparse_bench::runner::{Timing, write_json};
 use blocksparse_cubecl::AttentionPlan;
 use clap::{Parser, ValueEnum};
-use cubecl::client::Client;
-use problem::{Outputs, Problem, request_of};
+use problem::{Case, Outputs, Problem};
 use serde_json::{Map, Value};
 use workload::{PatternArg, Workload};
 
@@ -187,7 +186,12 @@ fn main() -> Result<()> {
         "workload", "density", "fwd ms", "TFLOP/s", "bwd ms", "TFLOP/s", "host us"
     );
     for workload in workloads {
-        let result = run(&client, &workload, &args).with_context(|| workload.name.to_string())?;
+        let case = Case {
+            client: &client,
+            workload: &workload,
+            args: &args,
+        };
+        let result = run(case).with_context(|| workload.name.to_string())?;
         results.insert(workload.name.to_string(), result);
     }
     write_json(args.json.as_deref(), &results)
@@ -218,20 +222,21 @@ fn custom(args: &Args) -> Result<Option<Workload>> {
     }))
 }
 
-fn run(client: &Client, workload: &Workload, args: &Args) -> Result<Value> {
+fn run(case: Case) -> Result<Value> {
+    let (client, workload, args) = (case.client, case.workload, case.args);
     let layout = workload.layout()?;
     let start = std::time::Instant::now();
-    let plan = AttentionPlan::new(client, &layout, request_of(workload, args))?;
+    let plan = AttentionPlan::new(client, &layout, case.request())?;
     if args.plan {
         print!("{plan}");
         println!("  chosen in {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
     }
-    let problem = Problem::new(client, workload, args, layout);
+    let problem = Problem::new(case, layout);
     if args.verify {
         problem.verify(&plan)?;
         return Ok(Value::Null);
     }
-    let outputs = Outputs::new(client, workload, args);
+    let outputs = Outputs::new(case);
     let is_launched = args.timing.launched(client, || {
         problem.forward(&plan, &outputs)?;
         problem.backward(&plan, &outputs)

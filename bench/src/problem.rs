@@ -22,11 +22,17 @@ use serde_json::{Value, json};
 use crate::workload::Workload;
 use crate::{Args, stress};
 
-/// A workload on the device.
+/// A workload, and how it is to be run.
+#[derive(Clone, Copy)]
+pub struct Case<'a> {
+    pub client: &'a Client,
+    pub workload: &'a Workload,
+    pub args: &'a Args,
+}
+
+/// The same with its tensors on the device.
 pub struct Problem<'a> {
-    client: &'a Client,
-    workload: &'a Workload,
-    args: &'a Args,
+    case: Case<'a>,
     request: Request,
     layout: BlockLayout,
     q: TensorView,
@@ -36,127 +42,119 @@ pub struct Problem<'a> {
     options: ScoreOptions,
 }
 
-/// What a workload asks for.
-pub fn request_of(workload: &Workload, args: &Args) -> Request {
-    let score = ScoreKind {
-        softcap: args.softcap.is_some(),
-        alibi: args.alibi,
-        dropout: args.dropout.is_some(),
-        seeds: false,
-        bias: args.bias.is_some(),
-        relative: args.relative.is_some(),
-        threshold: args.softmax_threshold.is_some(),
-    };
-    Request::new(
-        [workload.batch, workload.kv_heads],
-        [workload.head_dim, workload.value_dim],
-        args.dtype.element(),
-    )
-    .with_score(score)
-    .with_scale(scale_of(workload, args))
-    .with_precision(match (args.tf32, args.fp8) {
-        (true, _) => ProductPrecision::Tf32,
-        (_, true) => ProductPrecision::Fp8,
-        _ => ProductPrecision::Full,
-    })
-    .with_max_scores(args.max_scores)
-}
+impl Case<'_> {
+    /// What the workload asks for.
+    pub fn request(self) -> Request {
+        let Self { workload, args, .. } = self;
+        let score = ScoreKind {
+            softcap: args.softcap.is_some(),
+            alibi: args.alibi,
+            dropout: args.dropout.is_some(),
+            seeds: false,
+            bias: args.bias.is_some(),
+            relative: args.relative.is_some(),
+            threshold: args.softmax_threshold.is_some(),
+        };
+        Request::new(
+            [workload.batch, workload.kv_heads],
+            [workload.head_dim, workload.value_dim],
+            args.dtype.element(),
+        )
+        .with_score(score)
+        .with_scale(self.scale())
+        .with_precision(match (args.tf32, args.fp8) {
+            (true, _) => ProductPrecision::Tf32,
+            (_, true) => ProductPrecision::Fp8,
+            _ => ProductPrecision::Full,
+        })
+        .with_max_scores(args.max_scores)
+    }
 
-fn scale_of(workload: &Workload, args: &Args) -> f64 {
-    args.scale
-        .unwrap_or(1.0 / (workload.head_dim as f64).sqrt())
-}
+    fn scale(self) -> f64 {
+        let usual = 1.0 / (self.workload.head_dim as f64).sqrt();
+        self.args.scale.unwrap_or(usual)
+    }
 
-/// A random tensor `[batch, heads, n, dim]`.
-fn random_input(
-    client: &Client,
-    workload: &Workload,
-    args: &Args,
-    [heads, dim]: [usize; 2],
-    rng: &mut ChaCha8Rng,
-) -> TensorView {
-    let &Workload { batch, n, .. } = workload;
-    let shape = [batch, heads, n, dim];
-    let strides = match args.permuted {
-        true => {
-            let row = dim + 8;
-            [row, batch * row, heads * batch * row, 1]
+    /// A random tensor `[batch, heads, n, dim]`.
+    fn random_input(self, heads: usize, dim: usize, rng: &mut ChaCha8Rng) -> TensorView {
+        let &Workload { batch, n, .. } = self.workload;
+        let shape = [batch, heads, n, dim];
+        let strides = match self.args.permuted {
+            true => {
+                let row = dim + 8;
+                [row, batch * row, heads * batch * row, 1]
+            }
+            false => [heads * n * dim, n * dim, dim, 1],
+        };
+        let reach = shape.iter().zip(strides);
+        let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
+        let numbers = nearly_normal(reach + 1, rng);
+        TensorView {
+            handle: upload(self.client, &numbers, self.args.dtype.element()),
+            shape,
+            strides,
         }
-        false => [heads * n * dim, n * dim, dim, 1],
-    };
-    let reach = shape.iter().zip(strides);
-    let reach: usize = reach.map(|(length, stride)| (length - 1) * stride).sum();
-    TensorView {
-        handle: upload(client, &nearly_normal(reach + 1, rng), args.dtype.element()),
-        shape,
-        strides,
+    }
+
+    /// What the arguments add to scores, with random numbers.
+    fn score_options(self, rng: &mut ChaCha8Rng) -> ScoreOptions {
+        let (client, workload, args) = (self.client, self.workload, self.args);
+        let heads = workload.heads;
+        let mut options = ScoreOptions::new(self.scale());
+        options.softcap = args.softcap;
+        options.threshold = args.softmax_threshold;
+        options.slopes = (args.alibi)
+            .then(|| (1..=heads).map(|head| 2f64.powf(-8.0 * head as f64 / heads as f64)))
+            .map(|slopes| slopes.collect());
+        options.dropout = args.dropout.map(|probability| Dropout::new(probability, 1));
+        let mut random = |shape: &[usize], element| {
+            let numbers = nearly_normal(shape.iter().product(), rng);
+            upload(client, &numbers, element)
+        };
+        options.bias = args.bias.map(|bias| {
+            let shape = bias.of(workload);
+            BiasView {
+                handle: random(&shape, args.dtype.element()),
+                shape,
+            }
+        });
+        options.relative = args.relative_shape(workload).map(|shape| TableView {
+            handle: random(&shape, F32),
+            shape,
+        });
+        options
     }
 }
 
-/// What the arguments add to scores, with random numbers.
-fn score_options(
-    client: &Client,
-    workload: &Workload,
-    args: &Args,
-    rng: &mut ChaCha8Rng,
-) -> ScoreOptions {
-    let heads = workload.heads;
-    let mut options = ScoreOptions::new(scale_of(workload, args));
-    options.softcap = args.softcap;
-    options.threshold = args.softmax_threshold;
-    options.slopes = (args.alibi)
-        .then(|| (1..=heads).map(|head| 2f64.powf(-8.0 * head as f64 / heads as f64)))
-        .map(|slopes| slopes.collect());
-    options.dropout = args.dropout.map(|probability| Dropout::new(probability, 1));
-    let mut random = |shape: &[usize], element| {
-        let numbers = nearly_normal(shape.iter().product(), rng);
-        upload(client, &numbers, element)
-    };
-    options.bias = args.bias.map(|bias| {
-        let shape = bias.of(workload);
-        BiasView {
-            handle: random(&shape, args.dtype.element()),
-            shape,
-        }
-    });
-    options.relative = args.relative_shape(workload).map(|shape| TableView {
-        handle: random(&shape, F32),
-        shape,
-    });
-    options
-}
-
 impl<'a> Problem<'a> {
-    pub fn new(
-        client: &'a Client,
-        workload: &'a Workload,
-        args: &'a Args,
-        layout: BlockLayout,
-    ) -> Self {
+    pub fn new(case: Case<'a>, layout: BlockLayout) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(1);
-        let mut input = |heads, dim| random_input(client, workload, args, [heads, dim], &mut rng);
-        let (head_dim, value_dim) = (workload.head_dim, workload.value_dim);
-        let (heads, kv_heads) = (workload.heads, workload.kv_heads);
+        let mut input = |heads, dim| case.random_input(heads, dim, &mut rng);
+        let &Workload {
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            ..
+        } = case.workload;
         let (q, k) = (input(heads, head_dim), input(kv_heads, head_dim));
         let (v, grad_out) = (input(kv_heads, value_dim), input(heads, value_dim));
         Self {
-            client,
-            workload,
-            args,
-            request: request_of(workload, args),
+            case,
+            request: case.request(),
             layout,
             q,
             k,
             v,
             grad_out,
-            options: score_options(client, workload, args, &mut rng),
+            options: case.score_options(&mut rng),
         }
     }
 
     pub fn forward(&self, plan: &AttentionPlan, outputs: &Outputs) -> Result<()> {
         let inputs = [&self.q, &self.k, &self.v];
-        let (layout, handles) = (&self.layout, outputs.handles());
-        kernels::forward(self.client, plan, layout, inputs, handles, &self.options)?;
+        let (client, layout, handles) = (self.case.client, &self.layout, outputs.handles());
+        kernels::forward(client, plan, layout, inputs, handles, &self.options)?;
         Ok(())
     }
 
@@ -166,7 +164,7 @@ impl<'a> Problem<'a> {
             out: &self.grad_out,
             lse: None,
         };
-        let (client, layout, saved) = (self.client, &self.layout, outputs.handles());
+        let (client, layout, saved) = (self.case.client, &self.layout, outputs.handles());
         let (made, options) = (&outputs.gradients, &self.options);
         kernels::backward(client, plan, layout, inputs, saved, by, made, options)?;
         Ok(())
@@ -174,22 +172,27 @@ impl<'a> Problem<'a> {
 
     /// Compares all results with those of the two mainloops of the `simt` tier, and with those of a second time.
     pub fn verify(&self, plan: &AttentionPlan) -> Result<()> {
+        let Case {
+            client,
+            workload,
+            args,
+        } = self.case;
         let results = |plan: &AttentionPlan| {
-            let outputs = Outputs::new(self.client, self.workload, self.args);
+            let outputs = Outputs::new(self.case);
             self.forward(plan, &outputs)?;
-            if !self.args.forward_only {
+            if !args.forward_only {
                 self.backward(plan, &outputs)?;
             }
-            outputs.read(self.client, self.args.dtype.element())
+            outputs.read(client, args.dtype.element())
         };
         let (ours, again) = (results(plan)?, results(plan)?);
         let limit = TierLimit::SimtUnfused;
-        let simt = AttentionPlan::with_limit(self.client, &self.layout, self.request, limit)?;
+        let simt = AttentionPlan::with_limit(client, &self.layout, self.request, limit)?;
         let simt = results(&simt)?;
-        print!("{:<30}", self.workload.label());
+        print!("{:<30}", workload.label());
         // Both round the outputs; ours also weights, and sums in another order.
-        let Args { tf32, fp8, .. } = *self.args;
-        let most = match self.args.dtype {
+        let Args { tf32, fp8, .. } = *args;
+        let most = match args.dtype {
             _ if fp8 => 8e-2,
             Dtype::F32 if tf32 => 2e-3,
             Dtype::F32 => 1e-5,
@@ -197,8 +200,7 @@ impl<'a> Problem<'a> {
             Dtype::Bf16 => 1e-2,
         };
         let mut good = true;
-        let compared =
-            |name: &str| !self.args.forward_only || ["out", "lse", "max"].contains(&name);
+        let compared = |name: &str| !args.forward_only || ["out", "lse", "max"].contains(&name);
         for ((name, ours), (_, simt)) in ours.iter().zip(&simt) {
             if !compared(name) {
                 continue;
@@ -218,30 +220,35 @@ impl<'a> Problem<'a> {
 
     /// Runs the backward pass `passes` times and compares the hashes of dQ, dK and dV with those of the first.
     pub fn stress(&self, plan: &AttentionPlan, outputs: &Outputs, passes: usize) -> Result<Value> {
+        let Case {
+            client,
+            workload,
+            args,
+        } = self.case;
         self.forward(plan, outputs)?;
-        let element = self.args.dtype.element().size();
-        let rows = |heads| self.workload.batch * heads * self.workload.n;
+        let element = args.dtype.element().size();
+        let rows = |heads| workload.batch * heads * workload.n;
         let Workload {
             head_dim,
             value_dim,
             ..
-        } = *self.workload;
-        let q_words = rows(self.workload.heads) * head_dim * element / 4;
-        let kv_words = rows(self.workload.kv_heads) * (head_dim + value_dim) * element / 4;
+        } = *workload;
+        let q_words = rows(workload.heads) * head_dim * element / 4;
+        let kv_words = rows(workload.kv_heads) * (head_dim + value_dim) * element / 4;
         let mut first = None;
         let mut others = 0;
         for _ in 0..passes {
             self.backward(plan, outputs)?;
             let hashes = [
-                stress::hash(self.client, &outputs.gradients.q, q_words),
-                stress::hash(self.client, &outputs.gradients.kv, kv_words),
+                stress::hash(client, &outputs.gradients.q, q_words),
+                stress::hash(client, &outputs.gradients.kv, kv_words),
             ];
             others += usize::from(*first.get_or_insert(hashes) != hashes);
         }
         let [dq, dkv] = first.unwrap_or_default();
         println!(
             "{:<30}  {passes} backward passes, {others} with other bits; dq {dq:016x}, dk and dv {dkv:016x}",
-            self.workload.label()
+            workload.label()
         );
         ensure!(others == 0, "{others} of {passes} passes gave other bits");
         Ok(Value::Null)
@@ -249,13 +256,19 @@ impl<'a> Problem<'a> {
 
     /// Times both passes, prints a row and returns its numbers.
     pub fn time(&self, plan: &AttentionPlan, outputs: &Outputs) -> Result<Value> {
-        let (layout, workload, args) = (&self.layout, self.workload, self.args);
+        let (
+            layout,
+            Case {
+                client,
+                workload,
+                args,
+            },
+        ) = (&self.layout, self.case);
         let entries = workload.batch as f64 / layout.batch().unwrap_or(1) as f64;
         let pairs = layout.allowed_pairs() as f64 * entries;
         let flops = 2.0 * (workload.head_dim + workload.value_dim) as f64 * pairs;
-        let (forward, host_us) = measure(self.client, args.timing.repeats, || {
-            self.forward(plan, outputs)
-        })?;
+        let (forward, host_us) =
+            measure(client, args.timing.repeats, || self.forward(plan, outputs))?;
         let [forward_ms, forward_p10, forward_p90] = milliseconds(forward);
         let teraflops = |ms: f64, factor: f64| factor * flops / ms / 1e9;
         let mut result = json!({
@@ -274,9 +287,7 @@ impl<'a> Problem<'a> {
             println!(" {:>10} {:>8} {host_us:>9.1}", "", "");
             return Ok(result);
         }
-        let (backward, _) = measure(self.client, args.timing.repeats, || {
-            self.backward(plan, outputs)
-        })?;
+        let (backward, _) = measure(client, args.timing.repeats, || self.backward(plan, outputs))?;
         let [backward_ms, backward_p10, backward_p90] = milliseconds(backward);
         println!(
             " {backward_ms:>10.3} {:>8.1} {host_us:>9.1}",
@@ -303,7 +314,8 @@ impl Outputs {
         kernels::Outputs::new(&self.out, &self.lse).with_max_scores(self.max_scores.as_ref())
     }
 
-    pub fn new(client: &Client, workload: &Workload, args: &Args) -> Self {
+    pub fn new(case: Case) -> Self {
+        let (client, workload, args) = (case.client, case.workload, case.args);
         let queries = workload.batch * workload.heads * workload.n;
         let keys = workload.batch * workload.kv_heads * workload.n;
         let (head_dim, value_dim) = (workload.head_dim, workload.value_dim);

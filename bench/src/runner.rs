@@ -34,19 +34,6 @@ impl<const REPEATS: usize> Timing<REPEATS> {
         }
     }
 
-    /// Compares what a call makes, or only launches it.
-    pub fn checked(
-        &self,
-        client: &Client,
-        run: impl Fn() -> Result<()>,
-        check: impl FnOnce() -> Result<()>,
-    ) -> Result<()> {
-        match self.launched(client, run)? {
-            true => Ok(()),
-            false => check(),
-        }
-    }
-
     /// Launches a call if that is all that is asked for.
     pub fn launched(&self, client: &Client, run: impl Fn() -> Result<()>) -> Result<bool> {
         if self.enqueue_only {
@@ -101,6 +88,19 @@ impl Tally {
     pub fn has_next(&mut self) -> bool {
         self.number += 1;
         self.has(self.number)
+    }
+
+    /// Compares what a call makes, or only launches it, and counts it.
+    pub fn compare<const N: usize>(
+        &mut self,
+        (client, timing): (&Client, &Timing<N>),
+        name: impl Display,
+        run: impl Fn() -> Result<()>,
+        check: impl FnOnce() -> Result<()>,
+    ) {
+        let launched = timing.launched(client, run);
+        let found = launched.and_then(|is_all| if is_all { Ok(()) } else { check() });
+        self.count(name, found);
     }
 
     /// Counts a call; what is wrong with it is printed.

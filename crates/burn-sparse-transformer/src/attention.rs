@@ -7,7 +7,7 @@ use burn_blocksparse::{
 };
 use burn_sparse_select::Selection;
 
-use crate::call::{Call, Seen};
+use crate::call::{Call, Heads, Seen};
 use crate::content::ContentHeads;
 use crate::dropout::{Seeds, training_dropout};
 use crate::error::{Result, ensure, ensure_none, ensure_shape, or_panics};
@@ -135,9 +135,9 @@ impl SparseMultiHeadAttention {
     }
 
     /// Without a choice that nobody takes, which would take memory.
-    pub(crate) fn handing_on(&self, seen: Seen) -> Seen {
-        let choice = seen.choice.filter(|_| self.choice_sharing.is_some());
-        Seen { choice, ..seen }
+    pub(crate) fn handing_on(&self, mut seen: Seen) -> Seen {
+        seen.aside.choice = (seen.aside.choice).filter(|_| self.choice_sharing.is_some());
+        seen
     }
 
     or_panics! {
@@ -149,14 +149,8 @@ impl SparseMultiHeadAttention {
             self.kind().ensure_pattern()?;
             let (call, request) = self.prepare(&input, 0)?;
             let layout = self.layouts.get(&request)?;
-            let (query, key, value) = self.project(input, &call)?;
-            let tensors = self.tensors_of(&query, &call);
-            let options = self.options_of(&query, &call);
-            let attention = SparseAttentionCall::new(query, key, value, &layout)
-                .tensors(tensors)
-                .options(options)
-                .weights()
-                .run()?;
+            let heads = self.project(input, &call)?;
+            let attention = self.call_of(heads, &layout, &call).weights().run()?;
             let weights = attention.weights.expect("the call asks for weights");
             Ok((self.finish(attention.out, &call)?, weights))
         }
@@ -262,16 +256,13 @@ impl SparseMultiHeadAttention {
     /// A call and the layout that it asks for, once its input is in order; nothing is computed yet. `cached` keys precede the input's.
     pub(crate) fn prepare(&self, input: &SparseMhaInput, cached: usize) -> Result<(Call, Request)> {
         let (seq_q, new) = self.check(input)?;
-        let unwanted = input.choice.is_some() && !self.takes_choice();
+        let unwanted = input.options.choice.is_some() && !self.takes_choice();
         let expected = "none for a layer that chooses its keys itself, or by its pattern";
         ensure_none("choice", unwanted, expected)?;
         let [batch, ..] = input.query.dims();
         let seq_kv = cached + new;
         let mut request = Request::new(seq_q, seq_kv);
-        let padded = input.padding(batch, seq_q, seq_kv)?;
-        if let Some(padded) = &padded {
-            request.restrictions = padded.restrictions();
-        }
+        request.restrictions = input.padding(batch, seq_q, seq_kv)?;
         let (mut query, key) = (Positions::From(0), Positions::From(cached));
         if let Some(rope) = &self.rope {
             ensure! { seq_q <= seq_kv =>
@@ -283,7 +274,7 @@ impl SparseMultiHeadAttention {
         let call = Call {
             query,
             key,
-            ..Call::new(input, padded)?
+            ..Call::new(input, &request.restrictions)?
         };
         Ok((call, request))
     }
@@ -312,57 +303,64 @@ impl SparseMultiHeadAttention {
     }
 
     /// Queries, keys and values by heads, normalised and rotated.
-    pub(crate) fn project(
-        &self,
-        input: SparseMhaInput,
-        call: &Call,
-    ) -> Result<(Tensor<4>, Tensor<4>, Tensor<4>)> {
+    pub(crate) fn project(&self, input: SparseMhaInput, call: &Call) -> Result<Heads> {
         let [key_heads, value_heads] = self.kv_heads();
         let same_rows = input.is_self_attention();
-        let (query, key, value) = match same_rows {
+        let [query, key, value] = match same_rows {
             // One product, whose result is read once.
             true => {
                 let layers = [&self.query, &self.key, &self.value];
                 let heads = [self.n_heads, key_heads, value_heads];
-                let [q, k, v] = project_heads(self.precision, layers, input.query, heads)?;
-                (q, k, v)
+                project_heads(self.precision, layers, input.query, heads)?
             }
             false => {
                 let one = |layer, x, heads| -> Result<Tensor<4>> {
                     let [x] = project_heads(self.precision, [layer], x, [heads])?;
                     Ok(x)
                 };
-                (
+                [
                     one(&self.query, input.query, self.n_heads)?,
                     one(&self.key, input.key, key_heads)?,
                     one(&self.value, input.value, value_heads)?,
-                )
+                ]
             }
         };
         let Some(rope) = self.rope.as_ref().filter(|_| same_rows) else {
-            return Ok((
+            return Ok([
                 self.place(query, &self.query_norm, &call.query)?,
                 self.place(key, &self.key_norm, &call.key)?,
                 value,
-            ));
+            ]);
         };
         let dtype = query.dtype();
         let query = self.normed(query, &self.query_norm)?;
         let key = self.normed(key, &self.key_norm)?;
         let [query, key] = rotate_both(rope, [query, key], &call.query, dtype)?;
-        Ok((query, key, value))
+        Ok([query, key, value])
     }
 
     pub(crate) fn attend<'a>(
         &self,
-        (query, key, value): (Tensor<4>, Tensor<4>, Tensor<4>),
+        heads: Heads,
         layout: impl Into<Layout<'a>>,
         call: &Call,
     ) -> Result<Tensor<4>> {
+        let attention = self.call_of(heads, layout, call);
+        Ok((call.options.results).of(attention, self.options.weights)?)
+    }
+
+    /// The attention of a call.
+    pub(crate) fn call_of<'a>(
+        &self,
+        [query, key, value]: Heads,
+        layout: impl Into<Layout<'a>>,
+        call: &Call,
+    ) -> SparseAttentionCall<'a> {
         let tensors = self.tensors_of(&query, call);
         let options = self.options_of(&query, call);
-        let heads = [query, key, value];
-        Ok((call.results).attention(heads, tensors, layout, options)?)
+        SparseAttentionCall::new(query, key, value, layout)
+            .tensors(tensors)
+            .options(options)
     }
 
     /// Sinks and biases of a call.
@@ -370,15 +368,19 @@ impl SparseMultiHeadAttention {
         let mut tensors = AttentionTensors::default();
         tensors.sinks = self.sink_logits();
         tensors.relative_bias = self.relative_bias.as_ref().map(Param::val);
-        tensors.bias = (call.bias.clone()).map(|bias| bias.cast(query.dtype()));
+        tensors.bias = (call.options.bias.clone()).map(|bias| bias.cast(query.dtype()));
         tensors
     }
 
     /// The options of a call, with dropout where burn-nn's module would drop.
     pub(crate) fn options_of(&self, query: &Tensor<4>, call: &Call) -> AttentionOptions {
         let options = self.options.clone();
-        let seed = || call.dropout_seed.unwrap_or_else(|| self.seeds.next());
-        let dropout = match call.dropout {
+        let seed = || {
+            call.options
+                .dropout_seed
+                .unwrap_or_else(|| self.seeds.next())
+        };
+        let dropout = match call.options.dropout {
             None if query.device().is_autodiff() => self.training_dropout(seed),
             decided => decided,
         };
@@ -435,8 +437,7 @@ impl SparseMultiHeadAttention {
     /// [`Self::output_product`] with what else heads give.
     pub(crate) fn project_seen(&self, (seen, _): (Seen, Call)) -> Result<Projected> {
         Ok(Projected {
-            aux_loss: seen.aux_loss,
-            choice: seen.choice,
+            aside: seen.aside,
             ..self.output_product(seen.heads)?
         })
     }
@@ -444,8 +445,8 @@ impl SparseMultiHeadAttention {
     /// [`Self::finish`] with what else heads give.
     pub(crate) fn finish_seen(&self, (seen, call): (Seen, Call)) -> Result<SparseMhaOutput> {
         Ok(SparseMhaOutput {
-            aux_loss: seen.aux_loss,
-            choice: seen.choice,
+            aux_loss: seen.aside.aux_loss,
+            choice: seen.aside.choice,
             ..self.finish(seen.heads, &call)?
         })
     }

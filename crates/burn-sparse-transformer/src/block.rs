@@ -2,7 +2,7 @@ use burn::config::Config;
 use burn::module::Module;
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig};
 use burn::tensor::{Device, Tensor};
-use burn_blocksparse::{Dropout as WeightDropout, Pattern, Seed};
+use burn_blocksparse::{Pattern, Seed};
 use burn_fused_ops::ElementDropout;
 use burn_sparse_select::Selection;
 
@@ -13,8 +13,8 @@ use crate::error::{Result, ensure_above_zero, ensure_dropout, ensure_positive, o
 use crate::feed_forward::{
     FeedForward, FeedForwardActivation, FeedForwardLinear, FeedForwardSparsity,
 };
+use crate::input::CallOptions;
 use crate::layouts::Layouts;
-use crate::results::Results;
 use crate::shared_choice::ChoiceSharing;
 use crate::stream::{Projected, Stream};
 use crate::{
@@ -266,15 +266,10 @@ impl SparseTransformerBlock {
 
     /// [`Self::forward`] on a stream that may have a branch pending, with `pass` in place of the block's own.
     pub(crate) fn step(&self, stream: Stream, mut pass: Pass) -> Result<Stream> {
-        let results = std::mem::take(&mut pass.results);
-        let (seed, shard) = (pass.seed, pass.shard.take());
-        let attend = |mut input: SparseMhaInput| {
-            input.dropout_seed = seed;
-            input.results = results;
-            match &shard {
-                Some(shard) => self.mha.forward_shard(input, shard),
-                None => self.mha.forward_projected(input),
-            }
+        let shard = pass.shard.take();
+        let attend = |input| match &shard {
+            Some(shard) => self.mha.forward_shard(input, shard),
+            None => self.mha.forward_projected(input),
         };
         self.residual(stream, attend, pass)
     }
@@ -328,11 +323,11 @@ impl SparseTransformerBlock {
         attend: impl FnOnce(SparseMhaInput) -> Result<Projected>,
         pass: Pass,
     ) -> Result<Stream> {
-        let choice = stream.choice.take();
+        let choice = stream.aside.choice.take();
         let (stream, normed) = self.norm(stream, &self.norm_1)?;
         let mut input = SparseMhaInput::self_attn(normed);
-        input.choice = choice.filter(|_| self.mha.takes_choice());
-        input.dropout = pass.weights;
+        input.options = pass.attention.clone();
+        input.options.choice = choice.filter(|_| self.mha.takes_choice());
         let a = attend(input)?;
         let stream = stream.push(a, pass.branch(0))?;
         let (stream, normed) = self.norm(stream, &self.norm_2)?;
@@ -368,17 +363,13 @@ impl SparseTransformerBlock {
 /// What one pass of a block drops and computes again.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Pass {
-    /// Of whatever is drawn.
-    pub(crate) seed: Option<Seed>,
-    pub(crate) weights: Option<WeightDropout>,
+    pub(crate) attention: CallOptions,
     /// Of both branches: a probability and a seed.
     pub(crate) branches: Option<(f64, Seed)>,
     /// Rows of both branches that come before these: of a part of a batch.
     pub(crate) first_row: u32,
     /// True if the backward pass computes the feed-forward network's first product again.
     pub(crate) mlp: bool,
-    /// Of the attention.
-    pub(crate) results: Results,
     /// Whose rows these are, of sequences that several devices share.
     pub(crate) shard: Option<ShardOfBlock>,
 }
@@ -387,8 +378,11 @@ impl Pass {
     /// One of training, of a layer with this attention and this dropout of its branches.
     pub(crate) fn new(mha: &SparseMultiHeadAttention, branches: &Dropout, seed: Seed) -> Self {
         Self {
-            seed: Some(seed),
-            weights: mha.training_dropout(|| seed),
+            attention: CallOptions {
+                dropout_seed: Some(seed),
+                dropout: mha.training_dropout(|| seed),
+                ..CallOptions::default()
+            },
             branches: dropped(branches).map(|probability| (probability, seed)),
             ..Self::default()
         }

@@ -25,8 +25,8 @@ impl SparseMultiHeadAttention {
         ShardOfBlock { shard, positions }: &ShardOfBlock,
     ) -> Result<Projected> {
         let call = Call::at(&input, positions.clone())?;
-        let (query, key, value) = self.project(input, &call)?;
+        let [query, key, value] = self.project(input, &call)?;
         let [key, value] = shard.gather(key, value)?;
-        self.output_product(self.attend((query, key, value), shard.layout(), &call)?)
+        self.output_product(self.attend([query, key, value], shard.layout(), &call)?)
     }
 }

@@ -115,21 +115,15 @@ impl SparseMhaCache {
 
     /// Writes keys and values `[batch, kv_heads, new, width]` after the present ones and returns all
     /// of them, `[batch, kv_heads, len, width]`.
-    pub(crate) fn append(&mut self, key: Tensor<4>, value: Tensor<4>) -> (Tensor<4>, Tensor<4>) {
-        let [_, _, new, _] = key.dims();
+    pub(crate) fn append(&mut self, pair: [Tensor<4>; 2]) -> [Tensor<4>; 2] {
+        let [_, _, new, _] = pair[0].dims();
         let (start, end) = (self.len, self.len + new);
         let capacity = self.capacity_for(end);
         // The buffers are moved out, so that no second handle keeps the write from being in place.
-        let [old_key, old_value] = match self.buffers.take() {
-            Some(buffers) => buffers.map(Some),
-            None => [None, None],
-        };
-        let buffers = [(old_key, key), (old_value, value)];
-        let buffers = buffers.map(|(old, new)| write(old, new, start, capacity));
-        let [key, value] = buffers.clone().map(|x| x.narrow(2, 0, end));
-        self.buffers = Some(buffers);
+        let mut old = self.buffers.take().into_iter().flatten();
+        let buffers = pair.map(|new| write(old.next(), new, start, capacity));
         self.len = end;
-        (key, value)
+        (self.buffers.insert(buffers).clone()).map(|x| x.narrow(2, 0, end))
     }
 
     /// The present capacity if `len` positions fit, or at least twice of it, within the context.
@@ -241,7 +235,7 @@ mod tests {
         let mut cache = SparseMhaCache::with_context(200);
         let mut seen = vec![];
         for position in 0..200 {
-            cache.append(chunk(position, 1), chunk(position, 1));
+            let _ = cache.append([chunk(position, 1), chunk(position, 1)]);
             if seen.last() != Some(&cache.capacity()) {
                 seen.push(cache.capacity());
             }
@@ -262,7 +256,7 @@ mod tests {
     #[test]
     fn another_modules_cache_is_refused() {
         let mut cache = SparseMhaCache::new();
-        cache.append(chunk(0, 1), chunk(0, 1));
+        let _ = cache.append([chunk(0, 1), chunk(0, 1)]);
         assert_eq!(
             cache.check([1, 4, 16], 1).unwrap_err().to_string(),
             "cache must be of 4 heads 16 wide, the module's, got 1 heads 2 wide"

@@ -2,9 +2,8 @@
 
 use burn_sparse_select::token_sparse_attention;
 
-use crate::call::{Call, Seen};
+use crate::call::{Call, Heads, Seen};
 use crate::error::Result;
-use crate::kind::Heads;
 use crate::shared_choice::{ChoiceSharing, Chosen, SharedChoice};
 use crate::{SparseMultiHeadAttention, TransformerError};
 
@@ -22,19 +21,18 @@ impl SharedChoice {
                 mha.attend_blocks(heads, selection, lists.clone(), call)?
             }
             Chosen::Indexed(op, lists) => {
-                let ((q, k, v), options) = (heads, mha.options.clone());
+                let ([q, k, v], options) = (heads, mha.options.clone());
                 op.attention(q, k, v, lists.clone(), options)?.0
             }
             Chosen::Keys(lists, dispatch) => {
-                let (q, k, v) = heads;
+                let [q, k, v] = heads;
                 let options = mha.options.clone().dispatch_mode(*dispatch);
                 token_sparse_attention(q, k, v, lists.clone(), options)?.0
             }
         };
-        Ok(Seen {
-            choice: Some(self),
-            ..heads.into()
-        })
+        let mut seen = Seen::from(heads);
+        seen.aside.choice = Some(self);
+        Ok(seen)
     }
 }
 
@@ -46,7 +44,7 @@ impl Call {
 
     pub(crate) fn taken(&self) -> Result<&SharedChoice> {
         let expected = "that of an earlier layer, for one that takes it";
-        let choice = self.choice.as_ref();
+        let choice = self.options.choice.as_ref();
         choice.ok_or_else(|| TransformerError::argument("choice", expected, "none"))
     }
 }

@@ -75,7 +75,7 @@ impl SparseTransformerEncoderLayer {
         let inner = inner.map(|(seed, of)| ElementDropout::new(of, seed, INNER));
         let attend = |x: Tensor<3>| {
             let mut input = SparseMhaInput::self_attn(x);
-            input.dropout = drops.weights;
+            input.options.dropout = drops.attention.dropout;
             attend(input)
         };
         let own = x.dtype().into();

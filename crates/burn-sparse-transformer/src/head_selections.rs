@@ -9,9 +9,9 @@ use burn_blocksparse::Pattern;
 use burn_sparse_select::{Selection, SelectionQuality};
 use serde::{Deserialize, Serialize};
 
-use crate::call::{Call, Seen};
+use crate::call::{Call, Heads, Seen};
 use crate::error::{Result, ensure, ensure_none};
-use crate::kind::{AttentionKind, Heads};
+use crate::kind::AttentionKind;
 use crate::layouts::Request;
 use crate::selected::check_selection;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
@@ -121,19 +121,19 @@ impl AttentionKind for HeadSelections {
     fn attend(
         &self,
         mha: &SparseMultiHeadAttention,
-        (query, key, value): Heads,
+        [query, key, value]: Heads,
         request: &Request,
         call: &Call,
     ) -> Result<Seen> {
         let expected = "none where heads choose in different ways";
-        ensure_none("bias", call.bias.is_some(), expected)?;
+        ensure_none("bias", call.options.bias.is_some(), expected)?;
         let dropout = mha.options_of(&query, call).dropout.is_some();
         ensure_none("dropout", dropout, expected)?;
         let group = mha.n_heads / mha.n_kv_heads;
         let mut found: Vec<Option<Tensor<4>>> = vec![None; mha.n_heads];
         for (selection, members) in self.parts(mha.n_heads) {
             let of = |x: &Tensor<4>, group: usize| of_heads(x, &members, group);
-            let part = (of(&query, 1), of(&key, group), of(&value, group));
+            let part = [of(&query, 1), of(&key, group), of(&value, group)];
             let context = match selection {
                 Some(selection) => {
                     let cut = mha.cut_of(selection, request, members.len())?;
@@ -237,7 +237,7 @@ impl SparseMultiHeadAttention {
         ensure_none("padding", input.padding.is_some(), "none")?;
         self.check_head_selections(heads)?;
         let (call, request) = self.prepare(&input, 0)?;
-        let (query, key, _) = self.project(input, &call)?;
+        let [query, key, _] = self.project(input, &call)?;
         let group = self.n_heads / self.n_kv_heads;
         let mut found = vec![SelectionQuality::ALL; self.n_heads];
         for (selection, members) in heads.parts(self.n_heads) {

@@ -85,20 +85,13 @@ pub enum Positions {
 }
 
 impl Positions {
-    fn end(&self, seq: usize) -> usize {
-        match self {
-            Self::From(start) => start + seq,
-            Self::Documents(lengths) => lengths.iter().copied().max().unwrap_or(0),
-            Self::Listed(_) => 0,
-        }
-    }
-
+    /// That the table of rotations has them all.
     pub(crate) fn check(&self, rope: &RotaryEncoding, seq: usize) -> Result<()> {
         let [context, ..] = rope.freq_complex.dims();
-        let end = self.end(seq);
-        let start = match self {
-            Self::From(start) => *start,
-            Self::Documents(_) | Self::Listed(_) => 0,
+        let (start, end) = match self {
+            Self::From(start) => (*start, start + seq),
+            Self::Documents(lengths) => (0, lengths.iter().copied().max().unwrap_or(0)),
+            Self::Listed(_) => (0, 0),
         };
         match end > context {
             true => Err(TransformerError::ContextExceeded {

@@ -17,14 +17,22 @@ pub struct SparseMhaInput {
     pub(crate) key: Tensor<3>,
     pub(crate) value: Tensor<3>,
     pub(crate) padding: Option<Padding>,
+    pub(crate) options: CallOptions,
+    /// True if the queries are positions of the same sequence as the keys.
+    self_attention: bool,
+}
+
+/// What a call is given beside its rows.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CallOptions {
+    /// Of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
     pub(crate) bias: Option<Tensor<4>>,
     pub(crate) dropout_seed: Option<Seed>,
     /// What is dropped, whether or not the device is one of training; none: the module decides.
     pub(crate) dropout: Option<Dropout>,
     pub(crate) results: Results,
+    /// Of an earlier layer.
     pub(crate) choice: Option<SharedChoice>,
-    /// True if the queries are positions of the same sequence as the keys.
-    self_attention: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -105,11 +113,7 @@ impl SparseMhaInput {
             key,
             value,
             padding: None,
-            bias: None,
-            dropout_seed: None,
-            dropout: None,
-            results: Results::Computed,
-            choice: None,
+            options: CallOptions::default(),
             self_attention: false,
         }
     }
@@ -138,18 +142,18 @@ impl SparseMhaInput {
         ///
         /// # Shapes
         /// - `bias`: `[batch or 1, n_heads or 1, seq_q or 1, seq_kv]`; with a cache `seq_kv` includes its positions
-        bias: Some(Tensor<4>),
+        bias => options.bias: Some(Tensor<4>),
         /// Sets the keys that queries attend to: those that an earlier layer chose for the same tokens
         /// ([`SparseMhaOutput::choice`](crate::SparseMhaOutput::choice)), for a layer that takes them
         /// ([`ChoiceSharing::Takes`](crate::content::ChoiceSharing::Takes)).
-        choice: Some(SharedChoice),
+        choice => options.choice: Some(SharedChoice),
     }
 
     /// Sets the seed of the module's dropout, of which the mask is a function
     /// ([`burn_blocksparse::Dropout`]), and of the rotations of heads that choose by hashes. Default: another one in every call; rotations of calls that are
     /// not of training are always the same then.
     pub fn dropout_seed(mut self, seed: impl Into<Seed>) -> Self {
-        self.dropout_seed = Some(seed.into());
+        self.options.dropout_seed = Some(seed.into());
         self
     }
 
@@ -157,63 +161,43 @@ impl SparseMhaInput {
         self.self_attention
     }
 
+    /// What takes part, per batch entry; none: everything, in any batch.
     pub(crate) fn padding(
         &self,
         batch: usize,
         seq_q: usize,
         seq_kv: usize,
-    ) -> Result<Option<PaddedBatch>> {
+    ) -> Result<Vec<PaddingMask>> {
         let Some(padding) = &self.padding else {
-            return Ok(None);
+            return Ok(Vec::new());
+        };
+        let mask = |keys: Vec<bool>| {
+            // Queries are the last positions; those before the first key are no padding.
+            let is_real = |i: usize| (i + seq_kv).checked_sub(seq_q).is_none_or(|at| keys[at]);
+            let queries = (self.self_attention).then(|| (0..seq_q).map(is_real).collect());
+            let mut mask = PaddingMask::default().keys(keys);
+            mask.queries = queries;
+            mask
         };
         let keys = padding.keys(batch, seq_kv)?;
-        // Queries are the last positions; those before the first key are no padding.
-        let queries = self.self_attention.then(|| {
-            let at = |entry: &Vec<bool>, i: usize| match (i + seq_kv).checked_sub(seq_q) {
-                Some(position) => entry[position],
-                None => true,
-            };
-            let entries = keys.iter();
-            entries
-                .map(|entry| (0..seq_q).map(|i| at(entry, i)).collect())
-                .collect()
-        });
-        Ok(Some(PaddedBatch { keys, queries }))
+        Ok(keys.into_iter().map(mask).collect())
     }
 }
 
-pub(crate) struct PaddedBatch {
-    keys: Vec<Vec<bool>>,
-    /// In self-attention.
-    queries: Option<Vec<Vec<bool>>>,
-}
-
-impl PaddedBatch {
-    pub(crate) fn restrictions(&self) -> Vec<PaddingMask> {
-        let keys = self.keys.iter().enumerate();
-        keys.map(|(batch, keys)| {
-            let mut entry = PaddingMask::default().keys(keys.iter().copied());
-            entry.queries = self.queries.as_ref().map(|queries| queries[batch].clone());
-            entry
-        })
-        .collect()
-    }
-
-    /// The keys of a batch entry: `true` = takes part.
-    pub(crate) fn keys(&self, batch: usize) -> &[bool] {
-        &self.keys[batch]
-    }
-
-    /// The queries that are padding, `[batch, seq_q, 1]`.
-    pub(crate) fn queries_mask(&self, device: &Device) -> Result<Option<Tensor<3, Bool>>> {
-        let Some(queries) = self.queries.as_ref() else {
-            return Ok(None);
-        };
-        ensure_not_capturing("which queries are padding")?;
-        let shape = [queries.len(), queries[0].len(), 1];
-        let padding: Vec<bool> = queries.iter().flatten().map(|kept| !kept).collect();
-        let device = device.clone().without_autodiff();
-        let padding = TensorData::new(padding, shape);
-        Ok(Some(Tensor::from_data(padding, &device)))
-    }
+/// The queries that are padding, `[batch, seq_q, 1]`; none unless they are the keys' tokens.
+pub(crate) fn padded_queries(
+    padding: &[PaddingMask],
+    device: &Device,
+) -> Result<Option<Tensor<3, Bool>>> {
+    let queries = padding.iter().map(|entry| entry.queries.as_deref());
+    let queries: Vec<&[bool]> = queries.flatten().collect();
+    let Some(first) = queries.first() else {
+        return Ok(None);
+    };
+    ensure_not_capturing("which queries are padding")?;
+    let shape = [queries.len(), first.len(), 1];
+    let padding: Vec<bool> = queries.concat().iter().map(|kept| !kept).collect();
+    let device = device.clone().without_autodiff();
+    let padding = TensorData::new(padding, shape);
+    Ok(Some(Tensor::from_data(padding, &device)))
 }

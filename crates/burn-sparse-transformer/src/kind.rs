@@ -1,15 +1,12 @@
 //! How the heads of a layer find their keys.
 
 use burn::module::Content;
-use burn::tensor::Tensor;
 use burn_blocksparse::Pattern;
 
-use crate::call::{Call, Seen};
+use crate::call::{Call, Heads, Seen};
 use crate::error::{Result, ensure, ensure_none};
 use crate::layouts::Request;
 use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention};
-
-pub(crate) type Heads = (Tensor<4>, Tensor<4>, Tensor<4>);
 
 /// What differs between a pattern and the choices by content. What is not said is the pattern's. A new kind implements it in a file of its own and has a row in
 /// [`SparseMultiHeadAttention::kind`].
@@ -38,9 +35,8 @@ pub(crate) trait AttentionKind {
     ) -> Result<(Seen, Call)> {
         let before = cache.as_ref().map_or(0, |cache| cache.len());
         let (call, request) = mha.prepare(&input, before)?;
-        let (query, key, value) = mha.project(input, &call)?;
-        let (key, value) = appended(cache, key, value);
-        let seen = self.attend(mha, (query, key, value), &request, &call)?;
+        let heads = appended(cache, mha.project(input, &call)?);
+        let seen = self.attend(mha, heads, &request, &call)?;
         Ok((seen, call))
     }
 
@@ -107,22 +103,18 @@ pub(crate) trait AttentionKind {
 pub(crate) fn check_input(name: &str, input: &SparseMhaInput) -> Result<()> {
     let none = format!("none with {name}");
     ensure_none("padding", input.padding.is_some(), &none)?;
-    ensure_none("bias", input.bias.is_some(), &none)?;
+    ensure_none("bias", input.options.bias.is_some(), &none)?;
     let is_own = input.is_self_attention();
     ensure! { is_own => "input", format!("self-attention with {name}"), "another key or value"; }
     Ok(())
 }
 
-/// Keys and values behind those of a cache, which has them then.
-pub(crate) fn appended(
-    cache: Option<&mut SparseMhaCache>,
-    key: Tensor<4>,
-    value: Tensor<4>,
-) -> (Tensor<4>, Tensor<4>) {
-    match cache {
-        Some(cache) => cache.append(key, value),
-        None => (key, value),
-    }
+/// With keys and values behind those of a cache, which has them then.
+pub(crate) fn appended(cache: Option<&mut SparseMhaCache>, heads: Heads) -> Heads {
+    let Some(cache) = cache else { return heads };
+    let [query, key, value] = heads;
+    let [key, value] = cache.append([key, value]);
+    [query, key, value]
 }
 
 /// That a pattern can stand in a layer with heads that choose by content.

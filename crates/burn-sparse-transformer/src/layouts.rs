@@ -22,7 +22,7 @@ pub(crate) struct Layouts {
     block_size: usize,
     built: Arc<Mutex<Built>>,
     /// Those of the same pattern in other blocks, or for other numbers of heads.
-    siblings: Arc<Mutex<Vec<Layouts>>>,
+    siblings: Arc<Mutex<LayoutPool>>,
 }
 
 /// The layouts that are kept, and those that threads are building or about to use.
@@ -140,17 +140,11 @@ impl Layouts {
 
     /// The layouts of the same pattern for so many heads, in blocks of this size.
     pub(crate) fn of_shape(&self, heads: usize, block_size: usize) -> Result<Self> {
-        let is_it = |of: &Self| of.block_size == block_size && of.heads == heads;
-        if is_it(self) {
+        if self.block_size == block_size && self.heads == heads {
             return Ok(self.clone());
         }
         let mut siblings = self.siblings.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = siblings.iter().find(|of| is_it(of)) {
-            return Ok(known.clone());
-        }
-        let made = Self::new(self.pattern.clone(), heads, block_size)?;
-        siblings.push(made.clone());
-        Ok(made)
+        siblings.get(&self.pattern, heads, block_size)
     }
 
     pub(crate) fn keep(&self, most: usize) {
@@ -231,6 +225,7 @@ impl fmt::Debug for Layouts {
     }
 }
 
+/// Layouts of which there is one for each pattern, number of heads and block size.
 #[derive(Default)]
 pub(crate) struct LayoutPool(Vec<Layouts>);
 

@@ -15,7 +15,10 @@ pub(crate) fn write_numbers(
     .try_for_each(|(number, before)| write!(f, "{before}{number}"))
 }
 
-/// The numbers that are read, if they all are numbers.
-pub(crate) fn read_numbers(texts: &[&str]) -> Option<Vec<usize>> {
-    texts.iter().map(|text| text.parse().ok()).collect()
+/// The numbers that texts begin with, and the words behind them.
+pub(crate) fn read_numbers<'a, 'b>(texts: &'a [&'b str]) -> Option<(Vec<usize>, &'a [&'b str])> {
+    let is_number = |text: &&&str| text.starts_with(|c: char| c.is_ascii_digit());
+    let (numbers, words) = texts.split_at(texts.iter().take_while(is_number).count());
+    let numbers: Option<_> = numbers.iter().map(|text| text.parse().ok()).collect();
+    Some((numbers?, words))
 }

@@ -2,8 +2,8 @@
 
 use burn::module::Param;
 use burn::tensor::{FloatDType, Tensor};
+use burn_blocksparse::AttentionOptions;
 use burn_blocksparse::layout::PaddingMask;
-use burn_blocksparse::{AttentionOptions, SparseAttentionCall};
 
 use crate::call::Call;
 use crate::error::Result;
@@ -42,8 +42,7 @@ impl SparseMultiHeadAttention {
     pub fn project_heads(&self, x: Tensor<3>, positions: &Positions) -> Result<[Tensor<4>; 3]> {
         let input = SparseMhaInput::self_attn(x);
         let call = Call::at(&input, positions.clone())?;
-        let (query, key, value) = self.project(input, &call)?;
-        Ok([query, key, value])
+        self.project(input, &call)
     }
 
     /// The output projection of what heads see, `[batch, n_heads, seq, d_v]`.
@@ -89,14 +88,14 @@ impl SparseMultiHeadAttention {
     #[doc(hidden)]
     pub fn attend_sequences(
         &self,
-        [query, key, value]: [Tensor<4>; 3],
+        heads: [Tensor<4>; 3],
         lengths: Option<&[usize]>,
         choice: &mut Option<SharedChoice>,
     ) -> Result<Tensor<4>> {
-        let [_, _, seq, _] = query.dims();
+        let [_, _, seq, _] = heads[0].dims();
         let mut request = Request::new(seq, seq);
-        let (mut call, kind) = (Call::of_heads(query.dtype()), self.kind());
-        call.choice = choice.take();
+        let (mut call, kind) = (Call::of_heads(heads[0].dtype()), self.kind());
+        call.options.choice = choice.take();
         // Rows behind a sequence are none, and take no part in its choice; where later ones have no part anyway, nothing has to be cut.
         if let Some(lengths) = lengths.filter(|_| !kind.ignores_later_rows()) {
             let entry = |&length: &usize| {
@@ -105,8 +104,8 @@ impl SparseMultiHeadAttention {
             };
             request.restrictions = lengths.iter().map(entry).collect();
         }
-        let seen = self.handing_on(kind.attend(self, (query, key, value), &request, &call)?);
-        *choice = seen.choice;
+        let seen = self.handing_on(kind.attend(self, heads, &request, &call)?);
+        *choice = seen.aside.choice;
         Ok(seen.heads)
     }
 
@@ -120,16 +119,12 @@ impl SparseMultiHeadAttention {
     #[doc(hidden)]
     pub fn attend_sequences_with_lse(
         &self,
-        [query, key, value]: [Tensor<4>; 3],
+        heads: [Tensor<4>; 3],
     ) -> Result<(Tensor<4>, Tensor<3>)> {
-        let [_, _, seq, _] = query.dims();
-        let call = Call::of_heads(query.dtype());
-        let tensors = self.tensors_of(&query, &call);
-        let options = self.options_of(&query, &call);
+        let [_, _, seq, _] = heads[0].dims();
+        let call = Call::of_heads(heads[0].dtype());
         let layout = self.layout(seq, seq)?;
-        Ok(SparseAttentionCall::new(query, key, value, &layout)
-            .tensors(tensors)
-            .options(options)
-            .run_with_lse()?)
+        let attention = self.call_of(heads, &layout, &call);
+        Ok(attention.run_with_lse()?)
     }
 }

@@ -177,7 +177,7 @@ impl SparseTransformer {
             mlp,
             ..draws.pass(block, layer)
         })?;
-        let aux_loss = stream.take_aside();
+        let aux_loss = stream.aside.aux_loss.take();
         let loss = draws.loss(self, stream, targets)?;
         let losses = StepLosses::new(&loss, aux_loss.as_ref());
         let gradients = GradientsParams::from_grads(with_aside(loss, aux_loss).backward(), self);
@@ -205,7 +205,7 @@ impl SparseTransformer {
         while let (Some(range), Some((input, choice))) = (segments.pop(), inputs.pop()) {
             let x = self.leaf(input);
             let mut stream = self.segment((x.clone(), choice), range.clone(), draws, &mut kept)?;
-            let aux_loss = stream.take_aside();
+            let aux_loss = stream.aside.aux_loss.take();
             let (losses, mut grads) = match later {
                 // The last segment ends in the loss, so its blocks need not run before.
                 None => {
@@ -246,13 +246,11 @@ impl SparseTransformer {
         kept: &mut [Option<AttentionResiduals>],
     ) -> Result<Stream> {
         let mut stream = Stream::new(x);
-        stream.choice = choice;
+        stream.aside.choice = choice;
         for layer in layers {
             let block = &self.blocks[layer];
-            let pass = Pass {
-                results: kept[layer].take().into(),
-                ..draws.pass(block, layer)
-            };
+            let mut pass = draws.pass(block, layer);
+            pass.attention.results = kept[layer].take().into();
             stream = block.step(stream, pass)?;
         }
         Ok(stream)
@@ -282,18 +280,18 @@ impl SparseTransformer {
                 break;
             }
             let mut stream = Stream::new(x);
-            stream.choice = choice;
+            stream.aside.choice = choice;
             for layer in segment.clone() {
                 // Those of the block that trains: the copy drops nothing of its own.
                 let mut pass = draws.pass(&self.blocks[layer], layer);
                 let slot = Slot::default();
                 if keep {
-                    pass.results = Results::Kept(slot.clone());
+                    pass.attention.results = Results::Kept(slot.clone());
                 }
                 stream = plain.blocks[layer].step(stream, pass)?;
                 kept[layer] = slot.take();
             }
-            choice = stream.choice.take();
+            choice = stream.aside.choice.take();
             x = stream.finish()?;
         }
         Ok((inputs, kept))

@@ -4,9 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use burn::tensor::Tensor;
 use burn_blocksparse::internal::AttentionResiduals;
-use burn_blocksparse::{
-    AttentionOptions, AttentionTensors, Layout, OpError, SparseAttentionCall, WeightsMode,
-};
+use burn_blocksparse::{OpError, SparseAttentionCall, WeightsMode};
 
 /// What becomes of the results of a call of attention. Nothing of it changes what the call computes.
 #[derive(Clone, Debug, Default)]
@@ -23,18 +21,13 @@ pub(crate) enum Results {
 }
 
 impl Results {
-    pub(crate) fn attention<'a>(
+    /// Those of a call; stored weights are not kept.
+    pub(crate) fn of(
         &self,
-        [q, k, v]: [Tensor<4>; 3],
-        tensors: AttentionTensors,
-        layout: impl Into<Layout<'a>>,
-        options: AttentionOptions,
+        call: SparseAttentionCall,
+        weights: WeightsMode,
     ) -> Result<Tensor<4>, OpError> {
-        // Stored weights are not kept.
-        let keeps = options.weights == WeightsMode::Recompute;
-        let call = SparseAttentionCall::new(q, k, v, layout)
-            .tensors(tensors)
-            .options(options);
+        let keeps = weights == WeightsMode::Recompute;
         Ok(match self {
             Self::Given(kept) => call.run_from_residuals(AttentionResiduals::clone(kept))?.0,
             Self::Kept(slot) if keeps => {

@@ -6,9 +6,9 @@ use burn_blocksparse::layout::PaddingMask;
 use burn_blocksparse::{BlockLayout, DeviceLayout, Layout, OpError, Pattern};
 use burn_sparse_select::{Candidates, EstimateInputs, SelectedBlocks, Selection, SelectionQuality};
 
-use crate::call::{Call, Seen};
+use crate::call::{Call, Heads, Seen};
 use crate::error::{Result, ensure, ensure_none, or_panic};
-use crate::kind::{AttentionKind, Heads};
+use crate::kind::AttentionKind;
 use crate::layouts::Request;
 use crate::shared_choice::{Chosen, SharedChoice};
 use crate::stream::Stream;
@@ -160,7 +160,7 @@ impl SparseMultiHeadAttention {
         self.kind().ensure_replaceable()?;
         let (call, _) = self.prepare(&input, 0)?;
         let heads = self.project(input, &call)?;
-        let layout = choose(heads.0.clone(), heads.1.clone())?;
+        let layout = choose(heads[0].clone(), heads[1].clone())?;
         let context = self.attend(heads, &layout, &call)?;
         self.finish(context, &call)
     }
@@ -185,7 +185,7 @@ impl SparseMultiHeadAttention {
             return Ok(Some(layout.clone()));
         }
         let cut = self.cut(selection, &request)?;
-        let (query, key, _) = self.project(input, &call)?;
+        let [query, key, _] = self.project(input, &call)?;
         Ok(Some(self.choose(selection, &cut, query, key)?))
     }
 
@@ -229,7 +229,7 @@ impl SparseMultiHeadAttention {
         cut: &Cut,
         call: &Call,
     ) -> Result<Seen> {
-        let (query, key) = (heads.0.clone(), heads.1.clone());
+        let [query, key, _] = heads.clone();
         let chosen = self.choice_of(selection, cut, query, key)?;
         SharedChoice::from(chosen).attend(self, heads, call)
     }
@@ -252,7 +252,7 @@ impl SparseMultiHeadAttention {
     /// What heads see of blocks that a selection listed for each query, and of its forced ones.
     pub(crate) fn attend_blocks(
         &self,
-        (query, key, value): Heads,
+        [query, key, value]: Heads,
         selection: &Selection,
         lists: Option<SelectedBlocks>,
         call: &Call,
@@ -309,7 +309,7 @@ impl SparseMultiHeadAttention {
         check_choice(self.pattern(), selection)?;
         let (call, request) = self.prepare(&input, 0)?;
         let cut = self.cut(selection, &request)?;
-        let (query, key, _) = self.project(input, &call)?;
+        let [query, key, _] = self.project(input, &call)?;
         let call = self.score_call(query, key);
         Ok(selection.quality_within(&call, cut.layout.as_ref())?)
     }

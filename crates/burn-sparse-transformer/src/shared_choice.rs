@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use burn::tensor::Tensor;
 use burn_blocksparse::DeviceLayout;
 use burn_sparse_select::msa::Msa;
 use burn_sparse_select::{DispatchMode, SelectedBlocks, Selection, TokenIndices};
@@ -40,6 +41,26 @@ pub(crate) enum Chosen {
     Indexed(Msa, Option<SelectedBlocks>),
     /// Single keys, of an indexer.
     Keys(TokenIndices, DispatchMode),
+}
+
+/// What a layer gives beside what heads see.
+#[derive(Clone, Debug, Default)]
+pub struct Aside {
+    /// To be added to the loss.
+    pub aux_loss: Option<Tensor<1>>,
+    /// For the layers behind this one.
+    pub choice: Option<SharedChoice>,
+}
+
+impl Aside {
+    /// With what a later layer gives.
+    pub(crate) fn then(self, later: Self) -> Self {
+        let losses = [self.aux_loss, later.aux_loss].into_iter().flatten();
+        Self {
+            aux_loss: losses.reduce(|a, b| a + b),
+            choice: later.choice.or(self.choice),
+        }
+    }
 }
 
 impl From<Chosen> for SharedChoice {

@@ -1,5 +1,7 @@
 //! The residual stream, and the branch that is still to be added to it.
 
+use std::mem::take;
+
 use burn::nn::LayerNorm;
 use burn::tensor::{FloatDType, Tensor};
 use burn_fused_ops::{
@@ -7,7 +9,7 @@ use burn_fused_ops::{
 };
 
 use crate::error::Result;
-use crate::shared_choice::SharedChoice;
+use crate::shared_choice::Aside;
 
 /// What a layer computed and does not add to the stream itself: the addition, its bias, its dropout and the norm that follows are one pass.
 #[derive(Clone, Debug)]
@@ -15,10 +17,7 @@ pub(crate) struct Projected {
     /// `[batch, seq, d_model]`, in the dtype of the products.
     pub(crate) x: Tensor<3>,
     pub(crate) bias: Option<Tensor<1>>,
-    /// To be added to the loss.
-    pub(crate) aux_loss: Option<Tensor<1>>,
-    /// For the layers behind this one.
-    pub(crate) choice: Option<SharedChoice>,
+    pub(crate) aside: Aside,
 }
 
 impl Projected {
@@ -26,8 +25,7 @@ impl Projected {
         Self {
             x,
             bias,
-            aux_loss: None,
-            choice: None,
+            aside: Aside::default(),
         }
     }
 
@@ -43,10 +41,8 @@ impl Projected {
 pub(crate) struct Stream {
     x: Tensor<3>,
     pending: Option<(Projected, Option<ElementDropout>)>,
-    /// What the layers so far add to the loss.
-    aux_loss: Option<Tensor<1>>,
-    /// The keys that the latest layer chose or took, for the next one.
-    pub(crate) choice: Option<SharedChoice>,
+    /// Of the layers so far.
+    pub(crate) aside: Aside,
 }
 
 impl Stream {
@@ -54,18 +50,12 @@ impl Stream {
         Self {
             x,
             pending: None,
-            aux_loss: None,
-            choice: None,
+            aside: Aside::default(),
         }
     }
 
     pub(crate) fn x(&self) -> &Tensor<3> {
         &self.x
-    }
-
-    /// What the layers so far add to the loss, of which the stream is rid then.
-    pub(crate) fn take_aside(&mut self) -> Option<Tensor<1>> {
-        self.aux_loss.take()
     }
 
     /// Adds a branch, of which `dropout` drops, at the next norm.
@@ -74,13 +64,11 @@ impl Stream {
         mut branch: Projected,
         dropout: Option<ElementDropout>,
     ) -> Result<Self> {
-        let parts = [self.take_aside(), branch.aux_loss.take()];
-        let choice = branch.choice.take().or(self.choice.take());
+        let aside = take(&mut self.aside).then(take(&mut branch.aside));
         Ok(Self {
             x: self.finish()?,
             pending: Some((branch, dropout)),
-            aux_loss: parts.into_iter().flatten().reduce(|a, b| a + b),
-            choice,
+            aside,
         })
     }
 
@@ -109,8 +97,7 @@ impl Stream {
         });
         let (x, normed) = add_norm(self.x, branch, params, &options)?;
         let stream = Self {
-            aux_loss: self.aux_loss,
-            choice: self.choice,
+            aside: self.aside,
             ..Self::new(x)
         };
         Ok((stream, normed))

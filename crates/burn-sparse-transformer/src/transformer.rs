@@ -436,7 +436,7 @@ impl SparseTransformer {
         pub fn try_loss {
             self.check_targets(&tokens, &targets)?;
             let mut stream = self.stream(tokens)?;
-            let aux_loss = stream.take_aside();
+            let aux_loss = stream.aside.aux_loss.take();
             let loss = self.head_loss(stream, targets)?;
             Ok(match aux_loss {
                 Some(aux_loss) if self.dsa_stage() == Some(DsaStage::WarmUp) => {

@@ -52,12 +52,12 @@ impl SparseTransformer {
         }
         let (call, _) = plain.prepare(input, 0)?;
         let tokens = (self.in_graph(input.query.clone()), &call.key);
-        let (q, k, _) = plain.project(input.clone(), &call)?;
+        let [q, k, _] = plain.project(input.clone(), &call)?;
         let [q, k] = [q, k].map(|x| self.in_graph(x));
         let (pair, scale) = ([&q, &k], plain.options.scale);
         match (trained.dsa(), trained.msa()) {
-            (Some(dsa), _) => dsa.loss_of(tokens, pair, scale).map(Some),
-            (None, Some(msa)) => msa.loss_of(tokens, pair, scale).map(Some),
+            (Some(dsa), _) => dsa.warm_up_loss(tokens, pair, scale).map(Some),
+            (None, Some(msa)) => msa.warm_up_loss(tokens, pair, scale).map(Some),
             (None, None) => Ok(None),
         }
     }

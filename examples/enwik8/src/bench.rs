@@ -19,7 +19,7 @@ use crate::progress::say;
 use crate::report::median;
 use crate::step::{Batch, Steps};
 use crate::table::table;
-use crate::{arguments, device, model, run};
+use crate::{arguments, device, files, model};
 
 /// Time training iterations with sparse and with dense attention
 #[derive(Args, Debug)]
@@ -212,7 +212,7 @@ pub fn run(args: &BenchArgs) -> Result<()> {
         say(format!("\n{}", memory_table(&rows)));
     }
     if let Some(path) = &args.json {
-        run::write_json(path, &rows)?;
+        files::write_json(path, &rows)?;
     }
     Ok(())
 }

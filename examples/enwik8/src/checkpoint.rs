@@ -10,8 +10,8 @@
 //! A checkpoint appears under its name only when it is complete and on disk: it is written to a temporary file in the
 //! same folder, synced and renamed. A process killed at any moment leaves the previous checkpoints as they were.
 
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fs;
+use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::RunConfig;
 use crate::data::{Fingerprint, SamplerState};
+use crate::files::write_atomically;
 
 const MAGIC: &[u8; 8] = b"BSTRAIN1";
 /// Magic, checksum and three lengths.
@@ -160,45 +161,6 @@ impl Checkpoint {
     }
 }
 
-/// [`write_atomically`] of all bytes of a file, with an error that names it.
-pub fn write_whole(path: &Path, bytes: impl AsRef<[u8]>) -> Result<()> {
-    write_atomically(path, |file| file.write_all(bytes.as_ref()))
-        .with_context(|| format!("cannot write {}", path.display()))
-}
-
-/// Writes a file under a temporary name in the same folder, syncs it, and renames it to `path`.
-///
-/// # Errors
-/// Those of the file system; `path` is then as it was.
-pub fn write_atomically(
-    path: &Path,
-    write: impl FnOnce(&mut File) -> io::Result<()>,
-) -> io::Result<()> {
-    let temporary = path.with_added_extension(TEMPORARY);
-    let mut file = File::create(&temporary)?;
-    write(&mut file)?;
-    file.sync_all()?;
-    fs::rename(&temporary, path)?;
-    sync_folder(path)
-}
-
-/// Extension of files that are not complete yet.
-pub const TEMPORARY: &str = "partial";
-
-/// Makes the new name itself survive a power cut, where the system can.
-#[cfg(unix)]
-fn sync_folder(path: &Path) -> io::Result<()> {
-    match path.parent() {
-        Some(folder) if !folder.as_os_str().is_empty() => File::open(folder)?.sync_all(),
-        _ => Ok(()),
-    }
-}
-
-#[cfg(not(unix))]
-fn sync_folder(_: &Path) -> io::Result<()> {
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -247,7 +209,7 @@ mod tests {
         assert_eq!(files, 1, "no temporary file is left");
         let failed = write_atomically(&path, |file| {
             file.write_all(b"half")?;
-            Err(io::Error::other("disk full"))
+            Err(std::io::Error::other("disk full"))
         });
         assert!(failed.is_err());
         assert_eq!(Checkpoint::read(&path).unwrap(), checkpoint());

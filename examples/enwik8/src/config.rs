@@ -308,8 +308,11 @@ fn first_difference(
     let name = names.next().map_or("preset", String::as_str);
     let (stored, asked) = (of(&before, name), of(&now, name));
     let flag = flags::of(name);
-    Some(match asked_by(name, overrides) {
-        Some(other) if other != flag => {
+    let given = flags::all_of(name)
+        .iter()
+        .find(|flag| overrides.gives(flag));
+    Some(match given {
+        Some(other) if **other != flag => {
             format!("with --{flag} {stored}, but --{other} makes that {asked}")
         }
         _ => format!("with --{flag} {stored}, but --{flag} {asked} was asked for"),
@@ -347,32 +350,6 @@ fn shown(value: &Value) -> String {
         Value::Array(values) => values.iter().map(shown).collect::<Vec<_>>().join(" "),
         other => other.to_string(),
     }
-}
-
-/// The flag that the user gave and that changes a field which has another flag, or none.
-fn asked_by(field: &str, overrides: &Overrides) -> Option<&'static str> {
-    let candidates: &[&str] = match field {
-        "patterns" => &[
-            "pattern",
-            "attention",
-            "selection",
-            "selection-file",
-            "picture-size",
-        ],
-        "factorization" => &["factorization", "attention", "selection", "selection-file"],
-        "content" => &["attention", "commitment", "means-decay"],
-        "local_heads" => &["local-heads", "attention"],
-        "position_width" => &["position-width", "pattern", "picture-size"],
-        "context" => &["context", "picture-size"],
-        "ff_weights.block" => &["ff-block", "ff-density"],
-        "ff_weights.layout" => &["ff-layout", "ff-density"],
-        "selections" | "head_selections" => &["selection", "selection-file"],
-        _ => &[],
-    };
-    candidates
-        .iter()
-        .copied()
-        .find(|flag| overrides.gives(flag))
 }
 
 #[cfg(test)]

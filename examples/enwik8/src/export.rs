@@ -8,8 +8,8 @@ use burn_sparse_transformer::weights::{KeyMap, save_safetensors};
 use clap::{Args, ValueEnum};
 
 use crate::arguments::ModelArgs;
-use crate::checkpoint::write_whole;
 use crate::data::thousands;
+use crate::files::write_whole;
 use crate::progress::{say, warn};
 use crate::{model, pattern};
 

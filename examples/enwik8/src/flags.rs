@@ -13,41 +13,67 @@ macro_rules! ensure_all {
 }
 pub(crate) use ensure_all;
 
-/// Fields and arguments whose flags are called otherwise. Every other flag is the name with `-` in the place of `_`.
-const RENAMED: [(&str, &str); 27] = [
-    ("n_layers", "layers"),
-    ("n_heads", "heads"),
-    ("n_kv_heads", "kv-heads"),
-    ("block_size", "block"),
-    ("embedding_width", "position-width"),
-    ("patterns", "pattern"),
-    ("content", "attention"),
-    ("selections", "selection"),
-    ("head_selections", "selection-file"),
-    ("full_last_layers", "selection-full-last"),
-    ("pictures", "picture-size"),
-    ("pictures.side", "picture-size"),
-    ("pictures.classes", "classes"),
-    ("pictures.halved", "halve"),
-    ("ff_weights", "ff-density"),
-    ("ff_weights.density", "ff-density"),
-    ("ff_weights.block", "ff-block"),
-    ("ff_weights.layout", "ff-layout"),
-    ("ff_prune.density", "ff-prune"),
-    ("ff_prune.from", "ff-prune-from"),
-    ("ff_prune.until", "ff-prune-until"),
-    ("ff_prune.every", "ff-prune-every"),
-    ("learning_rate", "lr"),
-    ("beta_1", "beta1"),
-    ("beta_2", "beta2"),
-    ("max_grad_norm", "clip"),
-    ("indexer_rate", "indexer-lr"),
+/// Fields and arguments whose flags are called otherwise, or that other flags change, too, which stand behind their own. Every other flag is the name with `-` in
+/// the place of `_`.
+const FLAGS: [(&str, &[&str]); 31] = [
+    ("n_layers", &["layers"]),
+    ("n_heads", &["heads"]),
+    ("n_kv_heads", &["kv-heads"]),
+    ("block_size", &["block"]),
+    ("embedding_width", &["position-width"]),
+    (
+        "position_width",
+        &["position-width", "pattern", "picture-size"],
+    ),
+    ("context", &["context", "picture-size"]),
+    (
+        "patterns",
+        &[
+            "pattern",
+            "attention",
+            "selection",
+            "selection-file",
+            "picture-size",
+        ],
+    ),
+    (
+        "factorization",
+        &["factorization", "attention", "selection", "selection-file"],
+    ),
+    ("content", &["attention", "commitment", "means-decay"]),
+    ("local_heads", &["local-heads", "attention"]),
+    ("selections", &["selection", "selection-file"]),
+    ("head_selections", &["selection-file", "selection"]),
+    ("full_last_layers", &["selection-full-last"]),
+    ("pictures", &["picture-size"]),
+    ("pictures.side", &["picture-size"]),
+    ("pictures.classes", &["classes"]),
+    ("pictures.halved", &["halve"]),
+    ("ff_weights", &["ff-density"]),
+    ("ff_weights.density", &["ff-density"]),
+    ("ff_weights.block", &["ff-block", "ff-density"]),
+    ("ff_weights.layout", &["ff-layout", "ff-density"]),
+    ("ff_prune.density", &["ff-prune"]),
+    ("ff_prune.from", &["ff-prune-from"]),
+    ("ff_prune.until", &["ff-prune-until"]),
+    ("ff_prune.every", &["ff-prune-every"]),
+    ("learning_rate", &["lr"]),
+    ("beta_1", &["beta1"]),
+    ("beta_2", &["beta2"]),
+    ("max_grad_norm", &["clip"]),
+    ("indexer_rate", &["indexer-lr"]),
 ];
+
+/// The flags that change a field, its own one first; none where that has the field's name and is the only one.
+pub fn all_of(name: &str) -> &'static [&'static str] {
+    let known = FLAGS.iter().find(|(known, _)| *known == name);
+    known.map_or(&[], |(_, flags)| *flags)
+}
 
 /// The flag of a field or an argument, without its dashes.
 pub fn of(name: &str) -> String {
-    let renamed = RENAMED.iter().find(|(known, _)| *known == name);
-    renamed.map_or_else(|| name.replace('_', "-"), |(_, flag)| (*flag).to_owned())
+    let own = all_of(name).first();
+    own.map_or_else(|| name.replace('_', "-"), |flag| (*flag).to_owned())
 }
 
 /// The one of a flag's names that stands on the command line, or else the first.
@@ -192,12 +218,14 @@ mod tests {
             );
         }
         let flags = Overrides::augment_args(Command::new("flags"));
-        for (name, flag) in RENAMED {
-            let mut arguments = flags.get_arguments();
-            assert!(
-                arguments.any(|argument| argument.get_long() == Some(flag)),
-                "{name}: --{flag}"
-            );
+        for (name, known) in FLAGS {
+            for &flag in known {
+                let mut arguments = flags.get_arguments();
+                assert!(
+                    arguments.any(|argument| argument.get_long() == Some(flag)),
+                    "{name}: --{flag}"
+                );
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::write_atomically;
+use crate::files::write_atomically;
 use crate::recall::LayerRecall;
 use crate::tensorboard::EventFile;
 

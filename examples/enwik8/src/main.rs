@@ -13,6 +13,7 @@ mod draw;
 mod eval;
 mod exit;
 mod export;
+mod files;
 mod flags;
 mod images;
 mod import;

@@ -6,8 +6,8 @@ use std::path::Path;
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::write_whole;
 use crate::device::NamedDevice;
+use crate::files::write_whole;
 
 /// Where a run was computed, and the most that any of its processes held.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

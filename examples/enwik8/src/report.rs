@@ -12,10 +12,11 @@ use burn_sparse_transformer::SparseTransformer;
 use clap::Args;
 
 use crate::arguments::{self, ModelArgs};
-use crate::checkpoint::{Checkpoint, write_whole};
+use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
 use crate::data::{Corpus, Split, thousands};
 use crate::device::NamedDevice;
+use crate::files::write_whole;
 use crate::images::format::Pictures;
 use crate::images::{grid, sample as images};
 use crate::log::{self, Row, Validated};

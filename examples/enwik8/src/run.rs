@@ -5,10 +5,10 @@ use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use serde::Serialize;
 
-use crate::checkpoint::{Checkpoint, TEMPORARY, write_whole};
+use crate::checkpoint::Checkpoint;
 use crate::config::RunConfig;
+use crate::files::{TEMPORARY, entries, write_whole};
 use crate::progress::{program, warn};
 use crate::tensorboard::is_event_file;
 
@@ -135,12 +135,6 @@ impl RunFolder {
     }
 }
 
-/// Writes a value as JSON where a flag says.
-pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
-    let text = serde_json::to_string_pretty(value)?;
-    fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))
-}
-
 /// The newest checkpoint of a run that is whole, with a warning of each that is not.
 ///
 /// # Errors
@@ -246,12 +240,6 @@ fn remove(files: impl IntoIterator<Item = PathBuf>) -> Result<()> {
     files.into_iter().try_for_each(|path| {
         fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))
     })
-}
-
-fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
-    fs::read_dir(folder)
-        .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())
-        .with_context(|| format!("cannot read {}", folder.display()))
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use crate::arguments::{self, MOST, MOST_AT_ONCE, ModelArgs};
 use crate::data::thousands;
 use crate::kept::{CACHE, KeptArgs};
 use crate::progress::warn;
-use crate::{model, run};
+use crate::{files, model};
 
 /// Generate text from a checkpoint
 #[derive(Args, Debug)]
@@ -131,8 +131,12 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     let pool = args.pool(kept, model.context(), &lengths, read);
     let mut writer = Writer::new(model, &pool, args.graph, args.speculate.unwrap_or(0))
         .map_err(|error| args.kept.explained(error, config))?;
-    let stop: Vec<&[u8]> = args.stop.iter().map(String::as_bytes).collect();
-    let sampling = args.sampling();
+    let rules = Rules {
+        sampling: args.sampling(),
+        stop: args.stop.iter().map(String::as_bytes).collect(),
+        length: args.length,
+        drafts: args.speculate.map(PromptLookup::new),
+    };
     // One text is written as it comes, several when all are done.
     let mut output = match prompts.len() {
         1 => Some(Output::open(args.output.as_deref())?),
@@ -141,8 +145,8 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     if let Some(output) = &mut output {
         output.write(&prompts[0])?;
     }
-    let drafts = args.speculate.map(PromptLookup::new);
-    let texts = prompts.iter().map(|prompt| Sample::new(prompt, drafts));
+    let texts = prompts.iter().enumerate();
+    let texts = texts.map(|(number, prompt)| Sample::new(&rules, number, prompt));
     let mut texts: Vec<Sample> = texts.collect();
     let begun = Instant::now();
     let read: Vec<&[u8]> = prompts.iter().map(Vec::as_slice).collect();
@@ -161,24 +165,24 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     while !going_on.is_empty() {
         let before = Instant::now();
         for ((&text, rows), draft) in going_on.iter().zip(&rows).zip(&drafts) {
-            let accepted = texts[text].check(text, rows, draft, &sampling, &stop, args.length)?;
-            if accepted < draft.len() && texts[text].goes_on(args.length) {
+            let accepted = texts[text].check(rows, draft)?;
+            if accepted < draft.len() && texts[text].goes_on() {
                 writer.take_back(text, draft.len() - accepted)?;
             }
             times.drafted += draft.len();
             times.accepted += accepted;
         }
         if let Some(output) = &mut output {
-            output.write(texts[0].certain(&stop))?;
+            output.write(texts[0].certain())?;
         }
-        going_on.retain(|&text| texts[text].goes_on(args.length));
+        going_on.retain(|&text| texts[text].goes_on());
         let is_late = (args.max_time).is_some_and(|most| begun.elapsed().as_secs_f64() >= most);
         if going_on.is_empty() || is_late {
             times.steps.push(before.elapsed());
             break;
         }
         drafts = (going_on.iter())
-            .map(|&text| texts[text].draft(writer.room(text), args.length))
+            .map(|&text| texts[text].draft(writer.room(text)))
             .collect();
         let more = going_on.iter().zip(&drafts);
         let more: Vec<(usize, Vec<u8>)> = more
@@ -202,7 +206,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
             eprint!("{statistics}");
         }
         if let Some(path) = &args.json {
-            run::write_json(path, &statistics)?;
+            files::write_json(path, &statistics)?;
         }
     }
     Ok(())
@@ -305,8 +309,18 @@ fn page_size(text: &str) -> Result<usize, String> {
         .ok_or_else(|| "must be 16, 32, 64 or 128".to_owned())
 }
 
+/// What all texts are written by.
+struct Rules<'a> {
+    sampling: Sampling,
+    stop: Vec<&'a [u8]>,
+    length: usize,
+    drafts: Option<PromptLookup>,
+}
+
 /// A text that is being written.
-struct Sample {
+struct Sample<'a> {
+    rules: &'a Rules<'a>,
+    number: usize,
     /// Whether a byte was read or written.
     seen: [bool; 256],
     written: Vec<u8>,
@@ -317,16 +331,18 @@ struct Sample {
     index: Option<PromptLookupIndex>,
 }
 
-impl Sample {
-    fn new(prompt: &[u8], drafts: Option<PromptLookup>) -> Self {
+impl<'a> Sample<'a> {
+    fn new(rules: &'a Rules<'a>, number: usize, prompt: &[u8]) -> Self {
         let mut seen = [false; 256];
         (prompt.iter()).for_each(|&byte| seen[usize::from(byte)] = true);
-        let index = drafts.map(|drafts| {
+        let index = rules.drafts.map(|drafts| {
             let mut index = PromptLookupIndex::new(drafts);
             index.extend(prompt.iter().map(|&byte| byte.into()));
             index
         });
         Self {
+            rules,
+            number,
             seen,
             written: Vec::new(),
             given: 0,
@@ -335,31 +351,24 @@ impl Sample {
         }
     }
 
-    fn goes_on(&self, length: usize) -> bool {
-        !self.has_stopped && self.written.len() < length
+    fn goes_on(&self) -> bool {
+        !self.has_stopped && self.written.len() < self.rules.length
     }
 
     /// Draws bytes as long as they are the drafted ones, and one behind: how many were drafted.
-    fn check(
-        &mut self,
-        number: usize,
-        rows: &[Vec<f32>],
-        draft: &[u8],
-        sampling: &Sampling,
-        stop: &[&[u8]],
-        length: usize,
-    ) -> Result<usize> {
+    fn check(&mut self, rows: &[Vec<f32>], draft: &[u8]) -> Result<usize> {
         let mut accepted = 0;
         for logits in rows {
             let seen = |byte: u32| self.seen[byte as usize];
-            let next = sampling.choose(logits, seen, [number, self.written.len()]);
+            let place = [self.number, self.written.len()];
+            let next = self.rules.sampling.choose(logits, seen, place);
             let byte = next.context("the model's logits are not finite")? as u8;
-            self.push(byte, stop);
+            self.push(byte);
             if draft.get(accepted) != Some(&byte) {
                 break;
             }
             accepted += 1;
-            if !self.goes_on(length) {
+            if !self.goes_on() {
                 break;
             }
         }
@@ -367,48 +376,45 @@ impl Sample {
     }
 
     /// What may come after the last byte.
-    fn draft(&self, room: usize, length: usize) -> Vec<u8> {
-        let draft = self
-            .index
-            .as_ref()
-            .map(PromptLookupIndex::draft)
-            .unwrap_or_default();
+    fn draft(&self, room: usize) -> Vec<u8> {
+        let draft = self.index.as_ref().map(PromptLookupIndex::draft);
         // One byte is drawn behind a draft.
-        let room = room.min(length - self.written.len() - 1);
-        draft
-            .into_iter()
-            .take(room)
-            .map(|byte| byte as u8)
-            .collect()
+        let room = room.min(self.rules.length - self.written.len() - 1);
+        let draft = draft.unwrap_or_default().into_iter();
+        draft.take(room).map(|byte| byte as u8).collect()
     }
 
-    fn push(&mut self, byte: u8, stop: &[&[u8]]) {
+    fn push(&mut self, byte: u8) {
         self.seen[usize::from(byte)] = true;
         self.written.push(byte);
         if let Some(index) = &mut self.index {
             index.extend([byte.into()]);
         }
-        let found = stop.iter().find(|stop| self.written.ends_with(stop));
-        if let Some(stop) = found {
+        let mut stop = self.rules.stop.iter();
+        if let Some(stop) = stop.find(|stop| self.written.ends_with(stop)) {
             self.written.truncate(self.written.len() - stop.len());
             self.has_stopped = true;
         }
     }
 
     /// What belongs to the text for certain and was not given yet.
-    fn certain(&mut self, stop: &[&[u8]]) -> &[u8] {
+    fn certain(&mut self) -> &[u8] {
         let held = match self.has_stopped {
             true => 0,
-            false => held_back(&self.written, stop),
+            false => held_back(&self.written, &self.rules.stop),
         };
-        let certain = self.written.len() - held;
+        self.up_to(self.written.len() - held)
+    }
+
+    /// What was not given yet.
+    fn rest(&mut self) -> &[u8] {
+        self.up_to(self.written.len())
+    }
+
+    fn up_to(&mut self, certain: usize) -> &[u8] {
         let from = self.given.min(certain);
         self.given = certain.max(self.given);
         &self.written[from..certain]
-    }
-
-    fn rest(&mut self) -> &[u8] {
-        self.certain(&[])
     }
 
     fn last(&self) -> &[u8] {

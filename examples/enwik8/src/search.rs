@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::arguments::{self, ModelArgs};
 use crate::data::{Corpus, Split};
 use crate::progress::say;
-use crate::{model, notation, recall, run};
+use crate::{files, model, notation, recall};
 
 /// Find the selection with the largest recall for each head
 #[derive(Args, Debug)]
@@ -130,7 +130,7 @@ pub fn run(args: &SearchArgs) -> Result<()> {
         numbers(&file.recall),
         numbers(&file.density)
     ));
-    run::write_json(&args.out, &file)
+    files::write_json(&args.out, &file)
 }
 
 /// For each head the candidate of largest recall of those that are sparse enough, ties go to the earlier; the sparsest if none is.

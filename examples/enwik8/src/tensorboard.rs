@@ -20,6 +20,7 @@ use anyhow::{Context, Result};
 use crc32c::crc32c;
 use prost::Message;
 
+use crate::files::entries;
 use crate::log::Row;
 use crate::memory::Resources;
 use crate::recall::mean;
@@ -146,13 +147,11 @@ fn now() -> f64 {
 
 /// The run's event files, oldest first.
 fn event_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = fs::read_dir(folder)
-        .and_then(|entries| entries.collect::<Result<Vec<_>, _>>())
-        .with_context(|| format!("cannot read {}", folder.display()))?;
-    let mut files: Vec<PathBuf> = (entries.into_iter())
-        .filter(|entry| entry.file_name().to_str().is_some_and(is_event_file))
-        .map(|entry| entry.path())
-        .collect();
+    let mut files = entries(folder)?;
+    files.retain(|path| {
+        let name = path.file_name().and_then(|name| name.to_str());
+        name.is_some_and(is_event_file)
+    });
     files.sort();
     Ok(files)
 }

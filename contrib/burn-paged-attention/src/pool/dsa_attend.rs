@@ -15,6 +15,7 @@ use burn_sparse_select::dsa::DsaIndex;
 use burn_sparse_select::msa::MsaIndex;
 use burn_sparse_transformer::TransformerError;
 use burn_sparse_transformer::dsa::DsaHeads;
+use burn_sparse_transformer::internal::Indexed as _;
 use burn_sparse_transformer::msa::MsaHeads;
 
 /// Heads that an indexer chooses for, and what it makes of a step's rows.
@@ -60,12 +61,12 @@ impl Layer<'_> {
             // Rows after a prompt are chosen by none.
             Road::Dense(_) => {
                 let (heads, options) = ([query, key, value], self.attention_options());
-                let (heads, choice) = match indexed {
-                    Indexed::Dsa(dsa, index) => dsa.attend_parts(heads, index, options)?,
-                    Indexed::Msa(msa, index) => msa.attend_parts(heads, index, options)?,
+                let seen = match indexed {
+                    Indexed::Dsa(dsa, index) => dsa.attend(heads, index, options, false)?,
+                    Indexed::Msa(msa, index) => msa.attend(heads, index, options, false)?,
                 };
-                shared.give_prompt(choice);
-                Ok(heads)
+                shared.give_prompt(seen.aside.choice);
+                Ok(seen.heads)
             }
             Road::Paged(page_lists) => {
                 let told = (&**page_lists, shared);

@@ -25,8 +25,8 @@ impl Layer<'_> {
     ) -> Result<Tensor<4>, TransformerError> {
         let (heads, placing) = self.nsa_projections(x.clone(), &step.positions)?;
         let query = heads.query.clone();
-        let gates = nsa.gates(x.clone(), &query, self.precision())?;
-        let new = nsa.branches(x, heads, &step.positions, &placing, self.precision())?;
+        let gates = nsa.gates(x.clone(), &query)?;
+        let new = nsa.branches(x, heads, &step.positions, &placing)?;
 
         let LayerPages {
             group,
@@ -48,7 +48,7 @@ impl Layer<'_> {
         branches.entries.copy(of_step.copies.as_ref())?;
 
         if let Road::Dense(_) = group.road {
-            let compressed = nsa.compressed(new.tokens.clone(), 0, &placing, self.precision())?;
+            let compressed = nsa.compressed(new.tokens.clone(), 0, &placing)?;
             if let (Some(pair), Some(ended)) = (compressed.clone(), &of_step.ended) {
                 branches.entries.write(None, pair, ended.slots.clone())?;
             }
@@ -66,7 +66,7 @@ impl Layer<'_> {
                 rows.reshape([count, self.n_kv_heads(), nsa.config().block, width])
             });
             let last_of = |_: [usize; 2]| last.clone();
-            let pair = nsa.compressed_at(blocks, last_of, &placing, self.precision())?;
+            let pair = nsa.compressed_at(blocks, last_of, &placing)?;
             let pair = pair.ok_or_else(lost)?;
             branches.entries.write(None, pair, slots.clone())?;
         }

@@ -10,7 +10,7 @@ use crate::TransformerError;
 use crate::dsa::DsaHeadsConfig;
 use crate::error::Result;
 use crate::msa::MsaHeadsConfig;
-use crate::notation::write_numbers;
+use crate::notation::{read_numbers, write_numbers};
 use crate::nsa::NsaHeadsConfig;
 
 /// Content-based heads of a layer: each token selects its own keys.
@@ -137,30 +137,26 @@ impl FromStr for ContentAttention {
 
     fn from_str(text: &str) -> Result<Self> {
         let read = |text: &str| {
-            match text {
-                NsaHeadsConfig::NAME => return Some(Self::Nsa(NsaHeadsConfig::new())),
-                DsaHeadsConfig::NAME => return Some(Self::Dsa(DsaHeadsConfig::new())),
-                MsaHeadsConfig::NAME => return Some(Self::Msa(MsaHeadsConfig::new())),
-                _ => {}
-            }
-            let (name, arguments) = text.split_once(':')?;
-            let arguments: Vec<&str> = arguments.split(',').collect();
-            let number = |at: usize| arguments[at].parse::<usize>().ok();
-            Some(match (name, &arguments[..]) {
-                ("routing", [_]) => Self::Routing(RoutingHeadsConfig::new(number(0)?)),
-                ("routing", [_, _]) => {
-                    let clusters = Some(number(1)?);
-                    Self::Routing(RoutingHeadsConfig::new(number(0)?).with_clusters(clusters))
+            let (name, arguments) = match text.split_once(':') {
+                Some((name, arguments)) => (name, arguments.split(',').collect()),
+                None => (text, Vec::new()),
+            };
+            let (numbers, words) = read_numbers(&arguments)?;
+            Some(match (name, &numbers[..], words) {
+                ("routing", &[window], []) => Self::Routing(RoutingHeadsConfig::new(window)),
+                ("routing", &[window, clusters], []) => {
+                    let config = RoutingHeadsConfig::new(window);
+                    Self::Routing(config.with_clusters(Some(clusters)))
                 }
-                ("lsh", [_, _] | [_, _, "dedup"]) => Self::Lsh(
+                ("lsh", &[bucket, rounds], [] | ["dedup"]) => Self::Lsh(
                     LshHeadsConfig::new()
-                        .with_bucket(number(0)?)
-                        .with_rounds(number(1)?)
-                        .with_dedup(arguments.len() == 3),
+                        .with_bucket(bucket)
+                        .with_rounds(rounds)
+                        .with_dedup(!words.is_empty()),
                 ),
-                (NsaHeadsConfig::NAME, arguments) => Self::Nsa(NsaHeadsConfig::read(arguments)?),
-                (DsaHeadsConfig::NAME, arguments) => Self::Dsa(DsaHeadsConfig::read(arguments)?),
-                (MsaHeadsConfig::NAME, arguments) => Self::Msa(MsaHeadsConfig::read(arguments)?),
+                (NsaHeadsConfig::NAME, ..) => Self::Nsa(NsaHeadsConfig::read(&numbers, words)?),
+                (DsaHeadsConfig::NAME, ..) => Self::Dsa(DsaHeadsConfig::read(&numbers, words)?),
+                (MsaHeadsConfig::NAME, ..) => Self::Msa(MsaHeadsConfig::read(&numbers, words)?),
                 _ => return None,
             })
         };

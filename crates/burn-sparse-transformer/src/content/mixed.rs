@@ -8,11 +8,11 @@ use burn_blocksparse::{Pattern, Seed};
 use super::kind::ContentAttention;
 use super::lsh::LshHeads;
 use super::routing::RoutingHeads;
-use crate::call::{Call, Seen};
-use crate::dsa::indexed::{Indexed, check_pattern, seen};
+use crate::call::{Call, Heads, Seen};
+use crate::dsa::indexed::{self, Indexed, check_pattern, seen};
 use crate::dsa::{DsaHeads, DsaStage};
 use crate::error::{Result, ensure, ensure_none};
-use crate::kind::{AttentionKind, Heads, check_causal, check_input};
+use crate::kind::{AttentionKind, check_causal, check_input};
 use crate::layouts::Request;
 use crate::msa::MsaHeads;
 use crate::nsa::NsaHeads;
@@ -97,11 +97,9 @@ impl ContentHeads {
         match (&self.routing, &self.lsh) {
             (Some(routing), _) => {
                 let out = routing.try_forward(query, value)?;
-                Ok(Seen {
-                    heads: out.context,
-                    aux_loss: out.commitment,
-                    choice: None,
-                })
+                let mut seen = Seen::from(out.context);
+                seen.aside.aux_loss = out.commitment;
+                Ok(seen)
             }
             (None, Some(lsh)) => Ok(lsh.try_forward(query, value, seed)?.into()),
             (None, None) => unreachable!("made with one of them, or called as a whole layer"),
@@ -116,7 +114,7 @@ impl ContentHeads {
     ) -> Result<(Seen, Call)> {
         let (call, request) = mha.prepare(&input, 0)?;
         let layout = mha.layouts.get(&request)?;
-        let (query, key, value) = mha.project(input, &call)?;
+        let [query, key, value] = mha.project(input, &call)?;
         let local = self.local_heads;
         let trains = query.is_autodiff();
         let groups = |x: Tensor<4>| {
@@ -124,16 +122,15 @@ impl ContentHeads {
             (x.slice_dim(1, 0..local), far)
         };
         let ((query, far_query), (value, far_value)) = (groups(query), groups(value));
-        let near = mha.attend((query, key, value), &layout, &call)?;
-        let seed = match call.dropout_seed {
+        let near = mha.attend([query, key, value], &layout, &call)?;
+        let seed = match call.options.dropout_seed {
             Some(seed) => Some(seed.derive(ROTATIONS)),
             None => trains.then(|| mha.seeds.next()),
         };
         let far = self.forward(far_query, far_value, seed)?;
         let seen = Seen {
             heads: Tensor::cat(vec![near, far.heads], 1),
-            aux_loss: far.aux_loss,
-            choice: None,
+            aside: far.aside,
         };
         Ok((seen, call))
     }
@@ -158,8 +155,8 @@ impl AttentionKind for ContentHeads {
     ) -> Result<(Seen, Call)> {
         match (&self.nsa, &self.dsa, &self.msa) {
             (Some(nsa), ..) => nsa.context(mha, input, cache),
-            (_, Some(dsa), _) => dsa.context(self.stage, mha, input, cache),
-            (.., Some(msa)) => msa.context(self.stage, mha, input, cache),
+            (_, Some(dsa), _) => indexed::context(dsa, self.stage, mha, input, cache),
+            (.., Some(msa)) => indexed::context(msa, self.stage, mha, input, cache),
             _ if self.config.has_indexer() => self.attend_projected(mha, input, cache),
             _ => self.beside_pattern(mha, input),
         }
@@ -427,7 +424,7 @@ impl SparseMultiHeadAttention {
         };
         let input = SparseMhaInput::self_attn(x);
         let (call, _) = self.prepare(&input, 0)?;
-        let (query, ..) = self.project(input, &call)?;
+        let [query, ..] = self.project(input, &call)?;
         let query = query.slice_dim(1, local..self.n_heads);
         let routing = self.routing_mut();
         routing.map_or(Ok(()), |routing| routing.settle(query, seed))

@@ -9,7 +9,7 @@ use burn_sparse_select::dsa::{Dsa, HADAMARD_WIDTHS, HadamardFp8};
 use super::indexed::rotated;
 use crate::Precision;
 use crate::error::{Result, ensure, ensure_positive};
-use crate::notation::{read_numbers, write_numbers};
+use crate::notation::write_numbers;
 
 /// Configuration of [`DsaHeads`](super::DsaHeads). The defaults are the paper's (DeepSeek-V3.2-Exp, 2025, §2).
 ///
@@ -91,42 +91,32 @@ impl DsaHeadsConfig {
         }
     }
 
-    pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
-        let blocks = arguments
-            .last()
-            .and_then(|last| last.strip_prefix(Self::BLOCKS));
-        let arguments = &arguments[..arguments.len() - usize::from(blocks.is_some())];
-        let blocks: Option<[usize; 2]> = match blocks {
-            Some(text) => {
-                let (blocks, block) = text.split_once('x')?;
-                Some([blocks.parse().ok()?, block.parse().ok()?])
-            }
-            None => None,
-        };
-        let index_fp8 = arguments.last() == Some(&Self::FP8);
-        let arguments = &arguments[..arguments.len() - usize::from(index_fp8)];
-        let named = |text: &&str| {
-            (Precision::ALL.into_iter())
-                .filter(|one| *one != Precision::Fp8)
-                .find(|one| one.name() == *text)
-        };
-        let precision = arguments.last().and_then(named);
-        let arguments = &arguments[..arguments.len() - usize::from(precision.is_some())];
+    pub(crate) fn read(numbers: &[usize], mut words: &[&str]) -> Option<Self> {
         let of = |keep, near| Self::new().with_keep(keep).with_near(near);
-        let config = match read_numbers(arguments)?[..] {
-            [keep, near] if precision.is_none() && !index_fp8 && blocks.is_none() => of(keep, near),
-            [keep, near, heads, width] => {
+        let mut config = match (numbers, words) {
+            ([], []) => Self::new(),
+            (&[keep, near], []) => of(keep, near),
+            (&[keep, near, heads, width], _) => {
                 of(keep, near).with_index_heads(heads).with_index_dim(width)
             }
             _ => return None,
         };
-        let config = config
-            .with_index_precision(precision)
-            .with_index_fp8(index_fp8);
-        Some(match blocks {
-            Some([blocks, block]) => config.with_blocks(Some(blocks)).with_block(block),
-            None => config,
-        })
+        // Words in their order, each of them or not.
+        let own = [Precision::F32, Precision::Tf32, Precision::Bf16];
+        if let [name, rest @ ..] = words
+            && let Some(precision) = own.into_iter().find(|one| one.name() == *name)
+        {
+            (config.index_precision, words) = (Some(precision), rest);
+        }
+        if let [Self::FP8, rest @ ..] = words {
+            (config.index_fp8, words) = (true, rest);
+        }
+        if let [text, rest @ ..] = words {
+            let (blocks, block) = text.strip_prefix(Self::BLOCKS)?.split_once('x')?;
+            config.blocks = Some(blocks.parse().ok()?);
+            (config.block, words) = (block.parse().ok()?, rest);
+        }
+        words.is_empty().then_some(config)
     }
 
     pub(crate) fn write(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

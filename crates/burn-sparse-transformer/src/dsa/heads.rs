@@ -11,7 +11,7 @@ use crate::call::Seen;
 use crate::error::Result;
 use crate::heads::Positions;
 use crate::linear::linear_flops;
-use crate::shared_choice::{Chosen, SharedChoice};
+use crate::shared_choice::{Aside, Chosen};
 use crate::{SparseMhaCache, SparseMultiHeadAttentionConfig};
 
 /// Heads of DeepSeek sparse attention: an indexer, and how many keys it chooses for a token. Queries, keys and values are those of the layer.
@@ -49,12 +49,6 @@ impl DsaHeads {
         &self.op
     }
 
-    /// Returns the indexer's projections of tokens `[batch, seq, d_model]`.
-    #[doc(hidden)]
-    pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex> {
-        self.indexer.index(x, positions)
-    }
-
     /// Returns the index that chooses keys, and that caches store: the index, or the same in fp8.
     #[doc(hidden)]
     pub fn chosen_by(&self, index: DsaIndex) -> Result<DsaIndex> {
@@ -63,25 +57,13 @@ impl DsaHeads {
             false => Ok(index),
         }
     }
-
-    /// Returns the heads' attention to the keys that the indexer chooses, and the choice.
-    #[doc(hidden)]
-    pub fn attend_parts(
-        &self,
-        heads: [Tensor<4>; 3],
-        index: DsaIndex,
-        options: &AttentionOptions,
-    ) -> Result<(Tensor<4>, Option<SharedChoice>)> {
-        let seen = Indexed::attend(self, heads, index, options, false)?;
-        Ok((seen.heads, seen.choice))
-    }
 }
 
 impl Indexed for DsaHeads {
     type Index = DsaIndex;
 
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex> {
-        self.index(x, positions)
+        self.indexer.index(x, positions)
     }
 
     fn behind(&self, index: DsaIndex, cache: &mut SparseMhaCache) -> Result<DsaIndex> {
@@ -114,18 +96,21 @@ impl Indexed for DsaHeads {
         let choice = Chosen::Keys(lists.clone(), options.dispatch_mode);
         Ok(Seen {
             heads: self.op.attention(q, k, v, lists, options)?,
-            aux_loss,
-            choice: Some(choice.into()),
+            aside: Aside {
+                aux_loss,
+                choice: Some(choice.into()),
+            },
         })
     }
 
     fn warm_up_loss(
         &self,
-        index: &DsaIndex,
+        (x, positions): (Tensor<3>, &Positions),
         pair: [&Tensor<4>; 2],
         scale: Option<f64>,
     ) -> Result<Tensor<1>> {
-        Ok(self.op.loss(index, pair, scale, DsaTarget::All)?)
+        let index = self.indexer.index(x, positions)?;
+        Ok(self.op.loss(&index, pair, scale, DsaTarget::All)?)
     }
 
     fn layer_flops(&self) -> u64 {

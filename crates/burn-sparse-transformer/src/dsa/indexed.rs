@@ -13,9 +13,11 @@ use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
 };
 
-pub(crate) trait Indexed {
+/// Heads whose keys an indexer chooses.
+pub trait Indexed {
     /// What it makes of tokens.
     type Index;
+
     /// Of tokens `[batch, seq, d_model]`, which are detached.
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<Self::Index>;
 
@@ -31,63 +33,51 @@ pub(crate) trait Indexed {
         learns: bool,
     ) -> Result<Seen>;
 
-    /// What the indexer learns by in its warm-up: the loss over all keys, against dense attention of these queries and keys.
+    /// What the indexer learns by in its warm-up: the loss of tokens over all keys, against dense attention of these queries and keys.
     fn warm_up_loss(
         &self,
-        index: &Self::Index,
+        tokens: (Tensor<3>, &Positions),
         pair: [&Tensor<4>; 2],
         scale: Option<f64>,
     ) -> Result<Tensor<1>>;
 
-    /// The same of tokens.
-    fn loss_of(
-        &self,
-        (x, positions): (Tensor<3>, &Positions),
-        pair: [&Tensor<4>; 2],
-        scale: Option<f64>,
-    ) -> Result<Tensor<1>> {
-        self.warm_up_loss(&self.index(x, positions)?, pair, scale)
-    }
-
+    /// Operations of the indexer's projections for one position, forward.
     fn layer_flops(&self) -> u64;
 
     /// Operations of the indexer's scores for one sequence, forward: none where there is nothing to choose.
     fn choice_flops(&self, seq: usize) -> u64;
+}
 
-    /// What the layer's heads see, and what the indexer learns by, in a stage of its training.
-    fn context(
-        &self,
-        stage: DsaStage,
-        mha: &SparseMultiHeadAttention,
-        input: SparseMhaInput,
-        mut cache: Option<&mut SparseMhaCache>,
-    ) -> Result<(Seen, Call)> {
-        let before = cache.as_ref().map_or(0, |cache| cache.len());
-        let (call, request) = mha.prepare(&input, before)?;
-        // Nothing is learned from a cache.
-        let learns = input.query.is_autodiff() && cache.is_none();
-        let x = input.query.clone();
-        let (q, k, v) = mha.project(input, &call)?;
-        if stage == DsaStage::Sparse {
-            let mut index = self.index(x, &call.key)?;
-            if let Some(cache) = &mut cache {
-                index = self.behind(index, cache)?;
-            }
-            let (k, v) = appended(cache, k, v);
-            return Ok((self.attend([q, k, v], index, &mha.options, learns)?, call));
+/// What the layer's heads see, and what the indexer learns by, in a stage of its training.
+pub(crate) fn context<H: Indexed>(
+    heads: &H,
+    stage: DsaStage,
+    mha: &SparseMultiHeadAttention,
+    input: SparseMhaInput,
+    mut cache: Option<&mut SparseMhaCache>,
+) -> Result<(Seen, Call)> {
+    let before = cache.as_ref().map_or(0, |cache| cache.len());
+    let (call, request) = mha.prepare(&input, before)?;
+    // Nothing is learned from a cache.
+    let learns = input.query.is_autodiff() && cache.is_none();
+    let x = input.query.clone();
+    let own = mha.project(input, &call)?;
+    if stage == DsaStage::Sparse {
+        let mut index = heads.index(x, &call.key)?;
+        if let Some(cache) = &mut cache {
+            index = heads.behind(index, cache)?;
         }
-        let aux_loss = match learns && stage == DsaStage::WarmUp {
-            true => Some(self.loss_of((x, &call.key), [&q, &k], mha.options.scale)?),
-            false => None,
-        };
-        let (k, v) = appended(cache, k, v);
-        let heads = mha.attend((q, k, v), &mha.layouts.get(&request)?, &call)?;
-        let seen = Seen {
-            aux_loss,
-            ..heads.into()
-        };
-        Ok((seen, call))
+        let seen = heads.attend(appended(cache, own), index, &mha.options, learns)?;
+        return Ok((seen, call));
     }
+    let aux_loss = match learns && stage == DsaStage::WarmUp {
+        true => Some(heads.warm_up_loss((x, &call.key), [&own[0], &own[1]], mha.options.scale)?),
+        false => None,
+    };
+    let seen = mha.attend(appended(cache, own), &mha.layouts.get(&request)?, &call)?;
+    let mut seen = Seen::from(seen);
+    seen.aside.aux_loss = aux_loss;
+    Ok((seen, call))
 }
 
 /// Pairs of a sequence whose tokens see so many of the tokens up to their own, at most.
@@ -104,7 +94,8 @@ pub(crate) fn cached_keys(cache: &mut SparseMhaCache, k: &Tensor<4>) -> Result<T
     cache.index().check([batch, 1, width], new)?;
     // Of an indexer there are no values.
     let no_values = k.clone().narrow(3, 0, 1);
-    Ok(cache.index().append(k.clone(), no_values).0)
+    let [keys, _] = cache.index().append([k.clone(), no_values]);
+    Ok(keys)
 }
 
 /// How many first channels of a width an indexer rotates: half of them, if it does not say.

@@ -17,7 +17,7 @@ use burn_fused_ops::join_heads;
 
 use crate::call::Call;
 use crate::error::{Result, ensure, ensure_none, or_panics};
-use crate::input::{PaddedBatch, Padding};
+use crate::input::Padding;
 use crate::layouts::{Layouts, Request};
 use crate::precision::project_heads;
 use crate::{
@@ -205,20 +205,18 @@ impl LongformerAttention {
             let mut ordinary = SparseMhaInput::self_attn(x.clone());
             ordinary.padding = input.padding;
             let padded = ordinary.padding(batch, seq, seq)?;
-            let rows = GlobalRows::new(&tokens, padded.as_ref(), seq);
+            let rows = GlobalRows::new(&tokens, &padded, seq);
+            let call = Call::new(&ordinary, &padded)?;
 
             let mut request = Request::new(seq, seq);
-            request.restrictions = match &padded {
-                Some(padded) => padded.restrictions(),
-                None => vec![PaddingMask::default(); batch],
-            };
+            request.restrictions = padded;
+            (request.restrictions).resize_with(batch, PaddingMask::default);
             for (entry, tokens) in request.restrictions.iter_mut().zip(&tokens) {
                 let queries = entry.queries.get_or_insert_with(|| vec![true; seq]);
                 tokens.iter().for_each(|&token| queries[token] = false);
             }
             request.global = tokens;
             let layout = self.mha.layouts.get(&request)?;
-            let call = Call::new(&ordinary, padded)?;
             let heads = self.mha.project(ordinary, &call)?;
             let context = self.mha.attend(heads, &layout, &call)?;
             let mut joined = join_heads(context)?;
@@ -264,7 +262,7 @@ struct GlobalRows {
 }
 
 impl GlobalRows {
-    fn new(tokens: &[Vec<usize>], padded: Option<&PaddedBatch>, seq: usize) -> Self {
+    fn new(tokens: &[Vec<usize>], padded: &[PaddingMask], seq: usize) -> Self {
         let width = tokens.iter().map(Vec::len).max().unwrap_or(0);
         let mut rows = Self {
             width,
@@ -274,7 +272,7 @@ impl GlobalRows {
             restrictions: Vec::new(),
         };
         for (batch, tokens) in tokens.iter().enumerate() {
-            let keys = padded.map(|padded| padded.keys(batch).to_vec());
+            let keys = padded.get(batch).and_then(|entry| entry.keys.clone());
             let kept = |token: usize| keys.as_ref().is_none_or(|keys| keys[token]);
             let mut queries = vec![false; width];
             for (place, query) in queries.iter_mut().enumerate() {

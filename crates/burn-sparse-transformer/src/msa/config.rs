@@ -4,7 +4,7 @@ use std::fmt;
 
 use crate::dsa::indexed::rotated;
 use crate::error::{Result, ensure_positive};
-use crate::notation::{read_numbers, write_numbers};
+use crate::notation::write_numbers;
 use burn::config::Config;
 use burn_sparse_select::msa::Msa;
 
@@ -47,11 +47,12 @@ impl MsaHeadsConfig {
         Ok(())
     }
 
-    pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
+    pub(crate) fn read(numbers: &[usize], words: &[&str]) -> Option<Self> {
         let of = |block, keep| Self::new().with_block(block).with_keep(keep);
-        Some(match read_numbers(arguments)?[..] {
-            [block, keep] => of(block, keep),
-            [block, keep, width] => of(block, keep).with_index_dim(width),
+        Some(match (numbers, words) {
+            ([], []) => Self::new(),
+            (&[block, keep], []) => of(block, keep),
+            (&[block, keep, width], []) => of(block, keep).with_index_dim(width),
             _ => return None,
         })
     }

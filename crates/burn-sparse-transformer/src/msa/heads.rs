@@ -13,7 +13,7 @@ use crate::dsa::indexed::{Indexed, cached_keys, rotated, seen};
 use crate::error::Result;
 use crate::heads::{Positions, rotate_first};
 use crate::linear::linear_flops;
-use crate::shared_choice::{Chosen, SharedChoice};
+use crate::shared_choice::{Aside, Chosen};
 use crate::{Precision, SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
 
 /// Heads of MiniMax sparse attention: an index branch, which chooses blocks for each token. Queries, keys and values are those of the layer. Tokens
@@ -77,10 +77,12 @@ impl MsaHeads {
     pub(crate) fn layers_mut(&mut self) -> [&mut Linear; 2] {
         [&mut self.query, &mut self.key]
     }
+}
 
-    /// Returns the index branch's projections of tokens `[batch, seq, d_model]`.
-    #[doc(hidden)]
-    pub fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex> {
+impl Indexed for MsaHeads {
+    type Index = MsaIndex;
+
+    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex> {
         let [_, width] = self.key.weight.val().dims();
         let [_, queries] = self.query.weight.val().dims();
         let parts = [(queries / width, width), (1, width)];
@@ -99,26 +101,6 @@ impl MsaHeads {
         });
         let mut next = || placed.next().expect("there are queries and keys");
         Ok(MsaIndex::new(next()?, next()?)?)
-    }
-
-    /// Returns the heads' attention to the blocks that the index branch chooses, and the choice.
-    #[doc(hidden)]
-    pub fn attend_parts(
-        &self,
-        heads: [Tensor<4>; 3],
-        index: MsaIndex,
-        options: &AttentionOptions,
-    ) -> Result<(Tensor<4>, Option<SharedChoice>)> {
-        let seen = Indexed::attend(self, heads, index, options, false)?;
-        Ok((seen.heads, seen.choice))
-    }
-}
-
-impl Indexed for MsaHeads {
-    type Index = MsaIndex;
-
-    fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<MsaIndex> {
-        self.index(x, positions)
     }
 
     fn behind(&self, index: MsaIndex, cache: &mut SparseMhaCache) -> Result<MsaIndex> {
@@ -148,18 +130,21 @@ impl Indexed for MsaHeads {
         };
         Ok(Seen {
             heads,
-            aux_loss,
-            choice: Some(Chosen::Indexed(self.op.clone(), lists).into()),
+            aside: Aside {
+                aux_loss,
+                choice: Some(Chosen::Indexed(self.op.clone(), lists).into()),
+            },
         })
     }
 
     fn warm_up_loss(
         &self,
-        index: &MsaIndex,
+        (x, positions): (Tensor<3>, &Positions),
         pair: [&Tensor<4>; 2],
         scale: Option<f64>,
     ) -> Result<Tensor<1>> {
-        Ok(self.op.loss(index, pair, scale, MsaTarget::All)?)
+        let index = self.index(x, positions)?;
+        Ok(self.op.loss(&index, pair, scale, MsaTarget::All)?)
     }
 
     fn layer_flops(&self) -> u64 {

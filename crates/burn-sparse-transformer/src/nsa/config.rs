@@ -8,7 +8,7 @@ use burn_sparse_select::nsa::NsaOptions;
 
 use super::Compression;
 use crate::error::Result;
-use crate::notation::{read_numbers, write_numbers};
+use crate::notation::write_numbers;
 
 /// Configuration of [`NsaHeads`](super::NsaHeads). The defaults are the paper's (Yuan et al., 2025, §4.1), but for the compression.
 ///
@@ -83,11 +83,8 @@ impl NsaHeadsConfig {
         Ok(self.options().check()?)
     }
 
-    pub(crate) fn read(arguments: &[&str]) -> Option<Self> {
-        let is_number = |text: &&&str| text.starts_with(|c: char| c.is_ascii_digit());
-        let count = arguments.iter().take_while(is_number).count();
-        let (numbers, words) = arguments.split_at(count);
-        let config = match read_numbers(numbers)?[..] {
+    pub(crate) fn read(numbers: &[usize], words: &[&str]) -> Option<Self> {
+        let config = match *numbers {
             [] => Self::new(),
             [block, stride, selected_block, keep, window] => Self::new()
                 .with_block(block)

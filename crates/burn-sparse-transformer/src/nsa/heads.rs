@@ -33,6 +33,8 @@ pub struct NsaHeads {
     op: Nsa,
     #[module(skip)]
     config: NsaHeadsConfig,
+    #[module(skip)]
+    precision: Precision,
 }
 
 /// Projections of a branch.
@@ -125,6 +127,7 @@ impl NsaHeads {
             n_kv_heads,
             op,
             config: config.clone(),
+            precision: mha.precision,
         })
     }
 
@@ -156,12 +159,11 @@ impl NsaHeads {
         x: Tensor<3>,
         heads: Projections,
         placing: &Placing,
-        precision: Precision,
     ) -> Result<Tensor<4>> {
-        let gates = self.gates(x.clone(), &heads.query, precision)?;
+        let gates = self.gates(x.clone(), &heads.query)?;
         let query = heads.query.clone();
-        let branches = self.branches(x, heads, &Positions::From(0), placing, precision)?;
-        let compressed = self.compressed(branches.tokens.clone(), 0, placing, precision)?;
+        let branches = self.branches(x, heads, &Positions::From(0), placing)?;
+        let compressed = self.compressed(branches.tokens.clone(), 0, placing)?;
         self.attend(query, branches, compressed, gates)
     }
 
@@ -188,34 +190,29 @@ impl NsaHeads {
         heads: Projections,
         cache: &mut SparseMhaCache,
         placing: &Placing,
-        precision: Precision,
     ) -> Result<Tensor<4>> {
         let before = cache.len();
-        let gates = self.gates(x.clone(), &heads.query, precision)?;
+        let gates = self.gates(x.clone(), &heads.query)?;
         let query = heads.query.clone();
         let positions = Positions::From(before);
-        let new = self.branches(x, heads, &positions, placing, precision)?;
+        let new = self.branches(x, heads, &positions, placing)?;
         let [k, v] = new.selected;
-        let (k, v) = cache.append(k, v);
+        let [k, v] = cache.append([k, v]);
         let seq = k.dims()[2];
         let NsaHeadsConfig { block, stride, .. } = self.config;
         let branches = cache.branches(block, stride);
-        let [tokens_k, tokens_v] = new.tokens;
-        let (tokens_k, tokens_v) = branches.tokens.append(tokens_k, tokens_v);
+        let tokens = branches.tokens.append(new.tokens);
         let window = match self.window {
-            Some(_) => {
-                let [k, v] = new.window;
-                branches.window.append(k, v).into()
-            }
+            Some(_) => branches.window.append(new.window),
             None => [k.clone(), v.clone()],
         };
         let (known, all) = (self.op.entries(before), self.op.entries(seq));
         if all > known {
             let first = known * stride;
             let range = first..(all - 1) * stride + block;
-            let tokens = [tokens_k, tokens_v].map(|x| x.slice_dim(2, range.clone()));
-            if let Some([k, v]) = self.compressed(tokens, first, placing, precision)? {
-                let _ = branches.entries.append(k, v);
+            let tokens = tokens.map(|x| x.slice_dim(2, range.clone()));
+            if let Some(pair) = self.compressed(tokens, first, placing)? {
+                let _ = branches.entries.append(pair);
             }
         }
         let keys_values = NsaKeysValues {
@@ -234,12 +231,11 @@ impl NsaHeads {
         heads: Projections,
         positions: &Positions,
         placing: &Placing,
-        precision: Precision,
     ) -> Result<Branches> {
         let kv_heads = self.n_kv_heads;
         let project = |of: &NsaProjections| -> Result<[Tensor<4>; 2]> {
             let layers = [&of.key, &of.value];
-            let [key, value] = project_heads(precision, layers, x.clone(), [kv_heads; 2])?;
+            let [key, value] = project_heads(self.precision, layers, x.clone(), [kv_heads; 2])?;
             Ok([placing.normed(key)?, value])
         };
         let own = [placing.normed(heads.key)?, heads.value];
@@ -274,7 +270,6 @@ impl NsaHeads {
         tokens: [Tensor<4>; 2],
         first: usize,
         placing: &Placing,
-        precision: Precision,
     ) -> Result<Option<[Tensor<4>; 2]>> {
         let device = tokens[0].device().without_autodiff();
         let NsaHeadsConfig { block, stride, .. } = self.config;
@@ -284,7 +279,7 @@ impl NsaHeads {
             let last: Tensor<2, Int> = last.reshape([1, entries]).expand([batch, entries]);
             last.reshape([batch * entries])
         };
-        self.compressed_at(tokens, last_of, placing, precision)
+        self.compressed_at(tokens, last_of, placing)
     }
 
     /// The same; `last_of` gives the positions of the last tokens of blocks, `[batch · entries]`.
@@ -294,13 +289,12 @@ impl NsaHeads {
         [keys, values]: [Tensor<4>; 2],
         last_of: impl FnOnce([usize; 2]) -> Tensor<1, Int>,
         placing: &Placing,
-        precision: Precision,
     ) -> Result<Option<[Tensor<4>; 2]>> {
         let compress = |x: Tensor<4>, by: &Option<NsaCompressor>| match by {
             None => Ok(self.op.means(x)?),
             Some(by) => match self.op.windows(x)? {
                 None => Ok(None),
-                Some(windows) => by.forward(windows, precision).map(Some),
+                Some(windows) => by.forward(windows, self.precision).map(Some),
             },
         };
         let keys = compress(keys, &self.key_compressor)?;
@@ -319,14 +313,9 @@ impl NsaHeads {
 
     /// `[batch, heads, seq, 3]`.
     #[doc(hidden)]
-    pub fn gates(
-        &self,
-        x: Tensor<3>,
-        query: &Tensor<4>,
-        precision: Precision,
-    ) -> Result<Tensor<4>> {
+    pub fn gates(&self, x: Tensor<3>, query: &Tensor<4>) -> Result<Tensor<4>> {
         let [batch, n_heads, seq, _] = query.dims();
-        let gates = precision.linear(&self.gate, x)?;
+        let gates = self.precision.linear(&self.gate, x)?;
         let gates = gates.reshape([batch, seq, n_heads, NsaBranches::COUNT]);
         Ok(sigmoid(gates.swap_dims(1, 2)))
     }

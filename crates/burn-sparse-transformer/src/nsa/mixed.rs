@@ -23,8 +23,8 @@ impl NsaHeads {
         let x = input.query;
         let (heads, placing) = mha.nsa_projections(x.clone(), &call.query)?;
         let context = match cache {
-            None => self.forward(x, heads, &placing, mha.precision)?,
-            Some(cache) => self.forward_cache(x, heads, cache, &placing, mha.precision)?,
+            None => self.forward(x, heads, &placing)?,
+            Some(cache) => self.forward_cache(x, heads, cache, &placing)?,
         };
         Ok((context.into(), call))
     }

@@ -4,6 +4,7 @@ use burn_sparse_select::ReferenceInputs;
 use burn_sparse_transformer::Selection;
 use burn_sparse_transformer::content::{ChoiceSharing, SharedChoice};
 use burn_sparse_transformer::decoder::Positions;
+use burn_sparse_transformer::internal::Indexed;
 
 use crate::common::*;
 use crate::decoding::assert_decodes_and_sees_no_future;

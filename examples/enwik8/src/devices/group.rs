@@ -54,19 +54,6 @@ impl DeviceArgs {
         );
         Processes::from_env().context("--processes")
     }
-
-    /// How many of `count` devices have the same windows.
-    fn shared(&self, count: usize, of: &str) -> Result<usize> {
-        let share = match self.shard {
-            Shard::Batch => 1,
-            Shard::Sequence => self.share.unwrap_or(count),
-        };
-        ensure!(
-            count.is_multiple_of(share),
-            "--share must divide the {count} {of}, got {share}"
-        );
-        Ok(share)
-    }
 }
 
 /// One device or several, and how the latter add their gradients.
@@ -85,11 +72,6 @@ pub struct Group {
 impl Group {
     /// Of the devices of this process.
     pub fn open(args: &DeviceArgs) -> Result<Self> {
-        let shard = args.shard;
-        ensure!(
-            shard == Shard::Sequence || args.exchange.is_none() && args.share.is_none(),
-            "--exchange and --share are of --shard sequence, whose keys cross between devices"
-        );
         let devices = match &args.devices {
             None => vec![device::open(args.device.as_deref())?],
             Some(devices) => names(devices)?
@@ -101,26 +83,24 @@ impl Group {
             (1, None) => None,
             (_, reduce) => Some(Strategy::choose(reduce, &devices)?),
         };
-        let share = args.shared(devices.len(), "devices of --devices")?;
-        let exchanges = match shard {
-            Shard::Batch => Vec::new(),
-            Shard::Sequence => (devices.chunks(share))
-                .map(|set| Crossing::choose(args.exchange, set))
-                .collect::<Result<_, _>>()?,
-        };
-        Ok(Self {
+        let group = Self {
             devices,
             strategy,
-            shard,
-            share,
-            exchanges,
+            shard: args.shard,
+            share: 1,
+            exchanges: Vec::new(),
             processes: None,
+        };
+        group.sharing(args, "devices of --devices", |group| {
+            let sets = group.devices.chunks(group.share);
+            sets.map(|set| Crossing::choose(args.exchange, set))
+                .collect()
         })
     }
 
     /// Of processes with a device each, of which this one has that of `--device`, or the CUDA device of its place on its host.
     pub fn of_processes(processes: &Arc<Processes>, args: &DeviceArgs) -> Result<Self> {
-        let (rank, count, shard) = (processes.rank(), processes.count(), args.shard);
+        let (rank, count) = (processes.rank(), processes.count());
         let best = device::compiled_names().first().copied();
         let own = match args.device.as_deref().or(best) {
             Some("cuda") => device::open(Some(&format!("cuda:{}", processes.local_rank())))?,
@@ -138,24 +118,43 @@ impl Group {
             name: name(of),
             device: own.device.clone(),
         });
-        ensure!(
-            shard == Shard::Sequence || args.share.is_none(),
-            "--share is of --shard sequence, whose keys cross between devices"
-        );
-        let share = args.shared(count, "processes")?;
-        let first = rank / share * share;
-        let exchanges = match shard {
-            Shard::Batch => Vec::new(),
-            Shard::Sequence => vec![Exchange::processes(processes, first..first + share)?],
-        };
-        Ok(Self {
+        let group = Self {
             devices: devices.collect(),
             strategy: Some(strategy),
-            shard,
-            share,
-            exchanges,
+            shard: args.shard,
+            share: 1,
+            exchanges: Vec::new(),
             processes: Some(processes.clone()),
+        };
+        group.sharing(args, "processes", |Self { share, .. }| {
+            let first = rank / share * share;
+            Ok(vec![Exchange::processes(processes, first..first + share)?])
         })
+    }
+
+    /// With what the flags say of sequences that devices, which errors call so, share.
+    fn sharing(
+        mut self,
+        args: &DeviceArgs,
+        of: &str,
+        exchanges: impl FnOnce(&Self) -> Result<Vec<Exchange>>,
+    ) -> Result<Self> {
+        if self.shard == Shard::Batch {
+            ensure!(
+                args.exchange.is_none() && args.share.is_none(),
+                "--exchange and --share are of --shard sequence, whose keys cross between devices"
+            );
+            return Ok(self);
+        }
+        let count = self.devices.len();
+        self.share = args.share.unwrap_or(count);
+        ensure!(
+            count.is_multiple_of(self.share),
+            "--share must divide the {count} {of}, got {}",
+            self.share
+        );
+        self.exchanges = exchanges(&self)?;
+        Ok(self)
     }
 
     /// Where each device has a process, this one.

@@ -6,7 +6,7 @@ use burn_blocksparse::Message;
 use burn_sparse_transformer::dsa::DsaStage;
 
 use super::reduce::read;
-use super::worker::{Order, Part, Report, Update};
+use super::worker::{Order, Part, Report};
 use crate::step::{Change, Measured};
 
 const STAGES: [DsaStage; 3] = [DsaStage::Dense, DsaStage::WarmUp, DsaStage::Sparse];
@@ -19,10 +19,10 @@ impl Order {
                 first_entry,
                 dropout_seed,
             }) => (vec![0, first_entry as u64, dropout_seed], data.into()),
-            Self::Update(Update {
+            Self::Update {
                 learning_rate,
                 sums,
-            }) => {
+            } => {
                 let words = vec![1, learning_rate.to_bits(), sums.is_some().into()];
                 (words, read_all(&sums.unwrap_or_default())?)
             }
@@ -44,10 +44,10 @@ impl Order {
                 first_entry: first_entry as usize,
                 dropout_seed,
             }),
-            [1, learning_rate, has_sums] => Self::Update(Update {
+            [1, learning_rate, has_sums] => Self::Update {
                 learning_rate: f64::from_bits(learning_rate),
                 sums: (has_sums == 1).then(|| on_device(tensors, device)),
-            }),
+            },
             [2, density] => Self::Change(Change::Prune(f64::from_bits(density))),
             [3] => Self::Change(Change::SeeEverything),
             [4, stage] => {

@@ -7,13 +7,13 @@ use std::thread::{self, JoinHandle};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::{Tensor, TensorData};
-use burn_blocksparse::Processes;
+use burn_blocksparse::{Message, Processes};
 use burn_sparse_transformer::TransformerShard;
 
 use super::group::Group;
 use super::processes::{beginning, relay};
 use super::reduce::{Strategy, check_lengths, copied, sum_on_first};
-use super::worker::{Answer, Order, Part, Post, Replica, Report, Update, guarded, work};
+use super::worker::{Answer, Order, Part, Post, Replica, Report, guarded, work};
 use crate::checkpoint::Checkpoint;
 use crate::data::thousands;
 use crate::step::{Batch, Change, Measured, Steps};
@@ -39,6 +39,13 @@ struct Worker {
     thread: JoinHandle<()>,
 }
 
+/// What other devices begin with: those of this process, and those of others.
+#[derive(Clone)]
+enum Begin {
+    Here(Arc<Checkpoint>),
+    Elsewhere(Arc<Processes>, Arc<Message>),
+}
+
 impl Replicas {
     /// With the first device's model and optimizer, which are those of `checkpoint`.
     pub(super) fn start(
@@ -51,36 +58,28 @@ impl Replicas {
         let mut shards: Vec<Option<TransformerShard>> = shards.map(Some).collect();
         shards.resize_with(posts.len(), || None);
         let (reports, answers) = mpsc::channel();
-        let start = |post: &Post, life: Box<dyn FnOnce(Receiver<Order>) + Send>| {
-            let (orders, received) = mpsc::channel();
-            let thread = thread::Builder::new().name(post.device.name.clone());
-            let thread = thread.spawn(move || life(received));
-            let thread = thread.context("cannot start a thread")?;
-            Ok(Worker { orders, thread })
-        };
-        let others = posts.iter().skip(1);
-        let workers = match group.processes() {
-            None => {
-                let checkpoint = Arc::new(checkpoint);
-                let work = others.map(|post| {
-                    let (checkpoint, reports) = (checkpoint.clone(), reports.clone());
-                    let (own, shard) = (post.clone(), shards[post.rank].take());
-                    let life = move |orders| work(own, shard, checkpoint, orders, reports);
-                    start(post, Box::new(life))
-                });
-                work.collect::<Result<Vec<_>>>()?
-            }
+        let begin = match group.processes() {
+            None => Begin::Here(Arc::new(checkpoint)),
             Some(processes) => {
                 let beginning = Arc::new(beginning(group, checkpoint)?);
-                let relays = others.map(|post| {
-                    let (processes, own) = (processes.clone(), post.clone());
-                    let (beginning, reports) = (beginning.clone(), reports.clone());
-                    let life = move |orders| relay(&own, &processes, &beginning, orders, reports);
-                    start(post, Box::new(life))
-                });
-                relays.collect::<Result<Vec<_>>>()?
+                Begin::Elsewhere(processes.clone(), beginning)
             }
         };
+        let mut workers = Vec::new();
+        for post in posts.iter().skip(1) {
+            let (orders, received) = mpsc::channel();
+            let (own, begin, reports) = (post.clone(), begin.clone(), reports.clone());
+            let shard = shards[post.rank].take();
+            let life = move || match begin {
+                Begin::Here(checkpoint) => work(own, shard, checkpoint, received, reports),
+                Begin::Elsewhere(processes, beginning) => {
+                    relay(&own, &processes, &beginning, received, reports);
+                }
+            };
+            let thread = thread::Builder::new().name(post.device.name.clone());
+            let thread = thread.spawn(life).context("cannot start a thread")?;
+            workers.push(Worker { orders, thread });
+        }
         let mut replicas = Self {
             first: Replica::new(posts[0].clone(), shards[0].take(), first),
             share: group.share(),
@@ -129,15 +128,11 @@ impl Replicas {
         let sums = guarded(&self.first.post.title(), || self.sums(gradients));
         self.failed |= sums.is_err();
         let sums = sums?;
-        let orders = (sums.into_iter())
-            .map(|sums| {
-                Order::Update(Update {
-                    learning_rate,
-                    sums,
-                })
-            })
-            .collect();
-        let measured = self.order(orders)?;
+        let orders = sums.into_iter().map(|sums| Order::Update {
+            learning_rate,
+            sums,
+        });
+        let measured = self.order(orders.collect())?;
         self.mean(measured)
     }
 

@@ -23,7 +23,12 @@ const GRACE: Duration = Duration::from_secs(30);
 /// What a device does next.
 pub(super) enum Order {
     Gradients(Part),
-    Update(Update),
+    /// The second half of a step.
+    Update {
+        learning_rate: f64,
+        /// The buckets' sums on this device, unless it adds them itself.
+        sums: Option<Vec<Tensor<1>>>,
+    },
     Change(Change),
 }
 
@@ -35,13 +40,6 @@ pub(super) struct Part {
     /// How many entries of the batch come before.
     pub first_entry: usize,
     pub dropout_seed: u64,
-}
-
-/// The second half of a step.
-pub(super) struct Update {
-    pub learning_rate: f64,
-    /// The buckets' sums on this device, unless it adds them itself.
-    pub sums: Option<Vec<Tensor<1>>>,
 }
 
 /// What a device has done.
@@ -126,7 +124,10 @@ impl Replica {
     pub fn obey(&mut self, order: Order) -> Result<Report> {
         guarded(&self.post.title(), || match order {
             Order::Gradients(part) => self.gradients(part),
-            Order::Update(update) => self.update(update),
+            Order::Update {
+                learning_rate,
+                sums,
+            } => self.update(learning_rate, sums),
             Order::Change(change) => self.steps.change(change).map(|()| Report::Done),
         })
     }
@@ -151,10 +152,10 @@ impl Replica {
         Ok(report)
     }
 
-    fn update(&mut self, update: Update) -> Result<Report> {
+    fn update(&mut self, learning_rate: f64, sums: Option<Vec<Tensor<1>>>) -> Result<Report> {
         self.fail_where_a_test_says("update")?;
         let half = self.half.take().context("an update without gradients")?;
-        let means = match (&self.post.strategy, half.buckets, update.sums) {
+        let means = match (&self.post.strategy, half.buckets, sums) {
             (Strategy::Nccl { devices }, Some(buckets), None) => nccl_means(buckets, devices),
             // The mean over equal parts is that of the batch.
             (Strategy::Copies { .. }, None, Some(sums)) => match self.post.count {
@@ -164,7 +165,7 @@ impl Replica {
             _ => bail!("an update of another strategy"),
         };
         let gradients = half.bundle.unpack(&*self.steps.model()?, means);
-        let norm = self.steps.update(update.learning_rate, gradients)?;
+        let norm = self.steps.update(learning_rate, gradients)?;
         Measured::read(numbers(half.losses, norm)).map(Report::Measured)
     }
 

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::synthetic;
+use crate::files::entries;
 
 /// Bytes of a pixel: red, green and blue.
 pub const CHANNELS: usize = 3;
@@ -172,16 +173,13 @@ impl PictureSet {
 fn batches(folder: &Path) -> Result<(Vec<PathBuf>, Option<PathBuf>)> {
     let unpacked = folder.join("cifar-10-batches-bin");
     for folder in [folder, &unpacked].into_iter().filter(|path| path.is_dir()) {
-        let entries = fs::read_dir(folder)
-            .and_then(|entries| entries.collect::<Result<Vec<_>, _>>())
-            .with_context(|| format!("cannot read {}", folder.display()))?;
         let name = |path: &Path| path.file_name().unwrap_or_default().display().to_string();
         let is_batch = |path: &PathBuf| {
             let name = name(path);
             name.starts_with("data_batch") && name.ends_with(".bin")
         };
-        let paths = entries.into_iter().map(|entry| entry.path());
-        let mut train: Vec<PathBuf> = paths.filter(is_batch).collect();
+        let mut train = entries(folder)?;
+        train.retain(is_batch);
         train.sort();
         let test = Some(folder.join("test_batch.bin")).filter(|path| path.exists());
         if !train.is_empty() {

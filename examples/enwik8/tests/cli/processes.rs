@@ -204,7 +204,7 @@ fn what_several_processes_cannot_do_is_said() {
         --batch 3 | 2 | --batch must be a multiple of the 2 devices of --processes, got 3
         --graph | 2 | leave it out with --processes
         --reduce nccl | 2 | --reduce nccl is of processes of one host, whose LOCAL_WORLD_SIZE is WORLD_SIZE, 2
-        --share 2 | 2 | --share is of --shard sequence
+        --share 2 | 2 | --exchange and --share are of --shard sequence
         --shard sequence --share 2 | 3 | --share must divide the 3 processes, got 2
         ",
     ) {
