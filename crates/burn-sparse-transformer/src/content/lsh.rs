@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::lsh_places::Placed;
 use super::rotations::{KeptRotations, rotations};
 use super::{in_dtype, unit, widened};
+use crate::TransformerError;
 use crate::error::{Result, ensure, ensure_positive, ensure_shape, or_panics};
 use burn_blocksparse::internal::arange;
 
@@ -113,9 +114,10 @@ pub fn lsh_attention(
     let rotations = in_dtype(rotations.without_autodiff(), hashed.dtype());
     let (buckets, count) = (hash(hashed, rotations), 2 * half);
     let key = in_dtype(unit(qk.clone()), dtype);
+    let device = value.device();
     let rows = [in_dtype(qk, dtype), key, value];
     let counts_once = options.dedup && rounds > 1;
-    if !counts_once && !options.own_bucket && runs_kernels(&value.device()) {
+    if !counts_once && !options.own_bucket && runs_kernels(&device) {
         let rule = match options.causal {
             true => PositionMask::Before,
             false => PositionMask::Others,
@@ -313,7 +315,7 @@ impl Round {
         let in_chunks = |x: Tensor<4>| {
             let [.., width] = x.dims();
             let placed = gather_rows(x, self.tokens.clone(), users.clone())?;
-            Ok(placed.reshape([batch, heads, chunks, bucket, width]))
+            Ok::<_, TransformerError>(placed.reshape([batch, heads, chunks, bucket, width]))
         };
         let [query, key, value] = rows;
         let [query, key, value] = [in_chunks(query)?, in_chunks(key)?, in_chunks(value)?];

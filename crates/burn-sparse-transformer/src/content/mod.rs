@@ -30,8 +30,6 @@ pub use routing_attention::{
 
 use burn::tensor::{DType, Int, Tensor};
 
-use crate::error::Result;
-
 /// Squares below this count as 0 where a vector is normalised to unit length.
 const SMALLEST_SQUARE: f64 = 1e-24;
 
