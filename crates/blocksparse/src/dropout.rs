@@ -302,7 +302,7 @@ pub(crate) mod tests {
             for query in [1, 2, 8, 256] {
                 near("query", &|i, j| kept(i, j) == kept(i + query, j), alike);
             }
-            // A pair, and that of the query and key of the other's places.
+            // The pair with query and key exchanged.
             near("mirrored", &|i, j| kept(i, j) == kept(j, i + 128), alike);
             for (what, dropout, batch, head) in [
                 ("head", dropout, 1, 3),

@@ -26,7 +26,7 @@ pub enum LayoutError {
     /// A pattern's own parameter is outside its range.
     #[error("{pattern}: {argument} must be {expected}, got {got}")]
     Pattern {
-        /// The pattern, as it prints.
+        /// The pattern's display text.
         pattern: String,
         /// The parameter's name.
         argument: &'static str,
@@ -54,7 +54,7 @@ pub enum LayoutError {
     /// A picture that cannot be drawn or written.
     #[error("cannot draw the layout to {path}: {reason}")]
     Draw {
-        /// The file asked for.
+        /// The requested file.
         path: String,
         /// The cause.
         reason: String,

@@ -52,11 +52,11 @@ impl BlockSource {
 /// Keys that a query sees, determined by the positions of both. A negative position means none: such a query sees nothing, and no query sees such a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PositionMask {
-    /// Those of earlier positions.
+    /// Keys at earlier positions.
     Before,
-    /// Those of earlier positions, and of its own.
+    /// Keys at earlier positions and at the query's own position.
     UpTo,
-    /// Those of all positions but its own.
+    /// Keys at all positions but the query's own.
     Others,
 }
 
