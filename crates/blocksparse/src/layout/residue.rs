@@ -238,7 +238,7 @@ fn class_rows(
     let b = listed.block_size;
     let per_class = residue.class_len / b;
     let mut rows = RowRuns::new();
-    // Blocks away from the end of a class look alike at the same distance.
+    // Blocks at the same distance have the same mask, except at the end of a class.
     let mut alike: HashMap<usize, Option<u32>> = HashMap::new();
     for class in 0..residue.stride {
         // Number of existing positions of the class.

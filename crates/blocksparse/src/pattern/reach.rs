@@ -155,7 +155,7 @@ impl Pattern {
                 let column = j.checked_div_euclid(*block as i64).unwrap_or(0);
                 let rows = *blocks as i64;
                 let last = match is_costly(*blocks, *count) {
-                    // The last row draws no blocks, and the last block is never drawn.
+                    // The last row draws no blocks, and the first and the last block are never drawn.
                     true => (column > 0 && column < rows.saturating_sub(1))
                         .then_some(rows.saturating_sub(2)),
                     false => (0..rows)
