@@ -48,15 +48,15 @@ const SEGMENT: usize = 32;
 /// Offsets of the sections of [`LinePlan::words`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LineSections {
-    /// `[batch | 1, heads, 3]`: the head's first line, its first segment, and how many segments it has.
+    /// `[batch | 1, heads, 3]`: first line, first segment and number of segments of the head.
     pub heads: usize,
-    /// `[patterns, lines + 1]`: segments of the pattern before each line.
+    /// `[patterns, lines + 1]`: number of the pattern's segments before each line.
     pub lines: usize,
-    /// `[segments, 2]`: first tile, number of tiles.
+    /// `[segments, 2]`: first tile and number of tiles.
     pub segments: usize,
     /// `[tiles, 3]`: key tile, mask id, query tile.
     pub tiles: usize,
-    /// `[masks, side, mask_words]`, bit `c % 32` of word `c / 32` is column `c`; mask 0 is full.
+    /// `[masks, side, mask_words]`: bit `c % 32` of word `c / 32` is column `c`. Mask 0 is full.
     pub masks: usize,
 }
 
