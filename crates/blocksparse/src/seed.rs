@@ -97,7 +97,7 @@ fn hash(seed: u64, index: u64) -> u64 {
 pub struct SeedTable(u32);
 
 impl SeedTable {
-    /// With a seed, of which nothing is derived yet.
+    /// Creates a table with a seed and no derived seeds.
     pub fn new(seed: u64) -> Self {
         let mut tables = write();
         let number = tables.next;

@@ -212,6 +212,7 @@ impl BlockLayout {
         &self.inner.name
     }
 
+    /// Returns the layout's sizes.
     pub fn shape(&self) -> &LayoutShape {
         &self.inner.shape
     }

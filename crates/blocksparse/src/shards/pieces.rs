@@ -3,6 +3,12 @@
 use std::ops::Range;
 
 /// Blocks cut into `devices · pieces` pieces of nearly equal length, dealt forth and back:
+///
+/// ```text
+/// 3 devices, 2 pieces   |  0  |  1  |  2  |  2  |  1  |  0  |
+/// ```
+///
+/// With one piece per device, shards are contiguous. With two, full causal attention costs all devices the same (zigzag).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pieces {
     pub blocks: usize,
