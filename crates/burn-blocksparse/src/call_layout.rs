@@ -10,7 +10,7 @@ use crate::device_layout::DeviceLayout;
 pub enum Layout<'a> {
     /// Built on the host.
     Host(&'a BlockLayout),
-    /// Made on the device.
+    /// Built on the device.
     Device(&'a DeviceLayout),
 }
 
