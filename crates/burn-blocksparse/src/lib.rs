@@ -47,10 +47,15 @@
 //!
 //! An application must enable the backend **here** as well as in `burn`. For a device whose feature is off in this crate, every function returns
 //! [`OpError::Backend`], which names the feature. [`check_device`] checks whether a device can be used before any tensor is created.
+//!
+//! ## Effects of `cuda` on the whole application
+//! CubeCL compiles CUDA kernels with LLVM, or as CUDA C++ with NVRTC. The tensor-core kernels need NVRTC, so `cuda` enables the feature `cpp` of
+//! `cubecl-cuda`. Cargo unifies features, so **all** CubeCL kernels of the application, including Burn's own, are then compiled by NVRTC. The target machine
+//! needs the CUDA toolkit (NVRTC and the headers under `CUDA_PATH`), not just the driver, and caches of compiled kernels start empty.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
-// What the macro makes of the backend traits has no arm then, which would use the arguments.
+// Without a backend the macro's expansion of the backend traits has no arm that uses the arguments.
 #![cfg_attr(
     not(any(feature = "flex", feature = "ndarray", feature = "cube")),
     allow(unused_variables)
