@@ -151,7 +151,7 @@ impl AttentionOptions {
     }
 }
 
-/// Returns the ALiBi slopes of a number of heads: `2^(−8 · (h + 1) / heads)` if it is a power of two. Otherwise the slopes of the next lower power of two,
+/// Returns the ALiBi slopes: `2^(−8 · (h + 1) / heads)` if `heads` is a power of two. Otherwise the slopes of the next lower power of two,
 /// followed by every other slope of twice that power (Press et al., 2022, and its reference implementation).
 pub fn alibi_slopes(heads: usize) -> Vec<f64> {
     let geometric =

@@ -22,7 +22,7 @@ pub(super) struct Place {
     pub local_rank: usize,
     /// Number of processes on its host, if known.
     pub local_count: Option<usize>,
-    /// Where rank 0 listens.
+    /// Host on which rank 0 listens.
     pub address: String,
     pub port: u16,
 }

@@ -100,7 +100,7 @@ impl fmt::Debug for Processes {
     }
 }
 
-/// Two values are never equal.
+/// Processes are equal only to themselves.
 impl PartialEq for Processes {
     fn eq(&self, other: &Self) -> bool {
         std::ptr::eq(self, other)
