@@ -19,7 +19,7 @@ pub enum Exchange {
         /// Reason why NCCL is not used between CUDA devices.
         instead: Option<String>,
     },
-    /// By NCCL, through Burn's communication server: between different CUDA devices. Created by [`Self::nccl`].
+    /// By NCCL, through CubeCL: between different CUDA devices. Created by [`Self::nccl`].
     #[non_exhaustive]
     Nccl {
         /// Devices in the order of the group.

@@ -1,4 +1,4 @@
-//! Modules, and launches of their kernels.
+//! Modules and kernel launches.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -7,13 +7,13 @@ use super::memory::regions;
 use super::{Answer, INVALID_PTX, INVALID_VALUE, LAUNCH_FAILED, NOT_FOUND, SUCCESS, listed};
 use crate::machine::{Kernel, Launch, Module, Settings, run};
 
-/// A kernel with its module, which stays for as long as the program runs.
+/// A kernel with its module, which lives as long as the program.
 struct Function {
     module: &'static Module,
     kernel: &'static Kernel,
 }
 
-/// One launch at a time.
+/// Serializes launches.
 static RUNNING: Mutex<()> = Mutex::new(());
 
 /// # Safety
@@ -46,7 +46,7 @@ unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_
     }
 }
 
-/// Writes a module's text to a folder, if one is named.
+/// Writes a module's text to the folder that `CUDA_INTERPRETER_KEEP` names, if it is set.
 fn keep(text: &str, module: &Module) {
     let Some(folder) = std::env::var_os("CUDA_INTERPRETER_KEEP") else {
         return;
@@ -62,7 +62,7 @@ fn keep(text: &str, module: &Module) {
 }
 
 answering! {
-    // A module stays where it is, since functions of it may.
+    // A module is never freed, since its functions may still be in use.
     cuModuleUnload(_module: *mut c_void) = SUCCESS;
     cuFuncSetAttribute(_function: *mut c_void, _attribute: c_int, _value: c_int) = SUCCESS;
 }

@@ -3,11 +3,11 @@
 use super::{Answer, INVALID_VALUE, NOT_SUPPORTED, SUCCESS};
 use crate::machine::{Swizzle, TENSOR_MAP_BYTES, TensorMap};
 
-/// `CUtensorMapDataType`: bytes of an element.
+/// `CUtensorMapDataType`: bytes per element.
 const ELEMENTS: [usize; 13] = [1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4];
-/// `CUtensorMapSwizzle`: bytes of a row.
+/// `CUtensorMapSwizzle`: bytes per row.
 const SWIZZLES: [u64; 4] = [16, 32, 64, 128];
-/// Elements that a box has at most of a dimension.
+/// Maximum number of elements of a box per dimension.
 const BOX: u32 = 256;
 
 /// # Safety
