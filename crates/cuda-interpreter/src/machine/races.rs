@@ -124,6 +124,10 @@ impl Races {
     }
 
     /// Checks and records an access by a warp.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault::Race`] if it is a race.
     pub fn access(
         &mut self,
         warp: usize,
@@ -138,6 +142,10 @@ impl Races {
     }
 
     /// Checks and records an access by an actor with a given clock.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault::Race`] if it is a race.
     pub fn check(
         &mut self,
         actor: usize,
@@ -273,6 +281,10 @@ impl Races {
     }
 
     /// Records that a product reads these bytes until it is waited for.
+    ///
+    /// # Errors
+    ///
+    /// [`Fault::Race`] if it is a race.
     pub fn read_by_product(&mut self, warp: usize, place: u64, bytes: usize) -> Result<(), Fault> {
         self.access(warp, place, bytes, Access::AsyncRead)?;
         let cells = (place / CELL) as usize..((place + bytes as u64).div_ceil(CELL)) as usize;
