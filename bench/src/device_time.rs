@@ -18,7 +18,7 @@ const CUBES: u32 = 256;
 #[derive(Clone, Copy)]
 pub struct Times {
     pub median: f64,
-    /// The tenth and the ninetieth percentile.
+    /// Tenth and ninetieth percentile.
     pub p10: f64,
     pub p90: f64,
 }

@@ -79,7 +79,7 @@ enum Way {
 enum Plan {
     Queries(Mainloops),
     Neighbours(Mainloops),
-    /// The forward pass, and a mainloop backward.
+    /// The mainloops of the forward and the backward pass.
     Blocks([ByBlock; 2]),
     Tiles(ListedTiles),
 }

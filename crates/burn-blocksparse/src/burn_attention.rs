@@ -63,7 +63,7 @@ static MASKS: Recent<Arc<MaskKey>, BlockLayout> = Recent::new(4);
 /// Values below −1e8 (−6e4 in f16) are raised to it. A row whose scores are all below half of it counts as masked.
 ///
 /// # Panics
-/// With the text of [`try_attention`]'s error.
+/// If [`try_attention`] returns an error, with its message.
 pub fn attention(
     query: Tensor<4>,
     key: Tensor<4>,

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// Blocks `start, start + stride, …`, `count` of them, that share one mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Run {
-    /// Distance between two blocks.
+    /// First block of the run.
     pub start: u32,
     /// Distance between two blocks.
     pub stride: u32,

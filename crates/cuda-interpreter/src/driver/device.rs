@@ -77,7 +77,7 @@ answering! {
 /// `length` bytes can be written there.
 unsafe fn text(to: *mut c_char, length: c_int, from: &[u8]) -> Answer {
     let count = from.len().min(usize::try_from(length).unwrap_or(0));
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().cast(), to, count) };
     SUCCESS
 }

@@ -27,23 +27,23 @@ fn layout(bytes: usize) -> Option<std::alloc::Layout> {
 
 /// # Safety
 ///
-/// The place of the answer can be written.
+/// The result pointer is writable.
 unsafe fn allocate(to: *mut u64, bytes: usize) -> Answer {
     let Some(layout) = layout(bytes) else {
         return OUT_OF_MEMORY;
     };
-    // SAFETY: the layout has at least a byte.
+    // SAFETY: the layout is not empty.
     let memory = unsafe { std::alloc::alloc(layout) };
     if memory.is_null() {
         return OUT_OF_MEMORY;
     }
     // The contents of new memory are undefined: here all floats are NaN, or zeros if no kernel runs to write them.
     let byte = if listed::is_on() { 0 } else { 0xff };
-    // SAFETY: so many bytes were allocated.
+    // SAFETY: `bytes` bytes were allocated.
     unsafe { memory.write_bytes(byte, bytes) };
     let mut allocated = ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner);
     allocated.insert(memory as u64, bytes);
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { to.write(memory as u64) };
     SUCCESS
 }
@@ -52,7 +52,7 @@ fn free(address: u64) -> Answer {
     let mut allocated = ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner);
     match allocated.remove(&address).and_then(layout) {
         Some(layout) => {
-            // SAFETY: `allocate` gave this memory with this layout.
+            // SAFETY: `allocate` returned this memory with this layout.
             unsafe { std::alloc::dealloc(address as *mut u8, layout) };
             SUCCESS
         }
@@ -62,9 +62,9 @@ fn free(address: u64) -> Answer {
 
 /// # Safety
 ///
-/// So many bytes can be read and written.
+/// `bytes` bytes are readable at `from` and writable at `to`.
 unsafe fn copy(to: u64, from: u64, bytes: usize) -> Answer {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
     SUCCESS
 }
@@ -127,10 +127,10 @@ impl Place {
 /// The rectangle's lines can be read and written.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpy2DAsync_v2(copy: *const Rectangle, _stream: *mut c_void) -> Answer {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let copy = unsafe { &*copy };
     for line in 0..copy.height {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe { std::ptr::copy(copy.from.line(line), copy.to.line(line), copy.width) };
     }
     SUCCESS

@@ -13,7 +13,7 @@ macro_rules! answering {
             #[unsafe(no_mangle)]
             #[allow(unused_unsafe, reason = "some answer without looking at their arguments")]
             unsafe extern "C" fn $name($($argument: $kind),*) -> Answer {
-                // SAFETY: as the caller promises.
+                // SAFETY: guaranteed by the caller.
                 unsafe { $answer }
             }
         )*
@@ -42,7 +42,7 @@ const NOT_SUPPORTED: Answer = 801;
 ///
 /// `to` can be written.
 unsafe fn answer<T>(to: *mut T, value: T) -> Answer {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { to.write(value) };
     SUCCESS
 }

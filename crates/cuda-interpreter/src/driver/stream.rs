@@ -14,9 +14,9 @@ fn boxed<T>(value: T) -> *mut c_void {
 
 /// # Safety
 ///
-/// [`boxed`] gave it, and nobody uses it any more.
+/// `held` comes from [`boxed`] and is no longer in use.
 unsafe fn dropped<T>(held: *mut c_void) -> Answer {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     drop(unsafe { Box::from_raw(held.cast::<T>()) });
     SUCCESS
 }

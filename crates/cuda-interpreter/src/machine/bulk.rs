@@ -143,7 +143,7 @@ impl Pending {
     ///
     /// `size` bytes can be read and written at both.
     unsafe fn moves(&self, place: *mut u8, address: Option<u64>, size: usize, outside: u8) {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match (self.way, address.map(|address| address as *mut u8)) {
                 (Way::In { .. }, Some(from)) => std::ptr::copy_nonoverlapping(from, place, size),
@@ -185,7 +185,7 @@ impl Pending {
             }
             let place = map.swizzle.place(self.shared + at as u64);
             let place = self.reached(cube, place, size, clock)?;
-            // SAFETY: both places were checked.
+            // SAFETY: both addresses were checked.
             unsafe { self.moves(place, address, size, outside) };
             Ok(())
         })
@@ -219,7 +219,7 @@ fn read_map(
         let from = address + (part * MAP_ALIGNMENT) as u64;
         let from = (Space::Generic, from, MAP_ALIGNMENT);
         let place = warp.place(cube, from, lane, Access::Read)?;
-        // SAFETY: `place` gives so many bytes.
+        // SAFETY: `place` has checked the bounds of the access.
         unsafe { std::ptr::copy_nonoverlapping(place, held.as_mut_ptr(), MAP_ALIGNMENT) };
     }
     TensorMap::from_bytes(&bytes)

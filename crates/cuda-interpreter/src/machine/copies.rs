@@ -76,7 +76,7 @@ fn in_pieces(reader: &mut Reader) -> Decoded<Op> {
         if wanted > 0 {
             let from = (Space::Global, warp.address(from, lane), bytes);
             let place = warp.place(cube, from, lane, Access::Read)?;
-            // SAFETY: `place` gives so many bytes.
+            // SAFETY: `place` has checked the bounds of the access.
             unsafe { std::ptr::copy_nonoverlapping(place, content.as_mut_ptr(), wanted) };
         }
         let to = warp.address(to, lane);
@@ -89,7 +89,7 @@ fn arrive(warp: &mut Warp, cube: &mut Cube, ended: Vec<Copied>, lane: usize) -> 
     for Copied { to, bytes } in ended {
         let to = (Space::Shared, to, bytes.len());
         let place = warp.place(cube, to, lane, Access::Write)?;
-        // SAFETY: `place` gives so many bytes.
+        // SAFETY: `place` has checked the bounds of the access.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
     }
     Ok(())

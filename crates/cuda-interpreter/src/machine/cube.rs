@@ -158,7 +158,7 @@ impl<'a> Cube<'a> {
     ///
     /// [`Fault`] if no barrier was initialized there.
     pub fn counted(&mut self, address: u64) -> Result<Counted, Fault> {
-        // SAFETY: a barrier's place has 8 bytes.
+        // SAFETY: `counted_place` has checked 8 bytes.
         let barrier = Counted::from_bits(unsafe { read(self.counted_place(address)?, 8) });
         match barrier.is_initialised() {
             true => Ok(barrier),
@@ -173,7 +173,7 @@ impl<'a> Cube<'a> {
     /// [`Fault`] outside of shared memory.
     pub fn set_counted(&mut self, address: u64, barrier: Counted) -> Result<(), Fault> {
         let place = self.counted_place(address)?;
-        // SAFETY: a barrier's place has 8 bytes.
+        // SAFETY: `counted_place` has checked 8 bytes.
         let before = Counted::from_bits(unsafe { read(place, 8) });
         // SAFETY: as above.
         unsafe { write(place, 8, barrier.bits()) };

@@ -16,7 +16,7 @@ use crate::ptx::{
 
 /// # Errors
 ///
-/// What is not known, in words.
+/// A message that names what is unknown.
 pub fn decode(
     opcode: &str,
     arguments: Vec<Argument>,
@@ -253,7 +253,7 @@ fn load(space: Space, kind: Type, at: Address, slots: Vec<Slot>) -> Op {
         let from = (space, warp.address(at, lane), size * slots.len());
         let place = warp.place(cube, from, lane, Access::Read)?;
         for (part, &slot) in slots.iter().enumerate() {
-            // SAFETY: `place` gives so many bytes.
+            // SAFETY: `place` has checked the bounds of the access.
             let bits = unsafe { read(place.add(size * part), size) };
             let value = if size < 4 {
                 kind.widen(bits) as u64
@@ -273,7 +273,7 @@ fn store(space: Space, kind: Type, at: Address, slots: Vec<Slot>) -> Op {
             let to = (space, warp.address(at, lane), size * slots.len());
             let place = warp.place(cube, to, lane, Access::Write)?;
             for (part, &slot) in slots.iter().enumerate() {
-                // SAFETY: `place` gives so many bytes.
+                // SAFETY: `place` has checked the bounds of the access.
                 unsafe { write(place.add(size * part), size, warp.at(slot)[lane]) };
             }
         }
@@ -316,7 +316,7 @@ fn atomic(reader: &mut Reader, returns: bool, kind: Type) -> Decoded<Op> {
             let at = (space, warp.address(at, lane), size);
             let place = warp.place(cube, at, lane, Access::Atomic)?;
             let [first, second] = from.map(|slot| kind.truncate(warp.at(slot)[lane]));
-            // SAFETY: `place` gives so many bytes.
+            // SAFETY: `place` has checked the bounds of the access.
             let old = unsafe { read(place, size) };
             unsafe { write(place, size, function.once([old, first, second])) };
             if let Some(to) = to {

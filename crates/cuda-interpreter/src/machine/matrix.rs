@@ -222,7 +222,7 @@ impl Described {
             races.read_by_product(warp, address, size)?;
         }
         let place = part(&mut cube.shared, Space::Shared, address, size)?;
-        // SAFETY: `part` gives so many bytes.
+        // SAFETY: `part` has checked the bounds of the access.
         let bits = unsafe { read(place, size) } as u32;
         Ok(number(self.element, bits))
     }

@@ -84,7 +84,7 @@ pub fn part(held: &mut [u8], space: Space, offset: u64, bytes: usize) -> Result<
 /// `size` bytes, at most 8, can be read there.
 pub unsafe fn read(place: *const u8, size: usize) -> u64 {
     let mut bytes = [0; 8];
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size) };
     u64::from_le_bytes(bytes)
 }
@@ -93,6 +93,6 @@ pub unsafe fn read(place: *const u8, size: usize) -> u64 {
 ///
 /// `size` bytes, at most 8, can be written there.
 pub unsafe fn write(place: *mut u8, size: usize, value: u64) {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), place, size) };
 }

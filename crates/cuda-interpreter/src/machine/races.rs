@@ -303,7 +303,7 @@ impl Races {
 
     /// # Errors
     ///
-    /// [`Fault::Race`] if a product that nobody has waited for adds to the register.
+    /// [`Fault::Race`] if a pending product adds to the register.
     pub fn check_register(&self, warp: usize, slot: Slot) -> Result<(), Fault> {
         match self.products[warp]
             .iter()

@@ -222,7 +222,7 @@ impl Warp {
         lane: usize,
     ) -> Result<u64, Fault> {
         let place = self.place(cube, from, lane, Access::Read)?;
-        // SAFETY: `place` gives so many bytes.
+        // SAFETY: `place` has checked the bounds of the access.
         Ok(unsafe { read(place, from.2) })
     }
 
@@ -237,7 +237,7 @@ impl Warp {
         value: u64,
     ) -> Result<(), Fault> {
         let place = self.place(cube, to, lane, Access::Write)?;
-        // SAFETY: `place` gives so many bytes.
+        // SAFETY: `place` has checked the bounds of the access.
         unsafe { write(place, to.2, value) };
         Ok(())
     }

@@ -18,7 +18,7 @@ pub enum Rounding {
     Zero,
     Down,
     Up,
-    /// Clamped to [0, 1]. NaN becomes 0.
+    /// Clamped to `[0, 1]`. NaN becomes 0.
     Saturated,
 }
 
