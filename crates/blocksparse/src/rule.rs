@@ -34,7 +34,7 @@ pub enum Budget {
 }
 
 impl Budget {
-    /// [`Budget::TopP`] without limits on the number of blocks.
+    /// Returns [`Budget::TopP`] without limits on the number of blocks.
     pub fn top_p(p: f64) -> Self {
         let (min, max) = (0, usize::MAX);
         Self::TopP { p, min, max }

@@ -22,7 +22,7 @@ static LAYOUTS: Recent<(LayoutShape, Pattern), BlockLayout> = Recent::new(16);
 /// Cached layouts of masks. A model has few masks, which many layers share.
 static MASKS: Recent<Arc<MaskKey>, BlockLayout> = Recent::new(4);
 
-/// [`burn::tensor::module::attention`] with a fused backward pass, on every backend. Changing the `use` line is enough.
+/// Computes [`burn::tensor::module::attention`] with a fused backward pass, on every backend. Changing the `use` line is enough.
 ///
 /// Computes `softmax(softcap(scale · q · kᵀ), masked, + attn_bias) · v` like Burn, with scale, softcap, mask (`true` is masked out), causality (aligned
 /// bottom-right, so the last query sees all keys) and bias. Rows in which everything is masked, by `mask`, by −∞ in `attn_bias` or because causality leaves no

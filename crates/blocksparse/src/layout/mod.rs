@@ -132,7 +132,7 @@ impl HeadPattern {
 pub struct Residue {
     /// Distance between two positions of a class, and the number of classes.
     pub stride: usize,
-    /// Number of slots of a class. The last slot may be beyond the sequence.
+    /// Number of slots of a class. The last slots may be beyond the sequence.
     pub class_len: usize,
 }
 

@@ -196,39 +196,39 @@ impl PartialEq for PatternFn {
 }
 
 impl Pattern {
-    /// Every pair.
+    /// Allows every pair.
     pub fn dense() -> Self {
         Self::Dense
     }
 
-    /// `j ≤ i`.
+    /// Allows the pairs with `j ≤ i`.
     pub fn causal() -> Self {
         Self::Causal
     }
 
-    /// `j ≤ i ∧ i − j < window`.
+    /// Allows the pairs with `j ≤ i ∧ i − j < window`.
     pub fn local(window: usize) -> Self {
         Self::Local { window }
     }
 
-    /// `j ≤ i ∧ (i − j) mod stride = 0`.
+    /// Allows the pairs with `j ≤ i ∧ (i − j) mod stride = 0`.
     pub fn strided(stride: usize) -> Self {
         Self::Strided { stride }
     }
 
-    /// `local(stride) ∪ strided(stride)`, one joint softmax: the "merged" strided attention of the
+    /// Combines `local(stride) ∪ strided(stride)` in one softmax: the "merged" strided attention of the
     /// Sparse Transformer.
     pub fn merged_strided(stride: usize) -> Self {
         Self::union([Self::local(stride), Self::strided(stride)])
     }
 
-    /// The Sparse Transformer's fixed pattern: the query's own window of `stride` keys, and the last
+    /// Returns the Sparse Transformer's fixed pattern: the query's own window of `stride` keys, and the last
     /// `columns` keys of every earlier window.
     pub fn fixed(stride: usize, columns: usize) -> Self {
         Self::fixed_heads(stride, columns, 1)
     }
 
-    /// [`Pattern::fixed`] with heads that use different column groups: head `h` uses group
+    /// Returns [`Pattern::fixed`] with heads that use different column groups: head `h` uses group
     /// `h mod num_verts`, counted from the end of the window.
     pub fn fixed_heads(stride: usize, columns: usize, num_verts: usize) -> Self {
         Self::Fixed {
@@ -238,32 +238,32 @@ impl Pattern {
         }
     }
 
-    /// `j < prefix ∨ j ≤ i`.
+    /// Allows the pairs with `j < prefix ∨ j ≤ i`.
     pub fn prefix_lm(prefix: usize) -> Self {
         Self::PrefixLm { prefix }
     }
 
-    /// `j ≤ i ∧ (j < sink ∨ i − j < window)`.
+    /// Allows the pairs with `j ≤ i ∧ (j < sink ∨ i − j < window)`.
     pub fn streaming(window: usize, sink: usize) -> Self {
         Self::Streaming { window, sink }
     }
 
-    /// `|i − j| ≤ reach`: `2 · reach + 1` keys, the query's own position included.
+    /// Allows the pairs with `|i − j| ≤ reach`: `2 · reach + 1` keys, the query's own position included.
     pub fn window(reach: usize) -> Self {
         Self::dilated_window(reach, 1)
     }
 
-    /// `|i − j| ≤ reach · dilation ∧ (i − j) mod dilation = 0`.
+    /// Allows the pairs with `|i − j| ≤ reach · dilation ∧ (i − j) mod dilation = 0`.
     pub fn dilated_window(reach: usize, dilation: usize) -> Self {
         Self::Window { reach, dilation }
     }
 
-    /// `⌊i/size⌋ = ⌊j/size⌋`: block-diagonal.
+    /// Allows the pairs with `⌊i/size⌋ = ⌊j/size⌋`: block-diagonal.
     pub fn chunked(size: usize) -> Self {
         Self::chunked_window(size, 0, 0)
     }
 
-    /// The query's chunk of `size` positions, `before` chunks before it and `after` after it.
+    /// Allows the query's chunk of `size` positions, `before` chunks before it and `after` after it.
     pub fn chunked_window(size: usize, before: usize, after: usize) -> Self {
         Self::Chunked {
             size,
@@ -272,21 +272,21 @@ impl Pattern {
         }
     }
 
-    /// `i ∈ tokens ∨ j ∈ tokens`.
+    /// Allows the pairs with `i ∈ tokens ∨ j ∈ tokens`.
     pub fn global(tokens: impl IntoIterator<Item = usize>) -> Self {
         Self::Global {
             ranges: ranges(tokens),
         }
     }
 
-    /// `j ∈ tokens`: keys that every query sees. As queries these tokens see no more than others.
+    /// Allows the pairs with `j ∈ tokens`: keys that every query sees. As queries these tokens see no more than others.
     pub fn global_keys(tokens: impl IntoIterator<Item = usize>) -> Self {
         Self::GlobalKeys {
             ranges: ranges(tokens),
         }
     }
 
-    /// Longformer's pattern, `dilated_window(reach, dilation) ∪ global(tokens)` in one softmax (Beltagy et al., 2020). For different dilations
+    /// Returns Longformer's pattern, `dilated_window(reach, dilation) ∪ global(tokens)` in one softmax (Beltagy et al., 2020). For different dilations
     /// per head, combine several with [`Pattern::per_head`].
     pub fn longformer(
         reach: usize,
@@ -296,7 +296,7 @@ impl Pattern {
         Self::union([Self::dilated_window(reach, dilation), Self::global(tokens)])
     }
 
-    /// BigBird's pattern over `blocks` blocks of `block` positions (Zaheer et al., 2020): the row's own block and the adjacent ones,
+    /// Returns BigBird's pattern over `blocks` blocks of `block` positions (Zaheer et al., 2020): the row's own block and the adjacent ones,
     /// the first and the last block as global tokens, and `random` blocks drawn for each head and row.
     pub fn bigbird(block: usize, blocks: usize, random: usize, seed: u64) -> Self {
         let last = block.saturating_mul(blocks.saturating_sub(1));
@@ -317,7 +317,7 @@ impl Pattern {
         ])
     }
 
-    /// DeepSpeed's bidirectional `fixed` pattern: windows of `stride` positions, and in each window a group of `columns` positions
+    /// Returns DeepSpeed's bidirectional `fixed` pattern: windows of `stride` positions, and in each window a group of `columns` positions
     /// (group `head mod num_verts` from its end) as columns that all queries see. With `horizontal`, this group also sees all keys.
     pub fn deepspeed_fixed(
         stride: usize,
@@ -343,7 +343,7 @@ impl Pattern {
         Self::union(parts)
     }
 
-    /// DeepSpeed's `variable` pattern: windows of the given sizes, the last size repeated up to `seq` positions, and `tokens` as keys that
+    /// Returns DeepSpeed's `variable` pattern: windows of the given sizes, the last size repeated up to `seq` positions, and `tokens` as keys that
     /// all queries see. With `horizontal`, `tokens` also see all keys. For its random blocks, form a union with
     /// [`Pattern::random_blocks`]. An empty list of windows or a window of 0 is an error when a layout is built. The list of windows is expanded.
     pub fn deepspeed_variable(
@@ -373,7 +373,7 @@ impl Pattern {
         }
     }
 
-    /// `j ≤ i ∧ (j ∈ vertical ∨ i − j ∈ slash)`.
+    /// Allows the pairs with `j ≤ i ∧ (j ∈ vertical ∨ i − j ∈ slash)`.
     pub fn vertical_slash(
         vertical: impl IntoIterator<Item = usize>,
         slash: impl IntoIterator<Item = usize>,
@@ -384,7 +384,7 @@ impl Pattern {
         }
     }
 
-    /// Packed sequences that do not see each other, given their first positions (`cu_seqlens`, with or without the total at the end). Intersect it
+    /// Separates packed sequences, which do not see each other, given their first positions (`cu_seqlens`, with or without the total at the end). Intersect it
     /// with the pattern inside the sequences: `Pattern::intersection([Pattern::documents([0, 300, 420]), Pattern::local(64)])`.
     pub fn documents(starts: impl IntoIterator<Item = usize>) -> Self {
         Self::Documents {
@@ -392,7 +392,7 @@ impl Pattern {
         }
     }
 
-    /// [`Pattern::documents`] from the document id of each position. A document is a run of equal ids; an id that reappears later is
+    /// Returns [`Pattern::documents`] from the document id of each position. A document is a run of equal ids; an id that reappears later is
     /// another document.
     ///
     /// ```
@@ -412,7 +412,7 @@ impl Pattern {
         Self::Documents { starts }
     }
 
-    /// Packed sequences in each of which `pattern` holds as if the sequence stood alone. Unlike in an intersection with
+    /// Applies `pattern` to each packed sequence as if the sequence stood alone. Unlike in an intersection with
     /// [`Pattern::documents`], windows, columns and global tokens are counted from the start of each document.
     ///
     /// ```
@@ -429,7 +429,7 @@ impl Pattern {
         }
     }
 
-    /// `count` random blocks for each head and row of blocks: see [`Pattern::RandomBlocks`].
+    /// Allows `count` random blocks for each head and row of blocks: see [`Pattern::RandomBlocks`].
     pub fn random_blocks(block: usize, blocks: usize, count: usize, seed: u64) -> Self {
         Self::RandomBlocks {
             block,
@@ -439,27 +439,27 @@ impl Pattern {
         }
     }
 
-    /// Pairs allowed by any of `parts`.
+    /// Allows the pairs that any of `parts` allows.
     pub fn union(parts: impl IntoIterator<Item = Pattern>) -> Self {
         Self::Union(parts.into_iter().collect())
     }
 
-    /// Pairs allowed by all of `parts`.
+    /// Allows the pairs that all of `parts` allow.
     pub fn intersection(parts: impl IntoIterator<Item = Pattern>) -> Self {
         Self::Intersection(parts.into_iter().collect())
     }
 
-    /// The pairs of this pattern with `j ≤ i`.
+    /// Restricts this pattern to the pairs with `j ≤ i`.
     pub fn and_causal(self) -> Self {
         Self::intersection([self, Self::Causal])
     }
 
-    /// Head `h` uses pattern `h mod p` of the `p` patterns.
+    /// Gives head `h` pattern `h mod p` of the `p` patterns.
     pub fn per_head(parts: impl IntoIterator<Item = Pattern>) -> Self {
         Self::PerHead(parts.into_iter().collect())
     }
 
-    /// A custom pattern: `attends(head, i, j)` returns whether query position `i` sees key
+    /// Creates a custom pattern: `attends(head, i, j)` returns whether query position `i` sees key
     /// position `j`. It is called for every pair when a layout is built, O(heads · n²). If all heads are
     /// equal, [`Pattern::from_pair_fn`] evaluates only one of them. If you know which blocks are empty,
     /// [`BlockLayout::from_block_fn`](crate::BlockLayout::from_block_fn) builds a layout in O(blocks).
@@ -480,7 +480,7 @@ impl Pattern {
         })
     }
 
-    /// [`Pattern::from_fn`] for a pattern that is the same in all heads: `attends(i, j)` is called for every pair of one head, O(n²).
+    /// Creates a pattern like [`Pattern::from_fn`] that is the same in all heads: `attends(i, j)` is called for every pair of one head, O(n²).
     ///
     /// ```
     /// use blocksparse::Pattern;

@@ -26,7 +26,7 @@ use crate::options::{AttentionOptions, WeightsMode};
 use crate::weights::BlockSparseTensor;
 use crate::{check, upload};
 
-/// Softmax attention over the pairs that `layout` allows:
+/// Computes softmax attention over the pairs that `layout` allows:
 /// `out[i] = Σ_j p[i, j] · v[j]`, `p[i, ·] = softmax over the allowed j of scale · q[i] · k[j]`.
 ///
 /// `layout` is a [`BlockLayout`](blocksparse::BlockLayout), built on the host, or a [`DeviceLayout`](crate::DeviceLayout), built on the device of the

@@ -58,7 +58,7 @@ impl DeviceLayout {
         Self::by_numbers(places, numbers, rule, BlockSource::Positions(rule))
     }
 
-    /// [`from_positions`](Self::from_positions) for sequences whose keys are at the positions of their queries.
+    /// Creates a layout like [`from_positions`](Self::from_positions) for sequences whose keys are at the positions of their queries.
     ///
     /// # Shapes
     /// - `positions`: `[batch or 1, heads, seq]`, below 2³¹, negative for none
