@@ -76,7 +76,7 @@ pub fn attention(
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Like [`attention`], but returns errors instead of panicking.
+/// Computes [`attention`] and returns errors instead of panicking.
 ///
 /// # Errors
 /// As [`sparse_attention`](crate::sparse_attention); also if a length is 0, if the mask or the bias does not fit, or if the mask cannot be read.

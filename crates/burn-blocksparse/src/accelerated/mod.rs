@@ -56,7 +56,7 @@ pub fn accelerate_attention() -> Result<(), OpError> {
     take::<Attention>()
 }
 
-/// Like [`accelerate_attention`], but calls for which `choose` returns a pattern are also restricted to its pairs, in addition to causality and the mask.
+/// Does the same as [`accelerate_attention`], and restricts calls for which `choose` returns a pattern to its pairs, in addition to causality and the mask.
 ///
 /// ```no_run
 /// use burn_blocksparse::Pattern;

@@ -166,7 +166,7 @@ impl<'a> SparseAttentionCall<'a> {
         self
     }
 
-    /// Also returns `lse[i] = ln Σ_j exp(score[i, j])` over the allowed keys and the sink. It is −∞ for a row with neither.
+    /// Requests `lse[i] = ln Σ_j exp(score[i, j])` over the allowed keys and the sink. It is −∞ for a row with neither.
     ///
     /// Two outputs over the same queries and disjoint layouts can be merged with it: [`merge_attention`](crate::merge_attention). Like the output, lse is
     /// differentiable, and both share one backward pass.
@@ -175,7 +175,7 @@ impl<'a> SparseAttentionCall<'a> {
         self
     }
 
-    /// Also returns the largest score of each row over its allowed keys, after scale, softcap and biases and before sinks. It is −∞ for a row with no
+    /// Requests the largest score of each row over its allowed keys, after scale, softcap and biases and before sinks. It is −∞ for a row with no
     /// allowed key. No gradient flows through it.
     ///
     /// Attention logits that grow from step to step are an early sign that training will diverge. Log the maximum of each head, or act on it:
@@ -204,7 +204,7 @@ impl<'a> SparseAttentionCall<'a> {
         self
     }
 
-    /// Also returns the attention probabilities `p` in block-sparse form, after biases and before dropout. With sinks a row sums to less than 1. No
+    /// Requests the attention probabilities `p` in block-sparse form, after biases and before dropout. With sinks a row sums to less than 1. No
     /// gradient flows through them. Implies [`WeightsMode::Store`] and requires a layout built on the host.
     pub fn weights(mut self) -> Self {
         self.weights = true;
@@ -272,7 +272,7 @@ impl<'a> SparseAttentionCall<'a> {
         Ok(out_and_lse(output))
     }
 
-    /// Like [`run_with_lse`](Self::run_with_lse), but also returns residuals from which a later call with the same arguments can skip the computation.
+    /// Runs [`run_with_lse`](Self::run_with_lse) and also returns residuals from which a later call with the same arguments can skip the computation.
     ///
     /// Use it for recomputation (gradient checkpointing) around attention. The first pass, without autodiff, stores the residuals of each call. The second
     /// pass, with
@@ -312,7 +312,7 @@ impl<'a> SparseAttentionCall<'a> {
         Ok((out, lse, kept))
     }
 
-    /// Like [`run_with_lse`](Self::run_with_lse), but with known results: no attention kernel runs, the graph stores the given results, and sinks are applied
+    /// Returns the results of [`run_with_lse`](Self::run_with_lse) from known ones: no attention kernel runs, the graph stores the given results, and sinks are applied
     /// to them.
     ///
     /// `kept` must come from [`run_with_residuals`](Self::run_with_residuals) of a call with the same values of all arguments, including the dropout seed. This

@@ -26,12 +26,12 @@ pub type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
 /// Float tensors of a call, or gradients with respect to them. Some may be missing.
 pub type Floats<B, const N: usize> = [Option<FloatTensor<B>>; N];
 
-/// `reads` of an op whose backward pass reads no input.
+/// Serves as `reads` of an op whose backward pass reads no input.
 pub fn nothing<const N: usize>(_wanted: [bool; N]) -> [bool; N] {
     [false; N]
 }
 
-/// `reads` of an op whose backward pass reads every input.
+/// Serves as `reads` of an op whose backward pass reads every input.
 pub fn everything<const N: usize>(_wanted: [bool; N]) -> [bool; N] {
     [true; N]
 }

@@ -289,7 +289,7 @@ impl<'a, B: Backend> Call<'a, B> {
         values.fill(blocked, value)
     }
 
-    /// For each tile of a side, sums block times tile of the other side over the tile's blocks: `[tiles, b · dim]`.
+    /// Sums block times tile of the other side over the blocks of each tile of a side: `[tiles, b · dim]`.
     fn product(&self, w: FloatTensor<B>, x: FloatTensor<B>, side: Side) -> Array<B> {
         let (b, dim) = (self.block_size, x.shape()[3]);
         let x = self.tile(x);

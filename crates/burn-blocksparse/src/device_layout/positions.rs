@@ -99,7 +99,7 @@ impl DeviceLayout {
     }
 }
 
-/// A cast to the same dtype would still be an operation.
+/// Casts to i32, unless the dtype already is: a cast to the same dtype would still be an operation.
 fn in_i32(x: Tensor<3, Int>) -> Tensor<3, Int> {
     match x.dtype() {
         DType::I32 => x,

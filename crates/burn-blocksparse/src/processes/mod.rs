@@ -366,7 +366,7 @@ impl Shared {
         }
     }
 
-    /// Body of a reading thread: handles the frames of a connection until it ends.
+    /// Handles the frames of a connection until it ends: the body of a reading thread.
     fn read_from(&self, peer: usize, mut socket: TcpStream) {
         let error = loop {
             match Head::read(&mut socket) {
@@ -428,7 +428,7 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Body of a thread that sends signs of life to a process.
+    /// Sends signs of life to a process: the body of a thread.
     fn live_for(&self, peer: usize, pause: Duration) {
         loop {
             thread::sleep(pause);

@@ -11,7 +11,7 @@ use crate::base::cube::*;
 use crate::sharded::ops::ShardOps;
 
 impl ShardOps for CubeBackend {
-    /// Implemented with CubeCL's sum over two devices. CubeCL's own copies between devices do not wait for users of the memory (docs/dev/log.md), but sums are
+    /// Uses CubeCL's sum over two devices. CubeCL's own copies between devices do not wait for users of the memory (docs/dev/log.md), but sums are
     /// ordered on both
     /// sides. Integer sums are exact, so the other device's words are the sum minus the own words. Each device sends as much as the longer of both lists.
     fn swapped(own: CubeTensor, peer: u16) -> CubeTensor {

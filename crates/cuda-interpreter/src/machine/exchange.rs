@@ -19,7 +19,7 @@ pub enum Vote {
     Ballot,
 }
 
-/// `shfl.sync`: returns the values that lanes receive, and whether their source was within its segment. The registers of a lane that does not
+/// Computes `shfl.sync`: the values that lanes receive, and whether their source was within its segment. The registers of a lane that does not
 /// participate are read as they are.
 pub fn shuffle(mode: Shuffle, from: &Lanes, by: &Lanes, clamp: &Lanes) -> (Lanes, Lanes) {
     let (mut values, mut valid) = ([0; 32], [0; 32]);
@@ -43,7 +43,7 @@ pub fn shuffle(mode: Shuffle, from: &Lanes, by: &Lanes, clamp: &Lanes) -> (Lanes
     (values, valid)
 }
 
-/// `vote.sync`: combines the predicates of `members`.
+/// Computes `vote.sync` of the predicates of `members`.
 pub fn vote(mode: Vote, from: &Lanes, members: u32) -> u64 {
     let ballot = each(members).fold(0, |ballot, lane| ballot | (from[lane] as u32 & 1) << lane);
     match mode {
@@ -54,7 +54,7 @@ pub fn vote(mode: Vote, from: &Lanes, members: u32) -> u64 {
     }
 }
 
-/// `match.any.sync.b32`: returns for each lane the members with the same value.
+/// Computes `match.any.sync.b32`: for each lane the members with the same value.
 pub fn matching(from: &Lanes, members: u32) -> Lanes {
     std::array::from_fn(|lane| {
         let same = each(members).filter(|&other| from[other] as u32 == from[lane] as u32);
@@ -62,7 +62,7 @@ pub fn matching(from: &Lanes, members: u32) -> Lanes {
     })
 }
 
-/// `movmatrix`: transposes a matrix of 8 × 8 16-bit elements. Each lane holds two elements of a row.
+/// Computes `movmatrix`: the transpose of a matrix of 8 × 8 16-bit elements. Each lane holds two elements of a row.
 pub fn transposed(from: &Lanes) -> Lanes {
     let number =
         |row: usize, column: usize| from[row * 4 + column / 2] >> (16 * (column % 2)) & 0xffff;

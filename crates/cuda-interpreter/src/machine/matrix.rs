@@ -304,7 +304,7 @@ pub fn group_product(reader: &mut Reader) -> Decoded<Op> {
     }))
 }
 
-/// `wgmma.mma_async`: computes a warp's sixteen rows of the warpgroup's 64. The result is available immediately.
+/// Computes `wgmma.mma_async` for a warp's sixteen rows of the warpgroup's 64. The result is available immediately.
 ///
 /// # Errors
 ///

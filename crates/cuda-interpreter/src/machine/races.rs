@@ -233,7 +233,7 @@ impl Races {
         *time - 1
     }
 
-    /// `fence.proxy.async`.
+    /// Records a `fence.proxy.async` of a warp.
     pub fn fence(&mut self, warp: usize) {
         self.fenced[warp].clone_from(&self.clocks[warp]);
         self.tick(warp);

@@ -117,7 +117,7 @@ fn a_scope_has_registers_and_labels_of_its_own() {
     assert_eq!(found, [10]);
 }
 
-/// Each thread writes its index to shared memory and reads that of its neighbour in the other warp.
+/// Returns a body in which each thread writes its index to shared memory and reads that of its neighbour in the other warp.
 fn exchange(between: &str) -> String {
     format!(
         "mov.u32 %r1, dynamic;
@@ -199,7 +199,7 @@ fn what_is_not_known_is_told_with_its_line() {
     assert!(Module::parse(&text("add.s32 %r1, %r2, %nothing;")).is_err());
 }
 
-/// A warp copies a box of 8 rows and 16 columns of f32 (rows of 64 bytes, swizzled). Each lane reads an element of
+/// Returns a body in which a warp copies a box of 8 rows and 16 columns of f32 (rows of 64 bytes, swizzled). Each lane reads an element of
 /// the second row, or of the first if it does not wait.
 fn boxed(wait: &str) -> String {
     format!(
@@ -358,7 +358,7 @@ fn accesses_that_nothing_orders_are_races() {
     assert!(race("st.shared.u32 [dynamic], %tid;", 64).is_some());
 }
 
-/// A warp writes 512 bytes, its first lane sends them, and then the warp writes there again.
+/// Returns a body in which a warp writes 512 bytes, its first lane sends them, and then the warp writes there again.
 fn sent(fence: &str, wait: &str) -> String {
     format!(
         "shl.b32 %r1, %tid, 2;
