@@ -1,8 +1,7 @@
 //! Times the attention kernels on a device, by the device's own clock.
 //!
-//! Without arguments it runs the workloads of the benchmark page; `--pattern` and the sizes run any other.
-//! Flops count allowed pairs: 2 · (head_dim + value_dim) per pair forward, 2.5 times that backward, so computing masked pairs
-//! gains nothing.
+//! Without arguments it runs the workloads of the benchmark page; `--pattern` and the sizes run any other. Flops count allowed pairs: 2 · (head_dim +
+//! value_dim) per pair forward, 2.5 times that backward, so computing masked pairs gains nothing.
 
 mod problem;
 mod stress;

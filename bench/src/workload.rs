@@ -135,8 +135,7 @@ impl Workload {
 }
 
 /// Workloads of the benchmark page: name, pattern, batch, heads, length, width and block size. The names are those of the script that measures PyTorch on the
-/// same
-/// workloads.
+/// same workloads.
 const ANCHORS: &str = "\
 dense_causal_d64              causal              4  16   8192   64  128
 dense_causal_d128             causal              4  16   8192  128  128

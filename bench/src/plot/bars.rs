@@ -1,5 +1,4 @@
-//! Draws the main table of `docs/benchmarks.md`: the speedup of each workload over dense attention by cuDNN, forward and
-//! backward, here and with FlexAttention.
+//! Draws the main table of `docs/benchmarks.md`: the speedup of each workload over dense attention by cuDNN, forward and backward, here and with FlexAttention.
 
 use std::path::Path;
 

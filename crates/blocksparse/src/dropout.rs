@@ -8,14 +8,10 @@ use crate::Seed;
 /// without dropout.
 ///
 /// Whether a pair is retained depends on nothing but the seed and the pair's batch entry, head, query and key. The mask is therefore the same in the backward
-/// pass,
-/// on every device, in every kernel and for every layout. Philox 4×32 with 7 rounds produces 128 bits for the counter `(⌊key / 8⌋, head, query, batch)` with
-/// the seed
-/// as its key; 7 is the fewest rounds that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011, table 2). The 128 bits are 16
-/// bytes.
-/// The 16-bit number of a key takes bit `key mod 8` of each byte; byte `b` of word `w`, both counted from 0, supplies bit `4 · b + w` of the number. The pair
-/// is
-/// retained if the number is below [`threshold`](Self::threshold).
+/// pass, on every device, in every kernel and for every layout. Philox 4×32 with 7 rounds produces 128 bits for the counter `(⌊key / 8⌋, head, query, batch)`
+/// with the seed as its key; 7 is the fewest rounds that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011, table 2). The 128
+/// bits are 16 bytes. The 16-bit number of a key takes bit `key mod 8` of each byte; byte `b` of word `w`, both counted from 0, supplies bit `4 · b + w` of the
+/// number. The pair is retained if the number is below [`threshold`](Self::threshold).
 ///
 /// ```
 /// use blocksparse::Dropout;
@@ -37,8 +33,7 @@ impl Dropout {
     /// Creates dropout with a probability and a seed.
     ///
     /// The range of the probability, `[0, 1)`, is not checked here. A call of attention with a probability outside of it is an error. Until then the other
-    /// methods
-    /// treat larger values as the largest number below 1, and all other invalid values as 0.
+    /// methods treat larger values as the largest number below 1, and all other invalid values as 0.
     pub fn new(probability: f64, seed: impl Into<Seed>) -> Self {
         Self {
             probability,
@@ -47,8 +42,7 @@ impl Dropout {
     }
 
     /// Returns the bound below which a pair's 16-bit number retains the pair: `(1 − probability) · 2¹⁶`, rounded. A probability above 0 always drops something
-    /// and
-    /// one below 1 always retains something: the bound is at least 1, and at most 2¹⁶ − 1 unless the probability is 0.
+    /// and one below 1 always retains something: the bound is at least 1, and at most 2¹⁶ − 1 unless the probability is 0.
     pub fn threshold(&self) -> u32 {
         if self.probability > 0.0 {
             let numbers = ((1.0 - self.probability) * f64::from(NUMBERS)).round() as u32;
@@ -199,8 +193,7 @@ pub(crate) mod tests {
     }
 
     /// Checks numbers worked out by hand from the first known answer, whose words are `0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48`: bits 0 of their bytes,
-    /// from the
-    /// lowest byte on, are 1, 0, 1, 0; 1, 1, 1, 0; 1, 1, 0, 1; 1, 1, 1, 1, a nibble for each byte index.
+    /// from the lowest byte on, are 1, 0, 1, 0; 1, 1, 1, 0; 1, 1, 0, 1; 1, 1, 1, 1, a nibble for each byte index.
     #[test]
     fn numbers_are_columns_of_bits() {
         let numbers = eight_numbers(philox_of(ROUNDS, [0; 4], [0; 2]));
@@ -273,8 +266,7 @@ pub(crate) mod tests {
     }
 
     /// Over 2¹⁶ pairs, two shares are within five standard deviations of those of independent draws: the share of retained pairs, and the share of pairs with
-    /// the
-    /// same outcome at another key (in the same counter or the next), query, head, batch entry or seed.
+    /// the same outcome at another key (in the same counter or the next), query, head, batch entry or seed.
     #[test]
     fn pairs_are_kept_independently() {
         const QUERIES: usize = 128;
@@ -317,8 +309,7 @@ pub(crate) mod tests {
     }
 
     /// The number of retained pairs among the eight of a counter is binomially distributed: χ² of 2¹⁵ counters with 8 degrees of freedom is below 40, which
-    /// chance
-    /// exceeds three times in a million.
+    /// chance exceeds three times in a million.
     #[test]
     fn eights_are_binomial() {
         for (probability, seed) in [(0.5, 5), (0.5, 6), (0.3, 7)] {

@@ -1,6 +1,5 @@
 //! Caches that compute the value of a key once. The map is locked only while a key is looked up. A thread that asks for a value under construction waits for
-//! that
-//! value; threads with other keys do not wait.
+//! that value; threads with other keys do not wait.
 
 use std::collections::HashMap;
 use std::hash::Hash;

@@ -1,8 +1,8 @@
 //! Block-sparse attention patterns and the layouts built from them.
 //!
-//! A [`Pattern`] defines which (query, key) pairs attend. A [`BlockLayout`] is a pattern cut into
-//! `block_size × block_size` blocks, of which only the non-empty ones are kept. A [`WeightLayout`] lists the kept blocks of a weight.
-//! `burn-blocksparse` computes attention over a layout in Burn with the kernels of `blocksparse-cubecl`; this crate depends on neither.
+//! A [`Pattern`] defines which (query, key) pairs attend. A [`BlockLayout`] is a pattern cut into `block_size × block_size` blocks, of which only the non-empty
+//! ones are kept. A [`WeightLayout`] lists the kept blocks of a weight. `burn-blocksparse` computes attention over a layout in Burn with the kernels of
+//! `blocksparse-cubecl`; this crate depends on neither.
 //!
 //! # Features
 //! - `draw`: layouts draw themselves as PNG and SVG.

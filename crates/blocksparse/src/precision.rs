@@ -9,8 +9,7 @@ pub enum ProductPrecision {
     /// and where the plan says so, as [`Full`](Self::Full).
     Tf32,
     /// For inference. Queries, keys, values and weights of bf16 and f16 tensors may be rounded to FP8 (E4M3, 3 bits of mantissa), with one scale for each 64
-    /// rows of a
-    /// head, where tensor cores support it: NVIDIA Hopper GPUs. Otherwise, where the plan says so, and where gradients are tracked, as
+    /// rows of a head, where tensor cores support it: NVIDIA Hopper GPUs. Otherwise, where the plan says so, and where gradients are tracked, as
     /// [`Full`](Self::Full).
     Fp8,
 }

@@ -10,10 +10,8 @@ use std::fmt;
 /// ```
 ///
 /// `amax` is the largest finite `|x|` of the row in f32. `σ` is 1 if `amax` is below 2⁻¹⁰⁰ (including rows of zeros). If the largest code times `σ` would
-/// overflow,
-/// `σ` is rounded down, so that finite elements stay finite. `±∞` becomes the largest value that the row can represent. A NaN makes `σ`, and so the whole row,
-/// NaN.
-/// The NaN of e4m3 is never stored.
+/// overflow, `σ` is rounded down, so that finite elements stay finite. `±∞` becomes the largest value that the row can represent. A NaN makes `σ`, and so the
+/// whole row, NaN. The NaN of e4m3 is never stored.
 ///
 /// A word holds four elements, the first in its lowest bits.
 ///

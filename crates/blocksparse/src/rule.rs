@@ -6,8 +6,7 @@ use crate::LayoutError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EstimateKind {
     /// An estimate of the attention that the block receives, at least 0. The score is its own weight. +∞ is not an estimate: it marks a block that an estimator
-    /// requires
-    /// regardless of other scores. Such a block ranks first and has weight 0. A rule drops it only if its budget is exhausted.
+    /// requires regardless of other scores. Such a block ranks first and has weight 0. A rule drops it only if its budget is exhausted.
     Probability,
     /// Any number. The weights of a row are the softmax of its scores over the visible blocks.
     Logit,

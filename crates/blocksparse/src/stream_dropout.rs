@@ -9,11 +9,11 @@ pub const STREAM: u32 = u32::MAX;
 /// Dropout of the elements of a tensor, such as the output of a layer before it is added to a residual stream. An element is retained with probability
 /// `1 − probability` and is then divided by that probability.
 ///
-/// A tensor `[.., width]` is treated as a matrix whose rows run over all dimensions but the last. Whether an element is retained
-/// depends only on the seed, the site, its row and its column, so the mask is the same in the backward pass and on every
-/// device. The probability is rounded, and 16-bit numbers are drawn, as in [`Dropout`](crate::Dropout). Number `column mod 8` of the counter
-/// `(⌊column / 8⌋, site, row mod 2³², 2³² − 1)`, with the seed as the key, is compared with [`threshold`](Self::threshold): below it, the element is retained.
-/// [`Dropout`](crate::Dropout) of attention weights has a batch entry as the fourth word, so the same seed gives other numbers there.
+/// A tensor `[.., width]` is treated as a matrix whose rows run over all dimensions but the last. Whether an element is retained depends only on the seed, the
+/// site, its row and its column, so the mask is the same in the backward pass and on every device. The probability is rounded, and 16-bit numbers are drawn, as
+/// in [`Dropout`](crate::Dropout). Number `column mod 8` of the counter `(⌊column / 8⌋, site, row mod 2³², 2³² − 1)`, with the seed as the key, is compared
+/// with [`threshold`](Self::threshold): below it, the element is retained. [`Dropout`](crate::Dropout) of attention weights has a batch entry as the fourth
+/// word, so the same seed gives other numbers there.
 ///
 /// ```
 /// use blocksparse::ElementDropout;
@@ -120,8 +120,7 @@ mod tests {
     }
 
     /// Over 2¹⁷ elements, two shares are within five standard deviations of those of independent draws: the share of retained elements, and the share of
-    /// elements with the
-    /// same outcome as an adjacent element, another site or seed, or the attention weight with the same counter.
+    /// elements with the same outcome as an adjacent element, another site or seed, or the attention weight with the same counter.
     #[test]
     fn numbers_are_kept_independently() {
         let dropout = ElementDropout::new(0.3, 11, 2);

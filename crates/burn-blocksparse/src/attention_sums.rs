@@ -44,9 +44,8 @@ impl AccumulatedAttentionOptions {
 pub struct AccumulatedAttention {
     /// `[batch, heads, seq_kv]`: the sum over queries of each key.
     pub columns: Tensor<3>,
-    /// `[batch, heads, seq_q + seq_kv − 1]`: the sum over the pairs at each distance `i − j`, from `1 − seq_q` (later keys) on.
-    /// The index is `seq_q − 1 + distance`, so distances from 0 on start at `seq_q − 1`. `i` and `j` are positions, and query row `r` has position
-    /// `r + seq_kv − seq_q`.
+    /// `[batch, heads, seq_q + seq_kv − 1]`: the sum over the pairs at each distance `i − j`, from `1 − seq_q` (later keys) on. The index is `seq_q − 1 +
+    /// distance`, so distances from 0 on start at `seq_q − 1`. `i` and `j` are positions, and query row `r` has position `r + seq_kv − seq_q`.
     pub diagonals: Tensor<3>,
 }
 

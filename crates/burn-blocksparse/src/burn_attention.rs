@@ -26,8 +26,7 @@ static MASKS: Recent<Arc<MaskKey>, BlockLayout> = Recent::new(4);
 ///
 /// Computes `softmax(softcap(scale · q · kᵀ), masked, + attn_bias) · v` like Burn, with scale, softcap, mask (`true` is masked out), causality (aligned
 /// bottom-right, so the last query sees all keys) and bias. Rows in which everything is masked, by `mask`, by −∞ in `attn_bias` or because causality leaves no
-/// key
-/// (`seq_q > seq_kv`), give zeros and zero gradients.
+/// key (`seq_q > seq_kv`), give zeros and zero gradients.
 ///
 /// ```
 /// use burn::tensor::ops::AttentionModuleOptions;
@@ -55,9 +54,8 @@ static MASKS: Recent<Arc<MaskKey>, BlockLayout> = Recent::new(4);
 ///
 /// # Masks
 /// A mask that all queries share, `[.., 1, seq_kv]`, such as a padding mask, stays on its device. Any other mask is read by every call, which waits for the
-/// device,
-/// and becomes a layout that omits blocks without a pair. The layouts of the last 4 distinct masks are cached. [`mask_layout`] reads a mask once for many
-/// calls of [`SparseAttentionCall`]. For masks that depend on positions a [`Pattern`] is cheapest.
+/// device, and becomes a layout that omits blocks without a pair. The layouts of the last 4 distinct masks are cached. [`mask_layout`] reads a mask once for
+/// many calls of [`SparseAttentionCall`]. For masks that depend on positions a [`Pattern`] is cheapest.
 ///
 /// # Biases
 /// Values below −1e8 (−6e4 in f16) are raised to it. A row whose scores are all below half of it counts as masked.
@@ -142,8 +140,7 @@ pub fn try_attention(
 }
 
 /// Returns the layout of exactly the pairs that a mask of Burn's [`attention`] leaves, restricted to causal pairs if `causal`. It reads the mask from its
-/// device
-/// and waits for all pending work there. The layout can be reused for any number of calls of [`SparseAttentionCall`].
+/// device and waits for all pending work there. The layout can be reused for any number of calls of [`SparseAttentionCall`].
 ///
 /// ```
 /// use burn::tensor::{Bool, Device, Tensor};
@@ -158,8 +155,7 @@ pub fn try_attention(
 ///
 /// # Shapes
 /// `mask`: `[batch or 1, heads or 1, seq_q or 1, seq_kv or 1]`, `true` is masked out; `lengths`: `[seq_q, seq_kv]`. If the mask has several batch entries, the
-/// layout
-/// is per batch.
+/// layout is per batch.
 ///
 /// # Errors
 /// [`OpError`] if the mask does not fit `heads` and `lengths`, if a size is out of range, or if the mask cannot be read.

@@ -36,8 +36,7 @@ pub struct AttentionGradients {
 }
 
 /// Computes the gradients of `Σ out · grad_out` with respect to q, k, v and optional tensors in the forward pass. On a device with autodiff they are part of
-/// its
-/// graph, and a backward pass through them gives second derivatives of attention, also with respect to `grad_out`.
+/// its graph, and a backward pass through them gives second derivatives of attention, also with respect to `grad_out`.
 ///
 /// Burn's autodiff differentiates once, so [`sparse_attention`](crate::sparse_attention) has no second derivatives. Use this function for losses that
 /// contain a gradient, such as gradient penalties (Gulrajani et al., 2017, §4) and sharpness. [`attention_hvp`] computes the product of the Hessian and a

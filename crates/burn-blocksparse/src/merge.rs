@@ -5,9 +5,9 @@ use crate::rows::ops::RowOps;
 use crate::rows::reference::LOWEST;
 use crate::rows::values::{MergedOutput, MergedParts};
 
-/// Merges two attention outputs over the same queries and disjoint keys into attention over all keys:
-/// `out = (out_a · exp(lse_a) + out_b · exp(lse_b)) / (exp(lse_a) + exp(lse_b))`, `lse = ln(exp(lse_a) + exp(lse_b))`
-/// (split keys in FlashAttention, and ring attention). Differentiable in all arguments. Merge more than two parts one after the other.
+/// Merges two attention outputs over the same queries and disjoint keys into attention over all keys: `out = (out_a · exp(lse_a) + out_b · exp(lse_b)) /
+/// (exp(lse_a) + exp(lse_b))`, `lse = ln(exp(lse_a) + exp(lse_b))` (split keys in FlashAttention, and ring attention). Differentiable in all arguments. Merge
+/// more than two parts one after the other.
 ///
 /// Rows without keys in either part give zeros and lse −∞.
 ///

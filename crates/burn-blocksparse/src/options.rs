@@ -68,10 +68,9 @@ impl AttentionOptions {
         softcap: Some(f64),
     }
 
-    /// Adds linear biases by distance to the scores, ALiBi (Press et al., 2022): query `i` and key `j` of head `h` get
-    /// `−slopes[h] · |i − j|`, after scale and softcap. `i` and `j` are positions as in patterns: with `seq_q ≠ seq_kv`
-    /// query row `r` has position `r + seq_kv − seq_q`. The biases are computed from positions together with the scores; no n × n tensor is created.
-    /// The slopes are constants. [`alibi_slopes`] returns those of the paper.
+    /// Adds linear biases by distance to the scores, ALiBi (Press et al., 2022): query `i` and key `j` of head `h` get `−slopes[h] · |i − j|`, after scale and
+    /// softcap. `i` and `j` are positions as in patterns: with `seq_q ≠ seq_kv` query row `r` has position `r + seq_kv − seq_q`. The biases are computed from
+    /// positions together with the scores; no n × n tensor is created. The slopes are constants. [`alibi_slopes`] returns those of the paper.
     ///
     /// ```
     /// use burn_blocksparse::{AttentionOptions, alibi_slopes};
@@ -96,16 +95,13 @@ impl AttentionOptions {
         /// ([`Dropout`]), so use a different seed for every training step and every layer.
         dropout: Some(Dropout),
         /// Skips tiles of queries and keys with negligible weights: those whose scores, after scale, softcap and biases, are all more than `t` below the
-        /// largest
-        /// scores of their rows so far. Each skipped weight is below `exp(−t)`, so a row of `n` keys loses less than
-        /// `n · exp(−t)` of its weight: with `t = 16` and 64K keys less than 0.8%. The unit is that of scores, natural logarithms.
-        /// By default nothing is skipped.
+        /// largest scores of their rows so far. Each skipped weight is below `exp(−t)`, so a row of `n` keys loses less than `n · exp(−t)` of its weight: with
+        /// `t = 16` and 64K keys less than 0.8%. The unit is that of scores, natural logarithms. By default nothing is skipped.
         ///
         /// A kernel still computes all scores. It omits exponentials and the product with values and, in the backward pass, four of five products of tiles
-        /// whose weights
-        /// are all below `exp(−t)`. Tiles are those of the kernel, so skipped pairs differ by device and dtype; the same call gives
-        /// the same bits. Row maxima and returned or stored weights cover all pairs. CPU backends, paged decoding, and the cases that the
-        /// [plan](crate::AttentionPlan) names compute exactly.
+        /// whose weights are all below `exp(−t)`. Tiles are those of the kernel, so skipped pairs differ by device and dtype; the same call gives the same
+        /// bits. Row maxima and returned or stored weights cover all pairs. CPU backends, paged decoding, and the cases that the [plan](crate::AttentionPlan)
+        /// names compute exactly.
         softmax_threshold: Some(f64),
         /// Sets what is stored for the backward pass.
         weights: WeightsMode,

@@ -14,9 +14,8 @@ use crate::graph::recording;
 
 /// Uploaded tensors of layouts. The key is the address of a token that lives as long as the layout's data.
 ///
-/// The layout itself must not own these tensors: an operation in flight may be the last holder of the layout, and a
-/// tensor dropped on the device's own thread would call that thread from itself. Tensors of dropped layouts
-/// are released when the next layout is uploaded.
+/// The layout itself must not own these tensors: an operation in flight may be the last holder of the layout, and a tensor dropped on the device's own thread
+/// would call that thread from itself. Tensors of dropped layouts are released when the next layout is uploaded.
 static UPLOADED: LazyLock<Mutex<HashMap<usize, Uploaded>>> = LazyLock::new(Mutex::default);
 
 #[derive(Default)]
@@ -27,9 +26,8 @@ struct Uploaded {
     on_devices: Vec<(Device, Tensor<2, Bool>)>,
 }
 
-/// Returns the layout for a call on `device`. Its tensors are on the device without autodiff: an autodiff layout
-/// would silently turn plain outputs into autodiff ones. Kernels read no mask table: if they run, `blocked` is
-/// a single element.
+/// Returns the layout for a call on `device`. Its tensors are on the device without autodiff: an autodiff layout would silently turn plain outputs into
+/// autodiff ones. Kernels read no mask table: if they run, `blocked` is a single element.
 ///
 /// # Errors
 /// [`OpError::Recording`] if the tensors are not uploaded yet and this thread records.

@@ -3,8 +3,8 @@
 use blocksparse::BlockLayout;
 use burn::tensor::Tensor;
 
-/// Returns the shape of the stored weights: `[batch, blocks, block_size, block_size]`. A per-batch layout has as many
-/// blocks as its fullest batch entry; surplus blocks of the others are zero.
+/// Returns the shape of the stored weights: `[batch, blocks, block_size, block_size]`. A per-batch layout has as many blocks as its fullest batch entry;
+/// surplus blocks of the others are zero.
 pub(crate) fn shape(layout: &BlockLayout, batch: usize) -> [usize; 4] {
     let b = layout.block_size();
     let blocks = (0..layout.batch().unwrap_or(1))

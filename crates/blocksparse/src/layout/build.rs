@@ -27,8 +27,8 @@ impl Pattern {
 }
 
 impl BlockLayout {
-    /// Builds the layout of `pattern`. Time and memory are proportional to the kept blocks, never to `seq_q · seq_kv`
-    /// (unless the pattern is a callback, [`Pattern::from_fn`]).
+    /// Builds the layout of `pattern`. Time and memory are proportional to the kept blocks, never to `seq_q · seq_kv` (unless the pattern is a callback,
+    /// [`Pattern::from_fn`]).
     ///
     /// Query row `r` has position `r + seq_kv − seq_q`: causality is aligned bottom-right.
     ///
@@ -179,8 +179,7 @@ impl BlockLayout {
     }
 
     /// Builds a layout whose blocks a tensor on a device chooses. It has sizes and **lists no blocks**. Kernels compute their launch plans from the tensor on
-    /// its
-    /// device, once `kernels::choose_blocks` has received it.
+    /// its device, once `kernels::choose_blocks` has received it.
     ///
     /// # Errors
     /// [`LayoutError`] if a size is out of range, or if the number of patterns does not divide the heads into equal groups of adjacent heads.

@@ -31,8 +31,7 @@ pub enum BlockSource {
     /// Like `Positions`, for keys that are at their queries' positions: the tensor stores each position once.
     OwnPositions(PositionMask),
     /// The keys that each query sees: ascending, without duplicates, padded with negative numbers. The blocks are all blocks of the layout within which the
-    /// choice
-    /// is made.
+    /// choice is made.
     Keys {
         /// Number of elements per query.
         most: usize,
@@ -78,8 +77,7 @@ pub const TALLEST: usize = 8;
 
 impl DeviceChoice {
     /// Returns the number of positions of a batch entry and head and the index of the first key's position, if a position rule chooses. Key positions follow
-    /// those of
-    /// the queries, or are the same elements.
+    /// those of the queries, or are the same elements.
     pub fn positions(&self, shape: &LayoutShape) -> Option<[usize; 2]> {
         match self.by {
             BlockSource::Positions(_) => Some([shape.seq_q + shape.seq_kv, shape.seq_q]),

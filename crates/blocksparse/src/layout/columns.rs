@@ -8,8 +8,8 @@ pub(crate) struct Columns {
 }
 
 impl Columns {
-    /// Transposes the rows in one sweep. Each column has at most one open run, and a block that continues
-    /// it costs an addition. The sweep is O(blocks) in time and O(runs) in memory.
+    /// Transposes the rows in one sweep. Each column has at most one open run, and a block that continues it costs an addition. The sweep is O(blocks) in time
+    /// and O(runs) in memory.
     pub fn transpose(rows: &RowRuns, q_blocks: usize, kv_blocks: usize) -> Self {
         let mut open: Vec<Option<Run>> = vec![None; kv_blocks];
         let mut closed: Vec<(u32, Run)> = Vec::new();

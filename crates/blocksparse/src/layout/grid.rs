@@ -13,8 +13,7 @@ use crate::pattern::{BlockRow, Cell, Cells, Pattern, document, document_start};
 const MAX_REMEMBERED: usize = 1 << 14;
 
 /// Cached masks of full-size blocks of the repeating parts of a pattern. The key is the part (by its address), the phase of its period, and the distance
-/// between
-/// query and key.
+/// between query and key.
 type MaskCache = HashMap<(usize, i64, i64), BlockMask>;
 
 /// A block of a head: positions of its first query and key, and its numbers of queries and keys.

@@ -57,12 +57,11 @@ pub use shape::LayoutShape;
 ///          3   # # # \       3     (0, 1, 3, FULL) (3, 1, 1, 1)
 /// ```
 ///
-/// Runs are why a layout of a million positions fits in a few megabytes and builds in milliseconds.
-/// Pairs outside a ragged edge are 0 in the masks, so a block on the edge is never [`FULL`].
-/// Heads with equal rows share them. [`BlockLayout::stack_batch`] gives every batch entry its own rows.
+/// Runs are why a layout of a million positions fits in a few megabytes and builds in milliseconds. Pairs outside a ragged edge are 0 in the masks, so a block
+/// on the edge is never [`FULL`]. Heads with equal rows share them. [`BlockLayout::stack_batch`] gives every batch entry its own rows.
 ///
-/// Cloning is cheap because the data is shared. Layouts compare by the pairs they allow, draw themselves with
-/// `{}`, and serialize with serde. Deserialization checks everything.
+/// Cloning is cheap because the data is shared. Layouts compare by the pairs they allow, draw themselves with `{}`, and serialize with serde. Deserialization
+/// checks everything.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(
     try_from = "crate::layout::serial::LayoutData",
@@ -154,9 +153,8 @@ pub struct Part {
 }
 
 impl BlockLayout {
-    /// Returns disjoint parts that compute the same pairs at less cost, if the pattern has strided heads: see
-    /// [`Part`]. Layouts derived from such a layout also have them: padded, stacked for a batch, or deserialized. Layouts from callbacks or
-    /// lists of blocks have none.
+    /// Returns disjoint parts that compute the same pairs at less cost, if the pattern has strided heads: see [`Part`]. Layouts derived from such a layout also
+    /// have them: padded, stacked for a batch, or deserialized. Layouts from callbacks or lists of blocks have none.
     pub fn parts(&self) -> Option<&[Part]> {
         self.inner.parts.as_deref()
     }
@@ -197,12 +195,11 @@ impl BlockLayout {
         self.inner().choice.as_ref()
     }
 
-    /// Returns a value that lives as long as the layout's data and is made on first use. A crate that computes
-    /// on layouts stores derived data here (launch plans, copies on a device). Clones of a layout share it.
+    /// Returns a value that lives as long as the layout's data and is made on first use. A crate that computes on layouts stores derived data here (launch
+    /// plans, copies on a device). Clones of a layout share it.
     ///
     /// `make` may use the layout, and attach values of other types. Threads that ask at the same time all get the value of the first `make` that returns. If
-    /// the value
-    /// is expensive, attach a [`OnceLock`] or a map with a lock, and compute the value there.
+    /// the value is expensive, attach a [`OnceLock`] or a map with a lock, and compute the value there.
     pub fn attachment<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Arc<T> {
         self.inner.attachments.get_or_make(make)
     }
@@ -291,8 +288,7 @@ impl BlockLayout {
         &self.inner.patterns[pattern].row_offsets
     }
 
-    /// Returns the query blocks that attend to a column of key blocks, in ascending order. The first call for a pattern
-    /// transposes it in O(blocks).
+    /// Returns the query blocks that attend to a column of key blocks, in ascending order. The first call for a pattern transposes it in O(blocks).
     ///
     /// # Panics
     /// If `pattern` or `kv_block` is out of range.

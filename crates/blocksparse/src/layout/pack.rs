@@ -15,10 +15,8 @@ struct Packed(Slots<usize, Option<Option<BlockLayout>>>);
 
 impl BlockLayout {
     /// Returns an equivalent layout with `kv_heads` heads: query `i` of the `h`-th head that shares a key head becomes query `h · seq_q + i`. In memory both
-    /// query
-    /// tensors are the same, `[batch, kv_heads, heads / kv_heads · seq_q, head_dim]`. With few queries, as in decoding, this fills the tiles of kernels, and
-    /// keys and
-    /// values are read once for all heads that share them.
+    /// query tensors are the same, `[batch, kv_heads, heads / kv_heads · seq_q, head_dim]`. With few queries, as in decoding, this fills the tiles of kernels,
+    /// and keys and values are read once for all heads that share them.
     ///
     /// Returns `None` if there is more than one row of query blocks, if heads that share a key head have different patterns, if `kv_heads` does
     /// not divide the heads, or if a device chooses the blocks. The result is computed once per layout, in O(runs).

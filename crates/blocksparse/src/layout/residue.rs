@@ -1,7 +1,6 @@
-//! Strided patterns listed by residue class.
-//! `strided(s)` lets position `i` see `i, i − s, i − 2s, …`. In blocks of consecutive positions this is a diagonal in every
-//! `s / b`-th block, almost all of it masked. But the positions with `i mod s = c` see only each other, causally. Listed class
-//! by class, the pattern is dense causal attention inside each class:
+//! Strided patterns listed by residue class. `strided(s)` lets position `i` see `i, i − s, i − 2s, …`. In blocks of consecutive positions this is a diagonal in
+//! every `s / b`-th block, almost all of it masked. But the positions with `i mod s = c` see only each other, causally. Listed class by class, the pattern is
+//! dense causal attention inside each class:
 //!
 //! ```text
 //! position  i = t · s + c        listed at  v = c · class_len + t

@@ -16,8 +16,7 @@ impl BlockLayout {
     /// Time is O(runs + positions) for each distinct entry. Equal entries share their rows.
     ///
     /// # Errors
-    /// [`LayoutError`] if `entries` is empty, an entry's lists are not `seq_q` and `seq_kv` long, or the layout is per batch
-    /// with a different batch size.
+    /// [`LayoutError`] if `entries` is empty, an entry's lists are not `seq_q` and `seq_kv` long, or the layout is per batch with a different batch size.
     pub fn mask_padding(&self, entries: &[PaddingMask]) -> Result<Self, LayoutError> {
         self.check_restrictions(entries)?;
         let inner = self.inner();

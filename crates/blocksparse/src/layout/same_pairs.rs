@@ -2,8 +2,7 @@
 //!
 //! A row's pairs are represented as a polynomial, `Σ xʲ` over the positions of its keys. A run of blocks is a geometric series of its mask's row, so a row
 //! costs as much as it has runs. The row of a layout and its parts' rows together have the same pairs, each once, exactly if the row's polynomial is the sum of
-//! the
-//! parts' polynomials. Two different polynomials agree at a random point of a field of 2⁶¹ − 1 elements with probability at most seq / 2⁶¹. Each call draws
+//! the parts' polynomials. Two different polynomials agree at a random point of a field of 2⁶¹ − 1 elements with probability at most seq / 2⁶¹. Each call draws
 //! another point, so no data can be crafted to pass.
 
 use std::collections::{HashMap, HashSet};

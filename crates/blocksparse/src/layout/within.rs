@@ -12,8 +12,7 @@ impl BlockLayout {
     ///
     /// # Errors
     /// As [`Self::on_device`]; also if `within` is itself chosen on a device, if the choice is causal, or if heads or batch entries that differ in `within`
-    /// share
-    /// a pattern of the choice.
+    /// share a pattern of the choice.
     pub fn on_device_within(
         name: impl Into<String>,
         choice: DeviceChoice,

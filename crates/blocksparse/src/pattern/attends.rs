@@ -9,8 +9,8 @@ pub(super) const MAX_DRAWN: usize = 1 << 12;
 impl Pattern {
     /// Returns whether, in `head`, the query at position `i` attends to the key at position `j`.
     ///
-    /// With `seq_q ≠ seq_kv` query row `r` of a layout has position `r + seq_kv − seq_q`
-    /// (aligned bottom-right, as in Burn's own attention). The result is meaningless for parameters that [`Pattern::validate`] rejects.
+    /// With `seq_q ≠ seq_kv` query row `r` of a layout has position `r + seq_kv − seq_q` (aligned bottom-right, as in Burn's own attention). The result is
+    /// meaningless for parameters that [`Pattern::validate`] rejects.
     pub fn attends(&self, head: usize, i: i64, j: i64) -> bool {
         let distance = i.saturating_sub(j);
         match self {

@@ -25,8 +25,7 @@ type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
 
 /// A static sparsity pattern: the (query, key) pairs that each head computes.
 ///
-/// [`Pattern::attends`] is the definition; layouts, kernels and pictures follow from it.
-/// Patterns are plain values: they print, compare, serialize and combine.
+/// [`Pattern::attends`] is the definition; layouts, kernels and pictures follow from it. Patterns are plain values: they print, compare, serialize and combine.
 ///
 /// ```
 /// use blocksparse::Pattern;
@@ -216,20 +215,17 @@ impl Pattern {
         Self::Strided { stride }
     }
 
-    /// Combines `local(stride) ∪ strided(stride)` in one softmax: the "merged" strided attention of the
-    /// Sparse Transformer.
+    /// Combines `local(stride) ∪ strided(stride)` in one softmax: the "merged" strided attention of the Sparse Transformer.
     pub fn merged_strided(stride: usize) -> Self {
         Self::union([Self::local(stride), Self::strided(stride)])
     }
 
-    /// Returns the Sparse Transformer's fixed pattern: the query's own window of `stride` keys, and the last
-    /// `columns` keys of every earlier window.
+    /// Returns the Sparse Transformer's fixed pattern: the query's own window of `stride` keys, and the last `columns` keys of every earlier window.
     pub fn fixed(stride: usize, columns: usize) -> Self {
         Self::fixed_heads(stride, columns, 1)
     }
 
-    /// Returns [`Pattern::fixed`] with heads that use different column groups: head `h` uses group
-    /// `h mod num_verts`, counted from the end of the window.
+    /// Returns [`Pattern::fixed`] with heads that use different column groups: head `h` uses group `h mod num_verts`, counted from the end of the window.
     pub fn fixed_heads(stride: usize, columns: usize, num_verts: usize) -> Self {
         Self::Fixed {
             stride,
@@ -459,16 +455,13 @@ impl Pattern {
         Self::PerHead(parts.into_iter().collect())
     }
 
-    /// Creates a custom pattern: `attends(head, i, j)` returns whether query position `i` sees key
-    /// position `j`. It is called for every pair when a layout is built, O(heads · n²). If all heads are
-    /// equal, [`Pattern::from_pair_fn`] evaluates only one of them. If you know which blocks are empty,
+    /// Creates a custom pattern: `attends(head, i, j)` returns whether query position `i` sees key position `j`. It is called for every pair when a layout is
+    /// built, O(heads · n²). If all heads are equal, [`Pattern::from_pair_fn`] evaluates only one of them. If you know which blocks are empty,
     /// [`BlockLayout::from_block_fn`](crate::BlockLayout::from_block_fn) builds a layout in O(blocks).
     ///
     /// The callback is called only for existing queries and keys: `j` is in `0..seq_kv`, and `i` is in `seq_kv − seq_q..seq_kv`, since the last query is
-    /// aligned with the
-    /// last key. With more queries than keys the first `seq_q − seq_kv` queries therefore have a negative `i`. Inside [`Pattern::packed`] positions are counted
-    /// from the
-    /// start of a document.
+    /// aligned with the last key. With more queries than keys the first `seq_q − seq_kv` queries therefore have a negative `i`. Inside [`Pattern::packed`]
+    /// positions are counted from the start of a document.
     pub fn from_fn(
         name: impl Into<String>,
         attends: impl Fn(usize, i64, i64) -> bool + Send + Sync + 'static,

@@ -92,8 +92,7 @@ impl Pattern {
     }
 
     /// Returns the last query that attends to the key at position `j ≥ 0` of `head`. The result is exact for single kinds. For an intersection, or for
-    /// thousands
-    /// of rows of random blocks, it may be later than the true one, never earlier. For a callback it is [`LastUse::Always`], since nothing is known.
+    /// thousands of rows of random blocks, it may be later than the true one, never earlier. For a callback it is [`LastUse::Always`], since nothing is known.
     ///
     /// A key is *live* before query `t` if its last query is at `t` or later. A key that is no longer live never becomes live again.
     ///

@@ -4,8 +4,8 @@ use super::Pattern;
 use super::cells::{BlockRow, Cell, Cells, Zone, merge};
 use crate::arith::gcd;
 
-/// Returns whether blocks with period `stride` repeat within the keys. If they do not, a cycle would list every block of the
-/// row, so the pattern marks its few blocks instead.
+/// Returns whether blocks with period `stride` repeat within the keys. If they do not, a cycle would list every block of the row, so the pattern marks its few
+/// blocks instead.
 pub(super) fn comes_round(row: &BlockRow, stride: i64) -> bool {
     stride == 1 || stride / gcd(stride, row.block_size) < row.kv_blocks
 }

@@ -118,8 +118,7 @@ impl Pattern {
     }
 
     /// Returns the keys before `end` that the query at position `i` attends to, without duplicates. Computed from the zones of the row, in O(zones) plus the
-    /// period
-    /// where keys repeat. A callback is called for every key. The pattern must be valid.
+    /// period where keys repeat. A callback is called for every key. The pattern must be valid.
     #[doc(hidden)]
     pub fn row_keys(&self, head: usize, i: usize, end: usize) -> Vec<Repeat> {
         let i = i as i64;

@@ -1,12 +1,9 @@
 //! Divides a block row of a pattern into zones whose blocks have predictable masks.
 //!
-//! A layout must be built in time proportional to its kept blocks, so not every pair can be
-//! evaluated. Instead each pattern describes a block row as *zones*: consecutive key blocks in which the
-//! mask of a block depends only on `block mod period`. One block of each residue class then represents
-//! all of them, and its mask comes from [`Pattern::attends`], the definition. A pattern that claims
-//! too little (`Each`) costs time. Two errors are possible: a zone that claims too much, and a wrong
-//! `shift_period`, since masks are cached by distance and phase. The
-//! tests compare random layouts with `attends` pair by pair and find both.
+//! A layout must be built in time proportional to its kept blocks, so not every pair can be evaluated. Instead each pattern describes a block row as *zones*:
+//! consecutive key blocks in which the mask of a block depends only on `block mod period`. One block of each residue class then represents all of them, and its
+//! mask comes from [`Pattern::attends`], the definition. A pattern that claims too little (`Each`) costs time. Two errors are possible: a zone that claims too
+//! much, and a wrong `shift_period`, since masks are cached by distance and phase. The tests compare random layouts with `attends` pair by pair and find both.
 //!
 //! ```text
 //! fixed(128, 32), block size 32, block row 14 (positions 448..480):

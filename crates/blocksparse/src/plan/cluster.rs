@@ -9,8 +9,7 @@
 //!   clusters     l l l l | l l l l | … | S S S S      a quarter of them does
 //! ```
 //!
-//! Clusters are found greedily: a tile starts with the first remaining row, and repeatedly takes the nearby row that adds
-//! fewest masked pairs.
+//! Clusters are found greedily: a tile starts with the first remaining row, and repeatedly takes the nearby row that adds fewest masked pairs.
 
 use super::tiling::Mainloop;
 use crate::{BlockLayout, Run};
@@ -52,8 +51,7 @@ impl Sketch {
     }
 }
 
-/// Groups the block rows (or columns) of a head pattern into tiles of `height`. Missing rows of the last tile are
-/// filled with indices beyond the last row.
+/// Groups the block rows (or columns) of a head pattern into tiles of `height`. Missing rows of the last tile are filled with indices beyond the last row.
 pub(crate) fn clusters(
     layout: &BlockLayout,
     mainloop: Mainloop,

@@ -11,8 +11,8 @@
 //!                                  3 6 5 4 3        a column of tiles: column c, 4 sums
 //! ```
 //!
-//! Long lines are cut into *segments* of several tiles for parallelism. A position's sum is the sum of its segments, in order.
-//! Memory is O(kept blocks / tiles of a segment).
+//! Long lines are cut into *segments* of several tiles for parallelism. A position's sum is the sum of its segments, in order. Memory is O(kept blocks / tiles
+//! of a segment).
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -45,8 +45,8 @@ impl<'a> TileMasks<'a> {
         masks
     }
 
-    /// Returns the mask id of an entry. `ids` has one mask id per block row of the tile; `row_offset` and `col_offset` are
-    /// the first row and column within the block.
+    /// Returns the mask id of an entry. `ids` has one mask id per block row of the tile; `row_offset` and `col_offset` are the first row and column within the
+    /// block.
     pub fn intern(&mut self, ids: &[u32], row_offset: usize, col_offset: usize) -> u32 {
         if ids.iter().all(|&id| id == FULL) {
             return FULL;

@@ -12,16 +12,14 @@
 //!   block row 7   . # . . # # # # \                    step 0       step 1, filled up
 //! ```
 //!
-//! A mask of a plan covers a whole entry, `rows × group` bits. Masked entries and the padding entries of a
-//! step come first, then full ones, so a kernel applies masks in the first steps only.
-//! Positions beyond a ragged end are 0 in the masks, so a kernel checks bounds only where it loads
-//! and stores.
+//! A mask of a plan covers a whole entry, `rows × group` bits. Masked entries and the padding entries of a step come first, then full ones, so a kernel applies
+//! masks in the first steps only. Positions beyond a ragged end are 0 in the masks, so a kernel checks bounds only where it loads and stores.
 //!
 //! A tile's block rows are adjacent, or, in a *clustered* plan, similar rows from anywhere.
 //!
-//! A *coarse* plan does not gather. Its entries are whole steps of adjacent positions, with a bit per block that says whether the
-//! block row keeps it. The mask of such an entry covers the pairs of kept blocks. Where a tile keeps nearly all blocks, this
-//! computes little extra, and a step is loaded and masked as a whole.
+//! A *coarse* plan does not gather. Its entries are whole steps of adjacent positions, with a bit per block that says whether the block row keeps it. The mask
+//! of such an entry covers the pairs of kept blocks. Where a tile keeps nearly all blocks, this computes little extra, and a step is loaded and masked as a
+//! whole.
 //!
 //! ```text
 //! blocks of 16, tile of 64 rows, coarse steps of 64:
@@ -33,9 +31,8 @@
 //!
 //! A pass over columns that adds to values its columns share (dQ) adds in a fixed order of tiles. Its plan counts
 //! *visits*: the visit of an entry is the number of earlier tiles, in launch order, that have the same entry. A tile processes its entries
-//! from the last to the first, so that concurrently running tiles meet in the same order everywhere: a tile that
-//! starts at a later diagonal does not wait for one that has yet to arrive there. (Where a few tiles have far more entries than the others, all
-//! tiles run from the first to the last.)
+//! from the last to the first, so that concurrently running tiles meet in the same order everywhere: a tile that starts at a later diagonal does not wait for
+//! one that has yet to arrive there. (Where a few tiles have far more entries than the others, all tiles run from the first to the last.)
 
 mod cluster;
 pub mod lines;
@@ -75,8 +72,7 @@ pub struct TilePlan {
     /// Number of first tiles, in launch order, that count visits separately: see [`Tiling::apart`].
     pub apart: usize,
     /// In a plan with visits, the mean distance in launch order between a tile and the next one that shares columns with it. It is 1 if all tiles share some,
-    /// and
-    /// the number of documents if documents are equal. It is 0 if some tiles are much shorter than the preceding tiles, for which they would wait.
+    /// and the number of documents if documents are equal. It is 0 if some tiles are much shorter than the preceding tiles, for which they would wait.
     pub between: usize,
     /// In a plan with visits, whether every group of columns has a visit in all patterns and no tiles count separately.
     pub complete: bool,

@@ -9,9 +9,8 @@ use crate::{BlockLayout, BlockSource, DeviceChoice, Entry, FULL, LayoutShape};
 /// Time that a tile takes before its first and after its last step, in columns.
 const START: f64 = 64.0;
 
-/// Returns the estimated time of tiles of `rows` rows and steps of `cols` columns, relative to computing only the pairs in kept blocks.
-/// The overhead is the union of block rows, the padding of steps, and the prologue of tiles. A sample of the
-/// tiles is used. With `clustered`, tiles consist of similar rows.
+/// Returns the estimated time of tiles of `rows` rows and steps of `cols` columns, relative to computing only the pairs in kept blocks. The overhead is the
+/// union of block rows, the padding of steps, and the prologue of tiles. A sample of the tiles is used. With `clustered`, tiles consist of similar rows.
 pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
     match layout.device_choice() {
         // Uses all blocks of the enclosing layout.

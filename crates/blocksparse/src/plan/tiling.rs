@@ -58,11 +58,10 @@ pub struct Tiling {
     pub places: bool,
     /// True if a tile consists of similar block rows, false if of adjacent ones.
     pub clustered: bool,
-    /// True if entries store how many earlier tiles have the same entry: the order in which tiles add to shared
-    /// sums. All patterns then share one order of tiles, and entries are in the order in which a tile processes them.
+    /// True if entries store how many earlier tiles have the same entry: the order in which tiles add to shared sums. All patterns then share one order of
+    /// tiles, and entries are in the order in which a tile processes them.
     pub visits: bool,
-    /// With visits, true if tiles that are much longer than the others count their visits separately, since they add to
-    /// separate sums.
+    /// With visits, true if tiles that are much longer than the others count their visits separately, since they add to separate sums.
     pub apart: bool,
     /// True if an entry is a whole step of adjacent positions with a bit for each block of the tile in it. Otherwise entries are
     /// blocks, or parts of a block, at any position.
@@ -149,8 +148,8 @@ pub struct Sections {
     pub rows: usize,
     /// `[patterns · tiles, 3]`: first entry, number of steps, number of steps whose masks matter.
     pub tiles: usize,
-    /// `[entries, entry_words]`: position / group, mask id, place or visit if present, and the bits of a coarse entry. Bit
-    /// `i · cols / block + k` says whether the tile's block row `i` keeps the `k`-th block of the entry.
+    /// `[entries, entry_words]`: position / group, mask id, place or visit if present, and the bits of a coarse entry. Bit `i · cols / block + k` says whether
+    /// the tile's block row `i` keeps the `k`-th block of the entry.
     pub entries: usize,
     /// `[masks, rows, mask_words]`: bit `c % 32` of word `c / 32` is column `c`.
     pub masks: usize,

@@ -19,13 +19,11 @@ pub(super) struct PlanSizes {
 /// Maximum number of steps of usual tiles next to which a long tile adds to separate sums, or without those runs in the other direction.
 ///
 /// For tiles of 6 and 10 steps next to one of 128 steps, the backward pass is 19% and 13% faster if only the long one runs in the other direction (windows of
-/// 256
-/// and 512 with global tokens). For tiles of 66 steps next to one of 1,024 it is 8% slower (streaming(4096, 64)). Measured on an H100.
+/// 256 and 512 with global tokens). For tiles of 66 steps next to one of 1,024 it is 8% slower (streaming(4096, 64)). Measured on an H100.
 const SHORT: usize = 32;
 
 /// Returns the number of first tiles that are so much longer than the others that these would wait for them. `ranked` holds the steps of each tile summed over
-/// all
-/// `patterns`, in descending order.
+/// all `patterns`, in descending order.
 pub(super) fn long_tiles(ranked: impl ExactSizeIterator<Item = usize>, patterns: usize) -> usize {
     let steps: Vec<usize> = ranked.collect();
     let Some(&usual) = steps.get(steps.len() / 16) else {
@@ -134,8 +132,7 @@ fn are_much_fewer(steps: usize, others: usize) -> bool {
 }
 
 /// Returns whether no tile has much fewer steps than the preceding one. `ranked` holds the steps of each tile summed over all `patterns`, in descending order.
-/// A
-/// short tile waits for the long ones before it if these started only recently.
+/// A short tile waits for the long ones before it if these started only recently.
 fn are_even(ranked: impl Iterator<Item = usize> + Clone, patterns: usize) -> bool {
     let behind = ranked.clone().skip(1);
     !(ranked.zip(behind)).any(|(before, steps)| are_much_fewer(steps / patterns, before / patterns))

@@ -16,9 +16,8 @@ use reach::{count, ranges, reached};
 
 /// Division of a sequence over several devices: the positions of each, and the keys and values that each receives from the others.
 ///
-/// A device computes the rows of its own queries, so each pair is computed once, by one device. Only the key blocks that its
-/// rows attend to and that another device owns are transferred. They are known from the layout before anything runs. Gradients of
-/// keys and values take the reverse path.
+/// A device computes the rows of its own queries, so each pair is computed once, by one device. Only the key blocks that its rows attend to and that another
+/// device owns are transferred. They are known from the layout before anything runs. Gradients of keys and values take the reverse path.
 ///
 /// A device's keys lie in one tensor: its own in order, then those it receives, ascending, separately for each head.
 /// [`Self::local_layout`] is the layout over them.
@@ -63,8 +62,7 @@ impl ShardPlan {
     /// of the layout (GQA).
     ///
     /// The devices' numbers of blocks differ by at most one. Each device has 1, 2, 4, … or 64 pieces, whichever costs least. The cost is that of the busiest
-    /// device:
-    /// its pairs, plus 512 pairs for each transferred key, as on GPUs with NVLink.
+    /// device: its pairs, plus 512 pairs for each transferred key, as on GPUs with NVLink.
     ///
     /// A layout that reaches everything also has a plan: check [`Self::reach`].
     ///
@@ -213,8 +211,7 @@ impl ShardPlan {
     }
 
     /// Returns the bytes of keys and values that a device receives before it computes, for one sequence of a batch. The same number of bytes of gradients is
-    /// sent
-    /// back.
+    /// sent back.
     ///
     /// # Panics
     /// If there is no such device.

@@ -94,8 +94,7 @@ impl WeightLayout {
     }
 
     /// Builds the layout of the blocks within `bandwidth` input blocks of the diagonal. If the weight is not square, the diagonal is a staircase: an output
-    /// block
-    /// keeps the input blocks whose share of the inputs overlaps its share of the outputs. A bandwidth of 0 keeps just the diagonal.
+    /// block keeps the input blocks whose share of the inputs overlaps its share of the outputs. A bandwidth of 0 keeps just the diagonal.
     ///
     /// # Errors
     /// As [`dense`](Self::dense).

@@ -88,11 +88,10 @@ impl WeightLayout {
         Ok(grid.layout("small-world", Some(seed), by_output))
     }
 
-    /// Draws by preferential attachment (Barabási, Albert, "Emergence of scaling in random networks", 1999) between input blocks and output blocks.
-    /// Output blocks are processed in order. Each keeps as many input blocks as `density` gives, drawn with probabilities
-    /// proportional to one plus the number of times that an input block is already kept. A few input blocks then connect to most output blocks. The one is
-    /// added
-    /// because all input blocks exist from the start.
+    /// Draws by preferential attachment (Barabási, Albert, "Emergence of scaling in random networks", 1999) between input blocks and output blocks. Output
+    /// blocks are processed in order. Each keeps as many input blocks as `density` gives, drawn with probabilities proportional to one plus the number of times
+    /// that an input block is already kept. A few input blocks then connect to most output blocks. The one is added because all input blocks exist from the
+    /// start.
     ///
     /// The numbers of blocks of output blocks differ by at most one; input blocks may have none. The number of blocks is the nearest to `density`, and
     /// at least 1. The same seed gives the same layout on every machine.

@@ -27,8 +27,7 @@ static CHOOSE: OnceLock<Box<Choose>> = OnceLock::new();
 
 /// Runs every `burn::tensor::module::attention` of this program on our kernels if autodiff does not track its tensors: inference. Masks, biases, scale, softcap
 /// and causality have the same meaning as in Burn, and results are equal up to rounding. Calls that no kernel supports run as before. Call this once, before
-/// the
-/// first tensor of the program:
+/// the first tensor of the program:
 ///
 /// ```no_run
 /// use burn_blocksparse::module::{accelerate_attention, accelerated_attention};

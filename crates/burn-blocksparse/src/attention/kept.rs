@@ -9,9 +9,8 @@ use crate::options::{AttentionOptions, WeightsMode};
 /// [`run_from_residuals`](crate::SparseAttentionCall::run_from_residuals): output and lse **before sinks**, without autodiff.
 ///
 /// Without sinks they equal the results of [`SparseAttentionCall`](crate::SparseAttentionCall). With sinks the backward pass needs the values of the keys
-/// alone,
-/// which cannot be recovered from the output. So [`new`](Self::new) must not be given results that
-/// [`SparseAttentionCall`](crate::SparseAttentionCall) computed with sinks.
+/// alone, which cannot be recovered from the output. So [`new`](Self::new) must not be given results that [`SparseAttentionCall`](crate::SparseAttentionCall)
+/// computed with sinks.
 #[derive(Clone, Debug)]
 #[must_use]
 #[non_exhaustive]

@@ -26,8 +26,8 @@ use crate::options::{AttentionOptions, WeightsMode};
 use crate::weights::BlockSparseTensor;
 use crate::{check, upload};
 
-/// Computes softmax attention over the pairs that `layout` allows:
-/// `out[i] = Σ_j p[i, j] · v[j]`, `p[i, ·] = softmax over the allowed j of scale · q[i] · k[j]`.
+/// Computes softmax attention over the pairs that `layout` allows: `out[i] = Σ_j p[i, j] · v[j]`, `p[i, ·] = softmax over the allowed j of scale · q[i] ·
+/// k[j]`.
 ///
 /// `layout` is a [`BlockLayout`](blocksparse::BlockLayout), built on the host, or a [`DeviceLayout`](crate::DeviceLayout), built on the device of the
 /// tensors. Use [`SparseAttentionCall`] for biases, sinks, softcap, dropout, lse and weights.
@@ -55,9 +55,8 @@ use crate::{check, upload};
 /// - returns `[batch, heads, seq_q, value_dim]` in the inputs' dtype
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes or devices do not fit each other or the layout, or if the
-/// device cannot run the call. [`SparseAttentionCall::explain`] returns the plan of a call, and [`check_device`](crate::check_device) checks whether a device
-/// can be used at all.
+/// [`OpError`] if shapes, dtypes or devices do not fit each other or the layout, or if the device cannot run the call. [`SparseAttentionCall::explain`] returns
+/// the plan of a call, and [`check_device`](crate::check_device) checks whether a device can be used at all.
 pub fn sparse_attention<'a>(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -275,10 +274,8 @@ impl<'a> SparseAttentionCall<'a> {
     /// Runs [`run_with_lse`](Self::run_with_lse) and also returns residuals from which a later call with the same arguments can skip the computation.
     ///
     /// Use it for recomputation (gradient checkpointing) around attention. The first pass, without autodiff, stores the residuals of each call. The second
-    /// pass, with
-    /// autodiff, uses [`run_from_residuals`](Self::run_from_residuals) and recomputes everything except attention (selective recomputation; Korthikanti et al.,
-    /// 2022,
-    /// recompute what is cheap relative to its memory, and attention is not).
+    /// pass, with autodiff, uses [`run_from_residuals`](Self::run_from_residuals) and recomputes everything except attention (selective recomputation;
+    /// Korthikanti et al., 2022, recompute what is cheap relative to its memory, and attention is not).
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -312,8 +309,8 @@ impl<'a> SparseAttentionCall<'a> {
         Ok((out, lse, kept))
     }
 
-    /// Returns the results of [`run_with_lse`](Self::run_with_lse) from known ones: no attention kernel runs, the graph stores the given results, and sinks are applied
-    /// to them.
+    /// Returns the results of [`run_with_lse`](Self::run_with_lse) from known ones: no attention kernel runs, the graph stores the given results, and sinks are
+    /// applied to them.
     ///
     /// `kept` must come from [`run_with_residuals`](Self::run_with_residuals) of a call with the same values of all arguments, including the dropout seed. This
     /// cannot be checked. The gradients with respect to everything but `kept` are then bit-identical to those of the original call. No gradient flows into

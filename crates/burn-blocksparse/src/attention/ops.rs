@@ -52,8 +52,7 @@ pub trait BlockSparseOps: Backend {
     }
 
     /// Computes the backward pass: the gradients of a loss whose gradients with respect to the outputs are `grads`. Gradients of biases are computed only if
-    /// `wanted`.
-    /// On autodiff tensors it consists of operations of the graph, which can be differentiated again.
+    /// `wanted`. On autodiff tensors it consists of operations of the graph, which can be differentiated again.
     #[fusion(meta = |saved, _grads, _layout, _options, wanted| AttentionInputsMetadata {
         q: saved.inputs.q.clone(),
         k: saved.inputs.k.clone(),

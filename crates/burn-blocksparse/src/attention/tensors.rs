@@ -27,15 +27,14 @@ impl AttentionTensors {
         /// Sets the sink logits, `[heads]`: queries of head `h` attend to an additional key with score `sinks[h]` and value 0, so the
         /// weights of the keys may sum to less than 1 (Miller, "Attention is off by one", 2023; gpt-oss learns the logits).
         sinks: Some(Tensor<1>),
-        /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, added after scale and softcap. Its gradient has
-        /// its shape and is summed over broadcast dimensions in a fixed order. Values must be finite with magnitudes up to about 1e8; mask pairs with the
-        /// layout instead. For
-        /// biases linear in the distance use [`AttentionOptions::alibi`](crate::AttentionOptions::alibi), which needs no tensor.
+        /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, added after scale and softcap. Its gradient has its shape and is summed
+        /// over broadcast dimensions in a fixed order. Values must be finite with magnitudes up to about 1e8; mask pairs with the layout instead. For biases
+        /// linear in the distance use [`AttentionOptions::alibi`](crate::AttentionOptions::alibi), which needs no tensor.
         bias: Some(Tensor<4>),
-        /// Sets a relative bias, `[heads or 1, 2 · reach + 1]`: query `i` and key `j` of head `h` get
-        /// `table[h, clamp(j − i, −reach, reach) + reach]`, after scale and softcap (Shaw et al., 2018, with a scalar per distance). `i` and `j` are
-        /// positions: with `seq_q ≠ seq_kv` query row `r` has position `r + seq_kv − seq_q`. No `seq_q × seq_kv` tensor is created. The table has a
-        /// gradient, summed in a fixed order. It is computed in the dtype of sums. The limits on values are those of the bias.
+        /// Sets a relative bias, `[heads or 1, 2 · reach + 1]`: query `i` and key `j` of head `h` get `table[h, clamp(j − i, −reach, reach) + reach]`, after
+        /// scale and softcap (Shaw et al., 2018, with a scalar per distance). `i` and `j` are positions: with `seq_q ≠ seq_kv` query row `r` has position `r +
+        /// seq_kv − seq_q`. No `seq_q × seq_kv` tensor is created. The table has a gradient, summed in a fixed order. It is computed in the dtype of sums. The
+        /// limits on values are those of the bias.
         ///
         /// For buckets of distances as in T5 (Raffel et al., 2020), use a smaller table and select an entry for each distance:
         ///

@@ -3,8 +3,7 @@
 use burn::tensor::{DType, Device, Int, Tensor};
 
 /// Returns the integers from 0 to `count`, i32. With fusion, Burn's `arange` is a prefix sum, in which a GPU reads all preceding elements for each one. Long
-/// ranges
-/// are therefore built from short ones.
+/// ranges are therefore built from short ones.
 pub fn arange(count: usize, device: &Device) -> Tensor<1, Int> {
     const SHORT: usize = 512;
     if count <= SHORT {

@@ -168,8 +168,7 @@ pub fn view(tensor: &CubeTensor) -> TensorView {
 }
 
 /// Unwraps the result of a launch like [`checked`]. A launch that a recording refuses is noted in the recording, which then fails as a whole: the launching
-/// thread
-/// cannot return the error to anyone.
+/// thread cannot return the error to anyone.
 pub fn launched(result: Result<(), KernelError>) {
     match result {
         Err(KernelError::Recording { .. }) => {}

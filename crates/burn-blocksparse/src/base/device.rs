@@ -58,8 +58,7 @@ pub fn check_collectives(device: &Device) -> Result<(), OpError> {
 }
 
 /// Checks that a feature of this crate serves the device's backend (otherwise Burn's dispatch would panic) and, if the backend has kernels, that their
-/// environment
-/// variables are valid. Every op calls this first.
+/// environment variables are valid. Every op calls this first.
 pub fn served(device: &Device) -> Result<(), OpError> {
     if device.is_autodiff() && !cfg!(feature = "autodiff") {
         return Err(OpError::Backend {
@@ -93,8 +92,7 @@ pub fn index(device: &Device) -> Option<u16> {
 }
 
 /// Returns whether kernels of this crate run on a device rather than the reference: on GPUs that a feature of the crate serves, unless the environment selects
-/// the
-/// reference.
+/// the reference.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub fn runs_kernels(device: &Device) -> bool {
     #[cfg(feature = "cube")]

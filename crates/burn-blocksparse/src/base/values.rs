@@ -222,14 +222,12 @@ pub enum DynamicBlocks<B: Backend> {
     Floats(FloatTensor<B>),
 }
 
-/// A layout as passed to backends: the host layout and its data on the device.
-/// Never on an autodiff device.
+/// A layout as passed to backends: the host layout and its data on the device. Never on an autodiff device.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct LayoutTensors<B: Backend> {
-    /// Pairs that are *not* computed, for each mask of the layout's table:
-    /// `[masks, block_size · block_size]`, row-major, in Burn's convention (`true` = masked). A single element if
-    /// kernels run, which use their own representation.
+    /// Pairs that are *not* computed, for each mask of the layout's table: `[masks, block_size · block_size]`, row-major, in Burn's convention (`true` =
+    /// masked). A single element if kernels run, which use their own representation.
     pub blocked: BoolTensor<B>,
     /// Tensor that chooses the blocks of a device layout.
     #[extension_type]
@@ -257,8 +255,7 @@ pub struct KernelPlan {
 pub struct AttentionOutput<B: Backend> {
     /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
     pub out: FloatTensor<B>,
-    /// `[batch, heads, seq_q]`: the natural logarithm of the sum of exponentials of the scores;
-    /// f32, or f64 for f64 inputs.
+    /// `[batch, heads, seq_q]`: the natural logarithm of the sum of exponentials of the scores; f32, or f64 for f64 inputs.
     pub lse: FloatTensor<B>,
     /// The weights `[batch, blocks, block_size, block_size]` in the dtype of lse, with `WeightsMode::Store`.
     #[extension_type]

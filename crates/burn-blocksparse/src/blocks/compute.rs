@@ -7,9 +7,8 @@
 //! softmax  the largest value and the sum of each row of a block, then of each row over its blocks
 //! ```
 //!
-//! Everything is gathered and nothing is scattered. Block rows and columns are listed on the host, so each output has
-//! one writer, and the backward passes (each consists of two of these products) are also gathers. Gathered operands are in
-//! memory one chunk at a time. Sums have a fixed order.
+//! Everything is gathered and nothing is scattered. Block rows and columns are listed on the host, so each output has one writer, and the backward passes (each
+//! consists of two of these products) are also gathers. Gathered operands are in memory one chunk at a time. Sums have a fixed order.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -43,8 +42,7 @@ pub enum BlockProduct {
     Nt,
     /// `w · b`: `[batch, heads, seq_q, dim]` in the dtype of `b`, `[batch, kv_heads, seq_kv, dim]`.
     Nn,
-    /// `wᵀ · a`, summed over the heads that share one of `kv_heads` heads: `[batch, kv_heads, seq_kv, dim]` in the dtype of
-    /// `a`, `[batch, heads, seq_q, dim]`.
+    /// `wᵀ · a`, summed over the heads that share one of `kv_heads` heads: `[batch, kv_heads, seq_kv, dim]` in the dtype of `a`, `[batch, heads, seq_q, dim]`.
     Tn {
         /// Number of heads of the result.
         kv_heads: usize,

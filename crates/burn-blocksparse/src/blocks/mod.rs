@@ -21,9 +21,9 @@ use crate::upload;
 use crate::weights::{self, BlockSparseTensor};
 
 /// The operators of block-sparse attention as separate functions, as in Gray, Radford and Kingma, "GPU kernels for block-sparse weights" (2017), from which
-/// other kinds of attention can be built. They run as Burn primitives on every backend, not as fused kernels
-/// ([`sparse_attention`](crate::sparse_attention) does). The values of all kept blocks are in memory, `blocks · block_size²`
-/// per batch entry (two to four times that during a softmax or its gradient). Gathered operands are in memory in chunks of about 16 MiB.
+/// other kinds of attention can be built. They run as Burn primitives on every backend, not as fused kernels ([`sparse_attention`](crate::sparse_attention)
+/// does). The values of all kept blocks are in memory, `blocks · block_size²` per batch entry (two to four times that during a softmax or its gradient).
+/// Gathered operands are in memory in chunks of about 16 MiB.
 ///
 /// All operators are differentiable (once), and deterministic if Burn's matrix products are. On CUDA, Burn rounds operands of f32 products to tf32.
 ///
@@ -111,8 +111,8 @@ impl BlockSparseTensor {
         Ok(product(w, a, tensors, of_heads))
     }
 
-    /// Computes the softmax over the allowed pairs of each row, across its blocks:
-    /// `p[i, j] = exp(scale · w[i, j]) / Σ_k exp(scale · w[i, k])`. Rows without pairs stay 0. Finite values never give NaN.
+    /// Computes the softmax over the allowed pairs of each row, across its blocks: `p[i, j] = exp(scale · w[i, j]) / Σ_k exp(scale · w[i, k])`. Rows without
+    /// pairs stay 0. Finite values never give NaN.
     ///
     /// # Errors
     /// [`OpError`] if the scale is not finite.

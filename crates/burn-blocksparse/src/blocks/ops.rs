@@ -8,8 +8,8 @@ use crate::weights;
 #[cfg(feature = "fusion")]
 use blocksparse::BlockLayout;
 
-/// Operations on block-sparse tensors `[batch, blocks, block_size, block_size]` as backend operations. The default bodies use
-/// Burn primitives. The public functions check the arguments.
+/// Operations on block-sparse tensors `[batch, blocks, block_size, block_size]` as backend operations. The default bodies use Burn primitives. The public
+/// functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),

@@ -138,8 +138,8 @@ impl Places {
         self.len() != self.stored * (self.entries.len() - 1)
     }
 
-    /// Returns the blocks of each tile of a side, longest lists first, in chunks of at most `blocks` blocks
-    /// (one tile may have more). The lists of a chunk differ by at most a factor of two. Tiles without blocks are omitted.
+    /// Returns the blocks of each tile of a side, longest lists first, in chunks of at most `blocks` blocks (one tile may have more). The lists of a chunk
+    /// differ by at most a factor of two. Tiles without blocks are omitted.
     pub fn chunks(&self, side: Side, blocks: usize) -> Arc<[Chunk]> {
         let new = || self.new_chunks(side, blocks).into();
         self.chunks.get_or_make((side, blocks), new)

@@ -9,8 +9,7 @@ use crate::error::OpError;
 
 impl DeviceLayout {
     /// Creates a layout of the blocks of `places` and, among their pairs, those in `keys` `[batch, lists, queries, most]`: indices into `seq_kv` keys,
-    /// ascending,
-    /// distinct, padded with −1.
+    /// ascending, distinct, padded with −1.
     #[doc(hidden)]
     pub fn of_keys(
         places: &BlockLayout,

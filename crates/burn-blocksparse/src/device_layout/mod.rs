@@ -186,8 +186,7 @@ impl DeviceLayout {
     }
 
     /// Creates a layout of the highest-scoring blocks of each block row, selected by `options` (whose block size must be that of the shape). Ties go to the
-    /// earlier
-    /// block, and NaN is the lowest. Scores are compared in f32. `top_k_blocks_on_device` computes scores from queries and keys.
+    /// earlier block, and NaN is the lowest. Scores are compared in f32. `top_k_blocks_on_device` computes scores from queries and keys.
     ///
     /// The choice is not differentiable, and no gradient reaches the scores.
     ///
@@ -277,8 +276,7 @@ impl DeviceLayout {
     /// [`DeviceLayoutOptions::causal`]: windows, documents, padding and anything else that a layout can express.
     ///
     /// If kernels run, the launch plans of `layout` are uploaded once, and the plans of the chosen blocks are built from their entries on the device. Use one
-    /// layout
-    /// for all calls.
+    /// layout for all calls.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};

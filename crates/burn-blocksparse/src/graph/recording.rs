@@ -13,8 +13,7 @@ thread_local! {
 /// A guard that marks a thread as recording on a device until it is dropped.
 ///
 /// Public functions run on the calling thread, so a thread-local flag serves them. The operations that they enqueue may run on another thread, so kernels and
-/// the
-/// reference check the device and its stream.
+/// the reference check the device and its stream.
 pub struct Recording {
     before: bool,
     #[cfg(feature = "cube")]

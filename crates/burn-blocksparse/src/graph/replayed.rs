@@ -95,9 +95,8 @@ where
             State::Recorded(graph) => {
                 // SAFETY: liveness: CubeCL pins the pages that the recording touched for as long as `graph` lives, and `self` owns the graph, the closure with
                 // the tensors that it holds, and the recorded output. Same stream: `self` cannot leave the thread that recorded it, and neither can
-                // `StaticInput`,
-                // through which inputs are written. No concurrent use: if another thread holds a clone of a tensor, it may see torn values,
-                // as with any in-place update, but its memory stays valid by the first point.
+                // `StaticInput`, through which inputs are written. No concurrent use: if another thread holds a clone of a tensor, it may see torn values, as
+                // with any in-place update, but its memory stays valid by the first point.
                 unsafe { Dispatch::graph_replay(self.device.as_dispatch(), graph) }
                     .map_err(OpError::read)?;
             }

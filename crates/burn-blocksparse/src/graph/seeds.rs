@@ -17,8 +17,7 @@ use crate::graph::ops::StaticInputOps;
 /// [`CapturedGraph`](super::CapturedGraph). Masks are bit-identical to those of the number that is written. Seeds derived by [`Seed::derive`] change with it.
 ///
 /// It cannot leave its thread, like [`StaticInput`](super::StaticInput). When it is dropped, its words on the device are released and new calls refuse its
-/// slots. Backward
-/// passes of earlier calls use its last number.
+/// slots. Backward passes of earlier calls use its last number.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};

@@ -12,8 +12,7 @@ use crate::check::same_device;
 use crate::rows::ops::RowOps;
 
 /// Gathers the rows of each head that `index` lists, or 0 where it is negative. The gradient is a gather rather than a scatter: `users` lists for each row of
-/// `x`
-/// the places of `index` that use it, and the row's gradient is the sum of theirs. So both passes are bit-deterministic.
+/// `x` the places of `index` that use it, and the row's gradient is the sum of theirs. So both passes are bit-deterministic.
 ///
 /// `users` must be the inverse of `index`; its negative entries are ignored. This is not checked, because neither is read back from the device:
 /// indices beyond the rows or places behave as in the backend's `select`.
@@ -57,8 +56,7 @@ pub fn gather_rows(
 }
 
 /// Sums the rows of `x` that `users` lists, ignoring negative indices, in f32 (f64 for f64) and rounds once. This is the transpose of [`gather_rows`]: each is
-/// the
-/// gradient of the other.
+/// the gradient of the other.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};

@@ -17,8 +17,7 @@ use crate::rows::values::{MergedGradsMetadata, MergedOutputMetadata};
 )]
 pub trait RowOps: Backend {
     /// Gathers the rows of `[batch, heads, rows, dim]` at `[batch, heads, places]`, 0 where that is negative: `[batch, heads, places, dim]`. `users` is only
-    /// for the
-    /// gradient.
+    /// for the gradient.
     #[fusion(dtype = x, shape = at_places(index, x))]
     fn gather_rows(
         x: FloatTensor<Self>,

@@ -11,9 +11,8 @@ use crate::base::cube::*;
 use crate::sharded::ops::ShardOps;
 
 impl ShardOps for CubeBackend {
-    /// Uses CubeCL's sum over two devices. CubeCL's own copies between devices do not wait for users of the memory (docs/dev/log.md), but sums are
-    /// ordered on both
-    /// sides. Integer sums are exact, so the other device's words are the sum minus the own words. Each device sends as much as the longer of both lists.
+    /// Uses CubeCL's sum over two devices. CubeCL's own copies between devices do not wait for users of the memory (docs/dev/log.md), but sums are ordered on
+    /// both sides. Integer sums are exact, so the other device's words are the sum minus the own words. Each device sends as much as the longer of both lists.
     fn swapped(own: CubeTensor, peer: u16) -> CubeTensor {
         let (dtype, shape) = (own.dtype, own.meta.shape().clone());
         let own = as_words(into_contiguous(own), DType::U32);

@@ -35,8 +35,7 @@ use routes::Routes;
 /// Gradients are sent back to the owners of keys and values and are added in the order of the devices, so results are bit-deterministic.
 ///
 /// Blocks are exchanged through the host (any devices), by NCCL, or between processes ([`Self::group_by`]). A device whose shard is dropped has left: others
-/// that wait for it
-/// get [`OpError::Left`], and panic with its text in a backward pass.
+/// that wait for it get [`OpError::Left`], and panic with its text in a backward pass.
 ///
 /// ```
 /// use burn_blocksparse::ShardPlan;
@@ -105,8 +104,7 @@ impl SequenceShard {
     }
 
     /// Creates shards like [`Self::group`] with another exchange. Between processes it returns only the shard of this process, and all processes of the group
-    /// must
-    /// create their groups in the same order.
+    /// must create their groups in the same order.
     ///
     /// # Errors
     /// [`OpError::Argument`] if the exchange and the plan have different numbers of devices.
@@ -158,8 +156,7 @@ impl SequenceShard {
     }
 
     /// Returns the bytes that this device has sent so far, forward and backward. Through the host they are those of the plan. By NCCL each of two devices sends
-    /// as much
-    /// as the larger of the two amounts.
+    /// as much as the larger of the two amounts.
     pub fn bytes_sent(&self) -> u64 {
         self.end.bytes.load(Ordering::Relaxed)
     }

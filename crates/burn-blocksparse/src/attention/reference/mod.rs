@@ -1,8 +1,7 @@
-//! Block-sparse attention in Burn primitives. It runs on every backend without kernels, and
-//! kernels are checked against it.
+//! Block-sparse attention in Burn primitives. It runs on every backend without kernels, and kernels are checked against it.
 //!
-//! Query tiles of `b` rows that see the same number `L` of key blocks form a batch. The key blocks of each tile
-//! are gathered side by side, so everything is a batched dense product:
+//! Query tiles of `b` rows that see the same number `L` of key blocks form a batch. The key blocks of each tile are gathered side by side, so everything is a
+//! batched dense product:
 //!
 //! ```text
 //! q  [T, b, d]   k, v  [T, L·b, d]
@@ -16,8 +15,8 @@
 //! dQ = dS · k                     dK += dSᵀ · q     dV += pᵀ · dO
 //! ```
 //!
-//! One chunk of tiles is in memory at a time, so memory is O(n · d) plus a constant (plus the weights, if
-//! they are stored). Sums have a fixed order: the same input gives the same bits.
+//! One chunk of tiles is in memory at a time, so memory is O(n · d) plus a constant (plus the weights, if they are stored). Sums have a fixed order: the same
+//! input gives the same bits.
 
 mod attention_sums;
 mod diagonals;
