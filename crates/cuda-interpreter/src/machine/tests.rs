@@ -293,7 +293,7 @@ fn copies_arrive_when_they_are_waited_for() {
 
 #[test]
 fn a_product_of_tensor_cores_is_that_of_loops() {
-    // Row r of the left operand holds r + 1 at depth r; the right one holds the first columns of its transpose. All are small integers.
+    // All elements are small integers or halves, so sums are exact.
     let body = "shr.u32 %r1, %tid, 2;
         and.b32 %r2, %tid, 3;
         shl.b32 %r2, %r2, 1;
