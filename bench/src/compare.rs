@@ -1,4 +1,4 @@
-//! What results are compared with, in f64.
+//! Reference computations and comparisons in f64.
 
 use std::fmt::Display;
 
@@ -9,7 +9,7 @@ pub fn dot(a: &[f32], b: &[f32]) -> f64 {
     pairs.map(|(&x, &y)| f64::from(x) * f64::from(y)).sum()
 }
 
-/// The weights of scores, and the logarithm of the sum of their exponentials: −∞ if there are none.
+/// Returns the softmax of scores and the logarithm of the sum of their exponentials, which is −∞ if there are none.
 pub fn softmax(scores: &[f64]) -> (Vec<f64>, f64) {
     let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights = scores.iter().map(|score| (score - top).exp());
@@ -28,7 +28,7 @@ pub fn ensure_within(what: impl Display, got: f64, expected: f64, bound: f64) ->
     Ok(())
 }
 
-/// That a product is the sum of its terms, but for `rounding` of itself.
+/// Checks that a product is the sum of its terms, within a relative rounding error of `rounding`.
 pub fn ensure_sum(
     what: impl Display,
     got: f64,
@@ -36,20 +36,20 @@ pub fn ensure_sum(
     rounding: f64,
 ) -> Result<()> {
     let (sum, size) = terms.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + f64::abs(x)));
-    // Sums are f32 and truncated by tensor cores.
+    // Sums are accumulated in f32, which tensor cores truncate.
     let bound = 1.01 * rounding * f64::abs(sum) + size * 2f64.powi(-21) + 1e-7;
     ensure_within(what, got, sum, bound)
 }
 
 /// # Errors
-/// If a number was not written, and is NaN as it was before.
+/// If a number is still NaN, so it was not written.
 pub fn ensure_written(what: &str, numbers: &[f64]) -> Result<()> {
     let missing = numbers.iter().filter(|number| number.is_nan()).count();
     ensure!(missing == 0, "{missing} numbers of {what} were not written");
     Ok(())
 }
 
-/// What a call makes, which is the same when it is made again.
+/// Calls `make` twice, checks that the results are equal, and returns the result.
 pub fn same_twice<T: PartialEq>(make: impl Fn() -> Result<T>) -> Result<T> {
     let made = make()?;
     ensure!(make()? == made, "other bits the second time");

@@ -1,4 +1,4 @@
-//! `bench-decode`: times of attention of few queries over pages, at the shapes of decoding.
+//! `bench-decode`: times attention of few queries over pages, at the shapes of decoding.
 
 mod decode_keys;
 mod decode_quest;
@@ -59,28 +59,28 @@ impl Args {
     }
 }
 
-/// The bandwidth of an H200.
+/// Bandwidth of an H200 in TB/s.
 const BANDWIDTH: f64 = 4.8;
 
-/// A shape to be timed: bf16, all tokens live.
+/// A shape to time: bf16, all tokens live.
 struct Shape {
     name: &'static str,
     heads: usize,
     kv_heads: usize,
     width: usize,
-    /// New tokens of a sequence.
+    /// Number of new tokens per sequence.
     rows: usize,
-    /// Slots of each sequence in region one and two, and the first slot of the second.
+    /// Number of slots of each sequence in regions one and two, and the first slot of region two.
     lengths: Vec<[usize; 3]>,
-    /// Microseconds: at most, and hoped for.
+    /// Microseconds: the upper bound and the goal.
     bars: Option<[f64; 2]>,
 }
 
-/// Heads of queries and of keys of most shapes.
+/// Query heads and KV heads of most shapes.
 const HEADS: [usize; 2] = [32, 8];
 
 impl Shape {
-    /// Sequences of one length, with their new tokens.
+    /// Creates a shape of equally long sequences with `rows` new tokens each.
     fn equal(
         name: &'static str,
         [batch, length, rows]: [usize; 3],
@@ -131,7 +131,7 @@ fn shapes() -> Vec<Shape> {
             .with_lengths(mixed.map(|length| [length, 0, 0])),
         equal("B 32 x 4K, 4 tokens", [32, 4096, 4], HEADS, None),
         equal("B 1 x 4K, 4 tokens", [1, 4096, 4], HEADS, None),
-        // What 32 sequences share, read for each of them and once for all.
+        // A prefix that 32 sequences share, read once per sequence or once for all.
         equal("B 32 x 32K", [32, 32_768, 1], HEADS, None),
         equal("B 1 x 32K, 32 queries", [1, 32_768, 32], HEADS, None),
         equal("B 8 x 32K, 64/8 heads", [8, 32_768, 1], [64, 8], None),
@@ -139,7 +139,7 @@ fn shapes() -> Vec<Shape> {
     ]
 }
 
-/// A part of a choice.
+/// A named part of a computation that is timed.
 type Part<'a> = (
     &'static str,
     &'a (dyn Fn() -> Result<(), KernelError> + Sync),
@@ -161,7 +161,7 @@ fn main() -> Result<()> {
     write_json(bench.args.json.as_deref(), &bench.results)
 }
 
-/// Bits that look random.
+/// Returns pseudo-random bits.
 #[cube]
 fn scrambled(seed: u32) -> u32 {
     let mut x = seed + ABSOLUTE_POS as u32;
@@ -172,7 +172,7 @@ fn scrambled(seed: u32) -> u32 {
     x
 }
 
-/// Numbers from −1 to 1 that look random.
+/// Fills with pseudo-random numbers from −1 to 1.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn fill<E: Float>(output: &mut [E], count: usize, seed: u32, #[define(E)] _element: ElemType) {
     if ABSOLUTE_POS < count {
@@ -180,7 +180,7 @@ fn fill<E: Float>(output: &mut [E], count: usize, seed: u32, #[define(E)] _eleme
     }
 }
 
-/// Words of which only some bits are set.
+/// Fills with pseudo-random words, restricted to some bits.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn fill_words(output: &mut [u32], count: usize, seed: u32, bits: u32) {
     if ABSOLUTE_POS < count {
@@ -188,7 +188,7 @@ fn fill_words(output: &mut [u32], count: usize, seed: u32, bits: u32) {
     }
 }
 
-/// A unit for each number.
+/// Returns a cube count with one unit per element.
 fn cubes(count: usize) -> CubeCount {
     let cubes = count.div_ceil(256) as u32;
     CubeCount::Static(cubes.min(65_535), cubes.div_ceil(65_535), 1)
@@ -233,7 +233,7 @@ impl Call {
     }
 }
 
-/// A table of pages in random order, and the spans: of each sequence region one, then region two.
+/// Returns a page table in random order and the spans: for each sequence region one, then region two.
 fn tables(lengths: &[[usize; 3]], page: usize) -> (Vec<i32>, Vec<i32>, usize, usize) {
     let pages_of = |[permanent, timed, start]: &[usize; 3]| {
         permanent.div_ceil(page) + (start + timed).div_ceil(page)
@@ -259,7 +259,7 @@ fn tables(lengths: &[[usize; 3]], page: usize) -> (Vec<i32>, Vec<i32>, usize, us
 impl Bench {
     fn filled(&self, count: usize, element: ElemType, seed: u32) -> Handle {
         let handle = self.client.empty(count * element.size());
-        // SAFETY: a unit writes its number of as many.
+        // SAFETY: each unit writes at most its own element of `count`.
         unsafe {
             fill::launch_unchecked(
                 &self.client,
@@ -275,14 +275,14 @@ impl Bench {
         handle
     }
 
-    /// Random words of four numbers each, none of which is NaN.
+    /// Returns random words of four elements each, none of which is NaN.
     fn words(&self, count: usize, quantization: Quantization, seed: u32) -> Handle {
         let handle = self.client.empty(count * 4);
         let bits = match quantization {
             Quantization::Int8 => u32::MAX,
             _ => 0xbfbf_bfbf,
         };
-        // SAFETY: a unit writes its word of as many.
+        // SAFETY: each unit writes at most its own word of `count`.
         unsafe {
             fill_words::launch_unchecked(
                 &self.client,
@@ -298,7 +298,7 @@ impl Bench {
         handle
     }
 
-    /// Keys or values as they are stored.
+    /// Returns keys or values in their storage format.
     fn stored(&self, count: usize, seed: u32) -> Handle {
         match self.args.quantization() {
             None => self.filled(count, BF16, seed),
@@ -384,8 +384,8 @@ impl Bench {
         Ok(())
     }
 
-    /// Medians by the device's clock in microseconds: of a call alone, of one among others, and of one among others that are replayed, for which the host
-    /// does nothing. Not a number where the device records nothing.
+    /// Returns medians by the device's clock in microseconds: of a single call, of a call among others, and of a call among replayed ones, for which the host
+    /// does nothing. The last is NaN if the device cannot record.
     fn medians(&self, run: impl Fn() -> Result<()> + Sync) -> Result<Option<[f64; 3]>> {
         let (client, timing) = (&self.client, &self.args.timing);
         if timing.launched(client, &run)? {
@@ -398,8 +398,8 @@ impl Bench {
         let in_a_row = alone(client, timing.repeats, many)? / count as f64;
         let replayed = match self.recorded(many)? {
             Some(graph) => {
-                // SAFETY: what was recorded reads and writes the call's tensors, which live here, and buffers that the recording keeps; this thread
-                // alone uses them.
+                // SAFETY: the recording reads and writes the call's tensors, which live here, and buffers that the recording keeps. Only this thread uses
+                // them.
                 let replay = || unsafe { graph.replay() }.map_err(|error| anyhow!("{error:?}"));
                 alone(client, timing.repeats, replay)? / count as f64
             }
@@ -408,7 +408,7 @@ impl Bench {
         Ok(Some([one, in_a_row, replayed].map(|seconds| seconds * 1e6)))
     }
 
-    /// What a device records of a run, or nothing if it cannot.
+    /// Records a run on the device, or returns `None` if it cannot record.
     fn recorded(&self, run: impl Fn() -> Result<()>) -> Result<Option<Graph>> {
         let failed = |error| anyhow!("{error:?}");
         if self.client.graph_prepare().is_err() {
@@ -423,7 +423,7 @@ impl Bench {
         Ok(Some(graph))
     }
 
-    /// Prints a row's medians, and keeps them.
+    /// Prints a row of medians and stores it.
     fn row(&mut self, label: &str, mut row: Value, page: usize, [one, many, replayed]: [f64; 3]) {
         println!("{label:<28} {page:>4} {one:>9.2} {many:>9.2} {replayed:>9.2}");
         row["page"] = json!(page);
@@ -433,7 +433,7 @@ impl Bench {
         self.results.push(row);
     }
 
-    /// Times of the parts of a choice, the first of which is attention to everything and the last all that takes its place, and how many times as fast that is.
+    /// Times the parts of a selection and prints the speedup. The first part is attention to everything, and the last is everything that replaces it.
     fn parts(&mut self, name: &str, page: usize, parts: &[Part<'_>], bars: &str) -> Result<()> {
         let mut times = Vec::new();
         for (part, run) in parts {
@@ -451,7 +451,7 @@ impl Bench {
         let (Some(all), Some(some)) = (times.first(), times.last()) else {
             return Ok(());
         };
-        // Without recordings, what calls take among others.
+        // Without recordings, the time of a call among others is used.
         let of = if all[2].is_finite() { 2 } else { 1 };
         let ratio = all[of] / some[of];
         let what = parts[0].0.replace("attention to", "as fast as");
@@ -461,7 +461,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Rows of 32 sequences written into pages.
+    /// Times writing rows of 32 sequences into pages.
     fn append(&mut self) -> Result<()> {
         let name = "append, B 32";
         if !name.contains(&self.args.only) {

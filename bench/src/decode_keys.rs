@@ -1,4 +1,4 @@
-//! Attention over the single keys that an indexer chooses (DeepSeek sparse attention, 2025), beside attention over all of them.
+//! Times attention to single keys that an indexer selects (DeepSeek sparse attention, 2025), compared with attention to all keys.
 
 use anyhow::Result;
 use blocksparse_bench::device::{empty, upload, upload_ints};
@@ -14,7 +14,7 @@ use super::{Bench, Call, Part, Shape};
 
 const PAGE: usize = 16;
 
-/// Sequences, their tokens, and how many of them a query keeps; heads of queries and of keys; indexer heads and their width.
+/// Sequences, tokens of each, keys selected per query; query heads and KV heads; indexer heads and their width.
 const KEPT: [(&str, [usize; 7]); 5] = [
     ("32K, B 8", [8, 32_768, 2048, 32, 8, 64, 128]),
     ("32K, B 8, 4 x 64", [8, 32_768, 2048, 32, 8, 4, 64]),
@@ -34,7 +34,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Times of the parts of a choice of keys, and how many times as fast it is with the attention over it. `check-device` compares what they give.
+    /// Times the parts of a selection of keys and its speedup including the attention. `check-device` compares the results.
     fn kept(&mut self, name: &str, sizes: [usize; 7]) -> Result<()> {
         let [batch, length, keep, heads, kv_heads, index_heads, index_dim] = sizes;
         let client = self.client.clone();
@@ -67,7 +67,7 @@ impl Bench {
             Some(page_lists.slots()),
         );
         let numbers = batch * page_lists.slots();
-        // Slots of page lists, and their scores.
+        // Slots of page lists and their scores.
         let [slots, scores] = [(); 2].map(|()| empty(&client, numbers, F32));
         let list = || {
             let from = [&dense.table, &dense.spans];

@@ -1,4 +1,4 @@
-//! Attention over the pages that queries choose (Quest: Tang et al., 2024), beside attention over all of them.
+//! Times attention to pages that queries select (Quest: Tang et al., 2024), compared with attention to all pages.
 
 use anyhow::Result;
 use blocksparse_bench::device::{empty, read_ints, upload_ints};
@@ -15,7 +15,7 @@ use super::{Bench, Call, HEADS, Part, Shape};
 
 const PAGE: usize = 16;
 
-/// Sequences, their tokens, and the budget of these that each query reads; and times as fast as all pages: at least, and hoped for.
+/// Sequences, tokens of each, and the token budget of each query; and the speedup over all pages: the lower bound and the goal.
 type Budget = (&'static str, [usize; 3], Option<[f64; 2]>);
 
 const BUDGETS: [Budget; 4] = [
@@ -39,8 +39,8 @@ impl Bench {
         Ok(())
     }
 
-    /// Times of the parts of a choice, and how many times as fast it is with the attention over it. Every sequence's last key is as if it was new. `check-device`
-    /// compares what they give.
+    /// Times the parts of a selection and its speedup including the attention. The last key of every sequence is treated as new. `check-device`
+    /// compares the results.
     fn budget(&mut self, (name, [batch, length, budget], bars): Budget) -> Result<()> {
         let (client, keep) = (self.client.clone(), budget / PAGE);
         let shape = Shape::equal(name, [batch, length, 1], HEADS, None);
@@ -65,7 +65,7 @@ impl Bench {
             let slots: Vec<i32> = keys.map(|(entry, key)| slot(entry, key)).collect();
             upload_ints(&client, &slots)
         };
-        // In bf16 as keys are, or in f32 of keys in eight bits.
+        // In bf16 like the keys, or in f32 for 8-bit keys.
         let summary_dtype = if of.quantization.is_some() { F32 } else { BF16 };
         let summaries = empty(&client, of.pages * 2 * width, summary_dtype);
         let bounds = |rows: usize, slots: &Handle| {
@@ -87,7 +87,7 @@ impl Bench {
             let (summary, to) = (PageSummary::Bounds, (&summaries, summary_dtype));
             summarize_pages(&client, &rows, summary, keys, slots, to)
         };
-        // All keys at once, so that all pages have summaries.
+        // Appends all keys at once, so that all pages have summaries.
         bounds(length, &slots(0))?;
         let last = slots(length - 1);
 

@@ -1,4 +1,4 @@
-//! The device of a bench program, and what is written to it and read from it.
+//! The device of a bench program, with uploads and reads.
 
 use anyhow::{Result, anyhow};
 use blocksparse_cubecl::TensorView;
@@ -9,7 +9,7 @@ use cubecl::server::Handle;
 
 use crate::numbers::{decoded, encoded};
 
-/// The device that the program is built for.
+/// Returns the device for which the program is built.
 pub fn client() -> Result<Client> {
     #[cfg(feature = "cuda")]
     return Ok(cubecl::Device::Cuda(Default::default()).client());
@@ -23,19 +23,19 @@ pub fn upload(client: &Client, numbers: &[f32], element: ElemType) -> Handle {
     client.create_from_slice(&encoded(numbers, element))
 }
 
-/// One number at least: a buffer has no length of 0.
+/// Uploads integers, padded to at least one: a buffer cannot be empty.
 pub fn upload_ints(client: &Client, numbers: &[i32]) -> Handle {
     let mut bytes: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
     bytes.resize(bytes.len().max(4), 0);
     client.create_from_slice(&bytes)
 }
 
-/// Room for results: all bits set are NaN in every type.
+/// Allocates a buffer for results with all bits set, which is NaN in every type.
 pub fn poisoned(client: &Client, numbers: usize, element: ElemType) -> Handle {
     client.create_from_slice(&vec![0xff; (numbers * element.size()).max(4)])
 }
 
-/// A tensor that lies as its shape says.
+/// Returns a contiguous tensor.
 pub fn contiguous(handle: Handle, shape: [usize; 4]) -> TensorView {
     let [_, heads, rows, width] = shape;
     TensorView {

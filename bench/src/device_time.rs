@@ -1,24 +1,24 @@
-//! Times of calls by a device's own clock.
+//! Times calls by the device's own clock.
 
 use anyhow::{Context, Result, anyhow};
 use cubecl::client::Client;
 use cubecl::future::block_on;
 use cubecl::prelude::*;
 
-/// Calls of which no time is taken: they compile kernels, and make and upload plans.
+/// Number of untimed calls, which compile kernels and build and upload plans.
 const WARM_UP: usize = 2;
 
-/// Bytes that are written before each call: more than any cache has, and some 80 microseconds of a large GPU.
+/// Bytes that are written before each call: more than any cache holds, and about 80 microseconds on a large GPU.
 const AHEAD_BYTES: u64 = 256 << 20;
 
-/// Units of a cube, and cubes of a row of them, of what writes those.
+/// Units of a cube and cubes per grid row of the kernel that writes them.
 const UNITS: u32 = 256;
 const CUBES: u32 = 256;
 
 #[derive(Clone, Copy)]
 pub struct Times {
     pub median: f64,
-    /// The tenth and the ninetieth percentile.
+    /// Tenth and ninetieth percentile.
     pub p10: f64,
     pub p90: f64,
 }
@@ -31,8 +31,8 @@ impl Times {
     }
 }
 
-/// Times a call that launches kernels. The device has other work while a call is queued, so that it never waits for the host, and that work leaves nothing of the
-/// call's in its cache: as Triton's `do_bench` times other libraries' calls.
+/// Times a call that launches kernels. The device has other work while the call is queued, so that it never waits for the host, and that work evicts the
+/// call's data from the cache. Triton's `do_bench` times calls of other libraries in the same way.
 pub fn times(
     client: &Client,
     repeats: usize,
@@ -44,7 +44,7 @@ pub fn times(
     let bytes = AHEAD_BYTES.min(client.properties().memory.max_page_size) as usize;
     let (words, ahead) = (bytes / 4, client.empty(bytes));
     let work = || {
-        // SAFETY: units write below the buffer's length.
+        // SAFETY: units write only within the buffer.
         unsafe {
             fill::launch_unchecked(
                 client,
@@ -58,12 +58,12 @@ pub fn times(
     profiled(client, repeats, work, run)
 }
 
-/// The median of [`times`].
+/// Returns the median of [`times`].
 pub fn median(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
     Ok(times(client, repeats, run)?.median)
 }
 
-/// The median of calls that come to an idle device, and have their way to it in their time.
+/// Returns the median of calls to an idle device, including the launch latency.
 pub fn alone(client: &Client, repeats: usize, run: impl Fn() -> Result<()> + Sync) -> Result<f64> {
     Ok(profiled(client, repeats, || {}, run)?.median)
 }

@@ -1,4 +1,4 @@
-//! What the bench programs share: a device and its clock, numbers on it, how calls are run, and what their results are compared with.
+//! Shared code of the bench programs: the device and its clock, number formats, running calls, and reference results.
 
 pub mod compare;
 pub mod device;

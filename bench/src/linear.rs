@@ -1,4 +1,4 @@
-//! `bench-linear`: the products of layers on tensor cores, at the shapes of a model: times, and equality to sums in f64.
+//! `bench-linear`: times the matrix products of layers on tensor cores at the shapes of a model, or compares them with sums in f64.
 
 mod linear_blocks;
 mod linear_epilogues;
@@ -59,13 +59,13 @@ fn view(operand: &Operand) -> MatrixView {
     MatrixView::new(operand.handle.clone(), operand.shape, operand.strides)
 }
 
-/// The plan of a product that has so many better ones, if there is one.
+/// Returns the plan of a product with rank `index`, if there is one.
 fn plan(client: &Client, request: ProductRequest, index: usize) -> Result<Option<ProductPlan>> {
     let plans = ProductPlan::all(client, request).map_err(|why| anyhow!(why))?;
     Ok(plans.into_iter().nth(index))
 }
 
-/// Sums of parts that lie one behind the other.
+/// Sums consecutive parts.
 fn sum_parts(
     client: &Client,
     parts: &Handle,
@@ -136,7 +136,7 @@ impl Product {
         read(&self.client, if is_sum { &self.sum } else { &self.out })
     }
 
-    /// That a result is the sums in f64, was written, and has the same bits twice.
+    /// Checks that a result equals the sums in f64, is completely written, and has the same bits twice.
     fn check(&self, [a, b]: [&Operand; 2], seed: u64) -> Result<()> {
         let made = same_twice(|| {
             self.run()?;
@@ -158,7 +158,7 @@ impl Product {
     }
 }
 
-/// Of the result.
+/// Returns the element type of the result.
 fn element(request: &ProductRequest) -> ElemType {
     if request.wide {
         F32
@@ -220,7 +220,7 @@ impl Bench {
         }
     }
 
-    /// The median of a product by the best plan, in ms. A weight's gradient is f32, and may be in parts, whose sum is in the time.
+    /// Returns the median time of a product by its best plan, in ms. The gradient of a weight is f32 and may be in parts, whose summation is included.
     fn time(&mut self, name: &str, a: &Operand, b: &Operand, gradient: bool) -> Result<f64> {
         let mut first = 0.0;
         for index in 0..self.args.plans {
@@ -249,13 +249,13 @@ impl Bench {
         Ok(first)
     }
 
-    /// The median of a call's times by the device's clock; none where it is only launched.
+    /// Returns the median of a call's times by the device's clock, or `None` if it is only launched.
     fn milliseconds(&self, run: impl Fn() -> Result<()> + Sync) -> Result<Option<f64>> {
         let seconds = self.args.timing.seconds(&self.client, run)?;
         Ok(seconds.map(|seconds| seconds * 1e3))
     }
 
-    /// Results against f64, NaN before every launch, and the same bits twice.
+    /// Compares results with f64. They are NaN before every launch and must have the same bits twice.
     fn verify(&mut self) -> Result<()> {
         let (client, timing) = (self.client.clone(), &self.args.timing);
         let mut tally = Tally::new(self.args.shard)?;
@@ -279,7 +279,7 @@ impl Bench {
         ];
         let mut number = 0u64;
         for [batch, m, n, k] in shapes {
-            // How factors lie, the type, and whether results are f32.
+            // Layout of the operands, element type, and whether results are f32.
             for kind in 0..16 {
                 let [a_transposed, b_transposed, is_f16, wide] =
                     [4, 8, 1, 2].map(|bit| kind & bit != 0);
@@ -287,7 +287,7 @@ impl Bench {
                     continue;
                 }
                 number += 1;
-                // Shards by kernel: each compiles its own.
+                // Shards by kernel, since each process compiles its own.
                 if !tally.has(kind) || batch * m * n * k > self.args.most {
                     continue;
                 }
@@ -295,10 +295,10 @@ impl Bench {
                     Operand::padded(&client, !is_f16, shape, transposed, seed)
                 };
                 let a = operand([batch, m, k], a_transposed, number);
-                // Every second right factor goes with the whole batch.
+                // Every second right operand is shared by the whole batch.
                 let b_batch = if number.is_multiple_of(2) { 1 } else { batch };
                 let b = operand([b_batch, k, n], b_transposed, !number);
-                // The best plans, and some of the others: columns of a tile, numbers of parts.
+                // The best plans and some others, with different tile widths and numbers of parts.
                 for index in (0..4).chain([17, 51]) {
                     let parts = wide && batch == 1;
                     let Some(product) = Product::new(&client, [&a, &b], wide, parts, index)? else {

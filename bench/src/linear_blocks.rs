@@ -1,4 +1,4 @@
-//! Products of block-sparse weights: equality to sums in f64, and times beside dense ones.
+//! Products of block-sparse weights: comparison with sums in f64, and times relative to dense products.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ use serde_json::json;
 
 use super::{Bench, sum_parts, view};
 
-/// A weight, x and the gradient by the result, with all that is made of them.
+/// A weight, its input and output gradient, and all results.
 struct Layer {
     client: Client,
     element: ElemType,
@@ -45,7 +45,7 @@ struct Layer {
     dw: Handle,
 }
 
-/// Blocks drawn one by one.
+/// Draws blocks independently.
 fn random_blocks(
     [inputs, outputs]: [usize; 2],
     block: usize,
@@ -73,7 +73,7 @@ impl Layer {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let [block, inputs, outputs] = [layout.block(), layout.inputs(), layout.outputs()];
         let numbers = layout.len() * block * block;
-        // One at least, for a buffer.
+        // At least one element, since a buffer cannot be empty.
         let weight = uniform(numbers.max(1), 1.0, F32, &mut rng);
         let tables = BlockTables::of(client, layout).map_err(|why| anyhow!(why))?;
         let product = |direction| {
@@ -203,7 +203,7 @@ impl Layer {
     }
 }
 
-/// Equality on small weights of every width of blocks.
+/// Compares results on small weights with every block width.
 pub(super) fn verify(bench: &Bench) -> Result<()> {
     let mut tally = Tally::new(bench.args.shard)?;
     for block in [16, 32, 64, 128] {
@@ -237,7 +237,7 @@ pub(super) fn verify(bench: &Bench) -> Result<()> {
     tally.finish("block-sparse layers")
 }
 
-/// A layer 2,048 × 2,048, dense and with a part of its blocks: forward and both gradients.
+/// Times a layer 2,048 × 2,048, dense and with a share of its blocks: forward and both gradients.
 pub(super) fn times(bench: &mut Bench) -> Result<()> {
     let rows = bench.args.rows;
     let client = bench.client.clone();
@@ -265,7 +265,7 @@ pub(super) fn times(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// One layout's three products, gathered, the packing of the weight and the sum over parts included.
+/// Times the three products of a layout, including gathering, packing of the weight and the sum over parts.
 fn time_layer(bench: &mut Bench, layout: &WeightLayout, dense: f64) -> Result<()> {
     let client = bench.client.clone();
     let rows = bench.args.rows;

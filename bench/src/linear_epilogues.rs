@@ -1,4 +1,4 @@
-//! Products whose sums become something else: their times, and equality to what the row kernels make of the plain product.
+//! Products with epilogues: times, and comparison with row kernels applied to the plain product.
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse_bench::compare::same_twice;
@@ -22,14 +22,14 @@ use serde_json::json;
 
 use super::{Bench, element, plan, view};
 
-/// A product with an epilogue, and what that reads and writes.
+/// A product with an epilogue, and the tensors that it reads and writes.
 struct Case {
     client: Client,
     epilogue: Epilogue,
     request: ProductRequest,
     factors: [MatrixView; 2],
     bias: Option<Handle>,
-    /// Batch entries and the heads of each part.
+    /// Batch entries, and the heads of each part.
     heads: [usize; 4],
     before: Handle,
     out: Handle,
@@ -38,14 +38,14 @@ struct Case {
     sums: Handle,
 }
 
-/// Why the device's tier has no epilogues, if it has none.
+/// Returns the reason if the device's tier has no epilogues.
 pub(super) fn refused(bench: &Bench) -> Option<&'static str> {
     let activation = Epilogue::Activation(ActivationKind::GeluSigmoid);
     let request = ProductRequest::plain(true, [128; 3]).with(activation);
     ProductPlan::new(&bench.client, request).err()
 }
 
-/// What a case writes: the result, the second result and the sums.
+/// Outputs of a case: the result, the second result and the sums.
 type Written = [Vec<u8>; 3];
 
 impl Case {
@@ -120,7 +120,7 @@ impl Case {
         Ok(())
     }
 
-    /// The same with the plain product and a row kernel; with `copy` also what is the product itself.
+    /// Computes the case with the plain product and a row kernel. With `copy`, also writes results that are the product itself.
     fn apart(&self, copy: bool) -> Result<()> {
         let [a, b] = &self.factors;
         let plain = self.request.with(Epilogue::Plain);
@@ -150,7 +150,7 @@ impl Case {
             Epilogue::Activation(activation) => {
                 let (x, out, shape) = ((&made, element), &self.out, [rows, cols]);
                 bias_activation(&self.client, x, bias, out, shape, activation)?;
-                // It is what would be kept.
+                // The plain product is the result that would be stored.
                 if let Some(second) = &self.second
                     && copy
                 {
@@ -169,7 +169,7 @@ impl Case {
                 };
                 bias_activation_backward(&self.client, [rows, cols], &pass)?;
             }
-            // Sums of exponentials and of weights are no part of a layer.
+            // Sums of exponentials and of weights do not occur in layers.
             Epilogue::Plain
             | Epilogue::LogSums { .. }
             | Epilogue::Maxima { .. }
@@ -192,7 +192,7 @@ impl Case {
         })?;
         self.apart(true)?;
         let [out_apart, second_apart, sums_apart] = self.read()?;
-        // Both round once, heads apart from each other twice: two units of the last place, where the sum with the bias may be small.
+        // Both round once, but the separate computation of heads rounds twice: two units in the last place, where the sum with the bias may be small.
         let unit = 2.0 * rounding_of(self.element());
         let (rows, depth) = (self.request.rows as f64, self.request.depth as f64);
         let small = match self.epilogue {
@@ -222,7 +222,7 @@ fn compare(name: &str, got: &[f64], expected: &[f64], relative: f64, absolute: f
             "{name}: number {at} is {got}, and apart {expected}"
         );
     }
-    // What is compared is not all the same number.
+    // The compared values must not all be equal.
     ensure!(
         expected.len() < 64 || expected.iter().any(|x| *x != expected[0]),
         "{name}: nothing was written"
@@ -235,7 +235,7 @@ fn compare(name: &str, got: &[f64], expected: &[f64], relative: f64, absolute: f
     Ok(())
 }
 
-/// Equality on many shapes.
+/// Compares results on many shapes.
 pub(super) fn verify(bench: &Bench, tally: &mut Tally) -> Result<()> {
     use ActivationKind::{GeluErf, GeluSigmoid, GeluTanh, None as Linear, Relu, Silu};
     let mut number = 0u64;
@@ -272,7 +272,7 @@ pub(super) fn verify(bench: &Bench, tally: &mut Tally) -> Result<()> {
                 number += 1;
                 let seed = number + 1000 * index as u64;
                 let (dim, heads) = match epilogue {
-                    // One part, two, or three of unlike numbers of heads.
+                    // One part, two, or three with different numbers of heads.
                     Epilogue::Heads { dim } => match number % 3 {
                         0 => (dim, [batch, width, 0, 0]),
                         1 => (dim, [batch, width, 2, 0]),
@@ -307,7 +307,7 @@ pub(super) fn verify(bench: &Bench, tally: &mut Tally) -> Result<()> {
     verify_heads(bench, tally)
 }
 
-/// A left factor that lies by heads gives the bits of the same as rows.
+/// Checks that a left operand stored by heads gives the same bits as one stored by rows.
 fn verify_heads(bench: &Bench, tally: &mut Tally) -> Result<()> {
     let client = &bench.client;
     let shapes = [
@@ -377,7 +377,7 @@ fn verify_heads(bench: &Bench, tally: &mut Tally) -> Result<()> {
     Ok(())
 }
 
-/// The model's products with their epilogues, and the same apart.
+/// Times the model's products with their epilogues, fused and separate.
 pub(super) fn times(bench: &mut Bench) -> Result<()> {
     let rows = bench.args.rows;
     let client = bench.client.clone();

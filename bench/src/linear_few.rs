@@ -1,4 +1,4 @@
-//! Products of few rows: equality to sums in f64, and times beside tiles of the same.
+//! Products with few rows: comparison with sums in f64, and times relative to tiled plans.
 
 use anyhow::{Result, anyhow, ensure};
 use blocksparse_bench::compare::{ensure_within, ensure_written, same_twice};
@@ -18,10 +18,10 @@ use serde_json::json;
 
 use super::{Bench, Product};
 
-/// Columns behind those of each weight, in the same memory.
+/// Columns after those of each weight, in the same memory.
 const GAP: usize = 24;
 
-/// Depth and columns of layers of a SmolLM2-135M, a Llama-3.2-1B and an 8B Llama, and whether they are a gate and what it is multiplied by.
+/// Depth and columns of layers of SmolLM2-135M, Llama-3.2-1B and an 8B Llama, and whether they are a gate with its multiplicand.
 const LAYERS: [(usize, usize, bool); 9] = [
     (576, 960, false),
     (576, 3072, true),
@@ -63,7 +63,7 @@ struct Few {
     out: Handle,
 }
 
-/// Weights with gaps between their rows.
+/// Creates weights with gaps between their rows.
 fn weights(
     client: &Client,
     is_bf16: bool,
@@ -79,7 +79,7 @@ fn weights(
 }
 
 impl Few {
-    /// With a bias, and results of each weight by itself, where there are several and no gate.
+    /// Creates a product with a bias and a separate result for each weight, if there are several and no gate.
     fn new(
         client: &Client,
         rows: usize,
@@ -104,7 +104,7 @@ impl Few {
         })
     }
 
-    /// Of the result.
+    /// Returns the number of columns of the result.
     fn columns(widths: &[usize], gated: bool) -> usize {
         match gated {
             true => widths[0],
@@ -112,7 +112,7 @@ impl Few {
         }
     }
 
-    /// Bytes of the weights.
+    /// Returns the bytes of the weights.
     fn bytes(&self) -> usize {
         let [_, depth] = self.request.lengths;
         2 * depth * self.request.widths.iter().sum::<usize>()
@@ -152,7 +152,7 @@ impl Few {
         Ok(plan.launch(&self.client, &call)?)
     }
 
-    /// That all numbers are the sums in f64, and have the same bits twice.
+    /// Checks that all elements equal the sums in f64 and have the same bits twice.
     fn check(&self, plan: &FewRowsPlan) -> Result<()> {
         let FewRowsRequest {
             element,
@@ -173,7 +173,7 @@ impl Few {
         for (index, weight) in self.weights[..count].iter().enumerate() {
             let width = weight.shape[2];
             for (row, column) in (0..rows).flat_map(|row| (0..width).map(move |col| (row, col))) {
-                // A sum, and how much of its terms could be lost.
+                // A sum, and the bound of its rounding error.
                 let sum = |weight: &Operand| {
                     let terms =
                         (0..depth).map(|k| self.x.at([0, row, k]) * weight.at([0, k, column]));
@@ -188,7 +188,7 @@ impl Few {
                 if gated {
                     let (other, other_lost) = sum(&self.weights[1]);
                     let active = expected / (1.0 + (-expected).exp());
-                    // The slope of this activation is 1.1 at most, and exponentials are approximate.
+                    // The slope of this activation is at most 1.1, and exponentials are approximate.
                     lost = 1.1 * lost * other.abs()
                         + active.abs() * other_lost
                         + 1e-6 * (active * other).abs();
@@ -208,7 +208,7 @@ impl Few {
     }
 }
 
-/// Equality of the plan that runs and of some others, of weights with gaps between their rows.
+/// Compares the selected plan and some others, with gaps between the rows of weights.
 pub(super) fn verify(bench: &Bench) -> Result<()> {
     let mut tally = Tally::new(bench.args.shard)?;
     for lengths in VERIFIED {
@@ -233,7 +233,7 @@ pub(super) fn verify(bench: &Bench) -> Result<()> {
     tally.finish("products")
 }
 
-/// Layers of one weight, by the plans of few rows, and as tiles.
+/// Times layers of one weight with the plans for few rows and with tiles.
 pub(super) fn times(bench: &mut Bench) -> Result<()> {
     let client = bench.client.clone();
     for (depth, width, gated) in LAYERS {
@@ -249,7 +249,7 @@ pub(super) fn times(bench: &mut Bench) -> Result<()> {
             let tiles = Product::new(&client, [&few.x, &joined], false, false, 0)?;
             let tiles = tiles.ok_or_else(|| anyhow!("there are no tiles"))?;
             let plans = FewRowsPlan::all(&client, &few.request);
-            // The other kernel's first plan is always there.
+            // The first plan of the other kernel is always included.
             let other = plans.iter().position(|plan| plan.is_other(&plans[0]));
             let timed = |index: &usize| *index < bench.args.plans || Some(*index) == other;
             let plans = plans.iter().enumerate().filter(|(index, _)| timed(index));

@@ -1,4 +1,4 @@
-//! `bench-listed`: attention of queries to lists of their own, with lists alone: times, and equality to loops in f64.
+//! `bench-listed`: attention of queries to individual block lists: times, and comparison with loops in f64.
 
 mod listed_verify;
 
@@ -66,7 +66,7 @@ struct Args {
     way: Option<Way>,
 }
 
-/// What `--way` says.
+/// Value of `--way`.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 enum Way {
     Queries,
@@ -75,11 +75,11 @@ enum Way {
     Tiles,
 }
 
-/// How a call is attended to.
+/// Implementation of a call.
 enum Plan {
     Queries(Mainloops),
     Neighbours(Mainloops),
-    /// The forward pass, and a mainloop backward.
+    /// The mainloops of the forward and the backward pass.
     Blocks([ByBlock; 2]),
     Tiles(ListedTiles),
 }
@@ -95,29 +95,29 @@ impl Plan {
     }
 }
 
-/// A call: its numbers here and on the device.
+/// A call with its data on the host and on the device.
 struct Call {
     client: Client,
     plans: Vec<Plan>,
     request: ListedRequest,
-    /// q, k, v and the output's gradient.
+    /// q, k, v and the gradient of the output.
     numbers: [Vec<f32>; 4],
     views: [TensorView; 4],
     lists: Vec<i32>,
     blocks: Handle,
-    /// The same in two parts, each with every other number of a list.
+    /// `blocks` in two parts, each with every second entry of a list.
     parts: [Handle; 2],
     queries: Handle,
     tile_blocks: Handle,
     places: Handle,
-    /// Out, lse, and the gradients by q, k and v.
+    /// Out, lse, and the gradients with respect to q, k and v.
     results: [Handle; 5],
-    /// The same gradients, as kernels of layouts write them.
+    /// The same gradients in the form that layout kernels write.
     gradients: Gradients,
     pairs: usize,
 }
 
-/// Blocks before a query's own, each at most once, in order: what it keeps, and others.
+/// Returns distinct blocks before a query's own, in order: those that it keeps, and new ones.
 fn list_of(
     rng: &mut ChaCha8Rng,
     mut list: Vec<i32>,
@@ -211,7 +211,7 @@ impl Call {
         }
         let (mut queries, mut tile_blocks) = (Vec::new(), Vec::new());
         let mut places = vec![-1; lists.len()];
-        // Single keys are listed by queries alone.
+        // Single keys are listed only per query.
         let turned: &[i32] = if block == 1 { &[] } else { &lists };
         let placed = places.chunks_mut(n * most);
         for (list, places) in turned.chunks(n * most).zip(placed) {
@@ -238,14 +238,14 @@ impl Call {
         let (rows, keys) = (batch * heads * n, batch * kv_heads * n);
         let out = poisoned(client, rows * value_dim, BF16);
         let lse = poisoned(client, rows, F32);
-        // Gradients are added to what is there, but for those in tiles.
+        // Gradients are added to the existing contents, except with tiles.
         let before = match args.way {
             Some(Way::Tiles) => 0xff,
             _ => 0,
         };
         let gradient = |bytes: usize| client.create_from_slice(&vec![before; bytes]);
         let dq = gradient(rows * head_dim * 2);
-        // Of keys and values, one behind the other.
+        // Gradients of keys and of values, one after the other.
         let align = client.properties().memory.alignment as usize;
         let k_bytes = keys * head_dim * 2;
         let v_start = k_bytes.next_multiple_of(align);
@@ -282,7 +282,7 @@ impl Call {
         1.0 / (self.request.head_dim as f64).sqrt()
     }
 
-    /// Queries, keys and values, and what the forward pass writes.
+    /// Returns queries, keys and values, and the outputs of the forward pass.
     fn tensors(&self) -> ([&TensorView; 3], Outputs<'_>) {
         let ([q, k, v, _], [out, lse, ..]) = (&self.views, &self.results);
         ([q, k, v], Outputs::new(out, lse))
@@ -318,14 +318,14 @@ impl Call {
         }
     }
 
-    /// By blocks; with `carry` after what is in the results.
+    /// Runs the forward pass by blocks. With `carry` it continues from the results so far.
     fn forward_by_block(&self, plan: &ByBlock, carry: bool) -> Result<()> {
         let ((x, saved), lists) = (self.tensors(), self.placed());
         forward_by_block(&self.client, plan, x, lists, saved, self.scale(), carry)?;
         Ok(())
     }
 
-    /// Over one part of the lists, which the other one carries on.
+    /// Runs the forward pass over the first part of the lists, then continues with the second.
     fn forward_in_parts(&self, mainloops: &Mainloops) -> Result<()> {
         for (part, carry) in self.parts.iter().zip([false, true]) {
             let ((x, saved), client) = (self.tensors(), &self.client);
@@ -386,7 +386,7 @@ fn main() -> Result<()> {
     let chosen = ListedPlan::new(&client, call.request, call.scale());
     println!("{}", chosen.map_err(|why| anyhow!(why))?);
     let flops = 2.0 * (args.head_dim + args.value_dim) as f64 * call.pairs as f64;
-    // A row of heads reads its keys and values once.
+    // Query heads that share a KV head read its keys and values once.
     let bytes = flops / (args.heads / args.kv_heads) as f64;
     for plan in &call.plans {
         let way = plan.way();

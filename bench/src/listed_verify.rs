@@ -1,4 +1,4 @@
-//! Attention of queries with lists of their own against loops in f64, of small calls.
+//! Compares attention of queries to individual lists with loops in f64, for small calls.
 
 use anyhow::{Context, Result, ensure};
 use blocksparse_bench::compare::{dot, same_twice, softmax};
@@ -7,10 +7,10 @@ use cubecl::client::Client;
 
 use super::{Args, Call, Plan, Way};
 
-/// Heads of queries and of keys, and widths of keys and values.
+/// Query heads and KV heads, and the widths of keys and values.
 type Kind = ([usize; 2], [usize; 2]);
 
-/// Block, blocks of a list, and keys. The last of each have a block whose list has parts.
+/// Block size, blocks per list, and number of keys. The last of each has a block whose query list is split into parts.
 const BLOCKS: [[usize; 3]; 5] = [
     [64, 3, 300],
     [16, 5, 210],
@@ -18,13 +18,13 @@ const BLOCKS: [[usize; 3]; 5] = [
     [128, 2, 390],
     [64, 2, 9000],
 ];
-/// The second is more steps than there is room for, where a step has many.
+/// The second has more steps than fit, where a step has many keys.
 const SINGLE_KEYS: [[usize; 3]; 4] = [[1, 40, 300], [1, 420, 700], [1, 1, 77], [1, 9, 9000]];
 
 fn kinds() -> Vec<Kind> {
     let usual = [[64, 64], [128, 128], [192, 128], [64, 128], [192, 64]];
     let groups = [[16, 1], [32, 2], [32, 1], [48, 1], [64, 1], [128, 1]];
-    // Heads that do not fill a matrix, and widths between.
+    // Head counts that do not fill a matrix, and unusual widths.
     let partly = [[1, 1], [8, 2], [12, 1], [20, 1], [72, 1], [100, 1]];
     let between = [[48, 48], [96, 80], [16, 112], [176, 16]];
     let mut kinds = groups
@@ -45,7 +45,7 @@ fn kinds() -> Vec<Kind> {
 }
 
 impl Call {
-    /// Out, lse and the gradients by q, k and v, in f64.
+    /// Computes out, lse and the gradients with respect to q, k and v in f64.
     fn expected(&self) -> [Vec<f64>; 5] {
         let of = &self.request;
         let (n, heads, kv_heads, most) = (of.seq_q, of.heads, of.kv_heads, of.most);
@@ -92,7 +92,7 @@ impl Call {
     }
 }
 
-/// How far the furthest number is off, beside the largest, and where.
+/// Returns the largest error relative to the largest element, and its index.
 fn furthest(found: &[f64], expected: &[f64]) -> (f64, usize) {
     let finite = expected.iter().filter(|x| x.is_finite());
     let scale = finite.fold(0.1, |most: f64, x| most.max(x.abs()));
@@ -105,7 +105,7 @@ fn furthest(found: &[f64], expected: &[f64]) -> (f64, usize) {
     places.fold((0.0, 0), |a, b| if b.0 > a.0 { b } else { a })
 }
 
-/// One call: whether it can be attended to so, and all its results.
+/// Checks one call and all its results. Returns whether its implementation supports it.
 fn check(client: &Client, name: &str, batch: usize, args: &Args, seed: u64) -> Result<bool> {
     let way = args.way.unwrap_or(Way::Queries);
     let new = || Call::new(client, batch, args, seed);
@@ -137,7 +137,7 @@ fn check(client: &Client, name: &str, batch: usize, args: &Args, seed: u64) -> R
     }
     let twice;
     if let Some(Plan::Blocks([plan, _])) = call.plan(way) {
-        // After itself it is the same, of twice the weights.
+        // Continued from itself, the result is the same with twice the weights.
         for carry in [false, true] {
             call.forward_by_block(plan, carry)?;
         }
@@ -158,7 +158,8 @@ fn check(client: &Client, name: &str, batch: usize, args: &Args, seed: u64) -> R
     Ok(true)
 }
 
-/// Small calls of every width and number of heads, with lists of blocks or of single keys, against loops in f64, and the same bits twice.
+/// Compares small calls of every width and number of heads, with lists of blocks or of single keys, with loops in f64, and checks that they have the same bits
+/// twice.
 pub fn verify(client: &Client, args: &Args) -> Result<()> {
     let mut tally = Tally::new(args.shard)?;
     let is_together = args.way == Some(Way::Neighbours);

@@ -1,8 +1,7 @@
 //! Times the attention kernels on a device, by the device's own clock.
 //!
-//! Without arguments it runs the workloads of the benchmark page; `--pattern` and the sizes run any other.
-//! Flops count allowed pairs: 2 · (head_dim + value_dim) per pair forward, 2.5 times that backward, so computing what is masked
-//! earns nothing.
+//! Without arguments it runs the workloads of the benchmark page; `--pattern` and the sizes run any other. Flops count allowed pairs: 2 · (head_dim +
+//! value_dim) per pair forward, 2.5 times that backward, so computing masked pairs gains nothing.
 
 mod problem;
 mod stress;
@@ -148,7 +147,7 @@ impl BiasShape {
 }
 
 impl Args {
-    /// Of the table of biases of distances, if there is one.
+    /// Returns the shape of the relative bias, if there is one.
     fn relative_shape(&self, workload: &Workload) -> Option<[usize; 2]> {
         let heads = if self.relative_shared {
             1
@@ -197,7 +196,7 @@ fn main() -> Result<()> {
     write_json(args.json.as_deref(), &results)
 }
 
-/// What `--pattern` or `--layout` ask for.
+/// Returns the workload that `--pattern` or `--layout` select.
 fn custom(args: &Args) -> Result<Option<Workload>> {
     let (pattern, batch, [heads, n, block]) = match (&args.layout, &args.pattern) {
         (Some(path), _) => {

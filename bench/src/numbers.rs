@@ -1,4 +1,4 @@
-//! Numbers as a device has them, and random ones.
+//! Number formats of a device, and random numbers.
 
 use clap::ValueEnum;
 use cubecl::ir::{ElemType, FloatKind};
@@ -10,7 +10,7 @@ pub const F32: ElemType = ElemType::Float(FloatKind::F32);
 pub const F16: ElemType = ElemType::Float(FloatKind::F16);
 pub const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 
-/// What `--dtype` says.
+/// Value of `--dtype`.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 pub enum Dtype {
     F32,
@@ -28,12 +28,12 @@ impl Dtype {
     }
 }
 
-/// bf16, or f16.
+/// Returns bf16 or f16.
 pub fn half(is_bf16: bool) -> ElemType {
     if is_bf16 { BF16 } else { F16 }
 }
 
-/// The most that rounding changes a number by, as a part of it; of f32 what sums err by is more.
+/// Returns the relative rounding error of a type. For f32 it is 0, since the error of sums is larger.
 pub fn rounding_of(element: ElemType) -> f64 {
     match element {
         BF16 => 2f64.powi(-8),
@@ -74,12 +74,12 @@ pub fn decoded<T: From<f32>>(bytes: &[u8], element: ElemType) -> Vec<T> {
     }
 }
 
-/// Between `-most` and `most`, as the type has them.
+/// Draws numbers between `-most` and `most`, rounded to the type.
 pub fn uniform(count: usize, most: f32, element: ElemType, rng: &mut ChaCha8Rng) -> Vec<f32> {
     repeated(count, || rounded(rng.random_range(-most..most), element))
 }
 
-/// Near enough to normal numbers.
+/// Draws approximately normal numbers.
 pub fn nearly_normal(count: usize, rng: &mut ChaCha8Rng) -> Vec<f32> {
     repeated(count, || {
         let bits = rng.next_u64();
@@ -88,7 +88,8 @@ pub fn nearly_normal(count: usize, rng: &mut ChaCha8Rng) -> Vec<f32> {
     })
 }
 
-/// A million distinct ones, repeated from changing places: making all of them takes longer than the kernels, and nothing depends on them but power.
+/// Draws at most a million distinct numbers and repeats them with shifts. Drawing all of them would take longer than the kernels, and only power draw depends
+/// on it.
 fn repeated(count: usize, mut draw: impl FnMut() -> f32) -> Vec<f32> {
     let distinct: Vec<f32> = (0..count.min(1 << 20)).map(|_| draw()).collect();
     (0..count)

@@ -1,4 +1,4 @@
-//! Matrices in half precision on a device and here.
+//! Half-precision matrices on a device and on the host.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ pub struct Operand {
 }
 
 impl Operand {
-    /// Between −1 and 1. `transposed` says that columns are what is contiguous.
+    /// Creates a matrix of numbers between −1 and 1. With `transposed`, columns are contiguous.
     pub fn random(
         client: &Client,
         is_bf16: bool,
@@ -47,7 +47,7 @@ impl Operand {
         }
     }
 
-    /// The same of a buffer whose rows begin at multiples of 16 bytes, whatever their length is.
+    /// Creates a matrix like [`random`](Self::random) whose rows start at multiples of 16 bytes, whatever their length.
     pub fn padded(
         client: &Client,
         is_bf16: bool,
@@ -62,7 +62,7 @@ impl Operand {
         whole
     }
 
-    /// One of a batch goes with the whole batch of the other factor.
+    /// Returns an element. An operand with one batch entry is broadcast.
     pub fn at(&self, place: [usize; 3]) -> f64 {
         let at = (0..3).map(|dim| place[dim].min(self.shape[dim] - 1) * self.strides[dim]);
         self.numbers[at.sum::<usize>()].into()

@@ -1,4 +1,4 @@
-//! A workload on the device: its tensors, its two passes, and what they are measured by.
+//! A workload on the device: its tensors, its two passes, and their measurement.
 
 use std::time::Instant;
 
@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use crate::workload::Workload;
 use crate::{Args, stress};
 
-/// A workload, and how it is to be run.
+/// A workload with its options.
 #[derive(Clone, Copy)]
 pub struct Case<'a> {
     pub client: &'a Client,
@@ -30,7 +30,7 @@ pub struct Case<'a> {
     pub args: &'a Args,
 }
 
-/// The same with its tensors on the device.
+/// A case with its tensors on the device.
 pub struct Problem<'a> {
     case: Case<'a>,
     request: Request,
@@ -43,7 +43,7 @@ pub struct Problem<'a> {
 }
 
 impl Case<'_> {
-    /// What the workload asks for.
+    /// Returns the request of the workload.
     pub fn request(self) -> Request {
         let Self { workload, args, .. } = self;
         let score = ScoreKind {
@@ -75,7 +75,7 @@ impl Case<'_> {
         self.args.scale.unwrap_or(usual)
     }
 
-    /// A random tensor `[batch, heads, n, dim]`.
+    /// Creates a random tensor `[batch, heads, n, dim]`.
     fn random_input(self, heads: usize, dim: usize, rng: &mut ChaCha8Rng) -> TensorView {
         let &Workload { batch, n, .. } = self.workload;
         let shape = [batch, heads, n, dim];
@@ -96,7 +96,7 @@ impl Case<'_> {
         }
     }
 
-    /// What the arguments add to scores, with random numbers.
+    /// Creates the options of scores from the arguments, with random tensors.
     fn score_options(self, rng: &mut ChaCha8Rng) -> ScoreOptions {
         let (client, workload, args) = (self.client, self.workload, self.args);
         let heads = workload.heads;
@@ -170,7 +170,7 @@ impl<'a> Problem<'a> {
         Ok(())
     }
 
-    /// Compares all results with those of the two mainloops of the `simt` tier, and with those of a second time.
+    /// Compares all results with those of both mainloops of the `simt` tier, and with those of a second run.
     pub fn verify(&self, plan: &AttentionPlan) -> Result<()> {
         let Case {
             client,
@@ -190,7 +190,7 @@ impl<'a> Problem<'a> {
         let simt = AttentionPlan::with_limit(client, &self.layout, self.request, limit)?;
         let simt = results(&simt)?;
         print!("{:<30}", workload.label());
-        // Both round the outputs; ours also weights, and sums in another order.
+        // Both round the outputs; the tested tier also rounds weights and sums in another order.
         let Args { tf32, fp8, .. } = *args;
         let most = match args.dtype {
             _ if fp8 => 8e-2,
@@ -301,7 +301,7 @@ impl<'a> Problem<'a> {
     }
 }
 
-/// What both passes write, NaN before they do.
+/// Outputs of both passes, initially NaN.
 pub struct Outputs {
     out: Handle,
     lse: Handle,
@@ -368,13 +368,13 @@ impl Outputs {
     }
 }
 
-/// Times on the device, in seconds, and the median of microseconds on the host to enqueue a call.
+/// Returns times on the device in seconds, and the median of the microseconds that the host takes to enqueue a call.
 fn measure(
     client: &Client,
     repeats: usize,
     call: impl Fn() -> Result<()> + Sync,
 ) -> Result<(Times, f64)> {
-    // Compilation, plans and their upload.
+    // Compiles, and builds and uploads plans.
     call()?;
     call()?;
     device::sync(client)?;
@@ -388,12 +388,12 @@ fn measure(
     Ok((times(client, repeats, call)?, host.median))
 }
 
-/// The median and both percentiles.
+/// Returns the median and both percentiles in milliseconds.
 fn milliseconds(times: Times) -> [f64; 3] {
     [times.median, times.p10, times.p90].map(|seconds| seconds * 1e3)
 }
 
-/// `‖a − b‖ / ‖b‖`; NaN if there is one. Infinities, the lse of empty rows, must be the same.
+/// Returns `‖a − b‖ / ‖b‖`, or NaN if an element is NaN. Infinities, the lse of empty rows, must be equal.
 fn relative_difference(a: &[f32], b: &[f32]) -> f64 {
     let square = |x: f32| f64::from(x) * f64::from(x);
     let pairs = || a.iter().zip(b).filter(|(a, b)| a.is_finite() || a != b);

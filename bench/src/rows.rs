@@ -1,4 +1,4 @@
-//! `bench-rows`: what a device can do beside products: launches, copies, and the row kernels next to them.
+//! `bench-rows`: times launches, copies, and the row kernels relative to them.
 
 use burn_fused_ops::kernels::rows as fused_rows;
 use burn_sparse_select::kernels::rows as select_rows;
@@ -72,7 +72,7 @@ fn main() -> Result<()> {
     write_json(bench.args.json.as_deref(), &bench.results.into_inner())
 }
 
-/// Writes one number, so that it is not nothing.
+/// Writes one number, so that the kernel is not empty.
 #[cube(launch_unchecked)]
 fn write_one(output: &mut [f32]) {
     if ABSOLUTE_POS == 0 {
@@ -99,7 +99,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// Times a kernel that has to move so many bytes.
+    /// Times a kernel that moves `bytes` bytes.
     fn moves<T, E: Into<anyhow::Error>>(
         &self,
         name: &str,
@@ -131,12 +131,12 @@ impl Bench {
         [(); N].map(|()| self.buffer(numbers, element))
     }
 
-    /// What a launch costs on the host, and on the device in a row of them.
+    /// Times a launch on the host, and on the device in a sequence of launches.
     fn launches(&self) -> Result<()> {
         const MANY: u32 = 2_000;
         let output = self.client.empty(4);
         let launch = || {
-            // SAFETY: the buffer has the one number that is written.
+            // SAFETY: the buffer holds the one number that is written.
             unsafe {
                 let buffer = BufferArg::from_raw_parts(output.clone(), 1);
                 write_one::launch_unchecked(
@@ -177,11 +177,11 @@ impl Bench {
         Ok(())
     }
 
-    /// Copies in several streams: the host's clock over all of them.
+    /// Times copies in several streams by the host's clock.
     fn streams(&self) -> Result<()> {
         const BYTES: usize = 96 << 20;
         const COPIES: usize = 100;
-        // Compiled before anything is timed.
+        // Compiles the kernel before anything is timed.
         let [input, output] = [(); 2].map(|_| self.client.empty(BYTES));
         launch_copy(&self.client, &input, &output, BYTES, 4);
         for streams in 1..=3 {
@@ -226,7 +226,7 @@ impl Bench {
         Ok(())
     }
 
-    /// What queries of native sparse attention choose, by 64 heads on 4 of keys: the bytes are those of queries, keys and results.
+    /// Times the selection of native sparse attention for 64 query heads and 4 KV heads. The bytes are those of queries, keys and results.
     fn compressed(&self) -> Result<()> {
         let (rows, heads, kv_heads, most) = (self.args.rows, 64, 4, 13);
         for (width, group) in [(128, 16), (192, 16), (64, 16), (128, 8), (128, 4), (128, 1)] {
@@ -255,7 +255,7 @@ impl Bench {
                 k: self.buffer(kv_heads * entries * width, BF16),
                 lse: self.buffer(heads * rows, F32),
             };
-            // Attention sums of all queries together would be a gigabyte.
+            // Attention sums of all queries would take a gigabyte.
             let some = rows - rows.min(4096)..rows;
             let forced = Always { first: 1, local: 2 };
             for (what, wanted, numbers) in [
@@ -279,7 +279,7 @@ impl Bench {
         Ok(())
     }
 
-    /// The stream in f32, everything else in bf16, with and without dropout.
+    /// Times norms with the residual stream in f32 and everything else in bf16, with and without dropout.
     fn norms(&self) -> Result<()> {
         let (rows, width) = (self.args.rows, self.args.width);
         let (client, matrix) = (&self.client, rows * width);
@@ -362,7 +362,7 @@ impl Bench {
         Ok(())
     }
 
-    /// Sequences of a quarter of the rows, heads of 64.
+    /// Times sequences of a quarter of the rows, with heads of 64.
     fn heads(&self) -> Result<()> {
         let (rows, width) = (self.args.rows, self.args.width);
         let client = &self.client;
@@ -386,7 +386,7 @@ impl Bench {
         })
     }
 
-    /// The branches of native sparse attention, of 64 heads of 128 and as many positions as there are rows, and copies of as many bytes.
+    /// Times the branches of native sparse attention, for 64 heads of 128 and one position per row, and copies of as many bytes.
     fn gates(&self) -> Result<()> {
         const HEADS: usize = 64;
         const WIDTH: usize = 128;
@@ -430,7 +430,7 @@ impl Bench {
         Ok(())
     }
 
-    /// A copy that moves as many bytes as something else.
+    /// Times a copy that moves as many bytes as another kernel.
     fn equal_copy(&self, name: &str, moved: usize) -> Result<()> {
         let bytes = (moved / 2).next_multiple_of(16);
         let [input, output] = [(); 2].map(|_| self.client.empty(bytes));
@@ -441,7 +441,7 @@ impl Bench {
         })
     }
 
-    /// What the products of a layer read of its weights.
+    /// Times the conversion of a layer's weights for its products.
     fn weights(&self) -> Result<()> {
         let width = self.args.width;
         let client = &self.client;
@@ -458,7 +458,7 @@ impl Bench {
         })
     }
 
-    /// The parameters of thirty layers: 94.4 million numbers in 480 tensors at a width of 512.
+    /// Times the optimizer for the parameters of thirty layers: 94.4 million elements in 480 tensors at a width of 512.
     fn optimizer(&self) -> Result<()> {
         let width = self.args.width;
         let client = &self.client;
@@ -511,7 +511,7 @@ impl Bench {
 
 fn launch_copy(client: &Client, input: &Handle, output: &Handle, bytes: usize, vector: usize) {
     let vectors = bytes / 4 / vector;
-    // SAFETY: a unit reads and writes one vector of buffers that have so many.
+    // SAFETY: each unit reads and writes one vector of buffers that hold `vectors` of them.
     unsafe {
         copy::launch_unchecked(
             client,

@@ -1,4 +1,4 @@
-//! How programs run their calls: timed, only launched, or compared by several processes; and where the numbers go.
+//! Runs calls of programs: timed, only launched, or compared by several processes, and stores the numbers.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -22,7 +22,7 @@ pub struct Timing<const REPEATS: usize> {
 }
 
 impl<const REPEATS: usize> Timing<REPEATS> {
-    /// The median of a call's seconds by the device's clock; none where it is only launched.
+    /// Returns the median of a call's seconds by the device's clock, or `None` if it is only launched.
     pub fn seconds(
         &self,
         client: &Client,
@@ -34,7 +34,7 @@ impl<const REPEATS: usize> Timing<REPEATS> {
         }
     }
 
-    /// Launches a call if that is all that is asked for.
+    /// Launches a call if nothing else is requested. Returns whether that is so.
     pub fn launched(&self, client: &Client, run: impl Fn() -> Result<()>) -> Result<bool> {
         if self.enqueue_only {
             run()?;
@@ -54,10 +54,10 @@ pub struct Shard {
     pub of: usize,
 }
 
-/// Counts what is compared, by its shard, and what is wrong.
+/// Counts comparisons and failures, by shard.
 pub struct Tally {
     shard: Shard,
-    /// Calls so far, of any shard.
+    /// Number of calls so far, in all shards.
     pub number: usize,
     compared: usize,
     failed: usize,
@@ -79,18 +79,18 @@ impl Tally {
         })
     }
 
-    /// Whether the call of that number, of any sequence of them, is one of the shard's.
+    /// Returns whether the call with this number, in any numbering, belongs to the shard.
     pub fn has(&self, number: usize) -> bool {
         number % self.shard.of == self.shard.shard
     }
 
-    /// Whether the next call is one of the shard's.
+    /// Returns whether the next call belongs to the shard.
     pub fn has_next(&mut self) -> bool {
         self.number += 1;
         self.has(self.number)
     }
 
-    /// Compares what a call makes, or only launches it, and counts it.
+    /// Compares the results of a call, or only launches it, and counts it.
     pub fn compare<const N: usize>(
         &mut self,
         (client, timing): (&Client, &Timing<N>),
@@ -103,7 +103,7 @@ impl Tally {
         self.count(name, found);
     }
 
-    /// Counts a call; what is wrong with it is printed.
+    /// Counts a call, and prints its error if there is one.
     pub fn count(&mut self, name: impl Display, found: Result<()>) {
         self.compared += 1;
         if let Err(error) = found {

@@ -1,4 +1,4 @@
-//! Whether a pass gives the same bits each time.
+//! Checks whether a pass gives the same bits every time.
 
 use cubecl::client::Client;
 use cubecl::prelude::*;
@@ -7,11 +7,11 @@ use cubecl::server::Handle;
 const UNITS: u32 = 256;
 const CUBES: u32 = 264;
 
-/// A hash of a buffer of `words` 32-bit words, made on the device.
+/// Returns a hash of a buffer of `words` 32-bit words, computed on the device.
 pub fn hash(client: &Client, buffer: &Handle, words: usize) -> u64 {
     let hashes = (CUBES * UNITS) as usize;
     let output = client.empty(hashes * 4);
-    // SAFETY: the kernel reads below `words`, which is the buffer's length, and each unit writes at its own place.
+    // SAFETY: the kernel reads below `words`, the buffer's length, and each unit writes its own element.
     unsafe {
         hash_words::launch_unchecked(
             client,
@@ -28,7 +28,7 @@ pub fn hash(client: &Client, buffer: &Handle, words: usize) -> u64 {
     })
 }
 
-/// FNV-1a of the words that fall to a unit.
+/// Computes FNV-1a of a unit's words.
 #[cube(launch_unchecked)]
 fn hash_words(words: &[u32], hashes: &mut [u32], length: usize) {
     let mut hash = 0x811c_9dc5u32;

@@ -1,4 +1,4 @@
-//! The workloads: those of the benchmark page, and patterns from the command line.
+//! The workloads of the benchmark page, and patterns from the command line.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use blocksparse::{BlockLayout, BlockMask, LayoutShape, Pattern};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// One row of the table.
+/// A row of the table.
 #[derive(Clone, Debug)]
 pub struct Workload {
     pub name: String,
@@ -21,19 +21,19 @@ pub struct Workload {
     pub head_dim: usize,
     pub value_dim: usize,
     pub block: usize,
-    /// Whether every batch entry has a layout of its own.
+    /// True if every batch entry has its own layout.
     pub per_batch: bool,
 }
 
-/// A pattern as the command line gives it.
+/// A pattern from the command line.
 #[derive(Clone, Debug)]
 pub enum PatternArg {
     Pattern(Pattern),
     /// Each block below the diagonal with this probability, per head, and the diagonal; causal.
     Random(f64),
-    /// Each block with this probability, per head: some rows and columns have none.
+    /// Each block with this probability, per head. Some rows and columns are empty.
     Gaps(f64),
-    /// A layout as serde_json writes it.
+    /// A layout serialized with serde_json.
     File(PathBuf),
 }
 
@@ -54,7 +54,7 @@ impl FromStr for PatternArg {
     }
 }
 
-/// A layout from a file; what it says of itself is checked as it is read.
+/// Reads a layout from a file. Deserialization checks its consistency.
 pub fn read_layout(path: &Path) -> Result<BlockLayout> {
     let text = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let layout: BlockLayout = serde_json::from_slice(&text)
@@ -70,7 +70,7 @@ pub fn read_layout(path: &Path) -> Result<BlockLayout> {
 }
 
 impl Workload {
-    /// A new one with each call: launch plans stay with the layout they were made for.
+    /// Builds a new layout with each call, because launch plans stay attached to their layout.
     pub fn layout(&self) -> Result<BlockLayout> {
         if !self.per_batch {
             return self.entry_layout(1);
@@ -134,8 +134,8 @@ impl Workload {
     }
 }
 
-/// The benchmark page's: name, pattern, batch, heads, length, width and block size. The names are those of the script that measures PyTorch on the same
-/// workloads.
+/// Workloads of the benchmark page: name, pattern, batch, heads, length, width and block size. The names are those of the script that measures PyTorch on the
+/// same workloads.
 const ANCHORS: &str = "\
 dense_causal_d64              causal              4  16   8192   64  128
 dense_causal_d128             causal              4  16   8192  128  128
@@ -157,9 +157,9 @@ pub fn anchors() -> Vec<Workload> {
     ANCHORS.lines().map(row).collect()
 }
 
-/// Random blocks of four sizes, kept with falling probability: how the time follows the density.
+/// Returns random blocks of four sizes with decreasing density, to show how time depends on density.
 pub fn densities() -> Vec<Workload> {
-    // Of the blocks below the diagonal: the density of the whole is half of it.
+    // Share of the blocks below the diagonal; the total density is half of it.
     let kept = [1.0, 0.6, 0.4, 0.2, 0.1, 0.04, 0.02];
     let of_size = |block| {
         kept.map(|kept| {

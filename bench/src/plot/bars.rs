@@ -1,5 +1,4 @@
-//! The main table of `docs/benchmarks.md`: how many times as fast as dense attention by cuDNN each workload runs, forward and
-//! backward, here and with FlexAttention.
+//! Draws the main table of `docs/benchmarks.md`: the speedup of each workload over dense attention by cuDNN, forward and backward, here and with FlexAttention.
 
 use std::path::Path;
 
@@ -23,7 +22,7 @@ struct Workload {
     backward: Times,
 }
 
-/// Milliseconds; FlexAttention does not compile every pattern.
+/// Milliseconds. FlexAttention does not compile every pattern.
 #[derive(Deserialize)]
 struct Times {
     ours: f64,
@@ -35,10 +34,10 @@ const WIDTH: i32 = 1200;
 const TOP: i32 = 76;
 const ROW: i32 = 54;
 const BAR: i32 = 19;
-/// Room for the workloads' names, left of the first panel.
+/// Space for the workloads' names, left of the first panel.
 const NAMES: i32 = 290;
 const PANEL: i32 = (WIDTH - NAMES) / 2;
-/// The longest bar, so that its label still fits behind it.
+/// Length of the longest bar, with space for its label.
 const LONGEST: i32 = PANEL - 150;
 
 const OURS: RGBColor = RGBColor(31, 119, 180);

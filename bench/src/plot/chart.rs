@@ -1,4 +1,4 @@
-//! Charts of lines, with a legend beside them, where no line is.
+//! Line charts with a legend in an empty area.
 
 use std::ops::Range;
 use std::path::Path;
@@ -13,20 +13,20 @@ use crate::picture::{Area, picture, write};
 
 pub type Points = Vec<(f64, f64)>;
 
-/// What has a colour and a name of its own.
+/// Data with its own colour and name.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 pub struct Series {
     pub name: String,
-    /// With dots.
+    /// Lines with dots.
     pub lines: Vec<Points>,
-    /// A line behind the others, which does not count for what is shown above them.
+    /// A line behind the others, which does not count for the upper limit of the axis.
     pub faint: Points,
-    /// Has a triangle.
+    /// A point marked with a triangle.
     pub last: Option<(f64, f64)>,
 }
 
-/// Axes, and what is drawn between them.
+/// A pair of axes and the data between them.
 pub struct Panel {
     x: &'static str,
     y: &'static str,
@@ -36,11 +36,11 @@ pub struct Panel {
 #[derive(Default)]
 pub struct Chart {
     pub title: String,
-    /// Both axes are logarithmic, and the lower one is of shares.
+    /// True if both axes are logarithmic and the horizontal axis shows shares.
     pub is_logarithmic: bool,
-    /// The most that is shown, in place of what lines with dots reach.
+    /// Upper limit of the vertical axis instead of the maximum of lines with dots.
     pub top: Option<f64>,
-    /// From left to right, of series of the same names.
+    /// Panels from left to right, with series of the same names.
     pub panels: Vec<Panel>,
 }
 
@@ -100,7 +100,7 @@ impl Chart {
         Ok(())
     }
 
-    /// Down to the least of all, and up to the most of what has dots.
+    /// Returns the axis ranges: down to the minimum of all data, and up to the maximum of lines with dots.
     fn ranges(&self, panel: &Panel) -> (Range<f64>, Range<f64>) {
         let lines = || panel.series.iter().flat_map(|of| of.lines.iter().flatten());
         let all = || lines().chain(panel.series.iter().flat_map(|of| &of.faint));
@@ -158,14 +158,14 @@ impl Panel {
     }
 }
 
-/// The least and the most.
+/// Returns the minimum and the maximum.
 fn bounds(numbers: impl Iterator<Item = f64>) -> (f64, f64) {
     numbers.fold((f64::MAX, f64::MIN), |(least, most), number| {
         (least.min(number), most.max(number))
     })
 }
 
-/// The labels of 1, 2, 5, 10, 20, 50 and so on; none for the lines between, where they would not fit.
+/// Returns the labels of 1, 2, 5, 10, 20, 50 and so on, and none for the lines between, which would not fit.
 fn few(x: f64, label: String) -> String {
     let digit = x / 10f64.powf(x.log10().floor());
     let is_one = |of: f64| (of - digit).abs() < 0.01;

@@ -1,4 +1,4 @@
-//! What choices of keys by content keep of a model's attention: a map of layers and heads for each number.
+//! Draws how much of a model's attention selections by content keep: a map of layers and heads for each metric.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde::Deserialize;
 
 use crate::picture::{Area, picture, read_lines, write};
 
-/// A line: a choice, or none for every earlier byte.
+/// A line of the file: a selection, or none for every earlier byte.
 #[derive(Deserialize)]
 struct Found {
     selection: Option<String>,
@@ -24,7 +24,7 @@ struct Head {
     density: f64,
 }
 
-/// A number of a head, and its name.
+/// A metric of a head and its name.
 type Column = (&'static str, fn(&Head) -> f64);
 
 const COLUMNS: [Column; 3] = [
@@ -33,7 +33,7 @@ const COLUMNS: [Column; 3] = [
     ("density", |head| head.density),
 ];
 
-/// Of a cell, which is a head.
+/// Size of a cell, which is a head.
 const WIDTH: i32 = 46;
 const HEIGHT: i32 = 24;
 const MARGIN: i32 = 56;
@@ -63,7 +63,7 @@ pub fn draw(path: &Path, data: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Layers downwards, heads to the right.
+/// Draws layers downwards and heads to the right.
 fn map(
     area: &Area<'_>,
     (left, top): (i32, i32),
@@ -100,7 +100,7 @@ fn map(
     Ok(())
 }
 
-/// From dark blue, 0, over green to yellow, 1.
+/// Maps 0 to dark blue, then over green to yellow at 1.
 fn color(value: f64) -> RGBColor {
     ViridisRGB.get_color(if value.is_nan() { 0.0 } else { value })
 }

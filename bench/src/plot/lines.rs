@@ -1,4 +1,4 @@
-//! The charts of lines: which series each kind has, and what stands at its axes.
+//! The line charts: series and axis labels of each kind.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use serde::Deserialize;
 use crate::chart::{Chart, Panel, Points, Series};
 use crate::picture::{read_json, read_lines, read_text};
 
-/// What `bench-kernels --densities` measures of random blocks.
+/// A measurement of random blocks by `bench-kernels --densities`.
 #[derive(Deserialize)]
 struct Timed {
     block: u64,
@@ -18,7 +18,7 @@ struct Timed {
     bwd_ms: f64,
 }
 
-/// A line for each block size, and one of time proportional to density, through the densest point of the widest blocks.
+/// Draws a line for each block size, and a line of time proportional to density through the densest point of the largest blocks.
 pub fn density(path: &Path) -> Result<Chart> {
     let rows: BTreeMap<String, Timed> =
         read_json(path).context("not measured with --densities?")?;
@@ -44,7 +44,7 @@ pub fn density(path: &Path) -> Result<Chart> {
     })
 }
 
-/// Of each program the lines of its seeds: steps and bits per byte.
+/// Loss curves of a program, one per seed: steps and bits per byte.
 #[derive(Deserialize)]
 struct Losses {
     title: String,
@@ -70,7 +70,7 @@ struct Measured {
 }
 
 impl Measured {
-    /// The method without its numbers.
+    /// Returns the method without its numbers.
     fn name(&self) -> String {
         let text = match &self.cache {
             Some(cache) if self.attention == "dense" => cache,
@@ -80,7 +80,7 @@ impl Measured {
             return text.clone();
         };
         let options = numbers.split(',').filter(|part| {
-            // What remains says how, not how much.
+            // Keeps options that describe the method rather than an amount.
             part.starts_with(|c: char| c.is_ascii_alphabetic() || c == ' ')
                 && !part.starts_with("ratio=")
         });
@@ -92,7 +92,7 @@ impl Measured {
     }
 }
 
-/// Of each method what costs more than all keys, as a logarithm needs it.
+/// Plots for each method the rows that cost more than all keys, as a logarithmic axis requires.
 pub fn quality(path: &Path) -> Result<Chart> {
     let rows: Vec<Measured> = read_lines(path)?;
     let (all, rest) = (rows.split_first())
@@ -130,7 +130,7 @@ pub fn runs(title: String, top: Option<f64>, runs: &[(String, PathBuf)]) -> Resu
     })
 }
 
-/// What is read of a line of the log.
+/// Fields of a log line.
 #[derive(Deserialize)]
 struct Row {
     kind: String,
@@ -140,7 +140,7 @@ struct Row {
     bits_per_byte: Option<f64>,
 }
 
-/// Validation of a run with its running mean behind, over steps and over seconds.
+/// Returns the validation curve of a run with its running mean behind, over steps and over seconds.
 fn run(name: &str, path: &Path) -> Result<(Series, Series)> {
     let path = match path.is_dir() {
         true => path.join("log.jsonl"),
@@ -148,7 +148,7 @@ fn run(name: &str, path: &Path) -> Result<(Series, Series)> {
     };
     let (mut training, mut validation, mut last) = (Vec::new(), Vec::new(), None);
     let mut seconds = 0.0;
-    // A line that a killed process left half written is none.
+    // A line that a killed process left incomplete is skipped.
     for row in (read_text(&path)?.lines()).filter_map(|line| serde_json::from_str::<Row>(line).ok())
     {
         if row.kind == "train" && !training.is_empty() {
@@ -186,10 +186,10 @@ fn run(name: &str, path: &Path) -> Result<(Series, Series)> {
     Ok((over(0), over(1)))
 }
 
-/// A step and the seconds of training up to it, and bits per byte.
+/// A step with the seconds of training up to it, and bits per byte.
 type Point = ([f64; 2], f64);
 
-/// Means over a fiftieth of the steps, at least 5; of a thousand of them, as more than pixels show nothing more.
+/// Returns running means over a fiftieth of the steps, at least 5. At most a thousand are kept, since more cannot be resolved.
 fn smoothed(curve: &[Point]) -> Vec<Point> {
     let window = (curve.len() / 50).max(5);
     let means = (curve.iter().enumerate()).step_by(curve.len().div_ceil(1000));
@@ -203,7 +203,7 @@ fn smoothed(curve: &[Point]) -> Vec<Point> {
     means.map(mean).collect()
 }
 
-/// A series for each key, from left to right.
+/// Returns a series for each key, from left to right.
 fn grouped<K: Ord>(
     points: impl Iterator<Item = (K, (f64, f64))>,
     name: impl Fn(K) -> String,

@@ -1,4 +1,4 @@
-//! Draws the pictures of the docs from what programs measured. Each kind is a chart of lines, or bars, or a map of heads.
+//! Draws the pictures of the docs from measurements of programs. Each kind is a line chart, a bar chart or a map of heads.
 
 use std::path::PathBuf;
 
@@ -53,7 +53,7 @@ struct Runs {
     picture: PathBuf,
 }
 
-/// The last `=` is the one, as names may have some.
+/// Splits at the last `=`, since names may contain some.
 fn named(text: &str) -> Result<(String, PathBuf), String> {
     let (name, path) = text
         .rsplit_once('=')
@@ -95,7 +95,7 @@ mod tests {
     const EVERY: &str = r#"{"selection":null,"bits_per_byte":2.0,"heads":[],"layers":[]}"#;
     const CHOSEN: &str = r#"{"selection":"topk:8,2","bits_per_byte":2.5,"heads":[[{"recall":0.5,"first_percentile":0.1,"ratio":0.9,"density":0.25},{"recall":1.0,"first_percentile":1.0,"ratio":1.0,"density":1.0}]],"layers":[]}"#;
 
-    /// A picture, or what an error says of the data.
+    /// Checks that each kind gives a picture, or an error about the data.
     #[test]
     fn each_kind_becomes_a_picture_or_an_error() {
         let folder = tempfile::tempdir().unwrap();
@@ -152,7 +152,7 @@ mod tests {
         let [steps, seconds] = [0, 1].map(|at| &chart.panels[at].series[0]);
         assert_eq!(steps.name, "a=b: 6.400 in the end");
         assert_eq!(steps.faint, [(1.0, 8.0), (2.0, 7.5)]);
-        // The first step, with what it compiles, takes no time.
+        // The first step, which includes compilation, counts as zero time.
         assert_eq!(seconds.faint, [(0.0, 8.0), (0.5, 7.5)]);
         assert_eq!(seconds.lines, [[(0.5, 6.5)]]);
         assert_eq!(seconds.last, Some((0.5, 6.4)));

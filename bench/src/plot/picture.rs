@@ -1,4 +1,4 @@
-//! What all kinds read and draw on.
+//! Reading and drawing code that all kinds share.
 
 use std::path::Path;
 
@@ -18,7 +18,7 @@ pub fn read_json<T: DeserializeOwned>(path: &Path) -> Result<T> {
     serde_json::from_str(&read_text(path)?).with_context(|| path.display().to_string())
 }
 
-/// An object of each line.
+/// Reads an object from each line.
 pub fn read_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
     let text = read_text(path)?;
     let lines = text.lines().filter(|line| !line.trim().is_empty());
@@ -26,7 +26,7 @@ pub fn read_lines<T: DeserializeOwned>(path: &Path) -> Result<Vec<T>> {
         .with_context(|| path.display().to_string())
 }
 
-/// A white picture, a PNG.
+/// Creates a white PNG.
 pub fn picture(path: &Path, size: (u32, u32)) -> Result<Area<'_>> {
     blocksparse::font::register();
     let area = BitMapBackend::new(path, size).into_drawing_area();
@@ -34,7 +34,7 @@ pub fn picture(path: &Path, size: (u32, u32)) -> Result<Area<'_>> {
     Ok(area)
 }
 
-/// Text of a size, its middle at a height.
+/// Writes text of a given size, vertically centered at a position.
 pub fn write(
     area: &Area<'_>,
     text: &str,

@@ -1,17 +1,17 @@
-//! Dropout of attention weights: which pairs are kept is a function of a seed and the pair alone.
+//! Dropout of attention weights. The mask is a function of a seed and the position of a pair alone.
 
 use crate::Seed;
 
-/// Dropout of attention weights. A pair is retained with probability `1 − probability`, and its weight is divided by that.
+/// Dropout of attention weights. A pair is retained with probability `1 − probability`, and its weight is then divided by that probability.
 ///
-/// The probability is rounded to a multiple of 2⁻¹⁶ ([`rounded`](Self::rounded)), and [`factor`](Self::factor) is that of the rounded one, so that expectations are
-/// those without dropout.
+/// The probability is rounded to a multiple of 2⁻¹⁶ ([`rounded`](Self::rounded)). [`factor`](Self::factor) uses the rounded value, so expectations are those
+/// without dropout.
 ///
-/// Whether a pair is kept depends on the seed, its batch entry, head, query and key and on nothing else: it is the same in the backward
-/// pass, on every device and kernel, and for every layout. Philox 4×32 with 7 rounds, the fewest with which it passes BigCrush (Salmon et al., "Parallel random
-/// numbers: as easy as 1, 2, 3", 2011, table 2), makes 128 bits of the counter `(⌊key / 8⌋, head, query, batch)` under the seed as its key. They are
-/// 16 bytes, and number `key mod 8` has bit `key mod 8` of each: that of byte `b` of word `w`, both counted from 0, in place `4 · b + w`. The pair is kept if the
-/// number is below [`threshold`](Self::threshold).
+/// Whether a pair is retained depends on nothing but the seed and the pair's batch entry, head, query and key. The mask is therefore the same in the backward
+/// pass, on every device, in every kernel and for every layout. Philox 4×32 with 7 rounds produces 128 bits for the counter `(⌊key / 8⌋, head, query, batch)`
+/// with the seed as its key; 7 is the fewest rounds that pass BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011, table 2). The 128
+/// bits are 16 bytes. The 16-bit number of a key takes bit `key mod 8` of each byte; byte `b` of word `w`, both counted from 0, supplies bit `4 · b + w` of the
+/// number. The pair is retained if the number is below [`threshold`](Self::threshold).
 ///
 /// ```
 /// use blocksparse::Dropout;
@@ -25,15 +25,15 @@ use crate::Seed;
 pub struct Dropout {
     /// Probability that a weight is dropped, in `[0, 1)`.
     pub probability: f64,
-    /// Seed of the mask. Training takes another in every step.
+    /// Seed of the mask. Use another one in every training step.
     pub seed: Seed,
 }
 
 impl Dropout {
-    /// Dropout with a probability and a seed.
+    /// Creates dropout with a probability and a seed.
     ///
-    /// The range of the probability, `[0, 1)`, is not checked here but when attention is called with it, which is an error outside of it. Until
-    /// then the other methods take what is above it for the nearest number below 1, and everything else for 0.
+    /// The range of the probability, `[0, 1)`, is not checked here. A call of attention with a probability outside of it is an error. Until then the other
+    /// methods treat larger values as the largest number below 1, and all other invalid values as 0.
     pub fn new(probability: f64, seed: impl Into<Seed>) -> Self {
         Self {
             probability,
@@ -41,8 +41,8 @@ impl Dropout {
         }
     }
 
-    /// Random words of 16 bits below it keep their pair: `(1 − probability) · 2¹⁶`, rounded. What is above 0 drops something and what is below 1 keeps
-    /// something: it is at least 1, and at most 2¹⁶ − 1 but for a probability of 0.
+    /// Returns the bound below which a pair's 16-bit number retains the pair: `(1 − probability) · 2¹⁶`, rounded. A probability above 0 always drops something
+    /// and one below 1 always retains something: the bound is at least 1, and at most 2¹⁶ − 1 unless the probability is 0.
     pub fn threshold(&self) -> u32 {
         if self.probability > 0.0 {
             let numbers = ((1.0 - self.probability) * f64::from(NUMBERS)).round() as u32;
@@ -52,22 +52,22 @@ impl Dropout {
         }
     }
 
-    /// The probability with which a weight is in fact dropped: the multiple of 2⁻¹⁶ next to [`probability`](Self::probability), but neither 0 nor 1 unless that is.
+    /// Returns the effective probability: [`probability`](Self::probability) rounded to a multiple of 2⁻¹⁶, but to 0 or 1 only if it is exactly that.
     pub fn rounded(&self) -> f64 {
         f64::from(NUMBERS - self.threshold()) / f64::from(NUMBERS)
     }
 
-    /// Factor of the probabilities of retained pairs: `1 / (1 − rounded)`, so that the expectation of a weight is the weight.
+    /// Returns the factor of the weights of retained pairs: `1 / (1 − rounded)`, so that the expectation of a weight is the weight itself.
     pub fn factor(&self) -> f64 {
         f64::from(NUMBERS) / f64::from(self.threshold())
     }
 
-    /// Returns whether the weight of a query and a key, by their rows, is retained.
+    /// Returns whether the weight of a query row and a key row is retained.
     pub fn keeps(&self, batch: usize, head: usize, query: usize, key: usize) -> bool {
         self.keeps_eight(batch, head, query, key / 8)[key % 8]
     }
 
-    /// [`keeps`](Self::keeps) of the keys from `8 · eight` on.
+    /// Returns [`keeps`](Self::keeps) for eight keys, from key `8 · eight` on.
     pub fn keeps_eight(&self, batch: usize, head: usize, query: usize, eight: usize) -> [bool; 8] {
         keeps_eight(
             self.seed,
@@ -77,10 +77,10 @@ impl Dropout {
     }
 }
 
-/// Numbers that a pair's may be.
+/// Number of values of a pair's 16-bit number.
 const NUMBERS: u32 = 1 << 16;
 
-/// Which of a counter's eight numbers are below a threshold.
+/// Returns which of a counter's eight numbers are below a threshold.
 pub(crate) fn keeps_eight(seed: Seed, counter: [u32; 4], threshold: u32) -> [bool; 8] {
     let seed = seed.value();
     let key = [seed as u32, (seed >> 32) as u32];
@@ -88,18 +88,18 @@ pub(crate) fn keeps_eight(seed: Seed, counter: [u32; 4], threshold: u32) -> [boo
     std::array::from_fn(|number| dropped >> number & 1 == 0)
 }
 
-/// What the words of a counter are compared with: the greatest number that is kept, `threshold − 1`, for all eight numbers. Byte `b` of word `w` is 255
-/// where its bit `4 · b + w` is 1, or else 0.
+/// Returns the words that a counter's words are compared with: the largest retained number, `threshold − 1`, in the bit order of the eight numbers. Byte `b` of
+/// word `w` is 255 if bit `4 · b + w` of that number is 1, and 0 otherwise.
 pub fn last_kept(threshold: u32) -> [u32; 4] {
     let last = threshold.max(1) - 1;
-    // Bit 4 · b + w to bit 8 · b.
+    // Moves bit 4 · b + w to bit 8 · b.
     let bits = |w: u32| (0..4).map(move |b| (last >> (4 * b + w) & 1) << (8 * b));
     [0, 1, 2, 3].map(|w| bits(w).sum::<u32>() * 255)
 }
 
-/// Which of eight numbers are above another, a bit for each: all at once, place by place. Kernels do the same.
+/// Returns a bit for each of eight numbers that is above another. All eight are compared at once, bit by bit, as kernels do.
 fn above(words: [u32; 4], last: [u32; 4]) -> u32 {
-    // Of each byte its four places, from the lowest on: where a higher one differs, it decides.
+    // The four bits of each byte are compared from the lowest on: a higher bit that differs decides.
     let (mut above, mut differs) = (0, 0);
     for (word, last) in words.into_iter().zip(last) {
         above = (word & !last) | (above & !(word ^ last));
@@ -112,18 +112,17 @@ fn above(words: [u32; 4], last: [u32; 4]) -> u32 {
 
 /// Multipliers of Philox 4×32.
 pub const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
-/// Increment of its key per round.
+/// Increments of the Philox key per round.
 pub const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
-/// Its rounds in masks of dropout.
+/// Philox rounds of dropout masks.
 pub const ROUNDS: u32 = 7;
 
-/// Philox 4×32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four random words of a counter under a key. Masks of dropout
-/// have 7 rounds.
+/// Computes Philox 4×32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): four random words for a counter and a key. Dropout
+/// masks use 7 rounds.
 pub fn philox(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     philox_of(10, counter, key)
 }
 
-/// Philox 4×32 with any number of rounds.
 fn philox_of(rounds: u32, mut c: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     let wide = |a: u32, b: u32| {
         let product = u64::from(a) * u64::from(b);
@@ -142,7 +141,7 @@ fn philox_of(rounds: u32, mut c: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
 pub(crate) mod tests {
     use super::*;
 
-    /// Eight numbers of four words: number `j` has bit `j` of each byte, that of byte `b` of word `w` in place `4 · b + w`.
+    /// Extracts the eight numbers of four words: number `j` takes bit `j` of each byte, and byte `b` of word `w` supplies its bit `4 · b + w`.
     fn eight_numbers(words: [u32; 4]) -> [u16; 8] {
         let mut numbers = [0; 8];
         for (w, word) in words.into_iter().enumerate() {
@@ -155,7 +154,7 @@ pub(crate) mod tests {
         numbers
     }
 
-    /// A pair by its definition.
+    /// Checks the mask against its definition.
     #[test]
     fn pairs_are_kept_by_their_numbers() {
         let dropout = Dropout::new(0.37, 3 + (5 << 33));
@@ -168,7 +167,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// The known answers of the authors' Random123.
+    /// Checks the known answers of the authors' Random123.
     #[test]
     fn philox_gives_the_known_answers() {
         let pi = (
@@ -193,15 +192,15 @@ pub(crate) mod tests {
         }
     }
 
-    /// Worked out by hand from the first known answer, whose words are `0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48`: bits 0 of their bytes from the lowest
-    /// one on are 1, 0, 1, 0; 1, 1, 1, 0; 1, 1, 0, 1; 1, 1, 1, 1, a nibble for each byte.
+    /// Checks numbers worked out by hand from the first known answer, whose words are `0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48`: bits 0 of their bytes,
+    /// from the lowest byte on, are 1, 0, 1, 0; 1, 1, 1, 0; 1, 1, 0, 1; 1, 1, 1, 1, a nibble for each byte index.
     #[test]
     fn numbers_are_columns_of_bits() {
         let numbers = eight_numbers(philox_of(ROUNDS, [0; 4], [0; 2]));
         assert_eq!(numbers[0], 0b1111_1011_0111_0101);
     }
 
-    /// The comparison place by place says of every number what the threshold says.
+    /// The bitwise comparison of every number agrees with the comparison with the threshold.
     #[test]
     fn bits_of_the_threshold_compare_as_numbers_do() {
         for threshold in [1, 2, 255, 256, 6_554, 32_768, 58_982, 65_535, 65_536] {
@@ -224,7 +223,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Rounded to a multiple of 2⁻¹⁶, with the factor of that; never to 0 or 1.
+    /// Probabilities are rounded to multiples of 2⁻¹⁶, with the matching factor, and never to 0 or 1.
     #[test]
     fn probabilities_are_rounded() {
         let unit = 1.0 / 65_536.0;
@@ -247,7 +246,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Asserts that the share of pairs with an event is within five standard deviations of what independent draws give.
+    /// Asserts that the share of pairs with an event is within five standard deviations of the share for independent draws.
     #[track_caller]
     pub fn assert_share(
         [rows, columns]: [usize; 2],
@@ -266,13 +265,13 @@ pub(crate) mod tests {
         );
     }
 
-    /// Over 2¹⁶ pairs, the share that is kept, and that is kept or dropped alike with another key (in its counter or the next), query, head, batch entry or seed,
-    /// is within five standard deviations of what independent draws give.
+    /// Over 2¹⁶ pairs, two shares are within five standard deviations of those of independent draws: the share of retained pairs, and the share of pairs with
+    /// the same outcome at another key (in the same counter or the next), query, head, batch entry or seed.
     #[test]
     fn pairs_are_kept_independently() {
         const QUERIES: usize = 128;
         const KEYS: usize = 512;
-        // More than these by the greatest distance.
+        // Larger than the number of keys by the greatest distance that is tested.
         const PITCH: usize = KEYS + 64;
         for probability in [0.1, 0.5, 0.9, 0.003] {
             let dropout = Dropout::new(probability, 11);
@@ -295,7 +294,7 @@ pub(crate) mod tests {
             for query in [1, 2, 8, 256] {
                 near("query", &|i, j| kept(i, j) == kept(i + query, j), alike);
             }
-            // A pair, and that of the query and key of the other's places.
+            // The pair with query and key exchanged.
             near("mirrored", &|i, j| kept(i, j) == kept(j, i + 128), alike);
             for (what, dropout, batch, head) in [
                 ("head", dropout, 1, 3),
@@ -309,8 +308,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// How many of the eight of a counter are kept has the binomial distribution: χ² of 2¹⁵ counters with 8 degrees of freedom is below 40, which chance
-    /// exceeds three times in a million.
+    /// The number of retained pairs among the eight of a counter is binomially distributed: χ² of 2¹⁵ counters with 8 degrees of freedom is below 40, which
+    /// chance exceeds three times in a million.
     #[test]
     fn eights_are_binomial() {
         for (probability, seed) in [(0.5, 5), (0.5, 6), (0.3, 7)] {

@@ -1,5 +1,5 @@
-/// Rows of what arguments of a call must be, of a type of errors with a constructor `argument`: a condition, the argument's name, what is expected and what came.
-/// The first condition that does not hold ends the call with that error.
+/// Checks the arguments of a call. Each row has a condition, the argument's name, the expected value and the actual value; `$error` has a constructor
+/// `argument`. The first condition that is false returns that error.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! ensure {

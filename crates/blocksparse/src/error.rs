@@ -1,4 +1,4 @@
-/// Ends a call with [`LayoutError::Corrupt`], of these words, if a condition does not hold.
+/// Returns [`LayoutError::Corrupt`] with the formatted message if a condition is false.
 macro_rules! ensure_sound {
     ($holds:expr, $($what:tt)+) => {
         match $holds {
@@ -26,7 +26,7 @@ pub enum LayoutError {
     /// A pattern's own parameter is outside its range.
     #[error("{pattern}: {argument} must be {expected}, got {got}")]
     Pattern {
-        /// The pattern, as it prints.
+        /// The pattern's display text.
         pattern: String,
         /// The parameter's name.
         argument: &'static str,
@@ -35,12 +35,12 @@ pub enum LayoutError {
         /// The actual value.
         got: String,
     },
-    /// Text that is no pattern in the notation of [`Pattern::NOTATION`](crate::Pattern::NOTATION).
+    /// Text that is not a pattern in the notation of [`Pattern::NOTATION`](crate::Pattern::NOTATION).
     #[error("cannot read '{part}' as a pattern: expected {expected}, got {got}")]
     Notation {
-        /// The part of the text.
+        /// The rejected part of the text.
         part: String,
-        /// What may stand there.
+        /// The accepted syntax at this position.
         expected: String,
         /// The actual value.
         got: String,
@@ -51,12 +51,12 @@ pub enum LayoutError {
         /// The first inconsistency found.
         what: String,
     },
-    /// A picture that could not be drawn or written.
+    /// A picture that cannot be drawn or written.
     #[error("cannot draw the layout to {path}: {reason}")]
     Draw {
-        /// The file asked for.
+        /// The requested file.
         path: String,
-        /// What went wrong.
+        /// The cause.
         reason: String,
     },
 }

@@ -1,4 +1,4 @@
-//! What the kernels of `blocksparse-cubecl` share with the definitions here.
+//! Definitions that the kernels of `blocksparse-cubecl` share with this crate.
 
 pub use crate::dropout::{MULTIPLIERS, ROUNDS, WEYL, last_kept};
 pub use crate::known::{Recent, Slots};

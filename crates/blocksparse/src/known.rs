@@ -1,10 +1,11 @@
-//! Values that are made once for a key. The map is locked only while a key is looked up: who asks for a value that is being made waits for it, and nobody else.
+//! Caches that compute the value of a key once. The map is locked only while a key is looked up. A thread that asks for a value under construction waits for
+//! that value; threads with other keys do not wait.
 
 use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A value for each key, as long as the map lives.
+/// A cache that holds the value of each key as long as the map lives.
 pub struct Slots<K, V>(Mutex<HashMap<K, Arc<Mutex<V>>>>);
 
 impl<K, V> Default for Slots<K, V> {
@@ -14,7 +15,7 @@ impl<K, V> Default for Slots<K, V> {
 }
 
 impl<K: Eq + Hash, V: Default> Slots<K, V> {
-    /// Calls `with` with a key's value. Others with this key wait until it returns.
+    /// Calls `with` with a key's value. Other threads with this key wait until it returns.
     pub fn with<T>(&self, key: K, with: impl FnOnce(&mut V) -> T) -> T {
         let slot = lock(&self.0).entry(key).or_default().clone();
         with(&mut lock(&slot))
@@ -22,12 +23,12 @@ impl<K: Eq + Hash, V: Default> Slots<K, V> {
 }
 
 impl<K: Eq + Hash, V: Clone> Slots<K, Option<V>> {
-    /// A key's value, made if there is none.
+    /// Returns a key's value and computes it if it is missing.
     pub fn get_or_make(&self, key: K, make: impl FnOnce() -> V) -> V {
         self.with(key, |value| value.get_or_insert_with(make).clone())
     }
 
-    /// A key's value, made if there is none. An error is not kept.
+    /// Returns a key's value and computes it if it is missing. Errors are not cached.
     pub fn get_or_try_make<E>(&self, key: K, make: impl FnOnce() -> Result<V, E>) -> Result<V, E> {
         self.with(key, |value| match value {
             Some(known) => Ok(known.clone()),
@@ -36,18 +37,18 @@ impl<K: Eq + Hash, V: Clone> Slots<K, Option<V>> {
     }
 }
 
-/// Where a key's value is made.
+/// The value of a key, locked while it is computed.
 type Slot<V> = Arc<Mutex<Option<V>>>;
 
-/// Values of the keys that were asked for last, so many at most.
+/// A cache of the most recently requested keys, with a maximum size.
 pub struct Recent<K, V> {
     most: usize,
-    /// The latest last.
+    /// Ordered by last request, the most recent last.
     slots: Mutex<Vec<(K, Slot<V>)>>,
 }
 
 impl<K: PartialEq, V: Clone> Recent<K, V> {
-    /// Of at most so many keys.
+    /// Creates a cache of at most `most` keys.
     pub const fn new(most: usize) -> Self {
         Self {
             most,
@@ -55,10 +56,10 @@ impl<K: PartialEq, V: Clone> Recent<K, V> {
         }
     }
 
-    /// A key's value, made if there is none. An error is not kept.
+    /// Returns a key's value and computes it if it is missing. Errors are not cached.
     pub fn get_or_try_make<E>(&self, key: K, make: impl FnOnce() -> Result<V, E>) -> Result<V, E> {
         let (slot, gone) = self.slot(key);
-        // What a value drops may be much.
+        // Dropped outside the lock: dropping a value may be expensive.
         drop(gone);
         let mut value = lock(&slot);
         match &*value {
@@ -67,7 +68,7 @@ impl<K: PartialEq, V: Clone> Recent<K, V> {
         }
     }
 
-    /// A key's slot, and the one that went for it.
+    /// Returns a key's slot, and the evicted slot if there is one.
     fn slot(&self, key: K) -> (Slot<V>, Option<(K, Slot<V>)>) {
         let mut slots = lock(&self.slots);
         let at = slots.iter().position(|(known, _)| *known == key);
@@ -82,7 +83,7 @@ impl<K: PartialEq, V: Clone> Recent<K, V> {
     }
 }
 
-/// Nothing that is locked here is left half changed by a panic.
+/// Locks a mutex and ignores poisoning: no panic leaves the locked data half changed.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -96,7 +97,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs `make` with the key 1, and with the key 2 while that is not done: whether both come back in time, and whether a second call with the key 1 waited.
+    /// Runs `make` with the key 1, and with the key 2 in the meantime. Checks that both return in time, and that a second call with the key 1 waits.
     fn others_go_on(get: impl Fn(u32, &dyn Fn() -> u32) -> u32 + Clone + Send + 'static) {
         let (began, begins) = channel();
         let (go_on, goes_on) = channel();
@@ -158,7 +159,7 @@ mod tests {
         let one = Arc::downgrade(&get(1, 10));
         let two = Arc::downgrade(&get(2, 20));
         assert_eq!(*get(1, 11), 10);
-        // Two was asked for longest ago.
+        // Key 2 is the least recently requested.
         assert_eq!(*get(3, 30), 30);
         assert!(two.upgrade().is_none());
         assert!(one.upgrade().is_some());

@@ -1,9 +1,8 @@
 //! Block-sparse attention patterns and the layouts built from them.
 //!
-//! A [`Pattern`] says which (query, key) pairs attend; a [`BlockLayout`] is that pattern cut into
-//! `block_size × block_size` blocks, of which only the non-empty ones are kept. `burn-blocksparse` computes
-//! attention over a layout in Burn, by the kernels of `blocksparse-cubecl`; this crate knows neither.
-//! A [`WeightLayout`] is likewise the kept blocks of a weight.
+//! A [`Pattern`] defines which (query, key) pairs attend. A [`BlockLayout`] is a pattern cut into `block_size × block_size` blocks, of which only the non-empty
+//! ones are kept. A [`WeightLayout`] lists the kept blocks of a weight. `burn-blocksparse` computes attention over a layout in Burn with the kernels of
+//! `blocksparse-cubecl`; this crate depends on neither.
 //!
 //! # Features
 //! - `draw`: layouts draw themselves as PNG and SVG.
@@ -62,5 +61,5 @@ pub use shards::ShardPlan;
 pub use stream_dropout::ElementDropout;
 pub use weights::{WEIGHT_BLOCK_SIZES, WeightLayout, WeightPattern};
 
-/// The block sizes a layout can have.
+/// Valid block sizes of a layout.
 pub const BLOCK_SIZES: [usize; 5] = [8, 16, 32, 64, 128];

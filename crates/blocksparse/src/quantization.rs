@@ -1,19 +1,19 @@
-//! Keys and values in eight bits: the definition, number by number, that kernels and references share.
+//! Keys and values in eight bits: the exact definition that kernels and references share.
 
 use std::fmt;
 
-/// Storage of a row of elements in eight bits each, with one scale `σ` in f32 for the row.
+/// Storage of a row in eight bits per element, with one f32 scale `σ` for the row.
 ///
 /// ```text
 /// Int8       σ = amax / 127    n = x / σ to the nearest integer, ties to even, within ±127     x̂ = n · σ
 /// Fp8E4m3    σ = amax / 448    the nearest e4m3 to x / σ, ties to even, within ±448            x̂ = e · σ
 /// ```
 ///
-/// `amax` is the largest finite `|x|` of the row in f32, and `σ` is 1 where `amax` is below 2⁻¹⁰⁰ (zeros among them). Next to the largest float `σ` is rounded
-/// down where the largest number times `σ` were infinite otherwise, so that what is finite comes back finite. `±∞` becomes the largest number that the
-/// row can say. A NaN makes `σ`, and so the whole row, NaN; e4m3's own NaN is never stored.
+/// `amax` is the largest finite `|x|` of the row in f32. `σ` is 1 if `amax` is below 2⁻¹⁰⁰ (including rows of zeros). If the largest code times `σ` would
+/// overflow, `σ` is rounded down, so that finite elements stay finite. `±∞` becomes the largest value that the row can represent. A NaN makes `σ`, and so the
+/// whole row, NaN. The NaN of e4m3 is never stored.
 ///
-/// Four numbers are a word, the first in its lowest bits.
+/// A word holds four elements, the first in its lowest bits.
 ///
 /// ```
 /// use blocksparse::Quantization;
@@ -31,15 +31,15 @@ pub enum Quantization {
     Fp8E4m3,
 }
 
-/// Rows whose largest number is below this have the scale 1.
+/// Bound of `amax` below which a row has the scale 1.
 pub const SMALLEST: f32 = f32::from_bits((127 - 100) << 23);
-/// e4m3's NaN.
+/// The NaN of e4m3.
 const NAN: u8 = 0x7f;
-/// e4m3's largest number, 448.
+/// The largest value of e4m3, 448.
 const LARGEST: u32 = 0x7e;
 
 impl Quantization {
-    /// The largest number before it is multiplied by the scale.
+    /// Returns the largest value of a code, before it is multiplied by the scale.
     pub fn largest(self) -> f32 {
         match self {
             Self::Int8 => 127.0,
@@ -47,7 +47,7 @@ impl Quantization {
         }
     }
 
-    /// The scale of a row.
+    /// Returns the scale of a row.
     pub fn scale(self, row: &[f32]) -> f32 {
         if row.iter().any(|x| x.is_nan()) {
             return f32::NAN;
@@ -60,7 +60,7 @@ impl Quantization {
         }
     }
 
-    /// The largest scale of which the largest number is finite.
+    /// Returns the largest scale whose product with the largest code is finite.
     #[doc(hidden)]
     pub fn largest_scale(self) -> f32 {
         let scale = f32::MAX / self.largest();
@@ -70,7 +70,7 @@ impl Quantization {
         }
     }
 
-    /// A number that was divided by its row's scale. NaN is 0.
+    /// Encodes an element that is already divided by its row's scale. NaN becomes 0.
     pub fn encode(self, x: f32) -> u8 {
         if x.is_nan() {
             return 0;
@@ -81,7 +81,7 @@ impl Quantization {
             Self::Fp8E4m3 => {
                 let size = x.abs();
                 let code = match size < 0.015_625 {
-                    // Steps of 2⁻⁹ below the smallest normal number.
+                    // Subnormal numbers have steps of 2⁻⁹.
                     true => (size * 512.0).round_ties_even() as u32,
                     false => {
                         let bits = size.to_bits();
@@ -94,7 +94,7 @@ impl Quantization {
         }
     }
 
-    /// The number before it is multiplied by its row's scale.
+    /// Decodes an element, not yet multiplied by its row's scale.
     pub fn decode(self, code: u8) -> f32 {
         match self {
             Self::Int8 => f32::from(code as i8),
@@ -110,7 +110,7 @@ impl Quantization {
         }
     }
 
-    /// A row as words and its scale. The row is a multiple of four elements, or zeros follow it.
+    /// Returns the words and the scale of a row. If the row's length is not a multiple of four, it is padded with zeros.
     pub fn quantize(self, row: &[f32]) -> (Vec<i32>, f32) {
         let scale = self.scale(row);
         let words = row.chunks(4).map(|four| {
@@ -148,7 +148,7 @@ mod tests {
         for kind in [Quantization::Int8, Quantization::Fp8E4m3] {
             for code in 0..=255u8 {
                 let x = kind.decode(code);
-                // −128 is no result.
+                // −128 is never a result.
                 if x.is_finite() && x.abs() <= kind.largest() {
                     assert_eq!(kind.encode(x), code, "{kind} {code}");
                 } else if x.is_nan() {
@@ -188,7 +188,7 @@ mod tests {
         }
     }
 
-    /// Up to the largest float rows come back within their bound, and what came back is stored as it was.
+    /// Rows near the largest float are restored within their error bound, and a restored row is stored unchanged.
     #[test]
     fn rows_next_to_infinity() {
         for kind in [Quantization::Int8, Quantization::Fp8E4m3] {
@@ -206,7 +206,7 @@ mod tests {
                     assert!((got - x).abs() <= most, "{kind} {x:e} {got:e}");
                 }
                 assert_eq!(kind.quantize(&got), (words, scale), "{kind} {x:e}");
-                // Rounded down where nothing else is finite.
+                // The scale is rounded down only where the usual one overflows.
                 let ordinary = x / kind.largest();
                 assert_eq!(scale == ordinary, (ordinary * kind.largest()).is_finite());
             }

@@ -1,15 +1,15 @@
-//! Rows of an indexer in 8 bits: rotated by a Hadamard matrix and rounded to E4M3 times a power of two of each row, on the host.
+//! FP8 rows of an indexer on the host: rotated by a Hadamard matrix and rounded to E4M3, with a power-of-two scale per row.
 //!
-//! Rotated, what is large in few elements of a row is spread over all of them, so rounding takes less away (Ashkboos et al., QuaRot, 2024, §3; DeepSeek-V3.2-Exp's
-//! indexer). Products of rotated queries and rotated keys are those of the rows as they were.
+//! The rotation spreads large elements of a row over all of its elements, so rounding loses less (Ashkboos et al., QuaRot, 2024, §3; DeepSeek-V3.2-Exp's
+//! indexer). Products of rotated queries and rotated keys equal those of the original rows.
 
 use crate::Quantization;
 
-/// Smallest and largest width of rotated rows; widths are powers of two.
+/// Smallest and largest width of rotated rows. Widths are powers of two.
 pub const HADAMARD_WIDTHS: [usize; 2] = [8, 256];
 
-/// Role of rotated rows in a product. The unnormalised Hadamard matrix scales a product of two rotated rows by their width, a power of two; queries
-/// and keys each carry half of its exponent.
+/// Role of rotated rows in a product. The unnormalised Hadamard matrix scales a product of two rotated rows by their width, a power of two. Queries
+/// and keys each compensate half of its exponent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HadamardFp8 {
     /// An indexer's queries.
@@ -19,13 +19,13 @@ pub enum HadamardFp8 {
 }
 
 impl HadamardFp8 {
-    /// Returns whether rows of such a width can be rotated.
+    /// Returns whether rows of this width can be rotated.
     pub fn takes(width: usize) -> bool {
         let [least, most] = HADAMARD_WIDTHS;
         width.is_power_of_two() && (least..=most).contains(&width)
     }
 
-    /// Returns the factor of rotated rows of a width.
+    /// Returns the factor that is applied to rotated rows of a width.
     pub fn factor(self, width: usize) -> f32 {
         let digits = width.ilog2() as i32;
         let own = match self {
@@ -35,7 +35,7 @@ impl HadamardFp8 {
         (-own as f32).exp2()
     }
 
-    /// Rotates and rounds contiguous rows of a width that is [taken](Self::takes), as `kernels::indexer::round_rows` does, bit for bit.
+    /// Rotates and rounds contiguous rows of a [supported](Self::takes) width, as `kernels::indexer::round_rows` does, bit for bit.
     pub fn round(self, rows: &mut [f32], width: usize) {
         let factor = self.factor(width);
         for row in rows.chunks_exact_mut(width) {
@@ -46,7 +46,7 @@ impl HadamardFp8 {
     }
 }
 
-/// Products with the Hadamard matrix in the order of Sylvester, without its factor.
+/// Multiplies by the Hadamard matrix in Sylvester's order, without normalisation.
 fn rotate(row: &mut [f32]) {
     let mut distance = 1;
     while distance < row.len() {
@@ -60,7 +60,8 @@ fn rotate(row: &mut [f32]) {
     }
 }
 
-/// To E4M3 times the power of two by which the largest number is between 224 and 448, the largest of E4M3. A row of which a number is not finite is NaN.
+/// Rounds to E4M3 times the power of two that scales the largest element to between 224 and 448, the maximum of E4M3. A row with a non-finite element becomes
+/// NaN.
 fn round(row: &mut [f32]) {
     let magnitudes = row.iter().map(|x| x.to_bits() & 0x7fff_ffff);
     let largest = magnitudes.max().unwrap_or(0);
@@ -70,7 +71,7 @@ fn round(row: &mut [f32]) {
     }
     // 448 is 1.75 · 2⁸.
     let above = u32::from(largest & 0x7f_ffff > 0x60_0000);
-    // As f32 has it: of what is below all that f32 has the scale is its smallest power.
+    // The scale is at least the smallest normal power of f32.
     let exponent = ((largest >> 23) + above).max(9) - 8;
     let [scale, inverse] = [exponent, 254 - exponent].map(|bits| f32::from_bits(bits << 23));
     let e4m3 = Quantization::Fp8E4m3;
@@ -91,12 +92,12 @@ mod tests {
         let (mut a, mut b) = (of(1).collect::<Vec<f32>>(), of(2).collect::<Vec<f32>>());
         let product = |a: &[f32], b: &[f32]| -> f32 { a.iter().zip(b).map(|(x, y)| x * y).sum() };
         let expected = product(&a, &b);
-        // Whole numbers, so nothing is rounded.
+        // Integers, so nothing is rounded.
         rotate(&mut a);
         rotate(&mut b);
         let factor = HadamardFp8::Queries.factor(64) * HadamardFp8::Keys.factor(64);
         assert_eq!(product(&a, &b) * factor, expected);
-        // The second row of Sylvester's matrix takes every second number away.
+        // The second row of Sylvester's matrix negates every second element.
         let mut one = [0.0, 0.0, 1.0, 0.0];
         rotate(&mut one);
         assert_eq!(one, [1.0, 1.0, -1.0, -1.0]);
@@ -113,7 +114,7 @@ mod tests {
             let largest = before.iter().fold(0.0f32, |most, x| most.max(x.abs()));
             round(&mut rounded);
             for (x, y) in rounded.iter().zip(before) {
-                // Half of the last of four digits, or of the smallest distance that the largest allows.
+                // Half of the last of four bits, or half of the smallest step at the scale of the largest element.
                 let most = (y.abs() / 16.0).max(largest / 224.0 / 1024.0);
                 prop_assert!((x - y).abs() <= most, "{} for {}", x, y);
             }

@@ -1,51 +1,51 @@
-//! Which blocks of a row are kept by their scores: the rules of content-based selection, on the host.
+//! Rules that select the blocks of a row by score, on the host.
 
 use crate::LayoutError;
 
 /// Kind of a block's score.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EstimateKind {
-    /// An estimate of the attention that the block gets, at least 0: a score is its own weight. +∞ is no estimate: it marks a block that an estimator wants
-    /// whatever the others get. Such a block comes first and weighs nothing; a rule leaves it out only if it may keep no more blocks.
+    /// An estimate of the attention that the block receives, at least 0. The score is its own weight. +∞ is not an estimate: it marks a block that an estimator
+    /// requires regardless of other scores. Such a block ranks first and has weight 0. A rule drops it only if its budget is exhausted.
     Probability,
-    /// Any number: the weights of a row are the softmax of its scores over the blocks that are visible.
+    /// Any number. The weights of a row are the softmax of its scores over the visible blocks.
     Logit,
 }
 
 /// Number of highest-scoring blocks that a row selects. Ties go to the earlier block; NaN sorts last.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Budget {
-    /// This many, forced ones included (more, if more are forced).
+    /// This number, including forced blocks (more if more are forced).
     TopK(usize),
-    /// This share of the visible blocks, rounded up to whole blocks; the share itself is rounded down to a multiple of 2⁻¹⁴.
+    /// This share of the visible blocks, rounded up to whole blocks. The share itself is rounded down to a multiple of 2⁻¹⁴.
     Ratio(f64),
-    /// The fewest whose weights reach a share of the weights of all visible blocks.
+    /// The fewest blocks whose weights sum to a share of the weights of all visible blocks.
     TopP {
-        /// The share, in (0, 1]. 1 keeps all.
+        /// Share in (0, 1]. 1 keeps all blocks.
         p: f64,
-        /// Least number of blocks, forced ones included.
+        /// Minimum number of blocks, including forced ones.
         min: usize,
-        /// Largest number, forced ones included (more, if more are forced).
+        /// Maximum number of blocks, including forced ones (more if more are forced).
         max: usize,
     },
-    /// All whose weight is at least this factor, in (0, 1], times the largest.
+    /// All blocks whose weight is at least this factor, in (0, 1], times the largest weight.
     MinP(f64),
 }
 
 impl Budget {
-    /// [`Budget::TopP`] with any number of blocks.
+    /// Returns [`Budget::TopP`] without limits on the number of blocks.
     pub fn top_p(p: f64) -> Self {
         let (min, max) = (0, usize::MAX);
         Self::TopP { p, min, max }
     }
 }
 
-/// Blocks that are always selected, if they are visible.
+/// Blocks that are always selected if they are visible.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Always {
     /// Number of first key blocks (attention sinks).
     pub first: usize,
-    /// Number of key blocks up to the queries' own: 1 is those that the row's own positions lie in, 2 also the block before them.
+    /// Number of key blocks up to the queries' own: 1 selects the blocks that contain the row's own positions, 2 also the block before them.
     pub local: usize,
 }
 
@@ -60,12 +60,12 @@ pub struct Rule {
     pub forced: Always,
 }
 
-/// Grid of scores: a row stands for `query_rows` adjacent queries, a column for a block of keys. The last query sits at the last key.
+/// Grid of scores. A row represents `query_rows` adjacent queries, a column a block of keys. The last query is aligned with the last key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScoreGrid {
-    /// Queries of a row, which share a choice.
+    /// Number of queries in a row, which share a selection.
     pub query_rows: usize,
-    /// Keys of a block.
+    /// Number of keys in a block.
     pub block: usize,
     /// Number of queries.
     pub seq_q: usize,
@@ -76,17 +76,17 @@ pub struct ScoreGrid {
 }
 
 impl ScoreGrid {
-    /// Rows of scores.
+    /// Returns the number of rows of scores.
     pub fn rows(&self) -> usize {
         self.seq_q.div_ceil(self.query_rows)
     }
 
-    /// Blocks of keys.
+    /// Returns the number of key blocks.
     pub fn blocks(&self) -> usize {
         self.seq_kv.div_ceil(self.block)
     }
 
-    /// Positions of the first and the last query of a row.
+    /// Returns the positions of the first and the last query of a row.
     pub fn positions(&self, row: usize) -> [i64; 2] {
         let offset = self.seq_kv as i64 - self.seq_q as i64;
         let first = row * self.query_rows;
@@ -114,22 +114,22 @@ impl ScoreGrid {
     }
 }
 
-/// Scores are no larger for their weights, so that sums are finite.
+/// Bound of scores used as weights, so that sums are finite.
 pub const LARGEST: f32 = 7.922_816_3e28; // 2^96
 
-/// A share of blocks in parts of [`WHOLE`].
+/// Converts a share of blocks to units of 1 / [`WHOLE`].
 pub fn parts_of(ratio: f64) -> u32 {
     ((ratio * f64::from(WHOLE)) as u32).max(1)
 }
 
-/// 1 as a share of blocks.
+/// The share 1 in these units.
 pub const WHOLE: u32 = 1 << 14;
 
 impl Rule {
     /// Checks the rule's parameters.
     ///
     /// # Errors
-    /// [`LayoutError::Argument`] if k is 0, a share is not in (0, 1], or a smallest number of blocks is above the largest.
+    /// [`LayoutError::Argument`] if k is 0, a share is not in (0, 1], or a minimum number of blocks is above the maximum.
     pub fn check(&self) -> Result<(), LayoutError> {
         let share = |argument, share: f64| {
             crate::ensure! { LayoutError; share > 0.0 && share <= 1.0 => argument, "above 0 and at most 1", share; }
@@ -147,10 +147,10 @@ impl Rule {
         }
     }
 
-    /// The most blocks that a row can have, of `all`.
+    /// Returns the maximum number of blocks that a row can select, of `all`.
     pub fn most_blocks(&self, all: usize) -> usize {
         let Always { first, local } = self.forced;
-        // Positions of a row are of two blocks of keys if it is no longer than a block.
+        // The positions of a row lie in at most two key blocks if the row is no longer than a block.
         let near = local.saturating_add(usize::from(local > 0));
         let forced = first.saturating_add(near);
         let kept = match self.keep {
@@ -162,15 +162,15 @@ impl Rule {
         kept.max(forced).min(all)
     }
 
-    /// Returns the blocks that a row of scores selects.
+    /// Returns which blocks a row of scores selects.
     ///
     /// # Panics
-    /// If there are not as many scores as blocks.
+    /// If the number of scores is not the number of blocks.
     pub fn selects(&self, grid: &ScoreGrid, row: usize, scores: &[f64]) -> Vec<bool> {
         self.selects_of(grid, row, scores, |_| true)
     }
 
-    /// Returns the blocks that a row of scores selects, of those alone at which `may_choose` is true: no other one is visible.
+    /// Returns which blocks a row of scores selects, where only blocks with `may_choose` are visible.
     ///
     /// # Panics
     /// As [`Self::selects`].
@@ -229,15 +229,15 @@ impl Rule {
         kept
     }
 
-    /// Returns whether an estimator wants a block of this score whatever the others get.
+    /// Returns whether an estimator requires a block with this score.
     fn is_wanted(&self, score: f64) -> bool {
         self.kind == EstimateKind::Probability && score == f64::INFINITY
     }
 
-    /// The weight of every block, 0 for one that is not visible.
+    /// Returns the weight of every block, 0 for an invisible one.
     fn weights(&self, scores: &[f64], visible: &[usize]) -> Vec<f64> {
         let most = f64::from(LARGEST);
-        // `max` and `min` take the number beside NaN.
+        // `max` and `min` ignore NaN.
         let value = |block: usize| match self.kind {
             EstimateKind::Probability if self.is_wanted(scores[block]) => 0.0,
             EstimateKind::Probability => scores[block].max(0.0).min(most),
@@ -258,7 +258,7 @@ impl Rule {
     }
 }
 
-/// A share of so many blocks.
+/// Returns the number of blocks for a share of the visible ones.
 fn of_visible(visible: usize, ratio: f64) -> usize {
     (visible * parts_of(ratio) as usize).div_ceil(WHOLE as usize)
 }
@@ -293,7 +293,7 @@ mod tests {
 
     const NONE: Always = Always { first: 0, local: 0 };
 
-    /// The examples of the rules' definition, of scores whose weights are .1256 .5630 .0280 .2071 .0762.
+    /// The examples of the rules' definition. The weights of the scores are .1256 .5630 .0280 .2071 .0762.
     #[rstest::rstest]
     #[case(Budget::TopK(2), vec![1, 3])]
     #[case(Budget::TopK(9), vec![0, 1, 2, 3, 4])]
@@ -318,7 +318,7 @@ mod tests {
         assert_eq!(kept(&rule(keep, NONE), &scores), expected);
     }
 
-    /// As above with block 2 forced, by its place: it is the last that the queries see.
+    /// Like the above, with block 2 forced as the local block.
     #[rstest::rstest]
     #[case(Budget::TopK(2), vec![1, 2])]
     #[case(Budget::TopK(1), vec![2])]
@@ -331,7 +331,7 @@ mod tests {
         );
     }
 
-    /// Equal scores, and scores that are no numbers.
+    /// Equal scores and scores that are not numbers.
     #[test]
     fn any_score_has_a_place() {
         let nan = f64::NAN;
@@ -354,7 +354,7 @@ mod tests {
         assert_eq!(kept(&probabilities, &[0.0, 0.0, -9.0, nan]), [0usize; 0]);
     }
 
-    /// An infinite probability is kept where there is room, and its weight is none.
+    /// A block with infinite probability is selected within the budget and has weight 0.
     #[rstest::rstest]
     #[case(Budget::top_p(0.5), vec![0, 2, 3])]
     #[case(Budget::top_p(0.8), vec![0, 1, 2, 3])]
@@ -368,7 +368,7 @@ mod tests {
         let inf = f64::INFINITY;
         let kept = |keep, scores: &[f64]| kept(&of_probabilities(keep), scores);
         assert_eq!(kept(keep, &[inf, 0.3, inf, 0.5]), expected);
-        // Beside wanted blocks those that weigh nothing are not kept.
+        // Next to required blocks, blocks of weight 0 are not selected.
         assert_eq!(kept(Budget::top_p(0.5), &[0.0, inf, 0.0, inf]), [1, 3]);
     }
 

@@ -1,4 +1,4 @@
-//! Where dropout has its seeds from.
+//! Seeds of dropout.
 
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -6,12 +6,12 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::arith::split_mix;
 
-/// Seeds that a table holds.
+/// Number of seeds in a table.
 pub const SLOTS: usize = 1024;
-/// Tables that are gone whose numbers are still known: a backward pass may come after its seed was dropped.
+/// Number of dropped tables whose values are still known, because a backward pass may run after its seed was dropped.
 const KNOWN_GONE: usize = 1024;
 
-/// The seed of a dropout: a number, or a place in a table whose words change between replays of a recorded computation.
+/// The seed of a dropout: a number, or a slot in a table whose values change between replays of a recorded computation.
 ///
 /// ```
 /// use blocksparse::{Seed, SeedTable};
@@ -24,13 +24,13 @@ const KNOWN_GONE: usize = 1024;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seed {
-    /// A number, which is frozen where a computation is recorded.
+    /// A number. It is constant in a recorded computation.
     Value(u64),
-    /// A place in a [`SeedTable`].
+    /// A slot in a [`SeedTable`].
     Place(SeedPlace),
 }
 
-/// A place in a [`SeedTable`].
+/// A slot in a [`SeedTable`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SeedPlace {
     table: u32,
@@ -38,12 +38,12 @@ pub struct SeedPlace {
 }
 
 impl SeedPlace {
-    /// The number of the table.
+    /// Returns the number of the table.
     pub fn table(&self) -> u32 {
         self.table
     }
 
-    /// The place: words `2 · slot` (lower) and `2 · slot + 1` (upper half) of [`SeedTable::words`].
+    /// Returns the slot. Its words are `2 · slot` (lower half) and `2 · slot + 1` (upper half) of [`SeedTable::words`].
     pub fn slot(&self) -> u32 {
         self.slot
     }
@@ -56,11 +56,11 @@ impl From<u64> for Seed {
 }
 
 impl Seed {
-    /// The seed of part `index` of what has this seed: one step of SplitMix64 (Steele et al., 2014), so that adjacent seeds and parts share no masks. Of a
-    /// place in a table it is another place, which follows what is written there; of a table that was dropped, a number.
+    /// Returns the seed of part `index`: one step of SplitMix64 (Steele et al., 2014), so that adjacent seeds and parts share no masks. A slot of a
+    /// table gives another slot, which changes with the first. A slot of a dropped table gives a number.
     ///
     /// # Panics
-    /// If more than 1,023 places are derived in a table, or as [`value`](Self::value).
+    /// If more than 1,023 slots are derived in a table, or as [`value`](Self::value).
     pub fn derive(self, index: u64) -> Self {
         let Self::Place(place) = self else {
             return Self::Value(hash(self.value(), index));
@@ -72,10 +72,10 @@ impl Seed {
         Self::Value(hash(self.value(), index))
     }
 
-    /// The number that it is now. After its table was dropped, the last that was set.
+    /// Returns the current number. For a dropped table it is the last number.
     ///
     /// # Panics
-    /// If its table was dropped before the last 1,024 others that were.
+    /// If the seed's table was dropped and 1,024 other tables were dropped since.
     pub fn value(self) -> u64 {
         match self {
             Self::Value(seed) => seed,
@@ -87,17 +87,17 @@ impl Seed {
     }
 }
 
-/// One step of SplitMix64 over a seed and an index.
+/// Hashes a seed and an index with SplitMix64.
 fn hash(seed: u64, index: u64) -> u64 {
     split_mix(split_mix(seed) ^ index)
 }
 
-/// A seed that is set anew for every step, and the seeds derived from it. Places of a dropped table keep their last values.
+/// A seed that is set anew for every step, and the seeds derived from it. Slots of a dropped table keep their last values.
 #[derive(Debug)]
 pub struct SeedTable(u32);
 
 impl SeedTable {
-    /// With a seed, of which nothing is derived yet.
+    /// Creates a table with a seed and no derived seeds.
     pub fn new(seed: u64) -> Self {
         let mut tables = write();
         let number = tables.next;
@@ -110,12 +110,12 @@ impl SeedTable {
         Self(number)
     }
 
-    /// The number of the table.
+    /// Returns the number of the table.
     pub fn number(&self) -> u32 {
         self.0
     }
 
-    /// The seed that is set.
+    /// Returns the seed of the table itself.
     pub fn seed(&self) -> Seed {
         Seed::Place(SeedPlace {
             table: self.0,
@@ -123,19 +123,19 @@ impl SeedTable {
         })
     }
 
-    /// Sets the seed, and with it all that were derived of it.
+    /// Sets the seed, and with it all derived seeds.
     pub fn set(&self, seed: u64) {
         let mut tables = write();
         let table = tables.live.get_mut(&self.0);
         table.expect("it lives").set(seed);
     }
 
-    /// Returns the number of places.
+    /// Returns the number of used slots.
     pub fn places(&self) -> usize {
         read().live[&self.0].values.len()
     }
 
-    /// The words of all places, lower halves first, as devices hold them: always as many.
+    /// Returns the words of all slots, lower halves first, as devices store them. Their number is constant.
     pub fn words(&self) -> Vec<i32> {
         let tables = read();
         let values = tables.live[&self.0].values.iter();
@@ -150,16 +150,16 @@ impl SeedTable {
 impl Drop for SeedTable {
     fn drop(&mut self) {
         let gone = write().forget(self.0);
-        // What lies on a device goes when nothing is locked.
+        // Device memory is released without a lock.
         drop(gone);
     }
 }
 
-/// All tables of the process, by their numbers.
+/// All tables of the process, by number.
 struct Tables {
     next: u32,
     live: BTreeMap<u32, Table>,
-    /// The numbers that those had which were dropped, the latest last.
+    /// Numbers and last values of dropped tables, the latest last.
     gone: VecDeque<(u32, Box<[u64]>)>,
 }
 
@@ -186,7 +186,7 @@ impl Tables {
     }
 }
 
-/// Keeps with a table what lies on a device of it, in place of what was kept before. It goes with the table: nothing is kept with one that is gone.
+/// Attaches a table's device copy to the table and replaces the previous one. It is released with the table. For a dropped table nothing is attached.
 pub fn keep_on_device(table: u32, words: Arc<dyn Any + Send + Sync>) {
     let before = match write().live.get_mut(&table) {
         Some(table) => table.on_device.replace(words),
@@ -195,15 +195,15 @@ pub fn keep_on_device(table: u32, words: Arc<dyn Any + Send + Sync>) {
     drop(before);
 }
 
-/// Source from which kernels read a place.
+/// Source from which kernels read a slot.
 pub enum Read {
-    /// What is kept with its table, if that lives.
+    /// The device copy of the table, if there is one.
     OnDevice(Option<Arc<dyn Any + Send + Sync>>),
-    /// The number that it was last.
+    /// The last number of a dropped table.
     Number(u64),
 }
 
-/// Returns the source from which kernels read a place.
+/// Returns the source from which kernels read a slot.
 ///
 /// # Panics
 /// As [`Seed::value`].
@@ -216,10 +216,10 @@ pub fn read_place(place: SeedPlace) -> Read {
 
 #[derive(Debug, Default)]
 struct Table {
-    /// What kernels read.
+    /// The device copy that kernels read.
     on_device: Option<Arc<dyn Any + Send + Sync>>,
     values: Vec<u64>,
-    /// Of each place but the first: the place it was derived of, and its index there.
+    /// Parent slot and index of each slot but the first.
     origins: Vec<(u32, u64)>,
     known: HashMap<(u32, u64), u32>,
 }
@@ -243,7 +243,7 @@ impl Table {
 
     fn set(&mut self, seed: u64) {
         self.values[0] = seed;
-        // A place comes after the one it was derived of.
+        // A slot comes after its parent.
         for (at, &(slot, index)) in self.origins.iter().enumerate() {
             self.values[at + 1] = hash(self.values[slot as usize], index);
         }
@@ -277,7 +277,7 @@ mod tests {
             table.set(seed);
             assert_eq!(places.map(Seed::value), of(seed.into()).map(Seed::value));
         }
-        // The root, two of it, and one of these.
+        // The root, two children of it, and one grandchild.
         assert_eq!((places, table.places()), (of(table.seed()), 4));
         let words = table.words();
         let Seed::Place(last) = places[2] else {
@@ -296,12 +296,12 @@ mod tests {
         let number = table.number();
         write().live.get_mut(&number).unwrap().on_device = Some(on_device.clone());
         drop(table);
-        // What was on a device is gone, and places are what they were.
+        // The device copy is released, and the slots keep their values.
         assert_eq!(Arc::strong_count(&on_device), 1);
         let numbers = [3.into(), Seed::from(3).derive(1)];
         assert_eq!(places.map(Seed::value), numbers.map(Seed::value));
         assert_eq!(places[1].derive(5), numbers[1].derive(5));
-        // One for each of many epochs.
+        // One table for each of many epochs.
         let made: Vec<u32> = (0..3 * KNOWN_GONE)
             .map(|seed| {
                 let table = SeedTable::new(seed as u64);

@@ -1,5 +1,5 @@
-/// Setters of a builder, each of its documentation and `name: Type`: it sets the field of that name, or with `name => field` or `name => part.field`
-/// another. `Some(Type)` is the type of a field that is optional.
+/// Defines setters of a builder from a doc comment and `name: Type`. A setter sets the field with its name, or another field if written as `name => field` or
+/// `name => part.field`. `Some(Type)` stands for an optional field of that type.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! setters {

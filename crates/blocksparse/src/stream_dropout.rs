@@ -1,19 +1,19 @@
-//! Dropout of the elements of a matrix: which are retained is a function of a seed, a site and the place alone.
+//! Dropout of the elements of a matrix. The mask is a function of a seed, a site and the position of an element alone.
 
 use crate::Seed;
 use crate::dropout::keeps_eight;
 
-/// The generator's fourth word. Attention weights have their batch entry there, which is below it.
+/// Fourth word of the generator's counter. For attention weights that word is the batch entry, which is smaller.
 pub const STREAM: u32 = u32::MAX;
 
-/// Dropout of the elements of a tensor, such as what a layer adds to a residual stream. An element is retained with probability `1 − probability`, and
-/// divided by that.
+/// Dropout of the elements of a tensor, such as the output of a layer before it is added to a residual stream. An element is retained with probability
+/// `1 − probability` and is then divided by that probability.
 ///
-/// A tensor `[.., width]` is a matrix: a number is at a column of a row, and rows count through all dimensions but the last. Whether it is kept
-/// depends on the seed, the site, its row and its column and on nothing else: it is the same in the backward pass and on every
-/// device. The probability is rounded, and 16-bit integers are drawn, as [`Dropout`](crate::Dropout) says: number `column mod 8` of the counter
-/// `(⌊column / 8⌋, site, row mod 2³², 2³² − 1)` under the seed as its key is below [`threshold`](Self::threshold). [`Dropout`](crate::Dropout) of
-/// attention weights has a batch entry for the fourth word, so the same seed gives other numbers there.
+/// A tensor `[.., width]` is treated as a matrix whose rows run over all dimensions but the last. Whether an element is retained depends only on the seed, the
+/// site, its row and its column, so the mask is the same in the backward pass and on every device. The probability is rounded, and 16-bit numbers are drawn, as
+/// in [`Dropout`](crate::Dropout). Number `column mod 8` of the counter `(⌊column / 8⌋, site, row mod 2³², 2³² − 1)`, with the seed as the key, is compared
+/// with [`threshold`](Self::threshold): below it, the element is retained. [`Dropout`](crate::Dropout) of attention weights has a batch entry as the fourth
+/// word, so the same seed gives other numbers there.
 ///
 /// ```
 /// use blocksparse::ElementDropout;
@@ -25,18 +25,18 @@ pub const STREAM: u32 = u32::MAX;
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[must_use]
 pub struct ElementDropout {
-    /// Probability that a number is dropped, in `[0, 1)`.
+    /// Probability that an element is dropped, in `[0, 1)`.
     pub probability: f64,
-    /// Seed of the mask. Training takes another in every step.
+    /// Seed of the mask. Use another one in every training step.
     pub seed: Seed,
-    /// Index of this dropout in the model: with an index for each, all share a seed.
+    /// Index of this dropout in the model. With distinct indices all dropouts can share a seed.
     pub site: u32,
-    /// Index of the first row: a part of a matrix, from this row on, keeps what the whole matrix keeps there.
+    /// Index of the first row. The rows of a matrix from this row on have the same mask as within the whole matrix.
     pub first_row: u32,
 }
 
 impl ElementDropout {
-    /// Dropout with a probability, a seed and a site. Calls check that the probability is in `[0, 1)`.
+    /// Creates dropout with a probability, a seed and a site. Calls that use it check that the probability is in `[0, 1)`.
     pub fn new(probability: f64, seed: impl Into<Seed>, site: u32) -> Self {
         Self {
             probability,
@@ -46,7 +46,7 @@ impl ElementDropout {
         }
     }
 
-    /// Of the rows from `first_row` on (mod 2³²) of a matrix, in place of a whole one.
+    /// Returns dropout for a part of a matrix: the rows from `first_row` on (mod 2³²).
     ///
     /// ```
     /// use blocksparse::ElementDropout;
@@ -59,12 +59,12 @@ impl ElementDropout {
         Self { first_row, ..self }
     }
 
-    /// Random words of 16 bits below it keep theirs: that of a [`Dropout`](crate::Dropout) of this probability.
+    /// Returns the bound below which an element's 16-bit number retains the element: that of a [`Dropout`](crate::Dropout) with this probability.
     pub fn threshold(&self) -> u32 {
         self.of_weights().threshold()
     }
 
-    /// Returns the factor of retained elements: that of a [`Dropout`](crate::Dropout) of this probability.
+    /// Returns the factor of retained elements: that of a [`Dropout`](crate::Dropout) with this probability.
     pub fn factor(&self) -> f64 {
         self.of_weights().factor()
     }
@@ -73,12 +73,12 @@ impl ElementDropout {
         crate::Dropout::new(self.probability, self.seed)
     }
 
-    /// Returns whether the element at a column of a row is retained.
+    /// Returns whether the element in a row and column is retained.
     pub fn keeps(&self, row: usize, column: usize) -> bool {
         self.keeps_eight(row, column / 8, self.threshold())[column % 8]
     }
 
-    /// The mask of a matrix, row by row: 1 where an element is retained, or else 0.
+    /// Returns the mask of a matrix, row by row: 1 for retained elements, otherwise 0.
     pub fn mask(&self, rows: usize, width: usize) -> Vec<f32> {
         let threshold = self.threshold();
         let now = Self::new(self.probability, self.seed.value(), self.site)
@@ -119,8 +119,8 @@ mod tests {
         assert!(dropout.mask(0, 3).is_empty() && dropout.mask(3, 0).is_empty());
     }
 
-    /// Over 2¹⁷ numbers, the share that is kept, and that is kept or dropped alike with an adjacent one, another site or seed, or the attention weight of the
-    /// same numbers, is within five standard deviations of what independent draws give.
+    /// Over 2¹⁷ elements, two shares are within five standard deviations of those of independent draws: the share of retained elements, and the share of
+    /// elements with the same outcome as an adjacent element, another site or seed, or the attention weight with the same counter.
     #[test]
     fn numbers_are_kept_independently() {
         let dropout = ElementDropout::new(0.3, 11, 2);

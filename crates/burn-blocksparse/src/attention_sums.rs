@@ -1,4 +1,4 @@
-//! Weights summed over columns and diagonals, without the weights.
+//! Sums of attention weights over columns and diagonals, computed without storing the weights.
 
 use std::ops::Range;
 
@@ -20,42 +20,41 @@ use crate::{check, upload};
 pub struct AccumulatedAttentionOptions {
     /// Options of the attention.
     pub attention: AttentionOptions,
-    /// Its further tensors.
+    /// Optional tensors of the attention.
     pub tensors: AttentionTensors,
-    /// The queries that count; default all.
+    /// Queries that are included; default all.
     pub queries: Option<Range<usize>>,
 }
 
 impl AccumulatedAttentionOptions {
     blocksparse::setters! {
-        /// Sets what the attention was computed with: scale, softcap and ALiBi matter. Weights are those before dropout, and no product is
+        /// Sets the options of the attention: scale, softcap and ALiBi matter. The weights are those before dropout, and no product is
         /// rounded to tf32.
         attention: AttentionOptions,
-        /// Sets the attention's further tensors: biases matter. Sinks are in its lse.
+        /// Sets the optional tensors of the attention: biases matter. Sinks are included through lse.
         tensors: AttentionTensors,
-        /// Sets the queries that count. Blocks without one of them cost nothing.
+        /// Sets the queries that are included. Blocks without any of them cost nothing.
         queries: Some(Range<usize>),
     }
 }
 
-/// Output of [`accumulated_attention`], in lse's dtype.
+/// Output of [`accumulated_attention`], in the dtype of lse.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AccumulatedAttention {
-    /// `[batch, heads, seq_kv]`: of each key, the sum over queries.
+    /// `[batch, heads, seq_kv]`: the sum over queries of each key.
     pub columns: Tensor<3>,
-    /// `[batch, heads, seq_q + seq_kv − 1]`: of each distance `i − j`, from `1 − seq_q` (keys ahead) on, the sum over the pairs at it.
-    /// Element `seq_q − 1 + distance`; `i` and `j` are positions, and query row `r` sits at `r + seq_kv − seq_q`. Distances from 0 on begin at
-    /// element `seq_q − 1`.
+    /// `[batch, heads, seq_q + seq_kv − 1]`: the sum over the pairs at each distance `i − j`, from `1 − seq_q` (later keys) on. The index is `seq_q − 1 +
+    /// distance`, so distances from 0 on start at `seq_q − 1`. `i` and `j` are positions, and query row `r` has position `r + seq_kv − seq_q`.
     pub diagonals: Tensor<3>,
 }
 
-/// Sums the attention of each key and of each distance: sums of `p[i, j] = exp(score[i, j] − lse[i])` over the allowed pairs, in O(n) memory and
-/// a small multiple for kept blocks, without the weights. Keys that recent queries look at are what SnapKV keeps of a cache (Li et al., 2024);
-/// the largest columns and diagonals of the last queries are MInference's vertical-slash pattern (Jiang et al., 2024, section 3), which
-/// `burn-sparse-select`'s `vertical_slash_layout` takes.
+/// Sums the attention of each key and of each distance: sums of `p[i, j] = exp(score[i, j] − lse[i])` over the allowed pairs. Memory is O(n) plus
+/// a small multiple of the number of kept blocks; the weights are not stored. SnapKV keeps the keys of a cache that recent queries attend to (Li et al., 2024).
+/// The largest columns and diagonals of the last queries are MInference's vertical-slash pattern (Jiang et al., 2024, section 3), the input of
+/// `burn-sparse-select`'s `vertical_slash_layout`.
 ///
-/// Deterministic; not differentiable: the sums leave the autodiff graph.
+/// Deterministic and not differentiable: the sums are detached from the autodiff graph.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -90,7 +89,7 @@ pub fn accumulated_attention(
     layout: &BlockLayout,
     options: AccumulatedAttentionOptions,
 ) -> Result<AccumulatedAttention, OpError> {
-    // Before the check, which would speak of a v.
+    // Before the shape check, whose errors would name a v.
     let ([.., head_dim], [.., k_dim]) = (q.dims(), k.dims());
     OpError::expect_same("k's head_dim", head_dim, "q's", k_dim)?;
     check::shapes(&q, &k, &k, layout)?;

@@ -1,4 +1,4 @@
-//! Burn's own attention function: its arguments as a layout and a bias.
+//! Burn's own attention function, with its arguments converted to a layout and a bias.
 
 use std::sync::Arc;
 
@@ -13,20 +13,20 @@ use crate::base::prelude::*;
 use crate::check;
 use crate::options::AttentionOptions;
 
-/// The block size of layouts made here.
+/// Block size of the layouts that are built here.
 pub(crate) const BLOCK: usize = 64;
 
-/// Layouts without masks: a program has few lengths.
+/// Cached layouts without masks. A program uses few lengths.
 static LAYOUTS: Recent<(LayoutShape, Pattern), BlockLayout> = Recent::new(16);
 
-/// Layouts of masks, which are kept with them: a model has few, that many layers share.
+/// Cached layouts of masks. A model has few masks, which many layers share.
 static MASKS: Recent<Arc<MaskKey>, BlockLayout> = Recent::new(4);
 
-/// [`burn::tensor::module::attention`] with a fused backward pass, on every backend. Changing the `use` line is enough.
+/// Computes [`burn::tensor::module::attention`] with a fused backward pass, on every backend. Changing the `use` line is enough.
 ///
-/// `softmax(softcap(scale · q · kᵀ), masked, + attn_bias) · v`, as Burn computes it: scale, softcap, mask (`true` is masked out), causality (aligned
-/// bottom-right, so the last query sees all keys), bias. Rows in which everything is masked, by `mask`, by −∞ in `attn_bias` or because causality leaves no key
-/// (`seq_q > seq_kv`), give zeros, and zero gradients.
+/// Computes `softmax(softcap(scale · q · kᵀ), masked, + attn_bias) · v` like Burn, with scale, softcap, mask (`true` is masked out), causality (aligned
+/// bottom-right, so the last query sees all keys) and bias. Rows in which everything is masked, by `mask`, by −∞ in `attn_bias` or because causality leaves no
+/// key (`seq_q > seq_kv`), give zeros and zero gradients.
 ///
 /// ```
 /// use burn::tensor::ops::AttentionModuleOptions;
@@ -49,19 +49,19 @@ static MASKS: Recent<Arc<MaskKey>, BlockLayout> = Recent::new(4);
 /// - returns `[batch, heads, seq_q, value_dim]`
 ///
 /// # Memory
-/// The backward pass keeps query, key, value, the output and two numbers a row; Burn's keeps several tensors `[batch, heads, seq_q, seq_kv]`. A bias costs its
-/// own size again, not that of what it is broadcast to.
+/// The backward pass stores query, key, value, the output and two numbers per row. Burn's stores several tensors `[batch, heads, seq_q, seq_kv]`. A bias needs
+/// memory for a copy of itself, not for its broadcast.
 ///
 /// # Masks
-/// A mask that all queries share, `[.., 1, seq_kv]` as that of padding, stays on its device. Any other one is read by every call, which waits for the device,
-/// and becomes a layout that leaves out blocks without a pair; masks that equal one of the last 4 have its layout. [`mask_layout`] reads a mask once, for many
-/// calls of [`SparseAttentionCall`]. For masks that are made of positions a [`Pattern`] costs least.
+/// A mask that all queries share, `[.., 1, seq_kv]`, such as a padding mask, stays on its device. Any other mask is read by every call, which waits for the
+/// device, and becomes a layout that omits blocks without a pair. The layouts of the last 4 distinct masks are cached. [`mask_layout`] reads a mask once for
+/// many calls of [`SparseAttentionCall`]. For masks that depend on positions a [`Pattern`] is cheapest.
 ///
 /// # Biases
-/// Numbers below −1e8 (−6e4 in f16) count as that, and a row whose scores all are below half of it as masked.
+/// Values below −1e8 (−6e4 in f16) are raised to it. A row whose scores are all below half of it counts as masked.
 ///
 /// # Panics
-/// With the text of [`try_attention`]'s error.
+/// If [`try_attention`] returns an error, with its message.
 pub fn attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -74,10 +74,10 @@ pub fn attention(
         .unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// [`attention`], with errors in place of panics.
+/// Computes [`attention`] and returns errors instead of panicking.
 ///
 /// # Errors
-/// As [`sparse_attention`](crate::sparse_attention), if a length is 0, if the mask or the bias does not fit, and if the mask cannot be read.
+/// As [`sparse_attention`](crate::sparse_attention); also if a length is 0, if the mask or the bias does not fit, or if the mask cannot be read.
 pub fn try_attention(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -105,7 +105,7 @@ pub fn try_attention(
     let shape = LayoutShape::new(heads, [seq_q, seq_kv], BLOCK);
     shape.validate()?;
 
-    // A mask of keys becomes a bias, unless that makes one of all pairs of one that is not.
+    // A mask of keys becomes a bias, unless that would expand a smaller one to all pairs.
     let given = attn_bias.as_ref().map_or([1; 4], Tensor::dims);
     let of_keys = mask.take_if(|mask| {
         let larger = (0..2).any(|dim| mask.dims()[dim] > given[dim]);
@@ -139,8 +139,8 @@ pub fn try_attention(
     Ok(Tensor::from_dispatch(out))
 }
 
-/// The layout of the pairs that a mask of Burn's [`attention`] leaves, exactly, with those of causality if `causal`. Reads the mask from its device, which
-/// waits for all that was asked of it before; the layout serves any number of calls of [`SparseAttentionCall`].
+/// Returns the layout of exactly the pairs that a mask of Burn's [`attention`] leaves, restricted to causal pairs if `causal`. It reads the mask from its
+/// device and waits for all pending work there. The layout can be reused for any number of calls of [`SparseAttentionCall`].
 ///
 /// ```
 /// use burn::tensor::{Bool, Device, Tensor};
@@ -154,8 +154,8 @@ pub fn try_attention(
 /// ```
 ///
 /// # Shapes
-/// `mask`: `[batch or 1, heads or 1, seq_q or 1, seq_kv or 1]`, `true` is masked out; `lengths`: `[seq_q, seq_kv]`. With more than one batch entry the layout
-/// is per batch.
+/// `mask`: `[batch or 1, heads or 1, seq_q or 1, seq_kv or 1]`, `true` is masked out; `lengths`: `[seq_q, seq_kv]`. If the mask has several batch entries, the
+/// layout is per batch.
 ///
 /// # Errors
 /// [`OpError`] if the mask does not fit `heads` and `lengths`, if a size is out of range, or if the mask cannot be read.
@@ -181,7 +181,7 @@ pub fn mask_layout(
     MASKS.get_or_try_make(key.clone(), || key.layout())
 }
 
-/// What a bias has where a pair is masked: kernels take finite ones only.
+/// Returns the bias of a masked pair. Kernels accept only finite biases.
 fn masked_score(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => -6e4,
@@ -189,7 +189,7 @@ fn masked_score(dtype: DType) -> f64 {
     }
 }
 
-/// The bias of a call, of what both are broadcast to, with [`masked_score`] where the mask hides and in place of what is below it. None without either.
+/// Returns the bias of a call in the broadcast shape of bias and mask. Masked pairs and smaller values are set to [`masked_score`]. `None` if there is neither.
 pub(crate) fn masked_bias<B: Backend>(
     bias: Option<FloatTensor<B>>,
     mask: Option<BoolTensor<B>>,
@@ -199,7 +199,7 @@ pub(crate) fn masked_bias<B: Backend>(
     let of_bias = bias.as_ref().map_or([1; 4], |bias| bias.shape().dims());
     let of_mask = mask.as_ref().map_or([1; 4], |mask| mask.shape().dims());
     let mut dims = [0, 1, 2, 3].map(|dim| of_bias[dim].max(of_mask[dim]));
-    // One number for all keys of a row: kernels want one for each.
+    // A bias with one element for all keys of a row is expanded, since kernels need one per key.
     dims[3] = seq_kv;
     let (shape, masked) = (Shape::new(dims), masked_score(dtype));
     let bias = bias.map(|bias| {
@@ -215,7 +215,7 @@ pub(crate) fn masked_bias<B: Backend>(
     Some(B::float_mask_fill(bias, mask, masked.into()))
 }
 
-/// Zeros in rows whose scores are all masked.
+/// Zeroes rows whose scores are all masked.
 pub(crate) fn without_masked_rows<B: Backend>(
     out: FloatTensor<B>,
     lse: FloatTensor<B>,
@@ -234,7 +234,7 @@ pub(crate) fn pattern_layout(pattern: Pattern, shape: LayoutShape) -> Result<Blo
     LAYOUTS.get_or_try_make(key, || Ok(BlockLayout::new(&pattern, shape)?))
 }
 
-/// Names of a mask's and a bias's sizes.
+/// Names of a mask's and a bias's dimensions in errors.
 const MASK: [&str; 4] = [
     "mask's batch",
     "mask's heads",
@@ -248,7 +248,7 @@ const BIAS: [&str; 4] = [
     "attn_bias's seq_kv",
 ];
 
-/// That sizes can be broadcast to those of all pairs.
+/// Checks that dimensions can be broadcast to those of all pairs.
 fn fits(names: [&'static str; 4], dims: [usize; 4], pairs: [usize; 4]) -> Result<(), OpError> {
     for ((argument, got), expected) in names.into_iter().zip(dims).zip(pairs) {
         blocksparse::ensure! { OpError; got == 1 || got == expected => argument, format!("{expected} or 1"), got; }
@@ -256,7 +256,7 @@ fn fits(names: [&'static str; 4], dims: [usize; 4], pairs: [usize; 4]) -> Result
     Ok(())
 }
 
-/// What a layout of a mask is made of.
+/// The cache key of a mask's layout.
 #[derive(PartialEq)]
 struct MaskKey {
     shape: LayoutShape,
@@ -279,7 +279,7 @@ impl MaskKey {
             let seen = !self.causal || column + seq_q <= row + seq_kv;
             seen && !self.masked[line * columns + column.min(columns - 1)]
         };
-        // Heads that share a mask are looked at once.
+        // Heads that share a mask are evaluated once.
         let shape_of_mask = LayoutShape {
             heads: mask_heads,
             ..self.shape

@@ -4,18 +4,18 @@ use blocksparse::BlockLayout;
 
 use crate::device_layout::DeviceLayout;
 
-/// A layout of a call: on the host, or made on the device.
+/// The layout of a call: built on the host or on a device.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub enum Layout<'a> {
     /// Built on the host.
     Host(&'a BlockLayout),
-    /// Made on the device.
+    /// Built on the device.
     Device(&'a DeviceLayout),
 }
 
 impl<'a> Layout<'a> {
-    /// A layout with the same sizes.
+    /// Returns a layout with the same sizes.
     #[doc(hidden)]
     pub fn sizes(self) -> &'a BlockLayout {
         match self {

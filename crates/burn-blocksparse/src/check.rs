@@ -1,4 +1,4 @@
-//! What arguments of a call must be.
+//! Checks of a call's arguments.
 
 use blocksparse::BlockLayout;
 
@@ -7,7 +7,7 @@ use crate::call_layout::Layout;
 use crate::graph::seeds;
 use crate::options::{AttentionOptions, WeightsMode};
 
-/// Checks everything but tensors that are options.
+/// Checks all arguments except optional tensors.
 pub fn call(
     q: &Tensor<4>,
     k: &Tensor<4>,
@@ -34,7 +34,7 @@ pub fn call(
     }
 }
 
-/// That the tensors fit the layout and each other, on a device that this crate serves.
+/// Checks that the tensors fit the layout and each other, on a device that this crate serves.
 pub fn shapes(
     q: &Tensor<4>,
     k: &Tensor<4>,
@@ -54,13 +54,13 @@ pub fn shapes(
     each_other(q, k, v)
 }
 
-/// That the tensors fit each other, on a device that this crate serves.
+/// Checks that the tensors fit each other, on a device that this crate serves.
 pub fn tensors(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
     something(q, v)?;
     each_other(q, k, v)
 }
 
-/// That there is something to compute, on a device that this crate serves.
+/// Checks that no dimension is empty, on a device that this crate serves.
 fn something(q: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError> {
     served(&q.device())?;
     let [batch, _, _, head_dim] = q.dims();
@@ -99,7 +99,7 @@ fn each_other(q: &Tensor<4>, k: &Tensor<4>, v: &Tensor<4>) -> Result<(), OpError
     Ok(())
 }
 
-/// That `got` is the `expected` device. Devices are equal whether autodiff follows their tensors or not, and this crate's features say whether it may.
+/// Checks that `got` is the `expected` device. Devices compare equal whether autodiff is enabled or not; this crate's features determine whether it may be.
 pub fn same_device(
     argument: &'static str,
     expected: &Device,

@@ -1,4 +1,4 @@
-//! How blocks are chosen by scores, on the host; the same rules as on the device.
+//! Selection of blocks by score on the host, with the same rules as on the device.
 
 use blocksparse::{
     Always, BlockLayout, BlockMask, Budget, EstimateKind, LayoutShape, Rule, ScoreGrid,
@@ -14,9 +14,9 @@ use crate::error::OpError;
 pub struct TopKOptions {
     /// Width of a block: 8, 16, 32, 64 or 128.
     pub block_size: usize,
-    /// Key blocks of each row of query blocks, the forced ones among them (more, if more are forced).
+    /// Number of key blocks per row of query blocks, including forced ones (more if more are forced).
     pub k: usize,
-    /// True if queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query is aligned with the last key.
     pub causal: bool,
     /// Number of forced key blocks up to the queries' own: 1 is the diagonal, 2 also the block before it.
     pub local: usize,
@@ -25,7 +25,7 @@ pub struct TopKOptions {
 }
 
 impl TopKOptions {
-    /// `k` blocks of `block_size` for each row, among them the first one, the queries' own and the one before it: causal.
+    /// Creates causal options: `k` blocks of `block_size` per row, including the first block, the queries' own and the one before it.
     pub fn new(block_size: usize, k: usize) -> Self {
         Self {
             block_size,
@@ -58,14 +58,14 @@ impl TopKOptions {
     }
 }
 
-/// Sizes that a layout can have.
+/// Checks that a layout can have these sizes.
 pub fn checked(shape: &LayoutShape) -> Result<LayoutShape, OpError> {
-    // Before anything is computed with them.
+    // Before anything is computed from them.
     shape.validate()?;
     Ok(*shape)
 }
 
-/// The rows and blocks of a layout's scores.
+/// Returns the grid of a layout's scores.
 pub fn grid(shape: &LayoutShape, causal: bool) -> ScoreGrid {
     ScoreGrid {
         query_rows: shape.block_size,
@@ -76,7 +76,7 @@ pub fn grid(shape: &LayoutShape, causal: bool) -> ScoreGrid {
     }
 }
 
-/// Returns the key blocks that each row of scores selects, read back from the device; of those of `within` alone, where there is one.
+/// Returns the key blocks that each row of scores selects, read back from the device. If `within` is given, only its blocks are candidates.
 pub fn choose_rows(
     scores: Tensor<4>,
     shape: LayoutShape,
@@ -102,7 +102,7 @@ pub fn choose_rows(
     Ok(rows.collect())
 }
 
-/// Returns the blocks of a row of a layout; a layout of one batch entry has the same for all.
+/// Returns the blocks of a row of a layout. A layout of one batch entry serves all entries.
 pub fn allowed_blocks(
     layout: &BlockLayout,
     entry: usize,
@@ -118,7 +118,7 @@ pub fn allowed_blocks(
     allowed
 }
 
-/// The pairs of a chosen block.
+/// Returns the mask of a chosen block.
 pub fn mask(q_block: usize, kv_block: usize, shape: LayoutShape, causal: bool) -> BlockMask {
     let b = shape.block_size;
     let [first, _] = grid(&shape, causal).positions(q_block);

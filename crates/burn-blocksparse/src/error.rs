@@ -15,22 +15,22 @@ pub enum OpError {
     /// A layout cannot be built.
     #[error(transparent)]
     Layout(#[from] blocksparse::LayoutError),
-    /// A text is not a selection in the notation of `Selection::NOTATION`.
+    /// Text that is not a selection in the notation of `Selection::NOTATION`.
     #[error("cannot read '{text}' as a selection: expected {expected}, got {got}")]
     Selection {
         /// The text.
         text: String,
-        /// What may stand there.
+        /// The accepted syntax.
         expected: String,
         /// The actual value.
         got: String,
     },
-    /// This crate does not serve the device's backend with the features that are on.
+    /// No enabled feature of this crate serves the device's backend.
     #[error("the device's backend must be one that a feature of burn-blocksparse turns on, got {device}: {}", advice(.feature))]
     Backend {
         /// The device.
         device: String,
-        /// The feature of this crate that is off. None: no feature serves this backend.
+        /// The feature of this crate that is off. `None` if no feature serves this backend.
         feature: Option<&'static str>,
     },
     /// The device, or software that it needs, is missing on this machine.
@@ -38,64 +38,64 @@ pub enum OpError {
     Device {
         /// The device.
         device: String,
-        /// What is missing.
+        /// The missing part.
         missing: String,
-        /// What to do about it.
+        /// Instructions for the user.
         install: &'static str,
     },
-    /// What a function needs of the device could not be read.
+    /// A tensor or result could not be read from the device.
     #[error("the device must give back its tensors, got {0}")]
     Read(String),
-    /// Values of the host that a CUDA graph would capture.
+    /// Host values that a CUDA graph would capture.
     #[error(
         "{what} must be on the device before a recording begins, because replays would copy the same bytes again: \
          make the same call once before"
     )]
     Recording {
-        /// What would be copied.
+        /// The values that would be copied.
         what: &'static str,
     },
-    /// A number of the host inside a recording, which replays would not take again.
+    /// A host number inside a recording, which replays would not update.
     #[error("{what} would be the same in every replay of a recording: {instead}")]
     Frozen {
         /// The number.
         what: &'static str,
-        /// What to do.
+        /// Instructions for the user.
         instead: &'static str,
     },
-    /// What a recording would not have updated where it lies.
+    /// A tensor that a recording cannot update in place.
     #[error(
         "{what} must be updated where it lies inside a recording, but something else holds it: replays would start from the old numbers"
     )]
     NotInPlace {
-        /// What.
+        /// The tensor.
         what: &'static str,
     },
-    /// A device that shares a sequence with this one has ended.
+    /// Another device that shares the sequence has left.
     #[error(
         "device {rank}, which shares the sequence, must go on until all have finished, but it has left"
     )]
     Left {
-        /// Which one.
+        /// Rank of that device.
         rank: usize,
     },
-    /// A process that works together with this one has failed or is gone.
+    /// A process of the group has failed or disappeared.
     #[error("rank {rank} is lost: {reason}")]
     Lost {
-        /// Which one.
+        /// Rank of that process.
         rank: usize,
-        /// Why, as it said itself or as others found.
+        /// Reason, as reported by that process or by others.
         reason: String,
     },
-    /// Processes did not connect.
+    /// Processes could not connect.
     #[error("the processes cannot meet at {address}: {reason}")]
     Join {
-        /// Their address.
+        /// Address of rank 0.
         address: String,
-        /// Why not.
+        /// Reason.
         reason: String,
     },
-    /// What has to come before the first tensor of a program came later, or twice.
+    /// A registration that came after the program's first tensor, or a second time.
     #[cfg(all(feature = "cube", feature = "fusion"))]
     #[error(
         "accelerate_matmul and accelerate_attention must each be called once, before the first tensor: {0}"
@@ -135,7 +135,7 @@ impl OpError {
         }
     }
 
-    /// That a size is not 0.
+    /// Checks that a size is not 0.
     #[doc(hidden)]
     pub fn ensure_positive(argument: &'static str, size: usize) -> Result<(), Self> {
         match size {
@@ -149,7 +149,7 @@ impl OpError {
         Self::Read(error.to_string())
     }
 
-    /// That an argument is what another is.
+    /// Checks that an argument equals another.
     #[doc(hidden)]
     pub fn expect_same<T: PartialEq + std::fmt::Debug>(
         argument: &'static str,

@@ -1,8 +1,8 @@
 //! Gradients of attention as tensors that can be differentiated again, and Hessian-vector products.
 //!
-//! Burn's autodiff is of first order: a backward pass returns tensors without a graph, and a device with autodiff takes no second one. So what
-//! is to be differentiated twice computes its gradient itself, as operations of the graph, and the graph's one backward pass differentiates those. The reference's
-//! backward pass is made of Burn's primitives and serves on the backend with autodiff as it does on the plain one.
+//! Burn's autodiff is first-order: a backward pass returns tensors without a graph, and an autodiff device cannot be wrapped a second time. A function
+//! that is to be differentiated twice therefore computes its gradient as operations of the graph, which the graph's single backward pass differentiates. The
+//! backward pass of the reference consists of Burn primitives, so it works on the autodiff backend as well as on the plain one.
 
 use blocksparse::BlockLayout;
 
@@ -18,11 +18,12 @@ use crate::merge::Shares;
 use crate::options::{AttentionOptions, WeightsMode};
 use crate::{check, upload};
 
-/// Output of [`attention_gradients`]: the output of attention, and the gradients of `Σ out · grad_out`. All are of their inputs' shapes and dtypes.
+/// Output of [`attention_gradients`]: the output of attention, and the gradients of `Σ out · grad_out`. All gradients have the shapes and dtypes of their
+/// inputs.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct AttentionGradients {
-    /// `[batch, heads, seq_q, value_dim]`: the attention itself.
+    /// `[batch, heads, seq_q, value_dim]`: the output of attention.
     pub out: Tensor<4>,
     /// `[batch, heads, seq_q, head_dim]`
     pub q: Tensor<4>,
@@ -30,19 +31,19 @@ pub struct AttentionGradients {
     pub k: Tensor<4>,
     /// `[batch, kv_heads, seq_kv, value_dim]`
     pub v: Tensor<4>,
-    /// With respect to the other tensors that are set.
+    /// Gradients with respect to the optional tensors that are set.
     pub tensors: AttentionTensors,
 }
 
-/// The gradients of `Σ out · grad_out` with respect to q, k, v and further tensors, computed forward: on a device with autodiff they are part of its graph, and a
-/// backward pass through them gives second derivatives of the attention, also with respect to `grad_out`.
+/// Computes the gradients of `Σ out · grad_out` with respect to q, k, v and optional tensors in the forward pass. On a device with autodiff they are part of
+/// its graph, and a backward pass through them gives second derivatives of attention, also with respect to `grad_out`.
 ///
-/// Burn's autodiff differentiates once, so [`sparse_attention`](crate::sparse_attention) has no second derivatives. This function is for losses with a
-/// gradient in them, as gradient penalties (Gulrajani et al., 2017, §4) and sharpness; [`attention_hvp`] has the product of the Hessian and a
-/// vector in one call. The rest of a model has to give its gradients in the same way.
+/// Burn's autodiff differentiates once, so [`sparse_attention`](crate::sparse_attention) has no second derivatives. Use this function for losses that
+/// contain a gradient, such as gradient penalties (Gulrajani et al., 2017, §4) and sharpness. [`attention_hvp`] computes the product of the Hessian and a
+/// vector in one call. The rest of the model must compute its gradients in the same way.
 ///
-/// The reference implementation computes it, on the CPU backends. The graph keeps the weights of all kept blocks, several times. With
-/// [`WeightsMode::Store`] weights are computed again all the same.
+/// The reference implementation computes them, on CPU backends only. The graph stores the weights of all kept blocks several times. Weights are recomputed
+/// even with [`WeightsMode::Store`].
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -65,11 +66,11 @@ pub struct AttentionGradients {
 /// ```
 ///
 /// # Shapes
-/// - `q`, `k`, `v`: as [`sparse_attention`](crate::sparse_attention) has them
+/// - `q`, `k`, `v`: as in [`sparse_attention`](crate::sparse_attention)
 /// - `grad_out`: `[batch, heads, seq_q, value_dim]`, in the dtype of q
 ///
 /// # Errors
-/// [`OpError`] as [`SparseAttentionCall`](crate::SparseAttentionCall), if `grad_out` does not fit, or if the device is one of kernels, which
+/// [`OpError`] as for [`SparseAttentionCall`](crate::SparseAttentionCall); also if `grad_out` does not fit, or if the device runs kernels, which
 /// have no second derivatives.
 pub fn attention_gradients(
     q: Tensor<4>,
@@ -106,7 +107,7 @@ pub fn attention_gradients(
     let made = call(q, k, v, scores.clone(), None, host, options.clone())?;
     let own_out = Tensor::<4>::from_dispatch(made.out);
     let own_lse = Tensor::<3>::from_dispatch(made.lse);
-    // With sinks the output is a share of that without them, which depends on lse.
+    // With sinks the output is scaled by the share of the keys, which depends on lse.
     let (out, by_out, by_lse, by_sinks) = match tensors.sinks.clone() {
         None => (own_out.clone(), grad_out, None, None),
         Some(sinks) => {
@@ -163,10 +164,10 @@ pub fn attention_gradients(
     })
 }
 
-/// The Hessian of `Σ out · grad_out` with respect to (q, k, v), times the vector of `tangents`: of each of q, k and v, the derivative of its gradient in the direction
-/// of `tangents`. Further tensors are constants.
+/// Computes the product of the Hessian of `Σ out · grad_out` with respect to (q, k, v) and the vector `tangents`: for each of q, k and v, the derivative of its
+/// gradient in the direction of `tangents`. Optional tensors are constants.
 ///
-/// One backward pass through [`attention_gradients`], since the Hessian is symmetric; no Hessian is made. The results have no graph.
+/// It is one backward pass through [`attention_gradients`], because the Hessian is symmetric. The Hessian itself is never built. The results have no graph.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -184,7 +185,7 @@ pub fn attention_gradients(
 /// ```
 ///
 /// # Shapes
-/// - `inputs`: q, k and v, as [`sparse_attention`](crate::sparse_attention) has them; `tangents` and the results: each of its input's shape and dtype
+/// - `inputs`: q, k and v as in [`sparse_attention`](crate::sparse_attention); `tangents` and the results have the shapes and dtypes of their inputs
 /// - `grad_out`: `[batch, heads, seq_q, value_dim]`
 ///
 /// # Errors
@@ -209,7 +210,7 @@ pub fn attention_hvp(
         OpError::expect_same(dtype, input.dtype(), "its input's", tangent.dtype())?;
         same_device(device, &input.device(), "its input's", &tangent.device())?;
     }
-    // A graph of its own, whatever graph the arguments are part of.
+    // Starts a new graph, independent of any graph of the arguments.
     let [q, k, v] = inputs.map(|x| x.without_autodiff().autodiff().require_grad());
     let constant = |x: Tensor<4>| x.without_autodiff();
     let constants = AttentionTensors {
@@ -236,7 +237,7 @@ pub fn attention_hvp(
         return Ok([dq, dk, dv]);
     };
     let grads = sum.backward();
-    // What nothing depends on has no gradient: with one key for each query, none by q.
+    // An input that nothing depends on has no gradient: with one key per query, q has none.
     Ok([
         q.grad(&grads).unwrap_or(dq),
         k.grad(&grads).unwrap_or(dk),

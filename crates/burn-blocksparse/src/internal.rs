@@ -1,4 +1,4 @@
-//! Helpers of the sister crates and of tests. Nothing here is stable.
+//! Helpers for the sister crates and tests. Nothing here is stable.
 
 #[cfg(feature = "cube")]
 pub use crate::base::cube;
@@ -30,7 +30,7 @@ pub mod check {
     pub use crate::check::*;
 }
 
-/// What the files of an op name, in a sister crate.
+/// Common imports of ops in sister crates.
 pub mod prelude {
     pub use crate::base::prelude::*;
     pub use crate::check::same_device;
@@ -41,7 +41,7 @@ pub mod upload {
     pub use crate::upload::{indices, layout_tensors};
 }
 
-/// The plan of a call on a device, by the text of kernels where the crate that asks is built with them.
+/// Returns the plan of a call on a device. The text of kernels is evaluated if the calling crate is built with them.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! op_plan {

@@ -1,4 +1,4 @@
-//! What layouts are made of beside a [`Pattern`](crate::Pattern): options, masks, padding.
+//! Types for building layouts besides [`Pattern`](crate::Pattern): options, masks, padding.
 
 pub use crate::choice::TopKOptions;
 pub use crate::device_layout::DeviceLayoutOptions;

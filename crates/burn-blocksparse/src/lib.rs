@@ -21,18 +21,18 @@
 //! # Which item for which job
 //! | job | item |
 //! |---|---|
-//! | attention over a pattern, a mask or blocks of your own | [`sparse_attention`], [`Pattern`], [`BlockLayout`], [`DeviceLayout`] |
+//! | attention over a pattern, a mask or custom blocks | [`sparse_attention`], [`Pattern`], [`BlockLayout`], [`DeviceLayout`] |
 //! | Burn's `attention`, with a fused backward pass | [`module`] |
 //! | biases, sinks, ALiBi, softcap, dropout | [`AttentionOptions`], [`AttentionTensors`] |
-//! | what a call runs, and why | [`AttentionPlan`] |
-//! | padding, masks of blocks | [`layout`] |
-//! | keys selected by content: top-k, MoBA, Quest, NSA, DSA, your own scores | the crate `burn-sparse-select` |
+//! | which implementation a call runs, and why | [`AttentionPlan`] |
+//! | padding, block masks | [`layout`] |
+//! | keys selected by content: top-k, MoBA, Quest, NSA, DSA, custom scores | the crate `burn-sparse-select` |
 //! | decoding from a paged KV cache, sampling | the crate `burn-paged-attention` |
 //! | linear layers, dense or block-sparse, norms, MLP, embedding, loss, AdamW | the crate `burn-fused-ops` |
 //! | one sequence over several devices | [`ShardPlan`], [`SequenceShard`] |
-//! | a process for each device | [`Processes`] |
+//! | one process per device | [`Processes`] |
 //! | CUDA graphs | [`graph`] |
-//! | gradients that are differentiated again | [`gradients`] |
+//! | second derivatives | [`gradients`] |
 //! | backend traits | [`backend`] |
 //!
 //! # Features
@@ -40,22 +40,22 @@
 //! |---|---|---|
 //! | `flex`, `ndarray` | CPU backends, which run the reference implementation | `flex` |
 //! | `wgpu`, `cuda` | GPU backends, which run the kernels; with `fusion` | |
-//! | `cube` | the kernels for another CubeCL backend of Burn (untested); `burn` must have that backend's feature, it does not compile without one | |
+//! | `cube` | the kernels for another CubeCL backend of Burn (untested); `burn` must have that backend's feature, otherwise it does not compile | |
 //! | `fusion` | Burn's fusion, which `burn`'s own default features turn on for GPU backends | |
 //! | `autodiff` | gradients | yes |
 //! | `draw` | layouts as PNG and SVG | |
 //!
-//! An application must enable the backend **here** as well as in `burn`: for a device whose feature is off in this crate every function returns
-//! [`OpError::Backend`], which names the feature. [`check_device`] checks before any tensor is made whether a device can be used.
+//! An application must enable the backend **here** as well as in `burn`. For a device whose feature is off in this crate, every function returns
+//! [`OpError::Backend`], which names the feature. [`check_device`] checks whether a device can be used before any tensor is created.
 //!
-//! ## What `cuda` changes for the whole application
-//! CubeCL compiles CUDA kernels by LLVM or by CUDA C++ and NVRTC. The tensor-core kernels need the second, so `cuda` turns on the feature `cpp` of
-//! `cubecl-cuda`. Cargo unites features, so then **all** CubeCL kernels of the application, also Burn's own, are compiled by NVRTC: the machine it runs on
-//! needs the CUDA toolkit (NVRTC and the headers under `CUDA_PATH`), not just the driver, and caches of compiled kernels begin anew.
+//! ## Effects of `cuda` on the whole application
+//! CubeCL compiles CUDA kernels with LLVM, or as CUDA C++ with NVRTC. The tensor-core kernels need NVRTC, so `cuda` enables the feature `cpp` of
+//! `cubecl-cuda`. Cargo unifies features, so **all** CubeCL kernels of the application, including Burn's own, are then compiled by NVRTC. The target machine
+//! needs the CUDA toolkit (NVRTC and the headers under `CUDA_PATH`), not just the driver, and caches of compiled kernels start empty.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
-// What the macro makes of the backend traits has no arm then, which would use the arguments.
+// Without a backend the macro's expansion of the backend traits has no arm that uses the arguments.
 #![cfg_attr(
     not(any(feature = "flex", feature = "ndarray", feature = "cube")),
     allow(unused_variables)

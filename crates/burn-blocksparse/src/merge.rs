@@ -1,15 +1,15 @@
-//! Attention over disjoint sets of keys, merged by lse.
+//! Merges attention over disjoint sets of keys by lse.
 
 use crate::base::prelude::*;
 use crate::rows::ops::RowOps;
 use crate::rows::reference::LOWEST;
 use crate::rows::values::{MergedOutput, MergedParts};
 
-/// Merges two attentions of the same queries over disjoint keys into the attention over all of them:
-/// `out = (out_a · exp(lse_a) + out_b · exp(lse_b)) / (exp(lse_a) + exp(lse_b))`, `lse = ln(exp(lse_a) + exp(lse_b))`
-/// (FlashAttention's split keys, and ring attention). Differentiable in all arguments; more parts are merged one after the other.
+/// Merges two attention outputs over the same queries and disjoint keys into attention over all keys: `out = (out_a · exp(lse_a) + out_b · exp(lse_b)) /
+/// (exp(lse_a) + exp(lse_b))`, `lse = ln(exp(lse_a) + exp(lse_b))` (split keys in FlashAttention, and ring attention). Differentiable in all arguments. Merge
+/// more than two parts one after the other.
 ///
-/// Rows that have keys in neither part give zeros and lse −∞.
+/// Rows without keys in either part give zeros and lse −∞.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -32,8 +32,8 @@ use crate::rows::values::{MergedOutput, MergedParts};
 ///
 /// # Shapes
 /// - `out_a`, `out_b`: `[batch, heads, seq_q, value_dim]`
-/// - `lse_a`, `lse_b`: `[batch, heads, seq_q]`, as [`SparseAttentionCall::lse`](crate::SparseAttentionCall::lse) gives them: f32, or f64 for f64
-/// - returns out and lse, of the same shapes and dtypes
+/// - `lse_a`, `lse_b`: `[batch, heads, seq_q]`, as returned by [`SparseAttentionCall::lse`](crate::SparseAttentionCall::lse): f32, or f64 for f64
+/// - returns out and lse with the same shapes and dtypes
 ///
 /// # Errors
 /// [`OpError`] if shapes, dtypes or devices do not fit each other.
@@ -69,15 +69,16 @@ pub fn merge_attention(
     Ok((out.cast(dtype), lse))
 }
 
-/// Merges a part of each row with others that lie at places: the attention over all of their keys, summed in f32 and rounded once.
+/// Merges a part of each row with gathered other parts into attention over all of their keys, summed in f32 and rounded once.
 ///
 /// # Shapes
-/// - `own`: as [`merge_attention`] has them, and what is returned
+/// - `own`: out and lse as in [`merge_attention`], also those of the result
 /// - `others`: out `[batch, heads, places, value_dim]` and lse `[batch, heads, places]`
-/// - `places`: those of each row, `[batch, heads, seq_q, most]`, negative for none
-/// - `choices`: at each place its row, times `most`, plus its number in that row of `places`: `[batch, heads, places]`, negative for none
+/// - `places`: indices into `others` for each row, `[batch, heads, seq_q, most]`, negative for none
+/// - `choices`: the inverse of `places`. For each place: its row times `most`, plus its index in that row of `places`; `[batch, heads, places]`, negative for
+///   none
 ///
-/// Nothing is checked, neither that shapes, dtypes and devices fit each other nor that `choices` are the reverse of `places`.
+/// Nothing is checked, neither that shapes, dtypes and devices fit each other nor that `choices` is the inverse of `places`.
 pub fn merge_parts(
     (own, own_lse): (Tensor<4>, Tensor<3>),
     (others, other_lse): (Tensor<4>, Tensor<3>),
@@ -97,7 +98,7 @@ pub fn merge_parts(
     (Tensor::from_dispatch(out), Tensor::from_dispatch(lse))
 }
 
-/// Shares of two parts in their union's softmax.
+/// Shares of two parts in the softmax over their union.
 pub struct Shares {
     /// `exp(lse_a − lse)`
     pub a: Tensor<3>,
@@ -109,7 +110,7 @@ pub struct Shares {
 
 pub fn shares(lse_a: Tensor<3>, lse_b: Tensor<3>) -> Shares {
     let [a, b] = [lse_a, lse_b].map(|lse| lse.clamp_min(LOWEST));
-    // The result does not depend on the maximum, and nor does its gradient.
+    // The result and its gradient do not depend on the maximum.
     let max = a.clone().max_pair(b.clone()).detach();
     let empty = max.clone().lower_equal_elem(LOWEST);
     let [a, b] = [a, b].map(|lse| (lse - max.clone()).exp());

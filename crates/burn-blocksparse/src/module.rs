@@ -1,5 +1,5 @@
-//! Burn's own functions, argument for argument: `use burn_blocksparse::module::attention` in place of `use burn::tensor::module::attention`.
-//! `accelerate_attention` puts the kernels beneath Burn's own (features `wgpu` and `cuda`).
+//! Drop-in replacements of Burn's functions: `use burn_blocksparse::module::attention` instead of `use burn::tensor::module::attention`.
+//! `accelerate_attention` runs the kernels beneath Burn's own function (features `wgpu` and `cuda`).
 
 #[cfg(all(feature = "cube", feature = "fusion"))]
 pub use crate::accelerated::{

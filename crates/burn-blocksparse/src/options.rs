@@ -21,20 +21,20 @@ pub struct AttentionOptions {
     pub scale: Option<f64>,
     /// Softcap `c`: scores become `c · tanh(score / c)` after scaling and before masking (Gemma 2).
     pub softcap: Option<f64>,
-    /// ALiBi slopes, one for each head: scores get `−slope · |i − j|` after the softcap. See [`alibi`](Self::alibi).
+    /// ALiBi slopes, one per head: scores get `−slope · |i − j|` after the softcap. See [`alibi`](Self::alibi).
     pub alibi: Option<Arc<[f64]>>,
     /// Attention dropout.
     pub dropout: Option<Dropout>,
-    /// Threshold `t`: tiles whose scores are all below the largest ones of their rows by more than `t` are skipped. See
+    /// Threshold `t`: tiles whose scores are all more than `t` below the maxima of their rows are skipped. See
     /// [`softmax_threshold`](Self::softmax_threshold).
     pub softmax_threshold: Option<f64>,
-    /// Storage for the backward pass.
+    /// Storage of attention weights for the backward pass.
     pub weights: WeightsMode,
-    /// Precision of the factors of matmuls.
+    /// Precision of matmul operands.
     pub precision: ProductPrecision,
-    /// True if each row's largest score is also returned, as [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
+    /// True if each row's largest score is also returned. [`SparseAttentionCall::max_scores`](crate::SparseAttentionCall::max_scores) sets it.
     pub max_scores: bool,
-    /// Implementation of attention to keys that each query selected.
+    /// Implementation of attention to blocks that each query selected.
     pub dispatch_mode: DispatchMode,
 }
 
@@ -42,11 +42,11 @@ pub struct AttentionOptions {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DispatchMode {
-    /// Each query attends to its own list, where a device has kernels for it, they take the call, and blocks are not so long that
-    /// [`GroupByBlock`](Self::GroupByBlock) is faster; otherwise as `GroupByBlock`. `SelectedBlocks::explain` says which.
+    /// Each query attends to its own list, if the device has kernels that support the call and blocks are not so long that
+    /// [`GroupByBlock`](Self::GroupByBlock) is faster. Otherwise as `GroupByBlock`. `SelectedBlocks::explain` tells which one runs.
     #[default]
     Auto,
-    /// Queries are packed by the block that they chose and attend to that block alone; then the parts are merged.
+    /// Queries are grouped by the block that they selected and attend to that block alone. Then the parts are merged.
     GroupByBlock,
 }
 
@@ -68,10 +68,9 @@ impl AttentionOptions {
         softcap: Some(f64),
     }
 
-    /// Adds linear biases by distance to the scores, ALiBi (Press et al., 2022): query `i` and key `j` of head `h` get
-    /// `−slopes[h] · |i − j|`, after scale and softcap. `i` and `j` are positions as patterns see them: with `seq_q ≠ seq_kv`
-    /// query row `r` sits at `r + seq_kv − seq_q`. The biases are made of positions where scores are; nothing n × n exists.
-    /// The slopes are constants; [`alibi_slopes`] has the paper's.
+    /// Adds linear biases by distance to the scores, ALiBi (Press et al., 2022): query `i` and key `j` of head `h` get `−slopes[h] · |i − j|`, after scale and
+    /// softcap. `i` and `j` are positions as in patterns: with `seq_q ≠ seq_kv` query row `r` has position `r + seq_kv − seq_q`. The biases are computed from
+    /// positions together with the scores; no n × n tensor is created. The slopes are constants. [`alibi_slopes`] returns those of the paper.
     ///
     /// ```
     /// use burn_blocksparse::{AttentionOptions, alibi_slopes};
@@ -84,43 +83,42 @@ impl AttentionOptions {
         self
     }
 
-    /// Dropout, if it drops anything.
+    /// Returns the dropout if its probability is not 0.
     #[doc(hidden)]
     pub fn active_dropout(&self) -> Option<Dropout> {
         self.dropout.filter(|dropout| dropout.probability > 0.0)
     }
 
     blocksparse::setters! {
-        /// Applies attention dropout, after the softmax: `out[i] = Σ_j p[i, j] · mask[i, j] / (1 − probability) · v[j]`. The backward pass
-        /// uses the same mask; lse and returned weights are those before dropout. The mask follows from the seed and the pair alone
-        /// ([`Dropout`]), so give every training step, and every layer, a seed of its own.
+        /// Applies attention dropout after the softmax: `out[i] = Σ_j p[i, j] · mask[i, j] / (1 − probability) · v[j]`. The backward pass
+        /// uses the same mask. lse and returned weights are those before dropout. The mask depends on the seed and the pair alone
+        /// ([`Dropout`]), so use a different seed for every training step and every layer.
         dropout: Some(Dropout),
-        /// Skips tiles of queries and keys that hardly matter: those whose scores, after scale, softcap and biases, are all below the largest
-        /// scores of their rows so far by more than `t`. Each skipped weight is below `exp(−t)`, so a row of `n` keys misses less than
-        /// `n · exp(−t)` of its weight: with `t = 16` and 64K keys less than 0.8%. The unit is that of scores, natural logarithms.
-        /// Default: nothing is skipped.
+        /// Skips tiles of queries and keys with negligible weights: those whose scores, after scale, softcap and biases, are all more than `t` below the
+        /// largest scores of their rows so far. Each skipped weight is below `exp(−t)`, so a row of `n` keys loses less than `n · exp(−t)` of its weight: with
+        /// `t = 16` and 64K keys less than 0.8%. The unit is that of scores, natural logarithms. By default nothing is skipped.
         ///
-        /// A kernel still computes all scores. It leaves out exponentials and the product with values; in the backward pass, where a tile's weights
-        /// are all below `exp(−t)`, four of five products. Tiles are the kernel's, so skipped pairs differ by device and dtype; the same call gives
-        /// the same bits. Largest scores, returned and stored weights are those of all pairs. CPU backends, decoding over pages, and what the
-        /// [plan](crate::AttentionPlan) names compute exactly.
+        /// A kernel still computes all scores. It omits exponentials and the product with values and, in the backward pass, four of five products of tiles
+        /// whose weights are all below `exp(−t)`. Tiles are those of the kernel, so skipped pairs differ by device and dtype; the same call gives the same
+        /// bits. Row maxima and returned or stored weights cover all pairs. CPU backends, paged decoding, and the cases that the [plan](crate::AttentionPlan)
+        /// names compute exactly.
         softmax_threshold: Some(f64),
         /// Sets what is stored for the backward pass.
         weights: WeightsMode,
-        /// Sets the precision of the factors of matmuls.
+        /// Sets the precision of matmul operands.
         precision: ProductPrecision,
         /// Sets whether each row's largest score is also returned.
         max_scores: bool,
-        /// Sets the implementation of attention to keys that each query selected.
+        /// Sets the implementation of attention to blocks that each query selected.
         dispatch_mode: DispatchMode,
     }
 
-    /// The factor of the scores for a head dimension.
+    /// Returns the factor of the scores for a head dimension.
     pub fn scale_for(&self, head_dim: usize) -> f64 {
         self.scale.unwrap_or_else(|| 1.0 / (head_dim as f64).sqrt())
     }
 
-    /// Checks the values, for a layout of `heads` heads and tensors of `dtype`.
+    /// Checks the options for a layout of `heads` heads and tensors of `dtype`.
     #[doc(hidden)]
     pub fn validate(&self, heads: usize, dtype: DType) -> Result<(), OpError> {
         // Scores are f32, or f64 for f64 tensors.
@@ -149,8 +147,8 @@ impl AttentionOptions {
     }
 }
 
-/// The slopes of ALiBi for a number of heads: `2^(−8 · (h + 1) / heads)` where it is a power of two; else those of the power below,
-/// and every other one of twice that power (Press et al., 2022, and its reference implementation).
+/// Returns the ALiBi slopes: `2^(−8 · (h + 1) / heads)` if `heads` is a power of two. Otherwise the slopes of the next lower power of two,
+/// followed by every other slope of twice that power (Press et al., 2022, and its reference implementation).
 pub fn alibi_slopes(heads: usize) -> Vec<f64> {
     let geometric =
         |count: usize| (1..=count).map(move |h| 2f64.powf(-8.0 * h as f64 / count as f64));

@@ -1,4 +1,4 @@
-//! Layouts on devices: uploaded once per device, kept as long as the layout lives.
+//! Uploads layouts to devices, once per device, and keeps them as long as the layout lives.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
@@ -12,11 +12,10 @@ use crate::base::values::{DynamicBlocks, KernelPlan, LayoutTensors};
 use crate::error::OpError;
 use crate::graph::recording;
 
-/// What a layout has on devices, found by the address of a token that lives as long as the layout's data.
+/// Uploaded tensors of layouts. The key is the address of a token that lives as long as the layout's data.
 ///
-/// The layout itself must not own these tensors: an operation in flight may be the last to hold the layout, and a
-/// tensor dropped on the device's own thread would call that thread from itself. Tensors of layouts that are
-/// gone are dropped when the next layout is uploaded.
+/// The layout itself must not own these tensors: an operation in flight may be the last holder of the layout, and a tensor dropped on the device's own thread
+/// would call that thread from itself. Tensors of dropped layouts are released when the next layout is uploaded.
 static UPLOADED: LazyLock<Mutex<HashMap<usize, Uploaded>>> = LazyLock::new(Mutex::default);
 
 #[derive(Default)]
@@ -27,12 +26,11 @@ struct Uploaded {
     on_devices: Vec<(Device, Tensor<2, Bool>)>,
 }
 
-/// The layout for a call on `device`. Its tensors are on the device without autodiff: an autodiff layout
-/// would silently turn plain outputs into autodiff ones. Kernels read no mask table: where they run, `blocked` is
-/// a single element.
+/// Returns the layout for a call on `device`. Its tensors are on the device without autodiff: an autodiff layout would silently turn plain outputs into
+/// autodiff ones. Kernels read no mask table: if they run, `blocked` is a single element.
 ///
 /// # Errors
-/// [`OpError::Recording`] if they are not there yet and this thread records.
+/// [`OpError::Recording`] if the tensors are not uploaded yet and this thread records.
 pub fn layout_tensors(
     layout: &BlockLayout,
     device: &Device,
@@ -70,7 +68,7 @@ pub fn layout_tensors(
             blocked
         }
     };
-    // Dropping tensors takes the device's locks; ours is given back before.
+    // Dropping tensors takes the device's locks, so our lock is released first.
     drop(uploaded);
     drop(gone);
     Ok(LayoutTensors {
@@ -81,14 +79,14 @@ pub fn layout_tensors(
     })
 }
 
-/// Indices that an op in primitives reads.
+/// Uploads indices for an op in primitives.
 pub fn indices<B: Backend>(device: &B::Device, indices: Vec<i32>) -> IntTensor<B> {
     recording::doom_by_upload(device, "indices of an op in primitives");
     let length = indices.len();
     B::int_from_data(TensorData::new(indices, [length]), device)
 }
 
-/// The token of the element that stands for no mask table.
+/// Token of the single element that stands for a missing mask table.
 static NO_LAYOUT: LazyLock<Arc<Token>> = LazyLock::new(Arc::default);
 
 fn blocked(layout: &BlockLayout, device: &Device) -> Tensor<2, Bool> {

@@ -1,10 +1,10 @@
-//! Values in block-sparse form: attention weights, and what operators make of them.
+//! Values in block-sparse form: attention weights, and results of the block-sparse operators.
 
 use blocksparse::BlockLayout;
 use burn::tensor::Tensor;
 
-/// Shape of the stored weights: `[batch, blocks, block_size, block_size]`. A per-batch layout has as many
-/// blocks as its fullest batch entry; the others' last blocks are zero.
+/// Returns the shape of the stored weights: `[batch, blocks, block_size, block_size]`. A per-batch layout has as many blocks as its fullest batch entry;
+/// surplus blocks of the others are zero.
 pub(crate) fn shape(layout: &BlockLayout, batch: usize) -> [usize; 4] {
     let b = layout.block_size();
     let blocks = (0..layout.batch().unwrap_or(1))
@@ -14,7 +14,7 @@ pub(crate) fn shape(layout: &BlockLayout, batch: usize) -> [usize; 4] {
     [batch, blocks, b, b]
 }
 
-/// Index of each head's first block among the blocks of a batch entry, and their number: `[heads + 1]`.
+/// Returns the index of each head's first block within a batch entry, and the total number: `[heads + 1]`.
 pub(crate) fn head_offsets(layout: &BlockLayout, batch: usize) -> Vec<usize> {
     let mut offsets = vec![0];
     for head in 0..layout.heads() {
@@ -25,9 +25,9 @@ pub(crate) fn head_offsets(layout: &BlockLayout, batch: usize) -> Vec<usize> {
 }
 
 /// A value for each pair of the kept blocks of a layout: the weights of
-/// [`SparseAttentionCall::weights`](crate::SparseAttentionCall::weights), or what the operators below make.
+/// [`SparseAttentionCall::weights`](crate::SparseAttentionCall::weights), or results of the operators below.
 ///
-/// Blocks come head by head, row by row, key blocks ascending; masked pairs are 0.
+/// Blocks are ordered by head, block row and key block. Masked pairs are 0.
 #[derive(Clone, Debug)]
 pub struct BlockSparseTensor {
     values: Tensor<4>,
@@ -39,12 +39,12 @@ impl BlockSparseTensor {
         Self { values, layout }
     }
 
-    /// `[batch, blocks, block_size, block_size]`, in f32 or f64.
+    /// Returns the values, `[batch, blocks, block_size, block_size]`, in f32 or f64.
     pub fn values(&self) -> Tensor<4> {
         self.values.clone()
     }
 
-    /// The layout whose blocks these are.
+    /// Returns the layout of the blocks.
     pub fn layout(&self) -> &BlockLayout {
         &self.layout
     }

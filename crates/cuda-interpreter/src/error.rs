@@ -1,6 +1,6 @@
-//! What stops a module from being loaded, or a kernel from running on.
+//! Errors of loading modules and running kernels.
 
-/// Text that is not understood, with its line.
+/// Text that cannot be parsed, with its line.
 #[derive(Debug, thiserror::Error)]
 #[error("PTX, line {line}: {what}")]
 pub struct Unread {
@@ -8,7 +8,7 @@ pub struct Unread {
     pub what: String,
 }
 
-/// What a kernel did that no device does.
+/// An invalid operation of a kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum Fault {
     #[error("{bytes} bytes at {address:#x} of {space} memory lie outside of what the kernel has")]
@@ -39,7 +39,7 @@ pub enum Fault {
     Launch(String),
 }
 
-/// A fault, and where it came about.
+/// A fault and its location.
 #[derive(Debug, thiserror::Error)]
 #[error("kernel {kernel}, cube {cube:?}, warp {warp}, PTX line {line}: {fault}")]
 pub struct Stopped {

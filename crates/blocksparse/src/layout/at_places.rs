@@ -1,4 +1,4 @@
-//! Some rows of a layout over keys that lie at other places.
+//! Rows of a layout with their key blocks moved to other positions.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -9,13 +9,13 @@ use super::mask::MaskInterner;
 use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
 
-/// For a key block that has no place.
+/// Position of a key block that is not part of the target.
 pub(crate) const NOWHERE: u32 = u32::MAX;
 
 impl BlockLayout {
-    /// Block rows `rows`, one after another, whose key block `j` lies at block `places[which(head)][j]` of `kv_blocks`.
+    /// Returns the block rows `rows`, in order, with key block `j` moved to block `places[which(head)][j]` of `kv_blocks`.
     ///
-    /// Batch entries are alike. Every block that a row attends to has a place.
+    /// All batch entries are equal. Every block that a row attends to must have a position.
     pub(crate) fn at_places(
         &self,
         name: String,
@@ -49,7 +49,7 @@ impl BlockLayout {
     }
 }
 
-/// A run's blocks at their places, as few runs.
+/// Moves the blocks of a run and returns them as few runs.
 fn moved_runs(run: &Run, places: &[u32]) -> Vec<Run> {
     let mut moved: Vec<Run> = Vec::new();
     for block in run.blocks() {

@@ -1,4 +1,4 @@
-//! Values that other crates keep with a layout, one of each type.
+//! Values that other crates attach to a layout, one of each type.
 
 use std::any::{Any, TypeId};
 use std::collections::HashMap;
@@ -6,13 +6,13 @@ use std::sync::{Arc, Mutex};
 
 use crate::known::lock;
 
-/// Values by their types.
+/// Attached values by type.
 #[derive(Default)]
 pub(crate) struct Attachments(Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>);
 
 impl Attachments {
-    /// The value of a type, made on first use. Nothing is locked while it is made, so that `make` may ask for others; of several that are made at once all
-    /// get the first that is done.
+    /// Returns the value of a type and makes it on first use. No lock is held meanwhile, so `make` may request values of other types. If several threads make
+    /// it at once, all get the value that is finished first.
     pub fn get_or_make<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Arc<T> {
         let id = TypeId::of::<T>();
         let known = lock(&self.0).get(&id).cloned();

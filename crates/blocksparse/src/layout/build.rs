@@ -1,4 +1,4 @@
-//! What makes layouts: a pattern, a callback over blocks, other layouts, a tensor on a device.
+//! Constructors of layouts: from a pattern, a callback over blocks, other layouts, or a tensor on a device.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use super::{BlockLayout, residue};
 use crate::{LayoutError, Pattern};
 
 impl Pattern {
-    /// The layout of this pattern for self-attention over `seq` positions.
+    /// Builds the layout of this pattern for self-attention over `seq` positions.
     ///
     /// # Errors
     /// See [`BlockLayout::new`].
@@ -27,10 +27,10 @@ impl Pattern {
 }
 
 impl BlockLayout {
-    /// The layout of `pattern`. Time and memory follow the kept blocks, never `seq_q · seq_kv`
-    /// (unless the pattern is a callback, [`Pattern::from_fn`]).
+    /// Builds the layout of `pattern`. Time and memory are proportional to the kept blocks, never to `seq_q · seq_kv` (unless the pattern is a callback,
+    /// [`Pattern::from_fn`]).
     ///
-    /// Query row `r` sits at position `r + seq_kv − seq_q`: causality is aligned bottom-right.
+    /// Query row `r` has position `r + seq_kv − seq_q`: causality is aligned bottom-right.
     ///
     /// # Errors
     /// [`LayoutError`] if a size or one of the pattern's parameters is out of range.
@@ -40,9 +40,8 @@ impl BlockLayout {
         Ok(layout.with_parts(parts))
     }
 
-    /// A layout from a block-level callback, called once per head and block:
-    /// `None` drops the block, `Some(mask)` keeps the mask's pairs. Pairs beyond `seq_q` or `seq_kv` on
-    /// a ragged edge are dropped; [`BlockMask::corner`]`(b, b, b)` keeps all pairs.
+    /// Builds a layout from a callback that is called once per head and block: `None` drops the block, `Some(mask)` keeps the pairs of the mask. Pairs beyond
+    /// `seq_q` or `seq_kv` on a ragged edge are dropped. [`BlockMask::corner`]`(b, b, b)` keeps all pairs.
     ///
     /// ```
     /// use blocksparse::{BlockLayout, BlockMask, LayoutShape};
@@ -57,7 +56,7 @@ impl BlockLayout {
     /// ```
     ///
     /// # Errors
-    /// [`LayoutError`] if a size is out of range or a mask is of another block size.
+    /// [`LayoutError`] if a size is out of range or a mask has another block size.
     pub fn from_block_fn(
         name: impl Into<String>,
         shape: LayoutShape,
@@ -71,11 +70,11 @@ impl BlockLayout {
         })
     }
 
-    /// A layout from a callback that lists the kept blocks of a row of query blocks, ascending, with their masks: called once per head and row, so time follows
-    /// the kept blocks. Otherwise as [`from_block_fn`](Self::from_block_fn).
+    /// Builds a layout from a callback that is called once per head and block row and lists the kept blocks in ascending order, with their masks. Time is
+    /// proportional to the kept blocks. Otherwise like [`from_block_fn`](Self::from_block_fn).
     ///
     /// # Errors
-    /// [`LayoutError`] if a size is out of range, a mask is of another block size, or blocks are not ascending or beyond the keys.
+    /// [`LayoutError`] if a size is out of range, a mask has another block size, or the blocks are not ascending or lie beyond the keys.
     pub fn from_row_fn(
         name: impl Into<String>,
         shape: LayoutShape,
@@ -120,10 +119,10 @@ impl BlockLayout {
         Ok(Self::from_heads(name.into(), shape, heads, masks))
     }
 
-    /// The layout in which each of `heads` heads sees what the first one of this layout sees. What is the same for all heads is so built once.
+    /// Returns the layout with `heads` heads that are all equal to the first head of this layout. Use it to build a pattern that all heads share only once.
     ///
     /// # Errors
-    /// [`LayoutError`] if there are no heads, or too many, or the layout is per batch or lists no blocks.
+    /// [`LayoutError`] if `heads` is 0 or too large, or if the layout is per batch or lists no blocks.
     pub fn of_first_head(&self, heads: usize) -> Result<Self, LayoutError> {
         let shape = LayoutShape {
             heads,
@@ -142,10 +141,10 @@ impl BlockLayout {
         Ok(Self::from_heads(name, shape, vec![rows], masks))
     }
 
-    /// One layout out of one per batch entry, all of the same shape.
+    /// Combines one layout per batch entry, all of the same shape, into one layout.
     ///
     /// # Errors
-    /// [`LayoutError`] if there is none, if shapes differ, or if one is itself per batch.
+    /// [`LayoutError`] if `layouts` is empty, if shapes differ, or if a layout is itself per batch.
     pub fn stack_batch(layouts: &[BlockLayout]) -> Result<Self, LayoutError> {
         let Some(first) = layouts.first() else {
             return Err(LayoutError::argument("layouts", "at least one", "none"));
@@ -179,11 +178,11 @@ impl BlockLayout {
         Ok(stacked.with_parts(residue::stacked(layouts)?))
     }
 
-    /// A layout whose blocks a tensor on a device chooses. It has sizes and **lists no blocks**; kernels make their launch plans of the
-    /// tensor, on its device, once `kernels::choose_blocks` has been given it.
+    /// Builds a layout whose blocks a tensor on a device chooses. It has sizes and **lists no blocks**. Kernels compute their launch plans from the tensor on
+    /// its device, once `kernels::choose_blocks` has received it.
     ///
     /// # Errors
-    /// [`LayoutError`] if a size is out of range, or the heads do not divide into as many adjacent groups as there are patterns.
+    /// [`LayoutError`] if a size is out of range, or if the number of patterns does not divide the heads into equal groups of adjacent heads.
     pub fn on_device(
         name: impl Into<String>,
         shape: LayoutShape,
@@ -200,7 +199,7 @@ impl BlockLayout {
         Ok(Self::chosen(name.into(), shape, batch, choice, None))
     }
 
-    /// A layout on a device, of sizes that were checked.
+    /// Builds a layout on a device from sizes that are already checked.
     pub(super) fn chosen(
         name: String,
         shape: LayoutShape,

@@ -1,4 +1,4 @@
-//! Layouts in the making.
+//! Incremental construction of layouts.
 
 use super::attachments::Attachments;
 use super::mask::MaskInterner;
@@ -6,7 +6,7 @@ use super::rows::RowRuns;
 use super::shape::LayoutShape;
 use super::{BlockLayout, HeadPattern, Inner};
 
-/// Masks and rows of blocks, each once, and which rows each head of each batch entry has.
+/// Distinct masks and distinct block rows, and the pattern of each head of each batch entry.
 pub(super) struct LayoutBuilder {
     pub masks: MaskInterner,
     pub patterns: Vec<HeadPattern>,
@@ -22,7 +22,7 @@ impl LayoutBuilder {
         }
     }
 
-    /// The index of the pattern with these rows, added if it is new.
+    /// Returns the index of the pattern with these rows. Adds the pattern if it is new.
     pub fn pattern(&mut self, rows: RowRuns) -> u32 {
         let known = self.patterns.iter().position(|p| p.rows == rows);
         let index = known.unwrap_or_else(|| {
@@ -32,7 +32,7 @@ impl LayoutBuilder {
         index as u32
     }
 
-    /// Gives the next head these rows.
+    /// Appends a head with these rows.
     pub fn push(&mut self, rows: RowRuns) {
         let pattern = self.pattern(rows);
         self.head_patterns.push(pattern);

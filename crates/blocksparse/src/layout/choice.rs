@@ -1,45 +1,45 @@
-//! Layouts whose blocks a tensor on a device chooses: the host knows their sizes and how many blocks there can be.
+//! Layouts whose blocks a tensor on a device chooses. The host knows their sizes and the maximum number of blocks.
 
 use super::shape::LayoutShape;
 use crate::rule::Rule;
 
-/// Rule by which blocks of a layout are chosen on a device.
+/// Rule by which a device chooses the blocks of a layout.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DeviceChoice {
-    /// Batch entries and heads that have blocks of their own: `[batch or 1, a divisor of the heads]`. Adjacent heads share.
+    /// Number of batch entries and heads with their own blocks: `[batch or 1, a divisor of the heads]`. Adjacent heads share blocks.
     pub patterns: [usize; 2],
-    /// True if queries see no later keys. The last query sits at the last key.
+    /// True if queries see no later keys. The last query is aligned with the last key.
     pub causal: bool,
-    /// The tensor that chooses.
+    /// Meaning of the tensor that chooses.
     pub by: BlockSource,
 }
 
-/// Contents of the tensor that chooses blocks, for each row of query blocks.
+/// Contents of the tensor that chooses blocks. Block contents are per row of query blocks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum BlockSource {
-    /// Of each key block, whether it is chosen.
+    /// A flag per key block: chosen or not.
     Mask,
-    /// The key blocks that are chosen; what is no key block counts for nothing.
+    /// A list of the chosen key blocks. Indices that are not key blocks are ignored.
     Indices {
-        /// Indices of a row.
+        /// Number of indices per row.
         most: usize,
     },
-    /// Of each key block a score in f32, by which a rule chooses.
+    /// An f32 score per key block, to which a rule is applied.
     Scores(Rule),
-    /// Nothing of blocks, which are all those of the layout that the choice is made within; of queries and keys their positions, of which a rule says what
-    /// is seen.
+    /// Positions of queries and keys, from which a rule derives the visible pairs. The blocks are all blocks of the layout within which the choice is made.
     Positions(PositionMask),
-    /// The same where each key is at its query's position, which is there once.
+    /// Like `Positions`, for keys that are at their queries' positions: the tensor stores each position once.
     OwnPositions(PositionMask),
-    /// Nothing of blocks, likewise; of every query the keys that it sees, ascending, each once, and negative numbers after the last.
+    /// The keys that each query sees: ascending, without duplicates, padded with negative numbers. The blocks are all blocks of the layout within which the
+    /// choice is made.
     Keys {
-        /// Elements of a query.
+        /// Number of elements per query.
         most: usize,
     },
 }
 
 impl BlockSource {
-    /// Returns whether the blocks are all those of the layout that the choice is made within, of which the tensor says what pairs they have.
+    /// Returns whether the blocks are all those of the layout within which the choice is made, so that the tensor only determines their pairs.
     pub fn has_all_blocks(&self) -> bool {
         match self {
             Self::Positions(_) | Self::OwnPositions(_) | Self::Keys { .. } => true,
@@ -48,14 +48,14 @@ impl BlockSource {
     }
 }
 
-/// Keys that a query sees, by the positions of both. A negative position is none: its query sees nothing, and nobody its key.
+/// Keys that a query sees, determined by the positions of both. A negative position means none: such a query sees nothing, and no query sees such a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PositionMask {
-    /// Those of earlier positions.
+    /// Keys at earlier positions.
     Before,
-    /// Those of earlier positions, and of its own.
+    /// Keys at earlier positions and at the query's own position.
     UpTo,
-    /// Those of all positions but its own.
+    /// Keys at all positions but the query's own.
     Others,
 }
 
@@ -72,11 +72,12 @@ impl PositionMask {
     }
 }
 
-/// Block rows that a tile of chosen blocks unites at most: its masks are a table over all their subsets.
+/// Maximum number of block rows in a tile of chosen blocks: the tile's masks are a table over all subsets of its rows.
 pub const TALLEST: usize = 8;
 
 impl DeviceChoice {
-    /// The positions of a batch entry and head, if a rule chooses by them: how many elements, and which is the first key's, after those of queries or with them.
+    /// Returns the number of positions of a batch entry and head and the index of the first key's position, if a position rule chooses. Key positions follow
+    /// those of the queries, or are the same elements.
     pub fn positions(&self, shape: &LayoutShape) -> Option<[usize; 2]> {
         match self.by {
             BlockSource::Positions(_) => Some([shape.seq_q + shape.seq_kv, shape.seq_q]),
@@ -88,7 +89,7 @@ impl DeviceChoice {
         }
     }
 
-    /// The most blocks that a row of query blocks can have.
+    /// Returns the maximum number of blocks in a row of query blocks.
     #[doc(hidden)]
     pub fn most_blocks(&self, shape: &LayoutShape) -> usize {
         let all = shape.seq_kv.div_ceil(shape.block_size);

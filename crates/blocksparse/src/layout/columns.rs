@@ -1,4 +1,4 @@
-//! The transpose of a head pattern: for every column of key blocks, the query blocks that need it.
+//! The transpose of a head pattern: the query blocks that attend to each column of key blocks.
 
 use super::rows::{RowRuns, Run};
 
@@ -8,8 +8,8 @@ pub(crate) struct Columns {
 }
 
 impl Columns {
-    /// One sweep over the rows in order. Each column has at most one open run; a block that continues
-    /// it costs an addition, so the sweep is O(blocks) in time and O(runs) in memory.
+    /// Transposes the rows in one sweep. Each column has at most one open run, and a block that continues it costs an addition. The sweep is O(blocks) in time
+    /// and O(runs) in memory.
     pub fn transpose(rows: &RowRuns, q_blocks: usize, kv_blocks: usize) -> Self {
         let mut open: Vec<Option<Run>> = vec![None; kv_blocks];
         let mut closed: Vec<(u32, Run)> = Vec::new();
@@ -35,7 +35,7 @@ impl Columns {
         for (column, run) in open.into_iter().enumerate() {
             closed.extend(run.map(|run| (column as u32, run)));
         }
-        // Stable: runs of a column stay in the order of their rows.
+        // The sort is stable: runs of a column stay in the order of their rows.
         closed.sort_by_key(|(column, _)| *column);
         let mut run_offsets = vec![0; kv_blocks + 1];
         for (column, _) in &closed {

@@ -1,4 +1,4 @@
-//! A layout as a picture: one panel per distinct head pattern, queries downwards, keys to the right.
+//! Draws a layout: one panel per distinct head pattern, queries downwards, keys to the right.
 
 use std::path::Path;
 
@@ -8,22 +8,22 @@ use plotters::prelude::*;
 use super::{BlockLayout, font};
 use crate::LayoutError;
 
-/// Positions are drawn one by one up to this length, blocks of them beyond.
+/// Longest sequence that is drawn position by position. Longer ones are drawn in cells of blocks.
 const MAX_POSITIONS: usize = 512;
-/// Cells per side beyond that, at most.
+/// Maximum number of cells per side for longer sequences.
 const MAX_CELLS: usize = 256;
-/// Panels, at most; the rest is named in the caption.
+/// Maximum number of panels. The caption names the rest.
 const MAX_PANELS: usize = 8;
-/// Side of a panel that has others beside it, and of one that has the width for itself.
+/// Side of a panel among several, and of a single one.
 const PANEL: u32 = 420;
 const SINGLE_PANEL: u32 = 560;
-/// Height of the caption, below the lines of its title.
+/// Height of the caption below the title.
 const CAPTION: u32 = 40;
-/// Characters of a title in large letters, on one line, and in small ones on each of two.
+/// Maximum characters of a title on one line in large letters, and on each of two lines in small letters.
 const LARGE: usize = 50;
 const SMALL: usize = 68;
 
-/// Files of what has a `picture_size` and can `draw` itself.
+/// Implements `save_png` and `save_svg` for a type with `picture_size` and `draw`.
 macro_rules! saves_pictures {
     ($layout:ty) => {
         impl $layout {
@@ -130,7 +130,7 @@ impl BlockLayout {
     }
 }
 
-/// Draws shaded cells of `cell` numbers a side, with what goes downwards and to the right and how far.
+/// Draws shaded cells of `cell` items a side, with the label and length of the vertical and the horizontal axis.
 pub(crate) fn draw_cells<DB: DrawingBackend>(
     builder: &mut ChartBuilder<DB>,
     [(down, height), (right, width)]: [(&str, usize); 2],
@@ -164,7 +164,7 @@ pub(crate) fn draw_cells<DB: DrawingBackend>(
     Ok(())
 }
 
-/// `(from, to, shade)` for each stretch of equal, non-empty cells.
+/// Returns `(from, to, shade)` for each stretch of equal, non-empty cells.
 fn equal_stretches(row: &[f64]) -> Vec<(usize, usize, f64)> {
     let mut stretches: Vec<(usize, usize, f64)> = Vec::new();
     for (index, &shade) in row.iter().enumerate().filter(|(_, shade)| **shade > 0.0) {
@@ -176,13 +176,13 @@ fn equal_stretches(row: &[f64]) -> Vec<(usize, usize, f64)> {
     stretches
 }
 
-/// From pale to dark blue as more of a cell's pairs are computed.
+/// Interpolates from pale to dark blue by the computed share of a cell's pairs.
 fn color(shade: f64) -> RGBColor {
     let mix = |from: f64, to: f64| (from + (to - from) * shade) as u8;
     RGBColor(mix(205.0, 22.0), mix(222.0, 72.0), mix(244.0, 140.0))
 }
 
-/// A layout's name above its picture: in large letters if it is short, else in small ones on up to two lines.
+/// A layout's name above its picture: in large letters if it is short, otherwise in small letters on up to two lines.
 struct Title {
     lines: Vec<String>,
     size: u32,
@@ -197,7 +197,7 @@ impl Title {
             };
         }
         let end = name.char_indices().nth(SMALL).map_or(name.len(), |c| c.0);
-        // After the last comma of the first line, if there is one.
+        // Breaks after the last comma of the first line, if there is one.
         let end = match name[..end].rfind(", ") {
             _ if end == name.len() => end,
             Some(comma) => comma + 2,

@@ -1,4 +1,4 @@
-//! The blocks of a pattern, row by row, from its zones.
+//! Builds the blocks of a pattern row by row from its zones.
 
 use std::collections::HashMap;
 
@@ -9,14 +9,14 @@ use super::shape::LayoutShape;
 use crate::LayoutError;
 use crate::pattern::{BlockRow, Cell, Cells, Pattern, document, document_start};
 
-/// Remembered masks, at most: enough for every distance that repeats.
+/// Maximum number of cached masks: enough for every distance that repeats.
 const MAX_REMEMBERED: usize = 1 << 14;
 
-/// Masks of whole blocks of the parts of a pattern that repeat: by the part (its place in memory), the phase of its period, and the
-/// distance of query and key.
+/// Cached masks of full-size blocks of the repeating parts of a pattern. The key is the part (by its address), the phase of its period, and the distance
+/// between query and key.
 type MaskCache = HashMap<(usize, i64, i64), BlockMask>;
 
-/// A block of a head, by the positions of its first query and key, and how many of its queries and keys there are.
+/// A block of a head: positions of its first query and key, and its numbers of queries and keys.
 #[derive(Clone, Copy)]
 struct Place {
     head: usize,
@@ -26,7 +26,7 @@ struct Place {
     columns: usize,
 }
 
-/// Geometry shared by everything that builds a layout: positions and ragged edges.
+/// Geometry of a layout under construction: positions and ragged edges.
 pub(crate) struct Grid {
     pub shape: LayoutShape,
     /// Query row `r` sits at position `r + offset`.
@@ -49,12 +49,12 @@ impl Grid {
         self.shape.seq_kv.div_ceil(self.shape.block_size)
     }
 
-    /// Returns the number of queries of block row `q_block`; the last may be shorter.
+    /// Returns the number of queries in block row `q_block`. The last row may be shorter.
     pub fn rows_in(&self, q_block: usize) -> usize {
         (self.shape.seq_q - q_block * self.shape.block_size).min(self.shape.block_size)
     }
 
-    /// Returns the number of keys of block column `kv_block`; the last may be shorter.
+    /// Returns the number of keys in block column `kv_block`. The last column may be shorter.
     pub fn columns_in(&self, kv_block: usize) -> usize {
         (self.shape.seq_kv - kv_block * self.shape.block_size).min(self.shape.block_size)
     }
@@ -70,7 +70,7 @@ impl Grid {
         }
     }
 
-    /// The mask of a block whose real pairs are all allowed: full but for a ragged edge.
+    /// Returns the mask of a block whose pairs inside the sequences are all allowed: full unless the block is on a ragged edge.
     pub fn full(&self, q_block: usize, kv_block: usize, masks: &mut MaskInterner) -> Option<u32> {
         let (b, rows, columns) = (
             self.shape.block_size,
@@ -83,7 +83,7 @@ impl Grid {
         }
     }
 
-    /// The mask of a block: what `attends` says, in as few questions as the pattern allows.
+    /// Computes the mask of a block from `attends`, with as few calls as the pattern allows.
     fn evaluate(
         &self,
         pattern: &Pattern,
@@ -109,8 +109,8 @@ impl Grid {
         }
     }
 
-    /// The mask of a block, in which pairs beyond the sequence may be anything: a mask that is remembered has them, as if the sequence had
-    /// no end, and a callback is not asked for them.
+    /// Computes the mask of a block. Pairs beyond the sequence are arbitrary: a cached mask covers them as if the sequence had no end, and a callback is not
+    /// called for them.
     fn whole(&self, pattern: &Pattern, block: Place, known: &mut MaskCache) -> BlockMask {
         let b = self.shape.block_size;
         let Place { head, i0, j0, .. } = block;
@@ -152,7 +152,7 @@ impl Grid {
             let there = |r, c| r < block.rows && c < block.columns;
             return BlockMask::from_fn(b, |r, c| there(r, c) && attends(r, c));
         };
-        // A part of a pattern stays where it is while the layout is built.
+        // A part of a pattern keeps its address while the layout is built.
         let part = std::ptr::from_ref(pattern) as usize;
         let key = (part, i0.rem_euclid(period), i0 - j0);
         if let Some(mask) = known.get(&key) {
@@ -165,7 +165,7 @@ impl Grid {
         mask
     }
 
-    /// [`Self::evaluate`], interned.
+    /// Interns the mask from [`Self::evaluate`].
     fn mixed(
         &self,
         pattern: &Pattern,
@@ -178,12 +178,12 @@ impl Grid {
         masks.intern(self.evaluate(pattern, head, q_block, kv_block, known))
     }
 
-    /// All block rows of `head`, from the pattern's zones.
+    /// Builds all block rows of `head` from the pattern's zones.
     pub fn build(&self, pattern: &Pattern, head: usize, masks: &mut MaskInterner) -> RowRuns {
         let mut rows = RowRuns::new();
         let mut known = MaskCache::new();
         let kv_blocks = self.kv_blocks();
-        // A ragged last key block looks like no other: it gets a zone of its own.
+        // A ragged last key block differs from all others, so it gets its own zone.
         let ragged_column =
             (self.columns_in(kv_blocks - 1) < self.shape.block_size).then_some(kv_blocks - 1);
         for q_block in 0..self.q_blocks() {
@@ -219,7 +219,7 @@ impl Grid {
     }
 }
 
-/// Calls `emit(cell, start, stride, count)` for each group of blocks of `start..end` that look alike.
+/// Calls `emit(cell, start, stride, count)` for each group of blocks of `start..end` with equal masks.
 fn expand(
     cells: &Cells,
     start: usize,
@@ -240,7 +240,7 @@ fn expand(
     }
 }
 
-/// The layout of a pattern, block by block in natural order.
+/// Builds the layout of a pattern block by block in natural order.
 pub(super) fn natural_layout(
     pattern: &Pattern,
     shape: LayoutShape,
@@ -257,7 +257,7 @@ pub(super) fn natural_layout(
     Ok(BlockLayout::from_heads(name, shape, rows, masks))
 }
 
-/// Head `h` has pattern `heads[h]`, or keeps nothing.
+/// Builds a layout whose head `h` has pattern `heads[h]`, or no blocks.
 pub(super) fn layout_by_head(
     heads: &[Option<Pattern>],
     shape: LayoutShape,

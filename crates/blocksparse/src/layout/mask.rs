@@ -1,8 +1,8 @@
-//! Element masks of partially filled blocks, stored once each.
+//! Element masks of partially filled blocks, each stored once.
 
 use std::collections::HashMap;
 
-/// The mask id of a block whose `b × b` pairs are all computed. It is entry 0 of every mask table.
+/// Mask id of a block whose `b × b` pairs are all computed. It is entry 0 of every mask table.
 pub const FULL: u32 = 0;
 
 /// The allowed pairs of one block: `b × b` bits, row (query) major, 1 = computed.
@@ -13,7 +13,7 @@ pub struct BlockMask {
 }
 
 impl BlockMask {
-    /// The mask with the bits `allowed(row, column)`, both in `0..block_size`. A layout takes masks of its own block size only.
+    /// Builds the mask with the bits `allowed(row, column)`, both in `0..block_size`. A layout only accepts masks of its own block size.
     pub fn from_fn(block_size: usize, mut allowed: impl FnMut(usize, usize) -> bool) -> Self {
         let mut words = vec![0u64; (block_size * block_size).div_ceil(64)].into_boxed_slice();
         for row in 0..block_size {
@@ -27,18 +27,18 @@ impl BlockMask {
         Self { block_size, words }
     }
 
-    /// The mask of the first `rows` rows and `columns` columns: the block on a ragged edge.
+    /// Builds the mask of the first `rows` rows and `columns` columns, for a block on a ragged edge.
     pub fn corner(block_size: usize, rows: usize, columns: usize) -> Self {
         Self::from_fn(block_size, |row, column| row < rows && column < columns)
     }
 
-    /// The mask of all pairs.
+    /// Returns the mask of all pairs.
     pub(crate) fn full(block_size: usize) -> Self {
         let words = vec![u64::MAX; block_size * block_size / 64].into_boxed_slice();
         Self { block_size, words }
     }
 
-    /// The mask whose rows have these columns: bit `c` of `columns(row)`.
+    /// Builds the mask whose entry in row `r` and column `c` is bit `c` of `columns(r)`.
     pub(crate) fn from_rows(block_size: usize, columns: impl Fn(usize) -> u128) -> Self {
         let mut words = vec![0u64; block_size * block_size / 64].into_boxed_slice();
         for row in 0..block_size {
@@ -52,7 +52,7 @@ impl BlockMask {
         Self { block_size, words }
     }
 
-    /// The pairs of both masks, or of either.
+    /// Combines two masks word by word: their intersection or their union.
     pub(crate) fn combine(mut self, other: &Self, op: fn(u64, u64) -> u64) -> Self {
         for (word, &other) in self.words.iter_mut().zip(&other.words) {
             *word = op(*word, other);
@@ -67,7 +67,7 @@ impl BlockMask {
         }
     }
 
-    /// Rows and columns of the block.
+    /// Returns the number of rows, which equals the number of columns.
     pub fn block_size(&self) -> usize {
         self.block_size
     }
@@ -75,7 +75,7 @@ impl BlockMask {
     /// Returns whether the pair (`row`, `column`) of the block is computed.
     ///
     /// # Panics
-    /// If the pair is not one of the block's.
+    /// If the pair is outside the block.
     pub fn get(&self, row: usize, column: usize) -> bool {
         assert!(
             row < self.block_size && column < self.block_size,
@@ -86,7 +86,7 @@ impl BlockMask {
         self.words[bit / 64] >> (bit % 64) & 1 == 1
     }
 
-    /// Number of computed pairs.
+    /// Returns the number of computed pairs.
     pub fn count(&self) -> u64 {
         self.words.iter().map(|w| u64::from(w.count_ones())).sum()
     }
@@ -101,13 +101,13 @@ impl BlockMask {
         self.count() == (self.block_size * self.block_size) as u64
     }
 
-    /// The bits, 64 to a word, row-major: `block_size² / 64` words.
+    /// Returns the bits, 64 to a word, row-major: `block_size² / 64` words.
     pub fn words(&self) -> &[u64] {
         &self.words
     }
 }
 
-/// Gives every distinct mask one id; the full mask has id [`FULL`].
+/// Assigns one id to every distinct mask. The full mask has id [`FULL`].
 #[derive(Debug)]
 pub(crate) struct MaskInterner {
     masks: Vec<BlockMask>,
@@ -119,7 +119,7 @@ impl MaskInterner {
         Self::of(vec![BlockMask::full(block_size)])
     }
 
-    /// With a layout's masks, which keep their ids.
+    /// Starts from a layout's masks, which keep their ids.
     pub fn of(masks: Vec<BlockMask>) -> Self {
         Self {
             ids: masks.iter().cloned().zip(FULL..).collect(),
@@ -127,7 +127,7 @@ impl MaskInterner {
         }
     }
 
-    /// The id of `mask`, or `None` if it is empty.
+    /// Returns the id of `mask`, or `None` if it is empty.
     pub fn intern(&mut self, mask: BlockMask) -> Option<u32> {
         if mask.is_empty() {
             return None;

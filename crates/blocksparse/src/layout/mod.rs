@@ -1,4 +1,4 @@
-//! [`BlockLayout`]: which blocks are kept, and which pairs of each.
+//! [`BlockLayout`]: the kept blocks of a pattern and the allowed pairs of each.
 
 mod at_places;
 pub(crate) mod attachments;
@@ -57,12 +57,11 @@ pub use shape::LayoutShape;
 ///          3   # # # \       3     (0, 1, 3, FULL) (3, 1, 1, 1)
 /// ```
 ///
-/// Runs are why a layout of a million positions fits in a few megabytes and builds in milliseconds.
-/// Pairs outside a ragged edge are 0 in the masks, so a block on the edge is never [`FULL`].
-/// Heads with equal rows share them; [`BlockLayout::stack_batch`] gives every batch entry its own.
+/// Runs are why a layout of a million positions fits in a few megabytes and builds in milliseconds. Pairs outside a ragged edge are 0 in the masks, so a block
+/// on the edge is never [`FULL`]. Heads with equal rows share them. [`BlockLayout::stack_batch`] gives every batch entry its own rows.
 ///
-/// Cloning is cheap (the data is shared). Layouts compare by what they allow, draw themselves with
-/// `{}`, and serialize with serde; deserialization checks everything.
+/// Cloning is cheap because the data is shared. Layouts compare by the pairs they allow, draw themselves with `{}`, and serialize with serde. Deserialization
+/// checks everything.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(
     try_from = "crate::layout::serial::LayoutData",
@@ -75,17 +74,17 @@ pub struct BlockLayout {
 pub(crate) struct Inner {
     pub name: String,
     pub shape: LayoutShape,
-    /// `None`: one layout for every batch entry.
+    /// Batch size, or `None` if all batch entries share one layout.
     pub batch: Option<usize>,
     /// `[batch | 1, heads]`, row-major: index into `patterns`.
     pub head_patterns: Vec<u32>,
     pub patterns: Vec<HeadPattern>,
     pub masks: Vec<BlockMask>,
-    /// A cheaper way to compute the same pairs.
+    /// Cheaper parts with the same pairs.
     parts: Option<Vec<Part>>,
-    /// Blocks are chosen on a device, and this layout lists none.
+    /// Set if a device chooses the blocks. The layout then lists none.
     pub choice: Option<DeviceChoice>,
-    /// Layout from which those blocks are chosen.
+    /// Layout from which the device chooses the blocks.
     pub within: Option<BlockLayout>,
     attachments: Attachments,
 }
@@ -93,7 +92,7 @@ pub(crate) struct Inner {
 /// The kept blocks of one distinct head pattern.
 pub(crate) struct HeadPattern {
     pub rows: RowRuns,
-    /// Kept blocks before block row `I`; `q_blocks + 1` entries.
+    /// Number of kept blocks before block row `I`; `q_blocks + 1` entries.
     pub row_offsets: Vec<usize>,
     columns: OnceLock<Columns>,
 }
@@ -121,47 +120,46 @@ impl HeadPattern {
         *self.row_offsets.last().expect("starts with 0")
     }
 
-    /// The entries of a row in ascending order of key blocks.
+    /// Returns the entries of a row in ascending order of key blocks.
     pub fn row(&self, q_block: usize) -> Vec<Entry> {
         entries(self.runs(q_block))
     }
 }
 
-/// The positions of a part are ordered class by class.
+/// Order of the positions of a part: one residue class after another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Residue {
-    /// Distance between two positions of a class; also the number of classes.
+    /// Distance between two positions of a class, and the number of classes.
     pub stride: usize,
-    /// Places of a class, the last of which may be beyond the sequence.
+    /// Number of slots of a class. The last slots may be beyond the sequence.
     pub class_len: usize,
 }
 
 impl Residue {
-    /// The position at a place.
+    /// Returns the position in a slot.
     pub fn position(&self, place: usize) -> usize {
         place % self.class_len * self.stride + place / self.class_len
     }
 }
 
-/// A layout that computes some of the pairs of another, over positions in natural order or class by class.
+/// A layout of some of the pairs of another layout, over positions in natural order or class by class.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Part {
-    /// The blocks.
+    /// The blocks of the part.
     pub layout: BlockLayout,
-    /// Order of positions; `None`: as they come.
+    /// Order of positions; `None` is the natural order.
     pub residue: Option<Residue>,
 }
 
 impl BlockLayout {
-    /// Disjoint parts that make up the layout at less cost, if its pattern has strided heads: see
-    /// [`Part`]. Layouts made of such ones also have them: padded, stacked for a batch, written and read again. Layouts of callbacks, or
-    /// of blocks that are listed, have none.
+    /// Returns disjoint parts that compute the same pairs at less cost, if the pattern has strided heads: see [`Part`]. Layouts derived from such a layout also
+    /// have them: padded, stacked for a batch, or deserialized. Layouts from callbacks or lists of blocks have none.
     pub fn parts(&self) -> Option<&[Part]> {
         self.inner.parts.as_deref()
     }
 
-    /// `rows[h mod rows.len()]` are head `h`'s.
+    /// Builds a layout in which head `h` has the rows `rows[h mod rows.len()]`.
     pub(crate) fn from_heads(
         name: String,
         shape: LayoutShape,
@@ -175,7 +173,7 @@ impl BlockLayout {
         builder.finish(name, shape, None)
     }
 
-    /// With parts that have the same pairs, if they compute fewer in vain.
+    /// Adds parts with the same pairs if they compute fewer masked pairs.
     pub(crate) fn with_parts(mut self, parts: Option<Vec<Part>>) -> Self {
         let pairs =
             |layout: &BlockLayout| layout.blocks() as u64 * layout.block_size().pow(2) as u64;
@@ -192,66 +190,66 @@ impl BlockLayout {
         &self.inner
     }
 
-    /// Returns the rule of the layout's blocks, if a tensor on a device chooses them.
+    /// Returns the rule by which a tensor on a device chooses the layout's blocks, if it does.
     pub fn device_choice(&self) -> Option<&DeviceChoice> {
         self.inner().choice.as_ref()
     }
 
-    /// A value that lives as long as the layout's data, made on first use: where a crate that computes
-    /// on layouts keeps what it derives from them (launch plans, copies on a device). Clones of a layout share it.
+    /// Returns a value that lives as long as the layout's data and is made on first use. A crate that computes on layouts stores derived data here (launch
+    /// plans, copies on a device). Clones of a layout share it.
     ///
-    /// `make` may use the layout, and attach values of other types. Threads that ask at once get the same value, that of the first whose `make` returns: of
-    /// what is costly keep a [`OnceLock`] here, or a map with a lock, and make it there.
+    /// `make` may use the layout, and attach values of other types. Threads that ask at the same time all get the value of the first `make` that returns. If
+    /// the value is expensive, attach a [`OnceLock`] or a map with a lock, and compute the value there.
     pub fn attachment<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Arc<T> {
         self.inner.attachments.get_or_make(make)
     }
 
-    /// The name of the pattern it was built from.
+    /// Returns the name of the pattern from which the layout was built.
     pub fn name(&self) -> &str {
         &self.inner.name
     }
 
-    /// The layout's sizes.
+    /// Returns the layout's sizes.
     pub fn shape(&self) -> &LayoutShape {
         &self.inner.shape
     }
 
-    /// Number of query heads.
+    /// Returns the number of query heads.
     pub fn heads(&self) -> usize {
         self.inner.shape.heads
     }
 
-    /// The batch size of a per-batch layout; `None` if the layout serves any batch.
+    /// Returns the batch size of a per-batch layout; `None` if the layout fits any batch.
     pub fn batch(&self) -> Option<usize> {
         self.inner.batch
     }
 
-    /// Number of queries.
+    /// Returns the number of queries.
     pub fn seq_q(&self) -> usize {
         self.inner.shape.seq_q
     }
 
-    /// Number of keys.
+    /// Returns the number of keys.
     pub fn seq_kv(&self) -> usize {
         self.inner.shape.seq_kv
     }
 
-    /// Width of a block.
+    /// Returns the width of a block.
     pub fn block_size(&self) -> usize {
         self.inner.shape.block_size
     }
 
-    /// Rows of blocks: `⌈seq_q / block_size⌉`.
+    /// Returns the number of block rows: `⌈seq_q / block_size⌉`.
     pub fn q_blocks(&self) -> usize {
         self.seq_q().div_ceil(self.block_size())
     }
 
-    /// Columns of blocks: `⌈seq_kv / block_size⌉`.
+    /// Returns the number of block columns: `⌈seq_kv / block_size⌉`.
     pub fn kv_blocks(&self) -> usize {
         self.seq_kv().div_ceil(self.block_size())
     }
 
-    /// Number of distinct head patterns, which share storage.
+    /// Returns the number of distinct head patterns. Heads with the same pattern share storage.
     pub fn num_patterns(&self) -> usize {
         self.inner.patterns.len()
     }
@@ -259,50 +257,49 @@ impl BlockLayout {
     /// Returns the index of the distinct pattern that `head` of batch entry `batch` uses.
     ///
     /// # Panics
-    /// If `batch` or `head` is not one of the layout's.
+    /// If `batch` or `head` is out of range.
     pub fn pattern_of(&self, batch: usize, head: usize) -> usize {
         assert!(head < self.heads(), "head {head} of {}", self.heads());
         let batch = if self.inner.batch.is_some() { batch } else { 0 };
         self.inner.head_patterns[batch * self.heads() + head] as usize
     }
 
-    /// The kept blocks of keys of a row of query blocks, ascending.
+    /// Returns the kept key blocks of a row of query blocks, in ascending order.
     ///
     /// # Panics
-    /// If `pattern` or `q_block` is not one of the layout's.
+    /// If `pattern` or `q_block` is out of range.
     pub fn row(&self, pattern: usize, q_block: usize) -> Vec<Entry> {
         self.inner.patterns[pattern].row(q_block)
     }
 
-    /// The same, as runs.
+    /// Returns [`row`](Self::row) as runs.
     ///
     /// # Panics
-    /// If `pattern` or `q_block` is not one of the layout's.
+    /// If `pattern` or `q_block` is out of range.
     pub fn row_runs(&self, pattern: usize, q_block: usize) -> &[Run] {
         self.inner.patterns[pattern].runs(q_block)
     }
 
-    /// Kept blocks before each block row of a pattern: `[q_blocks + 1]`.
+    /// Returns the number of kept blocks before each block row of a pattern: `[q_blocks + 1]`.
     ///
     /// # Panics
-    /// If `pattern` is not one of the layout's.
+    /// If `pattern` is out of range.
     pub fn row_offsets(&self, pattern: usize) -> &[usize] {
         &self.inner.patterns[pattern].row_offsets
     }
 
-    /// The query blocks that attend to a column of key blocks, ascending. The first call for a pattern
-    /// transposes it, O(blocks).
+    /// Returns the query blocks that attend to a column of key blocks, in ascending order. The first call for a pattern transposes it in O(blocks).
     ///
     /// # Panics
-    /// If `pattern` or `kv_block` is not one of the layout's.
+    /// If `pattern` or `kv_block` is out of range.
     pub fn column(&self, pattern: usize, kv_block: usize) -> Vec<Entry> {
         entries(self.column_runs(pattern, kv_block))
     }
 
-    /// The same, as runs.
+    /// Returns [`column`](Self::column) as runs.
     ///
     /// # Panics
-    /// If `pattern` or `kv_block` is not one of the layout's.
+    /// If `pattern` or `kv_block` is out of range.
     pub fn column_runs(&self, pattern: usize, kv_block: usize) -> &[Run] {
         let head = &self.inner.patterns[pattern];
         head.columns
@@ -310,34 +307,34 @@ impl BlockLayout {
             .runs(kv_block)
     }
 
-    /// The table of distinct masks; entry [`FULL`] is the full block.
+    /// Returns the table of distinct masks. Entry [`FULL`] is the full block.
     pub fn masks(&self) -> &[BlockMask] {
         &self.inner.masks
     }
 
-    /// Kept blocks of one distinct pattern.
+    /// Returns the number of kept blocks of one distinct pattern.
     ///
     /// # Panics
-    /// If `pattern` is not one of the layout's.
+    /// If `pattern` is out of range.
     pub fn pattern_blocks(&self, pattern: usize) -> usize {
         self.inner.patterns[pattern].blocks()
     }
 
-    /// Kept blocks, summed over heads (and over the batch of a per-batch layout).
+    /// Returns the number of kept blocks, summed over heads (and over the batch of a per-batch layout).
     pub fn blocks(&self) -> usize {
         let patterns = &self.inner.patterns;
         let heads = self.inner.head_patterns.iter();
         heads.map(|&p| patterns[p as usize].blocks()).sum()
     }
 
-    /// Kept blocks over all blocks, in 0..=1.
+    /// Returns the share of blocks that are kept, in `[0, 1]`.
     pub fn block_density(&self) -> f64 {
         let all = self.inner.head_patterns.len() as f64
             * (self.q_blocks() as f64 * self.kv_blocks() as f64);
         self.blocks() as f64 / all
     }
 
-    /// Allowed (query, key) pairs, summed over heads (and over the batch of a per-batch layout).
+    /// Returns the number of allowed (query, key) pairs, summed over heads (and over the batch of a per-batch layout).
     pub fn allowed_pairs(&self) -> u64 {
         let counts: Vec<u64> = self.inner.masks.iter().map(BlockMask::count).collect();
         let per_pattern: Vec<u64> = (self.inner.patterns.iter())
@@ -351,25 +348,25 @@ impl BlockLayout {
         heads.map(|&p| per_pattern[p as usize]).sum()
     }
 
-    /// Allowed pairs over all pairs, in 0..=1.
+    /// Returns the share of pairs that are allowed, in `[0, 1]`.
     pub fn density(&self) -> f64 {
         let all =
             self.inner.head_patterns.len() as f64 * self.seq_q() as f64 * self.seq_kv() as f64;
         self.allowed_pairs() as f64 / all
     }
 
-    /// The element mask of `head` (of batch entry 0), `seq_q × seq_kv`: for tests and small pictures.
+    /// Returns the element mask of `head` (of batch entry 0), `seq_q × seq_kv`. For tests and small pictures.
     ///
     /// # Panics
-    /// If `head` is not one of the layout's.
+    /// If `head` is out of range.
     pub fn to_dense(&self, head: usize) -> Vec<Vec<bool>> {
         self.to_dense_batch(0, head)
     }
 
-    /// The element mask of `head` in batch entry `batch`.
+    /// Returns the element mask of `head` in batch entry `batch`.
     ///
     /// # Panics
-    /// If `head` or `batch` is not one of the layout's.
+    /// If `head` or `batch` is out of range.
     pub fn to_dense_batch(&self, batch: usize, head: usize) -> Vec<Vec<bool>> {
         let b = self.block_size();
         let mut dense = vec![vec![false; self.seq_kv()]; self.seq_q()];
@@ -387,7 +384,7 @@ impl BlockLayout {
         dense
     }
 
-    /// Bytes of host memory the layout holds, its lazily made columns not counted.
+    /// Returns the bytes of host memory that the layout holds, without its lazily transposed columns.
     pub fn host_bytes(&self) -> usize {
         let patterns = self.inner.patterns.iter().map(|p| {
             size_of_val(&p.rows.runs[..])
@@ -399,7 +396,7 @@ impl BlockLayout {
     }
 }
 
-/// Equal if they have the same sizes and allow the same pairs, however they were built.
+/// Layouts are equal if they have the same sizes and allow the same pairs, however they were built.
 impl PartialEq for BlockLayout {
     fn eq(&self, other: &Self) -> bool {
         if Arc::ptr_eq(&self.inner, &other.inner) {

@@ -1,4 +1,4 @@
-//! The query heads of one key head, one after the other in the sequence.
+//! Packs the query heads of a key head one after another along the sequence.
 
 use std::collections::HashMap;
 
@@ -9,17 +9,17 @@ use super::rows::{RowRuns, Run};
 use super::shape::LayoutShape;
 use crate::known::Slots;
 
-/// Layouts that were packed, by their heads of keys.
+/// Packed layouts by their number of KV heads.
 #[derive(Default)]
 struct Packed(Slots<usize, Option<Option<BlockLayout>>>);
 
 impl BlockLayout {
-    /// The same attention with `kv_heads` heads: query `i` of the `h`-th head that shares a key head becomes query `h · seq_q + i`. In
-    /// memory that is the same tensor, `[batch, kv_heads, heads / kv_heads · seq_q, head_dim]`. Where queries are few, as when a text
-    /// is continued, kernels fill their tiles so, and read keys and values once for all heads that share them.
+    /// Returns an equivalent layout with `kv_heads` heads: query `i` of the `h`-th head that shares a key head becomes query `h · seq_q + i`. In memory both
+    /// query tensors are the same, `[batch, kv_heads, heads / kv_heads · seq_q, head_dim]`. With few queries, as in decoding, this fills the tiles of kernels,
+    /// and keys and values are read once for all heads that share them.
     ///
-    /// `None` if there is more than one row of query blocks, if heads that share a key head have different patterns, or if `kv_heads` does
-    /// not divide the heads, or if a device chooses the blocks. Made once per layout, in O(runs).
+    /// Returns `None` if there is more than one row of query blocks, if heads that share a key head have different patterns, if `kv_heads` does
+    /// not divide the heads, or if a device chooses the blocks. The result is computed once per layout, in O(runs).
     ///
     /// ```
     /// use blocksparse::Pattern;
@@ -66,7 +66,7 @@ impl BlockLayout {
         Some(builder.finish(name, shape, self.batch()))
     }
 
-    /// Every block row has the blocks of the only one that there was, with masks of its own.
+    /// Builds block rows that all have the blocks of the pattern's only block row, with new masks.
     fn packed_rows(&self, pattern: usize, seq_q: usize, masks: &mut MaskInterner) -> RowRuns {
         let b = self.block_size();
         let mut rows = RowRuns::new();

@@ -1,8 +1,6 @@
-//! Strided patterns seen from inside their residue classes.
-//!
-//! `strided(s)` lets position `i` see `i, i − s, i − 2s, …`: in blocks of consecutive positions that is a diagonal in every
-//! `s / b`-th block, almost all of it masked. But the positions with `i mod s = c` see only each other, causally. Listed class
-//! by class, the pattern is dense causal attention inside each class:
+//! Strided patterns listed by residue class. `strided(s)` lets position `i` see `i, i − s, i − 2s, …`. In blocks of consecutive positions this is a diagonal in
+//! every `s / b`-th block, almost all of it masked. But the positions with `i mod s = c` see only each other, causally. Listed class by class, the pattern is
+//! dense causal attention inside each class:
 //!
 //! ```text
 //! position  i = t · s + c        listed at  v = c · class_len + t
@@ -15,9 +13,9 @@
 //!                     …                            …
 //! ```
 //!
-//! A kernel reads rows `v` as positions `i`: no tensor is copied. A union with a local window is two parts that share no
-//! pair (the window leaves δ = ⌈window / s⌉ of the nearest positions out of each class), computed one after the other, the second
-//! carrying on from the first's softmax.
+//! A kernel maps rows `v` to positions `i`, so no tensor is copied. A union with a local window is two parts without common pairs: the window
+//! excludes the nearest δ = ⌈window / s⌉ positions of each class. The parts are computed one after the other, and the second
+//! continues from the softmax state of the first.
 
 use std::collections::HashMap;
 
@@ -28,7 +26,7 @@ use super::shape::LayoutShape;
 use super::{BlockLayout, Part, Residue, grid};
 use crate::{LayoutError, Pattern};
 
-/// A head's pattern as a natural part and a strided one without the `delta` nearest of each class.
+/// A head's pattern as a natural part and a strided part, which is `(stride, delta)` and excludes the `delta` nearest positions of each class.
 struct Split {
     natural: Option<Pattern>,
     strided: Option<(usize, usize)>,
@@ -57,13 +55,13 @@ fn split(pattern: &Pattern) -> Split {
 /// A union of windows and strides.
 #[derive(Default)]
 struct Windows {
-    /// The widest window, 0 without any.
+    /// The widest window, or 0 if there is none.
     local: usize,
     stride: Option<usize>,
 }
 
 impl Windows {
-    /// Adds a pattern, if it is nothing but windows and strides of one length.
+    /// Adds a pattern and returns whether it consists of windows and strides of one length.
     fn add(&mut self, pattern: &Pattern) -> bool {
         match pattern {
             Pattern::Local { window } => {
@@ -72,7 +70,7 @@ impl Windows {
             }
             Pattern::Strided { stride } => *self.stride.get_or_insert(*stride) == *stride,
             Pattern::Union(parts) => parts.iter().all(|part| self.add(part)),
-            // What is causal already is not changed by saying so.
+            // An intersection with `Causal` does not change a causal pattern.
             Pattern::Intersection(parts) => {
                 let mut rest = parts.iter().filter(|part| **part != Pattern::Causal);
                 match (rest.next(), rest.next()) {
@@ -85,14 +83,13 @@ impl Windows {
     }
 }
 
-/// The parts of a pattern with strided heads.
+/// Returns the parts of a pattern with strided heads, or `None` if it cannot be split.
 pub(crate) fn parts(
     pattern: &Pattern,
     shape: LayoutShape,
 ) -> Result<Option<Vec<Part>>, LayoutError> {
     let heads: Vec<&Pattern> = match pattern {
         Pattern::PerHead(parts) => parts.iter().cycle().take(shape.heads).collect(),
-        // All heads alike.
         other => vec![other],
     };
     let splits: Vec<Split> = heads.into_iter().map(split).collect();
@@ -105,7 +102,7 @@ pub(crate) fn parts(
     if strides.any(|other| other != stride) || shape.seq_q != shape.seq_kv || stride < 2 {
         return Ok(None);
     }
-    // A position is alone in its class: there is nothing to list together, and there may be far more classes than positions.
+    // Every position is alone in its class, so listing by class gains nothing, and there may be far more classes than positions.
     if stride >= shape.seq_kv {
         return Ok(None);
     }
@@ -117,7 +114,7 @@ pub(crate) fn parts(
     };
     let places = stride * residue.class_len;
     let listed = LayoutShape::square(shape.heads, places, block_size);
-    // Filled up to whole blocks, the classes may have more places than a layout can have, whose indices fit in 32 bits.
+    // Padded to whole blocks, the classes may have more slots than a layout allows, whose indices fit in 32 bits.
     if listed.validate().is_err() {
         return Ok(None);
     }
@@ -149,9 +146,9 @@ pub(crate) fn parts(
     Ok(Some(parts))
 }
 
-/// The parts of layouts of one shape that are stacked for a batch. An entry without a part has none of its pairs there.
+/// Stacks the parts of layouts of one shape for a batch. An entry that lacks a part has no pairs in it.
 pub(crate) fn stacked(layouts: &[BlockLayout]) -> Result<Option<Vec<Part>>, LayoutError> {
-    // Those in order, which carry nothing on, come first.
+    // Parts in natural order come first, since they do not continue a softmax.
     let mut listings: Vec<(Option<Residue>, LayoutShape)> = Vec::new();
     let mut listed = false;
     for layout in layouts {
@@ -194,7 +191,7 @@ pub(crate) fn stacked(layouts: &[BlockLayout]) -> Result<Option<Vec<Part>>, Layo
     parts.collect::<Result<_, _>>().map(Some)
 }
 
-/// The parts of a restricted layout.
+/// Applies padding masks to the parts of a layout.
 pub(crate) fn restricted(
     parts: &[Part],
     entries: &[PaddingMask],
@@ -203,7 +200,7 @@ pub(crate) fn restricted(
         let layout = match part.residue {
             None => part.layout.mask_padding(entries)?,
             Some(residue) => {
-                // What is beyond the sequence has no pairs anyway.
+                // Slots beyond the sequence have no pairs anyway.
                 let listed = |kept: &Option<Vec<bool>>| {
                     let at = |place| kept.as_ref()?.get(residue.position(place)).copied();
                     kept.as_ref().map(|_| {
@@ -229,7 +226,7 @@ pub(crate) fn restricted(
     parts.iter().map(restrict).collect()
 }
 
-/// Causal attention inside each class but for the nearest `delta`.
+/// Builds the rows of causal attention inside each class, without the nearest `delta` positions.
 fn class_rows(
     residue: &Residue,
     seq: usize,
@@ -240,15 +237,15 @@ fn class_rows(
     let b = listed.block_size;
     let per_class = residue.class_len / b;
     let mut rows = RowRuns::new();
-    // Blocks away from the end of a class look alike at the same distance.
+    // Blocks at the same distance have the same mask, except at the end of a class.
     let mut alike: HashMap<usize, Option<u32>> = HashMap::new();
     for class in 0..residue.stride {
-        // Positions of the class that exist.
+        // Number of existing positions of the class.
         let len = seq.saturating_sub(class).div_ceil(residue.stride);
         for q_block in 0..per_class {
             let first = q_block * b;
             let height = len.saturating_sub(first).min(b);
-            // Key blocks all of whose positions are at least delta before the first query.
+            // Number of key blocks whose positions are all at least `delta` before the first query.
             let whole = (first + 1).saturating_sub(delta) / b;
             let mut push = |kv_block: usize, count: usize, mask: Option<u32>| {
                 if let Some(mask) = mask {
@@ -295,14 +292,14 @@ mod tests {
             Pattern::fixed(16, 4),
             Pattern::local(9),
             Pattern::union([Pattern::local(9), Pattern::local(12).and_causal()]),
-            // The stride's pairs are some of the global ones.
+            // The strided pairs overlap with the global ones.
             Pattern::union([Pattern::strided(16), Pattern::global_keys([3])]),
             Pattern::intersection([Pattern::strided(16), Pattern::documents([0, 50])]),
         ] {
             let layout = pattern.layout(2, 128, 16).unwrap();
             assert!(layout.parts().is_none(), "{pattern}");
         }
-        // Strides of two lengths are not listed by one.
+        // One listing cannot serve two strides.
         let two = Pattern::per_head([Pattern::strided(16), Pattern::strided(24)]);
         assert!(two.layout(2, 128, 8).unwrap().parts().is_none());
     }

@@ -1,4 +1,4 @@
-//! Layouts without some of their queries and keys: padding, per batch entry.
+//! Removes padded queries and keys from a layout, per batch entry.
 
 use std::collections::HashMap;
 
@@ -10,14 +10,13 @@ use super::{BlockLayout, HeadPattern, residue};
 use crate::LayoutError;
 
 impl BlockLayout {
-    /// This layout for a batch of `entries.len()`, of which each entry keeps only the pairs of queries and keys that take part.
-    /// A query that does not, or whose keys do not, has nothing to attend to.
+    /// Returns this layout for a batch of `entries.len()`, in which each entry keeps only the pairs of its unpadded queries and keys.
+    /// A padded query, or one whose keys are all padded, attends to nothing.
     ///
-    /// O(runs + positions) time for each different entry; equal ones share their rows.
+    /// Time is O(runs + positions) for each distinct entry. Equal entries share their rows.
     ///
     /// # Errors
-    /// [`LayoutError`] if there is no entry, an entry's lists are not `seq_q` and `seq_kv` long, or the layout is per batch
-    /// and of another one.
+    /// [`LayoutError`] if `entries` is empty, an entry's lists are not `seq_q` and `seq_kv` long, or the layout is per batch with a different batch size.
     pub fn mask_padding(&self, entries: &[PaddingMask]) -> Result<Self, LayoutError> {
         self.check_restrictions(entries)?;
         let inner = self.inner();
@@ -43,7 +42,7 @@ impl BlockLayout {
         Ok(restricted.with_parts(parts.transpose()?))
     }
 
-    /// [`Self::mask_padding`] for keys that end with padding: entry `b` keeps the first `lengths[b]` keys.
+    /// Applies [`Self::mask_padding`] to keys with padding at the end: entry `b` keeps the first `lengths[b]` keys.
     ///
     /// # Errors
     /// As [`Self::mask_padding`]; also if a length is above `seq_kv`.
@@ -79,7 +78,7 @@ impl BlockLayout {
     }
 }
 
-/// What takes part of a block of queries or keys.
+/// Unpadded share of a block of queries or keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Share {
     Nothing,
@@ -87,13 +86,13 @@ enum Share {
     Some,
 }
 
-/// Blocks from the previous stretch's end up to `end`, of one share; a block of which some takes part stands alone.
+/// Blocks from the end of the previous stretch up to `end`, with the same share. A partially padded block is its own stretch.
 struct Stretch {
     end: usize,
     share: Share,
 }
 
-/// A restriction cut into blocks.
+/// A padding mask cut into blocks.
 struct Cut<'a> {
     entry: &'a PaddingMask,
     block_size: usize,
@@ -129,7 +128,7 @@ impl<'a> Cut<'a> {
         }
     }
 
-    /// What is left of a pattern.
+    /// Returns the remaining rows of a pattern.
     fn rows(
         &self,
         pattern: &HeadPattern,
@@ -137,7 +136,7 @@ impl<'a> Cut<'a> {
         masks: &mut MaskInterner,
     ) -> RowRuns {
         let mut rows = RowRuns::new();
-        // By mask, and by the blocks of queries and of keys of which only some take part.
+        // The key is the mask, and the query block and key block if they are partially padded.
         let mut known: HashMap<(u32, Option<usize>, Option<usize>), Option<u32>> = HashMap::new();
         for (q_block, &queries) in self.queries.iter().enumerate() {
             if queries != Share::Nothing {
@@ -159,11 +158,11 @@ impl<'a> Cut<'a> {
         rows
     }
 
-    /// The parts of a run that are left, and the block of which only some keys are.
+    /// Returns the remaining pieces of a run, each with its block if that is partially padded.
     fn pieces(&self, run: &Run) -> impl Iterator<Item = (Run, Option<usize>)> {
         let (start, stride, count) = (run.start as usize, run.stride as usize, run.count as usize);
         let run = *run;
-        // Blocks of the run before block `end`.
+        // Number of the run's blocks before block `end`.
         let before = move |end: usize| end.saturating_sub(start).div_ceil(stride).min(count);
         let first = self.keys.partition_point(|stretch| stretch.end <= start);
         let mut from = 0;

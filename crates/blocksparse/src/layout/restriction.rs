@@ -1,6 +1,6 @@
-//! Which queries and keys take part.
+//! Padding masks of queries and keys.
 
-/// Queries and keys of one batch entry that take part: `true` = yes, `false` = padding. By default all take part.
+/// Padding of the queries and keys of one batch entry: `true` keeps a position, `false` marks padding. By default nothing is padding.
 ///
 /// ```
 /// use blocksparse::{Pattern, PaddingMask};
@@ -17,20 +17,20 @@
 #[non_exhaustive]
 #[must_use]
 pub struct PaddingMask {
-    /// One entry per query, or all take part.
+    /// One flag per query; `None` keeps all.
     pub queries: Option<Vec<bool>>,
-    /// One entry per key, or all take part.
+    /// One flag per key; `None` keeps all.
     pub keys: Option<Vec<bool>>,
 }
 
 impl PaddingMask {
-    /// Says which queries take part: one entry per query.
+    /// Sets which queries are kept: one flag per query.
     pub fn queries(mut self, kept: impl IntoIterator<Item = bool>) -> Self {
         self.queries = Some(kept.into_iter().collect());
         self
     }
 
-    /// Says which keys take part: one entry per key.
+    /// Sets which keys are kept: one flag per key.
     pub fn keys(mut self, kept: impl IntoIterator<Item = bool>) -> Self {
         self.keys = Some(kept.into_iter().collect());
         self

@@ -1,22 +1,21 @@
-//! The kept blocks of a head pattern, as runs of equal blocks.
+//! The kept blocks of a head pattern as runs of equally spaced blocks with one mask.
 
 use serde::{Deserialize, Serialize};
 
 /// Blocks `start, start + stride, …`, `count` of them, that share one mask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Run {
-    /// First block.
+    /// First block of the run.
     pub start: u32,
     /// Distance between two blocks.
     pub stride: u32,
     /// Number of blocks.
     pub count: u32,
-    /// Their mask: [`FULL`](crate::FULL), or an index into [`BlockLayout::masks`](crate::BlockLayout::masks).
+    /// Mask of all blocks: [`FULL`](crate::FULL), or an index into [`BlockLayout::masks`](crate::BlockLayout::masks).
     pub mask: u32,
 }
 
 impl Run {
-    /// One block.
     pub(crate) fn one(start: u32, mask: u32) -> Self {
         Self {
             start,
@@ -26,7 +25,7 @@ impl Run {
         }
     }
 
-    /// The run's blocks, in order.
+    /// Returns the run's blocks in order.
     pub fn blocks(&self) -> impl ExactSizeIterator<Item = u32> + use<> {
         let Self { start, stride, .. } = *self;
         (0..self.count).map(move |k| start + k * stride)
@@ -40,13 +39,13 @@ impl Run {
 /// One kept block of a row or of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Entry {
-    /// The key block of a row's entry; the query block of a column's.
+    /// Key block of a row's entry, or query block of a column's entry.
     pub block: u32,
-    /// [`FULL`](crate::FULL), or an index into [`BlockLayout::masks`](crate::BlockLayout::masks).
+    /// Mask of the block: [`FULL`](crate::FULL), or an index into [`BlockLayout::masks`](crate::BlockLayout::masks).
     pub mask: u32,
 }
 
-/// The blocks of `runs`, ascending.
+/// Expands `runs` into entries in ascending order.
 pub(crate) fn entries(runs: &[Run]) -> Vec<Entry> {
     let mut entries: Vec<Entry> = runs
         .iter()
@@ -61,7 +60,7 @@ pub(crate) fn entries(runs: &[Run]) -> Vec<Entry> {
     entries
 }
 
-/// The rows of one distinct head pattern: what the heads that look alike share.
+/// The rows of one distinct head pattern, shared by all heads that use it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RowRuns {
     /// Runs of block row `I`: `runs[run_offsets[I]..run_offsets[I + 1]]`.
@@ -77,7 +76,7 @@ impl RowRuns {
         }
     }
 
-    /// `q_blocks` rows without blocks.
+    /// Returns `q_blocks` rows without blocks.
     pub fn empty(q_blocks: usize) -> Self {
         Self {
             run_offsets: vec![0; q_blocks + 1],
@@ -85,7 +84,7 @@ impl RowRuns {
         }
     }
 
-    /// Adds a run to the row being built, joined to the previous one where they touch.
+    /// Appends a run to the row under construction, merged with the previous run if they are adjacent.
     pub fn push(&mut self, run: Run) {
         let row_start = *self.run_offsets.last().expect("starts with 0");
         if let [.., last] = &mut self.runs[row_start..]
@@ -101,7 +100,6 @@ impl RowRuns {
         self.runs.push(run);
     }
 
-    /// The runs of a row.
     pub fn row(&self, q_block: usize) -> &[Run] {
         &self.runs[self.run_offsets[q_block]..self.run_offsets[q_block + 1]]
     }

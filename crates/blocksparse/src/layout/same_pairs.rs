@@ -1,9 +1,9 @@
-//! Whether parts make up a layout, pair by pair, without looking at pairs.
+//! Checks whether parts make up a layout, without enumerating pairs.
 //!
-//! A row's pairs are a polynomial, `Σ xʲ` over the positions of its keys. A run of blocks is a geometric series of its mask's row, so a row
-//! costs as much as it has runs. The row of a layout and the sum of its parts' rows are the same pairs, each once, exactly where the two are
-//! the same polynomial, and two that differ agree at a random point of a field of 2⁶¹ − 1 numbers in one of 2⁶¹ / seq cases. The point
-//! is another one in each call, so no data can be made to suit it.
+//! A row's pairs are represented as a polynomial, `Σ xʲ` over the positions of its keys. A run of blocks is a geometric series of its mask's row, so a row
+//! costs as much as it has runs. The row of a layout and its parts' rows together have the same pairs, each once, exactly if the row's polynomial is the sum of
+//! the parts' polynomials. Two different polynomials agree at a random point of a field of 2⁶¹ − 1 elements with probability at most seq / 2⁶¹. Each call draws
+//! another point, so no data can be crafted to pass.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
@@ -13,7 +13,7 @@ use super::{BlockLayout, Part, Residue};
 use crate::LayoutError;
 use crate::error::ensure_sound;
 
-/// A prime.
+/// The prime modulus of the field.
 const FIELD: u64 = (1 << 61) - 1;
 
 fn add(a: u64, b: u64) -> u64 {
@@ -42,17 +42,17 @@ fn inverse(a: u64) -> u64 {
     power(a, FIELD - 2)
 }
 
-/// The rows of a layout's patterns at a point.
+/// Evaluates the rows of a layout's patterns at a point.
 struct Rows<'a> {
     layout: &'a BlockLayout,
     residue: Option<Residue>,
     seq_q: usize,
-    /// The point, and its power that is one column on.
+    /// The point, and the power of it that advances by one column.
     x: u64,
     column: u64,
-    /// Of each mask, the value of each row.
+    /// The value of each row, per mask.
     masks: Vec<Vec<u64>>,
-    /// `1 / (q − 1)` of the ratios q of runs, by their strides.
+    /// `1 / (q − 1)` of the run ratios q, by stride.
     ratios: HashMap<u32, [u64; 2]>,
 }
 
@@ -79,7 +79,7 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// What a run's blocks multiply the row of its mask by, or `None` if they are of several classes.
+    /// Returns the factor by which a run multiplies the row of its mask, or `None` if its blocks belong to several classes.
     fn series(&mut self, run: &Run) -> Option<u64> {
         let b = self.layout.block_size() as u64;
         let (mut start, mut factor) = (u64::from(run.start) * b, 1);
@@ -107,7 +107,7 @@ impl<'a> Rows<'a> {
         Some(multiply(first, sum))
     }
 
-    /// The value of each query of a pattern, by its position.
+    /// Returns the value of each query of a pattern, by position.
     fn of_pattern(&mut self, pattern: usize) -> Option<Vec<u64>> {
         let layout = self.layout;
         let b = layout.block_size();
@@ -136,7 +136,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Checks that parts have a layout's pairs, each once.
+/// Checks that the parts have exactly a layout's pairs, each once.
 pub(super) fn check(whole: &BlockLayout, parts: &[Part]) -> Result<(), LayoutError> {
     for (index, Part { layout, residue }) in parts.iter().enumerate() {
         let alike = [whole.seq_q(), whole.seq_kv()];

@@ -1,4 +1,4 @@
-//! The serialized form of a layout. Nothing read is trusted: every index is checked.
+//! The serialized form of a layout. Input is not trusted: every index is checked.
 
 use serde::{Deserialize, Serialize};
 
@@ -21,16 +21,16 @@ pub(crate) struct LayoutData {
     batch: Option<usize>,
     head_patterns: Vec<u32>,
     patterns: Vec<RowRuns>,
-    /// Masks 1.. of the table (mask 0 is the full block), `block_size² / 64` words each.
+    /// Masks 1.. of the table, `block_size² / 64` words each. Mask 0 is the full block.
     masks: Vec<u64>,
-    /// The parts that have the same pairs, if there are any.
+    /// Parts with the same pairs, if there are any.
     #[serde(default)]
     parts: Vec<PartData>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct PartData {
-    /// The stride and the places of a class.
+    /// Stride and slots per class.
     residue: Option<[usize; 2]>,
     layout: LayoutData,
 }
@@ -144,7 +144,7 @@ fn check_heads(data: &LayoutData) -> Result<(), LayoutError> {
     Ok(())
 }
 
-/// Offsets in order, blocks in range and at most once per row, masks in range and inside the edges.
+/// Checks that offsets ascend, that blocks are in range and occur at most once per row, and that masks are in range and have no pairs beyond the edges.
 fn check_rows(
     index: usize,
     pattern: &RowRuns,
@@ -177,7 +177,7 @@ fn check_rows(
                 masks.len(),
                 run.mask
             );
-            // Of a run, only the last block can be on the edge of the keys; on that of the queries all are.
+            // Only the last block of a run can be on the edge of the keys. Either all or none of its blocks are on the edge of the queries.
             ensure_sound!(
                 mask.is_some_and(|mask| inside(mask, run.mask, grid, q_block, last as usize)),
                 "pattern {index}: row {q_block}: the mask of key block {last} allows pairs beyond seq_q or seq_kv"
@@ -193,11 +193,11 @@ fn check_rows(
     Ok(())
 }
 
-/// A block that two runs of a row have in common. The runs are not expanded: a few bytes can claim billions of blocks.
+/// Returns a block that two runs of a row share. Runs are not expanded, since a few bytes can claim billions of blocks.
 fn repeated(row: &[Run]) -> Option<u64> {
     let mut row: Vec<&Run> = row.iter().collect();
     row.sort_unstable_by_key(|run| run.start);
-    // Of the runs so far: the one without gaps that goes furthest, and those with gaps.
+    // The contiguous run that reaches furthest so far, and the strided runs so far.
     let mut furthest: Option<&Run> = None;
     let mut strided: Vec<&Run> = Vec::new();
     for run in row {
@@ -216,7 +216,7 @@ fn repeated(row: &[Run]) -> Option<u64> {
     None
 }
 
-/// The first block of both runs: the first solution of two congruences.
+/// Returns the first block of both runs: the first solution of two congruences.
 fn common_block(a: &Run, b: &Run) -> Option<u64> {
     let [(a0, a_stride), (b0, b_stride)] =
         [a, b].map(|run| (i128::from(run.start), i128::from(run.stride)));
@@ -236,7 +236,7 @@ fn common_block(a: &Run, b: &Run) -> Option<u64> {
     (block <= i128::from(a.last().min(b.last()))).then_some(block as u64)
 }
 
-/// `(g, x)` with `g = gcd(a, b)` and `a · x ≡ g` modulo `b`.
+/// Returns `(g, x)` with `g = gcd(a, b)` and `a · x ≡ g` modulo `b`.
 fn bezout(a: i128, b: i128) -> (i128, i128) {
     let ((mut old_r, mut r), (mut old_x, mut x)) = ((a, b), (1, 0));
     while r != 0 {

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{BLOCK_SIZES, LayoutError};
 
-/// The sizes of a layout. Lengths count tokens.
+/// Sizes of a layout. Lengths count tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[must_use]
 pub struct LayoutShape {
@@ -19,8 +19,7 @@ pub struct LayoutShape {
 }
 
 impl LayoutShape {
-    /// `lengths` are those of queries and keys.
-    ///
+    /// Creates a shape; `lengths` are the numbers of queries and keys.
     /// ```
     /// use blocksparse::LayoutShape;
     ///
@@ -38,15 +37,15 @@ impl LayoutShape {
         }
     }
 
-    /// Self-attention over `seq` positions.
+    /// Creates the shape of self-attention over `seq` positions.
     pub fn square(heads: usize, seq: usize, block_size: usize) -> Self {
         Self::new(heads, [seq, seq], block_size)
     }
 
-    /// Checks the sizes, as everything does that makes a layout.
+    /// Checks the sizes. Every constructor of a layout does so.
     ///
     /// # Errors
-    /// [`LayoutError`] if one is out of range.
+    /// [`LayoutError`] if a size is out of range.
     pub fn validate(&self) -> Result<(), LayoutError> {
         crate::ensure! { LayoutError; BLOCK_SIZES.contains(&self.block_size) => "block_size", "8, 16, 32, 64 or 128", self.block_size; }
         for (argument, value, max) in [
@@ -60,6 +59,6 @@ impl LayoutShape {
     }
 }
 
-/// Positions and block indices fit 32-bit signed integers, as kernels want them.
+/// Bounds that let positions and block indices fit in 32-bit signed integers, as kernels need.
 const MAX_SEQ: usize = 1 << 30;
 const MAX_HEADS: usize = 1 << 16;

@@ -1,13 +1,13 @@
-//! A layout as text: one character per cell, a cell being one block or several.
+//! Prints a layout as text: one character per cell of one block or several.
 
 use std::fmt;
 
 use super::BlockLayout;
 
-/// Cells per side, at most.
+/// Maximum number of cells per side.
 pub(crate) const MAX_CELLS: usize = 64;
 
-/// How much of a cell's pairs are computed, from none to all.
+/// Characters for the computed share of a cell's pairs, from none to all.
 const SHADES: [char; 6] = ['.', '-', '=', '+', '*', '#'];
 
 impl fmt::Display for BlockLayout {
@@ -53,7 +53,7 @@ pub(crate) fn shade(fraction: f64) -> char {
 }
 
 impl BlockLayout {
-    /// "1 head", "8 heads".
+    /// Returns "1 head", "8 heads".
     pub(crate) fn counted_heads(&self) -> String {
         match self.heads() {
             1 => "1 head".into(),
@@ -61,7 +61,7 @@ impl BlockLayout {
         }
     }
 
-    /// Returns the heads that use a pattern: "heads 0, 2, 4", for a stacked layout "entry 0: head 1; entry 1: head 1".
+    /// Returns the heads that use a pattern: "heads 0, 2, 4", or for a stacked layout "entry 0: head 1; entry 1: head 1".
     #[doc(hidden)]
     pub fn users(&self, pattern: usize) -> String {
         let in_entry = |entry: usize| {
@@ -84,8 +84,8 @@ impl BlockLayout {
         entries.join("; ")
     }
 
-    /// The computed fraction of the pairs of each cell of `cell × cell` positions (a multiple of the
-    /// block size, or a divisor of it).
+    /// Returns the computed share of the pairs of each cell of `cell × cell` positions. `cell` is a multiple or a divisor of the
+    /// block size.
     #[doc(hidden)]
     pub fn shades(&self, pattern: usize, cell: usize) -> Vec<Vec<f64>> {
         let b = self.block_size();

@@ -1,4 +1,4 @@
-//! Some blocks of a layout: chosen on the host, or by a tensor on a device.
+//! Restricts a layout to some of its blocks, chosen on the host or by a tensor on a device.
 
 use super::builder::LayoutBuilder;
 use super::mask::{BlockMask, MaskInterner};
@@ -7,12 +7,12 @@ use super::{BlockLayout, DeviceChoice};
 use crate::LayoutError;
 
 impl BlockLayout {
-    /// A layout whose blocks a tensor on a device chooses from those of `within`, of which each keeps its pairs: see [`Self::on_device`]. The choice is not
-    /// causal; which keys queries see is `within`'s to say.
+    /// Builds a layout whose blocks a tensor on a device chooses from those of `within`. Each block keeps its pairs: see [`Self::on_device`]. The choice is not
+    /// causal; `within` alone decides causality.
     ///
     /// # Errors
-    /// As [`Self::on_device`]; also if `within` is itself made on a device, the choice is causal, or not all heads and batch entries that differ in `within`
-    /// have blocks of their own.
+    /// As [`Self::on_device`]; also if `within` is itself chosen on a device, if the choice is causal, or if heads or batch entries that differ in `within`
+    /// share a pattern of the choice.
     pub fn on_device_within(
         name: impl Into<String>,
         choice: DeviceChoice,
@@ -33,22 +33,22 @@ impl BlockLayout {
         Ok(Self::chosen(name, shape, batch, choice, Some(within)))
     }
 
-    /// The layout that the blocks of this one are chosen from, if it is made on a device and they are.
+    /// Returns the layout from which a device chooses this layout's blocks, if there is one.
     pub fn within(&self) -> Option<&BlockLayout> {
         self.inner().within.as_ref()
     }
 
-    /// The layout whose blocks this one has all of, if a device only says which pairs are seen.
+    /// Returns the layout whose blocks this one has all of, if a device determines only the visible pairs.
     #[doc(hidden)]
     pub fn places(&self) -> Option<&BlockLayout> {
         let choice = self.device_choice()?;
         self.within().filter(|_| choice.by.has_all_blocks())
     }
 
-    /// Batch entries and heads that have blocks of their own if a choice for so many of each is made within this layout.
+    /// Returns the number of batch entries and heads that need their own blocks, if a choice with `[batch, heads]` patterns is made within this layout.
     ///
     /// # Errors
-    /// [`LayoutError`] if the batches differ.
+    /// [`LayoutError`] if the batch sizes differ.
     pub fn patterns_within(&self, [batch, heads]: [usize; 2]) -> Result<[usize; 2], LayoutError> {
         let own = self.batch().unwrap_or(1);
         crate::ensure! { LayoutError; self.batch().is_none() || batch <= 1 || own == batch => "patterns' batch", format!("{own}, the layout's"), batch; }
@@ -62,10 +62,10 @@ impl BlockLayout {
         Ok([own.max(batch), if shared { heads } else { self.heads() }])
     }
 
-    /// The blocks at which `kept(batch, head, q_block, kv_block)` is true, with their pairs. With `batch` the result has that many entries.
+    /// Keeps the blocks for which `kept(batch, head, q_block, kv_block)` is true, with their pairs. If `batch` is given, the result has that many entries.
     ///
     /// # Errors
-    /// [`LayoutError`] if the layout has another batch.
+    /// [`LayoutError`] if the layout has another batch size.
     pub fn keep_blocks(
         &self,
         name: impl Into<String>,
@@ -77,10 +77,11 @@ impl BlockLayout {
         })
     }
 
-    /// The pairs at which `kept(batch, head, query, key)` is true. With `batch` the result has that many entries. Every pair is asked for.
+    /// Keeps the pairs for which `kept(batch, head, query, key)` is true. `kept` is called for every pair. If `batch` is given, the result has that many
+    /// entries.
     ///
     /// # Errors
-    /// [`LayoutError`] if the layout has another batch.
+    /// [`LayoutError`] if the layout has another batch size.
     pub fn keep_pairs(
         &self,
         name: impl Into<String>,
@@ -91,7 +92,7 @@ impl BlockLayout {
         self.keep(name.into(), batch, |entry, head, q_block, run, masks| {
             let whole = &self.masks()[run.mask as usize];
             let (rows, cols) = (q_block * b, run.start as usize * b);
-            // Positions beyond a ragged end are in the full mask alone.
+            // Only the full mask covers positions beyond a ragged end.
             masks.intern(BlockMask::from_fn(b, |r, c| {
                 rows + r < self.seq_q()
                     && cols + c < self.seq_kv()
@@ -101,7 +102,7 @@ impl BlockLayout {
         })
     }
 
-    /// The blocks of which `mask(batch, head, q_block, block, masks)` is one of the table's.
+    /// Keeps the blocks for which `mask(batch, head, q_block, block, masks)` returns a mask id.
     fn keep(
         &self,
         name: String,

@@ -1,16 +1,16 @@
-//! Which pairs a pattern allows: the definition of each.
+//! Definition of every pattern: the pairs it allows.
 
 use super::Pattern;
 use crate::arith::split_mix;
 
-/// Random blocks of a row: each is compared with those drawn before it.
+/// Maximum number of random blocks per row, since each is compared with those drawn before it.
 pub(super) const MAX_DRAWN: usize = 1 << 12;
 
 impl Pattern {
     /// Returns whether, in `head`, the query at position `i` attends to the key at position `j`.
     ///
-    /// With `seq_q ≠ seq_kv` query row `r` of a layout sits at position `r + seq_kv − seq_q`
-    /// (aligned bottom-right, as Burn's own attention does). With parameters that [`Pattern::validate`] refuses the answer means nothing.
+    /// With `seq_q ≠ seq_kv` query row `r` of a layout has position `r + seq_kv − seq_q` (aligned bottom-right, as in Burn's own attention). The result is
+    /// meaningless for parameters that [`Pattern::validate`] rejects.
     pub fn attends(&self, head: usize, i: i64, j: i64) -> bool {
         let distance = i.saturating_sub(j);
         match self {
@@ -70,8 +70,8 @@ impl Pattern {
         }
     }
 
-    /// Returns whether no query can see a later key: what a model that predicts the next position needs. Of a callback nothing is
-    /// known, so the answer is no.
+    /// Returns whether no query can see a later key, as a model that predicts the next position requires. False for a callback, about which nothing
+    /// is known.
     pub fn is_causal(&self) -> bool {
         match self {
             Self::Causal
@@ -87,10 +87,10 @@ impl Pattern {
         }
     }
 
-    /// Which of the keys `j0..j0 + b` query `i` sees, as bits, for patterns made of lists: without asking for each pair.
+    /// Returns as bits which of the keys `j0..j0 + b` query `i` sees, for patterns made of lists: they need not be asked for each pair.
     pub(crate) fn row_bits(&self, head: usize, i: i64, j0: i64, b: usize) -> Option<u128> {
         let after = j0 + b as i64;
-        // The bits of keys `first..end`.
+        // Returns the bits of keys `first..end`.
         let span = |first: i64, end: i64| {
             let (first, end) = (first.max(j0), end.min(after));
             match end > first {
@@ -137,7 +137,7 @@ impl Pattern {
         })
     }
 
-    /// The blocks drawn for a row of a [`Pattern::RandomBlocks`]; none for any other pattern.
+    /// Returns the blocks drawn for a row of a [`Pattern::RandomBlocks`]; none for any other pattern.
     pub(crate) fn random_row(&self, head: usize, row: i64) -> Vec<i64> {
         let &Self::RandomBlocks {
             blocks,
@@ -152,7 +152,7 @@ impl Pattern {
         if row < 1 || row >= last {
             return Vec::new();
         }
-        // Blocks 1..last but for the row's own and its neighbours.
+        // Candidates are the blocks 1..last without the row's own block and its neighbours.
         let (left_out, after) = ((row - 1).max(1), (row + 2).min(last));
         let candidates = last - 1 - (after - left_out);
         let block_of = |k: i64| {
@@ -162,7 +162,7 @@ impl Pattern {
                 1 + k + (after - left_out)
             }
         };
-        // Floyd's sampling: every subset of this size is as likely as any other.
+        // Floyd's sampling: every subset of this size is equally likely.
         let count = (count.min(MAX_DRAWN) as i64).min(candidates);
         let mut chosen: Vec<i64> = Vec::new();
         for bound in candidates - count..candidates {
@@ -177,7 +177,7 @@ impl Pattern {
     }
 }
 
-/// The pattern of a head, of those that heads have in turn.
+/// Returns the pattern of a head, if the heads use `parts` in turn.
 pub(super) fn of_head(parts: &[Pattern], head: usize) -> Option<&Pattern> {
     head.checked_rem(parts.len()).map(|part| &parts[part])
 }
@@ -193,12 +193,12 @@ pub(super) fn is_in(ranges: &[(usize, usize)], position: i64) -> bool {
     })
 }
 
-/// How many documents begin up to a position.
+/// Returns the number of documents that begin at or before a position.
 pub(crate) fn document(starts: &[usize], position: i64) -> usize {
     starts.partition_point(|&start| start as i64 <= position)
 }
 
-/// Where a document begins, as [`document`] counts them; what is before the first one is counted from position 0.
+/// Returns the first position of a document as [`document`] counts them. Document 0, before the first start, begins at position 0.
 pub(crate) fn document_start(starts: &[usize], document: usize) -> i64 {
     match document {
         0 => 0,
@@ -206,7 +206,7 @@ pub(crate) fn document_start(starts: &[usize], document: usize) -> i64 {
     }
 }
 
-/// A number made of others.
+/// Hashes several numbers into one.
 fn mix<const N: usize>(numbers: [u64; N]) -> u64 {
     let first = 0x9e37_79b9_7f4a_7c15;
     let mixed = |state: u64, number| split_mix(state ^ number);

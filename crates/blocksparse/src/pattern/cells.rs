@@ -1,55 +1,55 @@
-//! Stretches of a row of blocks, and what is known of their blocks.
+//! Zones of a block row and what is known about their blocks.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use crate::arith::lcm;
 
-/// What is known of a block before its pairs are looked at.
+/// Knowledge about a block before its pairs are evaluated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cell {
     Empty,
     Full,
-    /// Some pairs may be allowed: ask `attends`.
+    /// Some pairs may be allowed: evaluate `attends`.
     Mixed,
 }
 
 /// The blocks of a zone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Cells {
-    /// All have the same mask.
+    /// All blocks have the same mask.
     Same(Cell),
-    /// Block `J` has the mask of every other block of the zone that equals it modulo the length.
+    /// Block `J` has the same mask as every block of the zone that is congruent to `J` modulo the length.
     Cycle(Vec<Cell>),
-    /// Nothing is known: look at each block.
+    /// Nothing is known: evaluate each block.
     Each,
 }
 
-/// Blocks from the previous zone's end up to `end` (exclusive).
+/// Blocks from the end of the previous zone up to `end` (exclusive).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Zone {
     pub end: i64,
     pub cells: Cells,
 }
 
-/// One row of blocks: the positions of its queries, and the key blocks it can see.
+/// One row of blocks: the positions of its queries and the number of key blocks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockRow {
     /// Position of the first query.
     pub first: i64,
-    /// Position of the last query (inclusive; the last row may be ragged).
+    /// Position of the last query (inclusive). The last row may be ragged.
     pub last: i64,
     pub block_size: i64,
     pub kv_blocks: i64,
 }
 
 impl BlockRow {
-    /// The first key block that is not entirely at or before the first query.
+    /// Returns the first key block that is not entirely at or before the first query.
     pub(super) fn diagonal(&self) -> i64 {
         self.clamp((self.first + 1).div_euclid(self.block_size))
     }
 
-    /// One past the last key block that starts at or before the last query.
+    /// Returns one past the last key block that starts at or before the last query.
     pub(super) fn causal_end(&self) -> i64 {
         self.clamp(self.last.div_euclid(self.block_size) + 1)
     }
@@ -65,7 +65,7 @@ impl BlockRow {
         }]
     }
 
-    /// Zones of a pattern whose query `p` sees the keys `low(p)..=high(p)`, both non-decreasing in `p`.
+    /// Returns the zones of a pattern whose query `p` sees the keys `low(p)..=high(p)`, both non-decreasing in `p`.
     pub(super) fn interval(
         &self,
         low: impl Fn(i64) -> i64,
@@ -87,7 +87,7 @@ impl BlockRow {
         ])
     }
 
-    /// Zones of a causal pattern that is periodic in the keys: `cycle` before the diagonal.
+    /// Returns the zones of a causal pattern that is periodic in the keys, with period `cycle` before the diagonal.
     pub(super) fn periodic(&self, cycle: Vec<Cell>) -> Vec<Zone> {
         let diagonal = self.diagonal();
         self.zones([
@@ -97,8 +97,8 @@ impl BlockRow {
         ])
     }
 
-    /// Zones of a pattern that is empty but for the key positions `first..after` of each mark, of which all pairs are allowed
-    /// (`Full`) or some may be (`Mixed`).
+    /// Returns the zones of a pattern that is empty outside the key positions `first..after` of its marks. All pairs of a mark are allowed
+    /// (`Full`), or some may be (`Mixed`).
     pub(super) fn marked(&self, marks: impl IntoIterator<Item = (i64, i64, Cell)>) -> Vec<Zone> {
         let b = self.block_size;
         let mut cells: BTreeMap<i64, Cell> = BTreeMap::new();
@@ -136,7 +136,7 @@ impl BlockRow {
         zones
     }
 
-    /// Zones of a pattern in which some queries see all keys and the others none.
+    /// Returns the zones of a pattern in which some queries see all keys and the others none.
     pub(super) fn whole_rows(&self, sees: impl Fn(i64) -> bool) -> Vec<Zone> {
         let rows = self.last - self.first + 1;
         let seeing = (self.first..=self.last).filter(|&p| sees(p)).count() as i64;
@@ -189,7 +189,7 @@ impl Cell {
     }
 }
 
-/// The zones of two patterns combined pair by pair.
+/// Combines the zones of two patterns pair by pair.
 pub(super) fn merge(a: Vec<Zone>, b: Vec<Zone>, op: fn(Cell, Cell) -> Cell) -> Vec<Zone> {
     let mut merged: Vec<Zone> = Vec::with_capacity(a.len() + b.len());
     let (mut a, mut b) = (a.iter().peekable(), b.iter().peekable());
@@ -217,7 +217,7 @@ fn combine(a: &Cells, b: &Cells, blocks: Range<i64>, op: fn(Cell, Cell) -> Cell)
     match (a, b) {
         (Cells::Same(x), Cells::Same(y)) => Cells::Same(op(*x, *y)),
         (Cells::Each, Cells::Same(x)) | (Cells::Same(x), Cells::Each) => {
-            // Each is Mixed everywhere; a part that decides alone leaves nothing to look at.
+            // `Each` is mixed everywhere. If the other part alone decides the result, no block has to be evaluated.
             match op(Cell::Mixed, *x) {
                 Cell::Mixed => Cells::Each,
                 decided => Cells::Same(decided),
@@ -227,7 +227,7 @@ fn combine(a: &Cells, b: &Cells, blocks: Range<i64>, op: fn(Cell, Cell) -> Cell)
         _ if blocks.end - blocks.start == 1 => Cells::Each,
         _ => {
             let (x, y) = (cycle_of(a), cycle_of(b));
-            // A period beyond the zone's end is never completed: the cells up to the end do.
+            // A period beyond the zone's end is never completed, so the cells up to the end suffice.
             let period = lcm(x.len(), y.len()).map_or(blocks.end as usize, |period| {
                 period.min(blocks.end as usize)
             });

@@ -1,4 +1,4 @@
-//! How a pattern prints.
+//! Display text of patterns.
 
 use std::fmt;
 
@@ -94,7 +94,7 @@ impl fmt::Display for Pattern {
     }
 }
 
-/// A list, of long ones the first few.
+/// Joins a list; of a long one only the first few items.
 fn few(items: impl ExactSizeIterator<Item = String>) -> String {
     const FEW: usize = 8;
     let count = items.len();

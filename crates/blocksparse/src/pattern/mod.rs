@@ -1,4 +1,4 @@
-//! What is allowed: a [`Pattern`] is a value that says, for each head, which query attends to which key.
+//! [`Pattern`]: a value that defines, for each head, which query attends to which key.
 
 use std::fmt;
 use std::sync::Arc;
@@ -25,8 +25,7 @@ type Predicate = dyn Fn(usize, i64, i64) -> bool + Send + Sync;
 
 /// A static sparsity pattern: the (query, key) pairs that each head computes.
 ///
-/// [`Pattern::attends`] is the definition; everything else (layouts, kernels, pictures) follows it.
-/// Patterns are plain values: they print, compare, serialize and combine.
+/// [`Pattern::attends`] is the definition; layouts, kernels and pictures follow from it. Patterns are plain values: they print, compare, serialize and combine.
 ///
 /// ```
 /// use blocksparse::Pattern;
@@ -60,7 +59,7 @@ pub enum Pattern {
         stride: usize,
         /// c, the number of last columns of each earlier window.
         columns: usize,
-        /// How many different column groups the heads use in turn.
+        /// Number of column groups that the heads use in turn.
         num_verts: usize,
     },
     /// `j < prefix ∨ j ≤ i`.
@@ -72,7 +71,7 @@ pub enum Pattern {
     Streaming {
         /// Keys each query sees, its own position included.
         window: usize,
-        /// First keys that every query keeps seeing.
+        /// Number of first keys that every query sees.
         sink: usize,
     },
     /// `|i − j| ≤ reach · dilation ∧ (i − j) mod dilation = 0`: a window to both sides (Beltagy et al., 2020, §3.1).
@@ -82,7 +81,7 @@ pub enum Pattern {
         /// Distance between two keys.
         dilation: usize,
     },
-    /// `⌊i/size⌋ − before ≤ ⌊j/size⌋ ≤ ⌊i/size⌋ + after`: the query's chunk and the adjacent ones; block-diagonal without any.
+    /// `⌊i/size⌋ − before ≤ ⌊j/size⌋ ≤ ⌊i/size⌋ + after`: the query's chunk and adjacent chunks. Block-diagonal if `before` and `after` are 0.
     Chunked {
         /// Positions of a chunk.
         size: usize,
@@ -91,7 +90,7 @@ pub enum Pattern {
         /// Chunks after it.
         after: usize,
     },
-    /// `i ∈ G ∨ j ∈ G`: tokens that see and are seen by all.
+    /// `i ∈ G ∨ j ∈ G`: tokens that see all positions and are seen by all.
     Global {
         /// G, as ranges `start..end` in ascending order that do not overlap.
         ranges: Vec<(usize, usize)>,
@@ -101,51 +100,51 @@ pub enum Pattern {
         /// G, as ranges `start..end` in ascending order that do not overlap.
         ranges: Vec<(usize, usize)>,
     },
-    /// `⌊(ℓ−1−(j mod ℓ))/c⌋ = head mod num_verts`: columns that every query sees, of each window of ℓ the `c` that are the head's.
+    /// `⌊(ℓ−1−(j mod ℓ))/c⌋ = head mod num_verts`: columns that every query sees. They are the head's group of `c` columns in each window of ℓ.
     Columns {
         /// ℓ, the width of the windows.
         stride: usize,
-        /// c
+        /// c, the number of columns in a group.
         columns: usize,
-        /// How many different groups of columns the heads use in turn.
+        /// Number of column groups that the heads use in turn.
         num_verts: usize,
     },
     /// `⌊(ℓ−1−(i mod ℓ))/c⌋ = head mod num_verts`: queries that see every key.
     Rows {
         /// ℓ, the width of the windows.
         stride: usize,
-        /// c
+        /// c, the number of rows in a group.
         rows: usize,
-        /// How many different groups of rows the heads use in turn.
+        /// Number of row groups that the heads use in turn.
         num_verts: usize,
     },
-    /// `j ≤ i ∧ (j ∈ V ∨ i − j ∈ S)`: chosen columns and diagonals (MInference, Jiang et al., 2024).
+    /// `j ≤ i ∧ (j ∈ V ∨ i − j ∈ S)`: selected columns and diagonals (MInference, Jiang et al., 2024).
     VerticalSlash {
         /// V, ascending.
         vertical: Vec<usize>,
         /// S, ascending.
         slash: Vec<usize>,
     },
-    /// Positions of one document see each other: there are as many `starts ≤ i` as `≤ j`.
+    /// Positions of one document see each other: as many `starts` are `≤ i` as `≤ j`.
     Documents {
-        /// Where documents begin, ascending: the `cu_seqlens` of packed sequences.
+        /// First position of each document, ascending: the `cu_seqlens` of packed sequences.
         starts: Vec<usize>,
     },
-    /// Positions of one document see each other as `pattern` says, counted from where the document begins.
+    /// Positions of one document see each other by `pattern`, with positions counted from the start of the document.
     Packed {
-        /// Where documents begin, ascending: the `cu_seqlens` of packed sequences.
+        /// First position of each document, ascending: the `cu_seqlens` of packed sequences.
         starts: Vec<usize>,
-        /// What holds inside of each document.
+        /// Pattern within each document.
         pattern: Box<Pattern>,
     },
-    /// `⌊j/block⌋ ∈ rand(head, ⌊i/block⌋)`: for each head and row of blocks `count` blocks, drawn from those that are not at an end
-    /// of the sequence, nor the row's own, nor next to it. First and last row have none.
+    /// `⌊j/block⌋ ∈ rand(head, ⌊i/block⌋)`: `count` random blocks for each head and row of blocks. Blocks at either end of the sequence, the row's own block
+    /// and its neighbours are never drawn. The first and the last row have none.
     RandomBlocks {
-        /// Positions of a block (of the pattern; a layout may have others).
+        /// Positions per block of the pattern. A layout may use another block size.
         block: usize,
-        /// Blocks of the sequence.
+        /// Number of blocks of the sequence.
         blocks: usize,
-        /// Blocks drawn for a row, if there are as many.
+        /// Number of blocks drawn per row, if there are as many candidates.
         count: usize,
         /// Seed of the random blocks.
         seed: u64,
@@ -161,7 +160,7 @@ pub enum Pattern {
     FromFn(PatternFn),
 }
 
-/// A callback and its name, inside of [`Pattern::FromFn`]: made by [`Pattern::from_fn`] and [`Pattern::from_pair_fn`].
+/// A callback and its name, the content of [`Pattern::FromFn`]. Created by [`Pattern::from_fn`] and [`Pattern::from_pair_fn`].
 #[derive(Clone)]
 pub struct PatternFn {
     name: String,
@@ -171,12 +170,12 @@ pub struct PatternFn {
 }
 
 impl PatternFn {
-    /// Its name.
+    /// Returns the callback's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Returns whether its heads may differ.
+    /// Returns whether heads may differ.
     pub fn is_by_head(&self) -> bool {
         self.by_head
     }
@@ -188,7 +187,7 @@ impl fmt::Debug for PatternFn {
     }
 }
 
-/// Equal if they are clones of one callback: functions cannot be compared otherwise.
+/// Callbacks are equal only if they are clones of one another, since functions cannot be compared.
 impl PartialEq for PatternFn {
     fn eq(&self, other: &Self) -> bool {
         self.name == other.name && Arc::ptr_eq(&self.predicate, &other.predicate)
@@ -196,40 +195,37 @@ impl PartialEq for PatternFn {
 }
 
 impl Pattern {
-    /// Every pair.
+    /// Allows every pair.
     pub fn dense() -> Self {
         Self::Dense
     }
 
-    /// `j ≤ i`.
+    /// Allows the pairs with `j ≤ i`.
     pub fn causal() -> Self {
         Self::Causal
     }
 
-    /// `j ≤ i ∧ i − j < window`.
+    /// Allows the pairs with `j ≤ i ∧ i − j < window`.
     pub fn local(window: usize) -> Self {
         Self::Local { window }
     }
 
-    /// `j ≤ i ∧ (i − j) mod stride = 0`.
+    /// Allows the pairs with `j ≤ i ∧ (i − j) mod stride = 0`.
     pub fn strided(stride: usize) -> Self {
         Self::Strided { stride }
     }
 
-    /// `local(stride) ∪ strided(stride)`, one joint softmax: the "merged" strided attention of the
-    /// Sparse Transformer.
+    /// Combines `local(stride) ∪ strided(stride)` in one softmax: the "merged" strided attention of the Sparse Transformer.
     pub fn merged_strided(stride: usize) -> Self {
         Self::union([Self::local(stride), Self::strided(stride)])
     }
 
-    /// The Sparse Transformer's fixed pattern: the query's own window of `stride` keys and the last
-    /// `columns` keys of every earlier window.
+    /// Returns the Sparse Transformer's fixed pattern: the query's own window of `stride` keys, and the last `columns` keys of every earlier window.
     pub fn fixed(stride: usize, columns: usize) -> Self {
         Self::fixed_heads(stride, columns, 1)
     }
 
-    /// [`Pattern::fixed`] whose heads look at distinct column groups: head `h` keeps group
-    /// `h mod num_verts`, counted from the end of the window.
+    /// Returns [`Pattern::fixed`] with heads that use different column groups: head `h` uses group `h mod num_verts`, counted from the end of the window.
     pub fn fixed_heads(stride: usize, columns: usize, num_verts: usize) -> Self {
         Self::Fixed {
             stride,
@@ -238,32 +234,32 @@ impl Pattern {
         }
     }
 
-    /// `j < prefix ∨ j ≤ i`.
+    /// Allows the pairs with `j < prefix ∨ j ≤ i`.
     pub fn prefix_lm(prefix: usize) -> Self {
         Self::PrefixLm { prefix }
     }
 
-    /// `j ≤ i ∧ (j < sink ∨ i − j < window)`.
+    /// Allows the pairs with `j ≤ i ∧ (j < sink ∨ i − j < window)`.
     pub fn streaming(window: usize, sink: usize) -> Self {
         Self::Streaming { window, sink }
     }
 
-    /// `|i − j| ≤ reach`: `2 · reach + 1` keys, the query's own position included.
+    /// Allows the pairs with `|i − j| ≤ reach`: `2 · reach + 1` keys, the query's own position included.
     pub fn window(reach: usize) -> Self {
         Self::dilated_window(reach, 1)
     }
 
-    /// `|i − j| ≤ reach · dilation ∧ (i − j) mod dilation = 0`.
+    /// Allows the pairs with `|i − j| ≤ reach · dilation ∧ (i − j) mod dilation = 0`.
     pub fn dilated_window(reach: usize, dilation: usize) -> Self {
         Self::Window { reach, dilation }
     }
 
-    /// `⌊i/size⌋ = ⌊j/size⌋`: block-diagonal.
+    /// Allows the pairs with `⌊i/size⌋ = ⌊j/size⌋`: block-diagonal.
     pub fn chunked(size: usize) -> Self {
         Self::chunked_window(size, 0, 0)
     }
 
-    /// The query's chunk of `size` positions, `before` chunks before it and `after` after it.
+    /// Allows the query's chunk of `size` positions, `before` chunks before it and `after` after it.
     pub fn chunked_window(size: usize, before: usize, after: usize) -> Self {
         Self::Chunked {
             size,
@@ -272,22 +268,22 @@ impl Pattern {
         }
     }
 
-    /// `i ∈ tokens ∨ j ∈ tokens`.
+    /// Allows the pairs with `i ∈ tokens ∨ j ∈ tokens`.
     pub fn global(tokens: impl IntoIterator<Item = usize>) -> Self {
         Self::Global {
             ranges: ranges(tokens),
         }
     }
 
-    /// `j ∈ tokens`: keys that every query sees, while they see no more than other queries do.
+    /// Allows the pairs with `j ∈ tokens`: keys that every query sees. As queries these tokens see no more than others.
     pub fn global_keys(tokens: impl IntoIterator<Item = usize>) -> Self {
         Self::GlobalKeys {
             ranges: ranges(tokens),
         }
     }
 
-    /// Longformer's pattern, `dilated_window(reach, dilation) ∪ global(tokens)` in one softmax (Beltagy et al., 2020). For a dilation
-    /// per head, make one per head: [`Pattern::per_head`].
+    /// Returns Longformer's pattern, `dilated_window(reach, dilation) ∪ global(tokens)` in one softmax (Beltagy et al., 2020). For different dilations
+    /// per head, combine several with [`Pattern::per_head`].
     pub fn longformer(
         reach: usize,
         dilation: usize,
@@ -296,8 +292,8 @@ impl Pattern {
         Self::union([Self::dilated_window(reach, dilation), Self::global(tokens)])
     }
 
-    /// BigBird's pattern over `blocks` blocks of `block` positions (Zaheer et al., 2020): the row's own block and the adjacent ones,
-    /// first and last block as global ones, and `random` blocks drawn for each head and row.
+    /// Returns BigBird's pattern over `blocks` blocks of `block` positions (Zaheer et al., 2020): the row's own block and the adjacent ones,
+    /// the first and the last block as global tokens, and `random` blocks drawn for each head and row.
     pub fn bigbird(block: usize, blocks: usize, random: usize, seed: u64) -> Self {
         let last = block.saturating_mul(blocks.saturating_sub(1));
         let ends = match last {
@@ -317,8 +313,8 @@ impl Pattern {
         ])
     }
 
-    /// The bidirectional `fixed` pattern of DeepSpeed: windows of `stride` positions, of each the last `columns` that are the head's
-    /// (group `head mod num_verts` from the end) as columns that all see and, with `horizontal`, as rows that see all.
+    /// Returns DeepSpeed's bidirectional `fixed` pattern: windows of `stride` positions, and in each window a group of `columns` positions
+    /// (group `head mod num_verts` from its end) as columns that all queries see. With `horizontal`, this group also sees all keys.
     pub fn deepspeed_fixed(
         stride: usize,
         columns: usize,
@@ -343,9 +339,9 @@ impl Pattern {
         Self::union(parts)
     }
 
-    /// The `variable` pattern of DeepSpeed: windows of these sizes, the last one repeated up to `seq` positions, and `tokens` as keys that
-    /// all queries see and, with `horizontal`, as queries that see all keys. Its random blocks are a union with
-    /// [`Pattern::random_blocks`]. A window of 0, or none at all, is an error of the layout. Makes a list of the windows.
+    /// Returns DeepSpeed's `variable` pattern: windows of the given sizes, the last size repeated up to `seq` positions, and `tokens` as keys that
+    /// all queries see. With `horizontal`, `tokens` also see all keys. For its random blocks, form a union with
+    /// [`Pattern::random_blocks`]. An empty list of windows or a window of 0 is an error when a layout is built. The list of windows is expanded.
     pub fn deepspeed_variable(
         windows: &[usize],
         seq: usize,
@@ -373,7 +369,7 @@ impl Pattern {
         }
     }
 
-    /// `j ≤ i ∧ (j ∈ vertical ∨ i − j ∈ slash)`.
+    /// Allows the pairs with `j ≤ i ∧ (j ∈ vertical ∨ i − j ∈ slash)`.
     pub fn vertical_slash(
         vertical: impl IntoIterator<Item = usize>,
         slash: impl IntoIterator<Item = usize>,
@@ -384,15 +380,15 @@ impl Pattern {
         }
     }
 
-    /// Packed sequences that do not see each other, from where they begin (`cu_seqlens`, with or without the total at its end). Compose it
-    /// with what holds inside of them: `Pattern::intersection([Pattern::documents([0, 300, 420]), Pattern::local(64)])`.
+    /// Separates packed sequences, which do not see each other, given their first positions (`cu_seqlens`, with or without the total at the end). Intersect it
+    /// with the pattern inside the sequences: `Pattern::intersection([Pattern::documents([0, 300, 420]), Pattern::local(64)])`.
     pub fn documents(starts: impl IntoIterator<Item = usize>) -> Self {
         Self::Documents {
             starts: sorted(starts),
         }
     }
 
-    /// [`Pattern::documents`] from the document of each position. A document is a run of equal ids: one that comes again later is
+    /// Returns [`Pattern::documents`] from the document id of each position. A document is a run of equal ids; an id that reappears later is
     /// another document.
     ///
     /// ```
@@ -412,8 +408,8 @@ impl Pattern {
         Self::Documents { starts }
     }
 
-    /// Packed sequences, in each of which `pattern` holds as if it stood alone: unlike in an intersection with
-    /// [`Pattern::documents`], windows, columns and global tokens are counted from where a document begins.
+    /// Applies `pattern` to each packed sequence as if the sequence stood alone. Unlike in an intersection with
+    /// [`Pattern::documents`], windows, columns and global tokens are counted from the start of each document.
     ///
     /// ```
     /// use blocksparse::Pattern;
@@ -429,7 +425,7 @@ impl Pattern {
         }
     }
 
-    /// `count` blocks for each head and row of blocks: see [`Pattern::RandomBlocks`].
+    /// Allows `count` random blocks for each head and row of blocks: see [`Pattern::RandomBlocks`].
     pub fn random_blocks(block: usize, blocks: usize, count: usize, seed: u64) -> Self {
         Self::RandomBlocks {
             block,
@@ -439,34 +435,33 @@ impl Pattern {
         }
     }
 
-    /// Pairs allowed by any of `parts`.
+    /// Allows the pairs that any of `parts` allows.
     pub fn union(parts: impl IntoIterator<Item = Pattern>) -> Self {
         Self::Union(parts.into_iter().collect())
     }
 
-    /// Pairs allowed by all of `parts`.
+    /// Allows the pairs that all of `parts` allow.
     pub fn intersection(parts: impl IntoIterator<Item = Pattern>) -> Self {
         Self::Intersection(parts.into_iter().collect())
     }
 
-    /// The pairs of this pattern with `j ≤ i`.
+    /// Restricts this pattern to the pairs with `j ≤ i`.
     pub fn and_causal(self) -> Self {
         Self::intersection([self, Self::Causal])
     }
 
-    /// Head `h` uses pattern `h mod p` of the `p` patterns.
+    /// Gives head `h` pattern `h mod p` of the `p` patterns.
     pub fn per_head(parts: impl IntoIterator<Item = Pattern>) -> Self {
         Self::PerHead(parts.into_iter().collect())
     }
 
-    /// A pattern of your own: `attends(head, i, j)` says whether query position `i` sees key
-    /// position `j`. It is called for every pair when a layout is built, O(heads · n²); where heads are
-    /// alike, [`Pattern::from_pair_fn`] asks for one of them, and if your pattern knows which blocks are empty,
-    /// [`BlockLayout::from_block_fn`](crate::BlockLayout::from_block_fn) builds it in O(blocks).
+    /// Creates a custom pattern: `attends(head, i, j)` returns whether query position `i` sees key position `j`. It is called for every pair when a layout is
+    /// built, O(heads · n²). If all heads are equal, [`Pattern::from_pair_fn`] evaluates only one of them. If you know which blocks are empty,
+    /// [`BlockLayout::from_block_fn`](crate::BlockLayout::from_block_fn) builds a layout in O(blocks).
     ///
-    /// It is asked only about queries and keys that there are: `j` is in `0..seq_kv`, and `i`, whose last one is aligned with the last
-    /// key, is in `seq_kv − seq_q..seq_kv`. So with more queries than keys the first `seq_q − seq_kv` of them are before position 0:
-    /// they are asked about with a negative `i`. Inside of [`Pattern::packed`] positions are counted from where a document begins.
+    /// The callback is called only for existing queries and keys: `j` is in `0..seq_kv`, and `i` is in `seq_kv − seq_q..seq_kv`, since the last query is
+    /// aligned with the last key. With more queries than keys the first `seq_q − seq_kv` queries therefore have a negative `i`. Inside [`Pattern::packed`]
+    /// positions are counted from the start of a document.
     pub fn from_fn(
         name: impl Into<String>,
         attends: impl Fn(usize, i64, i64) -> bool + Send + Sync + 'static,
@@ -478,7 +473,7 @@ impl Pattern {
         })
     }
 
-    /// [`Pattern::from_fn`] for a pattern that is the same in all heads: `attends(i, j)`, called for every pair of one of them, O(n²).
+    /// Creates a pattern like [`Pattern::from_fn`] that is the same in all heads: `attends(i, j)` is called for every pair of one head, O(n²).
     ///
     /// ```
     /// use blocksparse::Pattern;
@@ -505,7 +500,7 @@ fn sorted(numbers: impl IntoIterator<Item = usize>) -> Vec<usize> {
     numbers
 }
 
-/// Ranges of neighbours.
+/// Merges adjacent tokens into ranges.
 fn ranges(tokens: impl IntoIterator<Item = usize>) -> Vec<(usize, usize)> {
     let mut ranges: Vec<(usize, usize)> = Vec::new();
     for token in sorted(tokens) {

@@ -11,24 +11,24 @@ use std::str::FromStr;
 
 use crate::{LayoutError, Pattern};
 
-/// The most brackets inside of one another. Patterns are read and used by recursion.
+/// Maximum depth of nested brackets, since patterns are parsed and used recursively.
 const MAX_DEPTH: usize = 32;
 
-/// The most children that a node of a tree may have, and the most windows of `deepspeed-variable`.
+/// Maximum number of children of a `tree` node, and of windows of `deepspeed-variable`.
 const MANY: usize = 1 << 20;
 
 impl Pattern {
-    /// Notation that `"…".parse::<Pattern>()` reads: values in capitals are integers, `[…]` may be left out, `,…` stands for more of the same.
+    /// Forms that `"…".parse::<Pattern>()` reads. Names in capitals stand for integers, `[…]` is optional, and `,…` means further values.
     ///
-    /// These combine with `&` (pairs that all parts allow), `+` (that any part allows; `&` binds tighter) and `/` (heads use the
-    /// parts in turn; binds least), and with brackets. Spaces around parts and numbers are skipped. A pattern's [`Display`](std::fmt::Display)
-    /// is another notation.
+    /// Forms combine with `&` (pairs that all parts allow), `+` (pairs that any part allows; `&` binds tighter) and `/` (heads use the
+    /// parts in turn; binds least), and with brackets. Spaces around parts and numbers are ignored. The [`Display`](std::fmt::Display) text of a pattern
+    /// is a different notation.
     ///
     /// | text | pattern |
     /// |---|---|
     /// | `vertical:3+slash:0,1` | the pairs of `Pattern::vertical_slash([3], [0, 1])` |
     /// | `deepspeed-variable:100,16,32+global-keys:0` | those of `Pattern::deepspeed_variable(&[16, 32], 100, [0], false)`; with `global:0` of `…, true)` |
-    /// | `tree:CHILDREN` | a callback over the nodes of a complete tree, level by level: each sees itself and its ancestors |
+    /// | `tree:CHILDREN` | a callback over the nodes of a complete tree, level by level: each node sees itself and its ancestors |
     ///
     /// ```
     /// use blocksparse::Pattern;
@@ -70,7 +70,7 @@ impl Pattern {
     ];
 }
 
-/// See [`Pattern::NOTATION`]. Whether parameters go together is checked when a layout is built, as for any pattern.
+/// Parses the notation of [`Pattern::NOTATION`]. Combinations of parameters are checked when a layout is built, as for any pattern.
 impl FromStr for Pattern {
     type Err = LayoutError;
 
@@ -88,7 +88,7 @@ fn parse(text: &str) -> Result<Pattern, LayoutError> {
     })
 }
 
-/// The parts that `separator` joins outside of brackets, or the only one.
+/// Splits the text at `separator` outside of brackets, parses the parts and joins them. A single part is returned as it is.
 fn joined(
     text: &str,
     separator: char,
@@ -238,10 +238,10 @@ fn parse_part(text: &str) -> Result<Pattern, LayoutError> {
     })
 }
 
-/// Forms that an error shows where none is like the name that came.
+/// Forms that an error suggests if none resembles the given name.
 const SUCH_AS: &str = "causal, local:WINDOW or fixed:STRIDE,COLUMNS[,VERTS]";
 
-/// What an unknown name may have been meant to be: the forms whose names it begins, or that are a typing mistake or two away.
+/// Returns the forms that an unknown name may mean: those with a common prefix, or within a small edit distance.
 fn expected_for(name: &str) -> String {
     let name = name.to_lowercase();
     let near = |form: &&&str| {
@@ -256,7 +256,7 @@ fn expected_for(name: &str) -> String {
     }
 }
 
-/// The fewest letters to insert, to leave out or to replace, to make one text the other.
+/// Returns the Levenshtein distance between two texts.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -272,12 +272,12 @@ fn distance(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// `fixed` of `fixed:STRIDE,COLUMNS[,VERTS]`.
+/// Returns the name of a form: `fixed` of `fixed:STRIDE,COLUMNS[,VERTS]`.
 fn name_of(form: &str) -> &str {
     form.split_once(':').map_or(form, |(name, _)| name)
 }
 
-/// A comma-separated list; none of nothing.
+/// Parses a comma-separated list, which may be empty.
 fn numbers(text: &str, form: &str, list: &str) -> Result<Vec<usize>, LayoutError> {
     if list.trim().is_empty() {
         return Ok(Vec::new());
@@ -298,7 +298,7 @@ fn error(part: &str, expected: impl Into<String>, got: impl Into<String>) -> Lay
     }
 }
 
-/// Nodes of a complete tree, level by level, each with so many children: a node sees itself and its ancestors.
+/// Returns the pattern of a complete tree with `children` children per node, level by level: a node sees itself and its ancestors.
 fn tree(children: i64) -> Pattern {
     Pattern::from_pair_fn(format!("tree({children})"), move |i, j| {
         let mut node = i;
@@ -317,7 +317,7 @@ mod tests {
         text.parse().unwrap()
     }
 
-    /// A text and its pattern for every way to write one.
+    /// Every form with its pattern.
     fn cases() -> Vec<(&'static str, Pattern)> {
         vec![
             ("dense", Pattern::dense()),

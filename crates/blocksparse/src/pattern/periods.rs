@@ -1,10 +1,10 @@
-//! After how many positions and heads a pattern repeats.
+//! Periods of patterns along positions and heads.
 
 use super::Pattern;
 use crate::arith::{gcd, lcm};
 
 impl Pattern {
-    /// A `p` such that moving query and key by `p` positions together changes no pair; `None` if unknown.
+    /// Returns a `p` such that shifting query and key by `p` positions changes no pair; `None` if unknown.
     pub(crate) fn shift_period(&self) -> Option<i64> {
         match self {
             Self::Dense
@@ -31,7 +31,7 @@ impl Pattern {
         self.head_period() != Some(1)
     }
 
-    /// A `p` such that heads `h` and `h + p` have the same pairs; `None` if only a comparison can tell.
+    /// Returns a `p` such that heads `h` and `h + p` have the same pairs; `None` if only a comparison of heads can tell.
     #[doc(hidden)]
     pub fn head_period(&self) -> Option<usize> {
         match self {

@@ -1,21 +1,21 @@
-//! How far rows and columns reach in a sequence without an end: what a cache of keys may stop at, and what it may forget.
+//! How far rows and columns reach in an unbounded sequence. A KV cache uses this to find safe boundaries and keys that it can evict.
 
 use super::Pattern;
 use super::attends::{document, document_start, is_in, of_head};
 
-/// The last position of a row's keys, or of a column's queries, in a sequence that goes on for ever. Ordered: later is greater.
+/// The last position of a row's keys, or of a column's queries, in an unbounded sequence. The order is by position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum LastUse {
-    /// There is none.
+    /// No position.
     Never,
-    /// This one.
+    /// This position.
     At(i64),
-    /// There is always a later one.
+    /// No last position: there is always a later one.
     Always,
 }
 
 impl LastUse {
-    /// The same of positions that are counted from `start`.
+    /// Converts positions that are counted from `start` to absolute ones.
     fn from(self, start: i64) -> Self {
         match self {
             Self::At(last) => Self::At(last.saturating_add(start)),
@@ -23,25 +23,24 @@ impl LastUse {
         }
     }
 
-    /// Returns whether it is before a position.
     fn is_before(self, position: i64) -> bool {
         self < Self::At(position)
     }
 }
 
-/// Steps that [`Pattern::next_boundary`] makes before it gives up: a pattern whose rows always reach on, such as a window to both sides,
-/// has no boundary, but no step shows it.
+/// Maximum number of steps of [`Pattern::next_boundary`]. A pattern whose rows always reach ahead, such as a window to both sides,
+/// has no boundary, but no single step proves it.
 const MOST_STEPS: usize = 1 << 10;
 
-/// Rows of an intersection that are looked at one by one.
+/// Maximum number of rows of an intersection that are evaluated one by one.
 const MOST_ROWS: i64 = 1 << 9;
 
-/// Comparisons with which rows of random blocks are drawn.
+/// Maximum number of comparisons for drawing rows of random blocks.
 const MOST_DRAWS: usize = 1 << 16;
 
 impl Pattern {
-    /// The last key that the query at position `i ≥ 0` of `head` attends to. Exact for single kinds; of an intersection it may be later than
-    /// that, never earlier. Of a callback nothing is known, so it is [`LastUse::Always`].
+    /// Returns the last key that the query at position `i ≥ 0` of `head` attends to. The result is exact for single kinds. For an intersection it may be
+    /// later than the true one, never earlier. For a callback it is [`LastUse::Always`], since nothing is known.
     ///
     /// ```
     /// use blocksparse::{Pattern, LastUse};
@@ -92,10 +91,10 @@ impl Pattern {
         }
     }
 
-    /// The last query that attends to the key at position `j ≥ 0` of `head`. Exact for single kinds; of an intersection, or of thousands of rows of
-    /// random blocks, it may be later than that, never earlier. Of a callback nothing is known, so it is [`LastUse::Always`].
+    /// Returns the last query that attends to the key at position `j ≥ 0` of `head`. The result is exact for single kinds. For an intersection, or for
+    /// thousands of rows of random blocks, it may be later than the true one, never earlier. For a callback it is [`LastUse::Always`], since nothing is known.
     ///
-    /// A key is *live* before query `t` if its last query is at `t` or later; once it is not, it is not any more.
+    /// A key is *live* before query `t` if its last query is at `t` or later. A key that is no longer live never becomes live again.
     ///
     /// ```
     /// use blocksparse::{Pattern, LastUse};
@@ -155,7 +154,7 @@ impl Pattern {
                 let column = j.checked_div_euclid(*block as i64).unwrap_or(0);
                 let rows = *blocks as i64;
                 let last = match is_costly(*blocks, *count) {
-                    // Nothing is drawn for the last row, nor of it.
+                    // The last row draws no blocks, and the first and the last block are never drawn.
                     true => (column > 0 && column < rows.saturating_sub(1))
                         .then_some(rows.saturating_sub(2)),
                     false => (0..rows)
@@ -172,9 +171,9 @@ impl Pattern {
         }
     }
 
-    /// Returns whether a cache of the first `t` positions may be stopped at: no query before `t` attends to a key from `t` on, in any of `heads` heads, so
-    /// rows that were given out are those of the whole sequence. May say no where only intersections allow it, and says no of a callback
-    /// unless it is in an intersection with a causal pattern.
+    /// Returns whether a cache may end at a boundary after `t` positions: no query before `t` attends to a key from `t` on, in any of `heads` heads, so
+    /// the rows that were computed are final. May return false where only an intersection allows a boundary. Returns false for a callback
+    /// unless it is intersected with a causal pattern.
     ///
     /// ```
     /// use blocksparse::Pattern;
@@ -189,8 +188,8 @@ impl Pattern {
         self.furthest(heads, t).is_before(t)
     }
 
-    /// The last key from `t` on that a query before `t` attends to, in any of `heads` heads; [`LastUse::Never`] if there is none, and a cache may be
-    /// stopped at `t`.
+    /// Returns the last key from `t` on that a query before `t` attends to, in any of `heads` heads. [`LastUse::Never`] means there is none, and `t` is
+    /// a boundary.
     pub fn furthest_key(&self, heads: usize, t: usize) -> LastUse {
         let t = position(t);
         let furthest = self.furthest(heads, t);
@@ -200,12 +199,12 @@ impl Pattern {
         }
     }
 
-    /// The first position after `t` at which a cache may be stopped; none if there is none, or none was found in some thousand steps.
+    /// Returns the first boundary after `t`, or `None` if there is none, or none within a thousand steps.
     pub fn next_boundary(&self, heads: usize, t: usize) -> Option<usize> {
         let mut next = position(t).checked_add(1)?;
         for _ in 0..MOST_STEPS {
             match self.furthest(heads, next) {
-                // Later boundaries are behind what these queries see, too.
+                // A boundary must lie beyond the keys that these queries see.
                 LastUse::At(last) if last >= next => next = last.checked_add(1)?,
                 LastUse::Always => return None,
                 _ => return usize::try_from(next).ok(),
@@ -214,7 +213,7 @@ impl Pattern {
         None
     }
 
-    /// The last key that a query before `t` attends to, in any head; before `t` if all of them are.
+    /// Returns the last key that queries before `t` attend to, in any head. If no key is at `t` or later, the result is some value before `t`.
     fn furthest(&self, heads: usize, t: i64) -> LastUse {
         if t <= 0 || self.is_causal() {
             return LastUse::Never;
@@ -225,7 +224,7 @@ impl Pattern {
 
     fn furthest_of(&self, head: usize, t: i64) -> LastUse {
         match self {
-            // The first of a kind of queries is what decides.
+            // The first query of such a kind decides.
             Self::Global { ranges } => match ranges.first() {
                 Some(&(first, _)) if (first as i64) < t => LastUse::Always,
                 _ => last_of(ranges),
@@ -263,7 +262,7 @@ impl Pattern {
             }
             Self::Intersection(_) => {
                 let most = self.of_parts(head, |part| part.furthest_of(head, t));
-                // The parts' furthest keys may be different queries'.
+                // The parts may reach their furthest keys at different queries.
                 match most.is_before(t) || t > MOST_ROWS {
                     true => most,
                     false => {
@@ -272,7 +271,7 @@ impl Pattern {
                     }
                 }
             }
-            // What later queries see ends no earlier.
+            // The last query reaches at least as far as earlier ones.
             Self::Dense
             | Self::Causal
             | Self::Local { .. }
@@ -290,7 +289,7 @@ impl Pattern {
         }
     }
 
-    /// What is said of a combination of patterns by what `of` says of its parts.
+    /// Combines the results of `of` for the parts of a combined pattern.
     fn of_parts(&self, head: usize, of: impl Fn(&Self) -> LastUse) -> LastUse {
         match self {
             Self::Union(parts) => parts.iter().map(of).max().unwrap_or(LastUse::Never),
@@ -300,7 +299,7 @@ impl Pattern {
         }
     }
 
-    /// The last position of the blocks drawn for a row.
+    /// Returns the last position of the blocks drawn for a row.
     fn drawn_last(&self, head: usize, row: i64, block: usize) -> LastUse {
         let last = self.random_row(head, row).into_iter().max();
         last.map_or(LastUse::Never, |last| {
@@ -316,7 +315,7 @@ fn always_if(is: bool) -> LastUse {
     }
 }
 
-/// Returns whether so many rows of random blocks are too many to be drawn: each block is compared with those before it.
+/// Returns whether drawing these rows of random blocks is too expensive: each block is compared with those before it.
 fn is_costly(rows: usize, count: usize) -> bool {
     let draws = rows.saturating_mul(count).saturating_mul(count);
     draws > MOST_DRAWS
@@ -326,7 +325,7 @@ fn position(t: usize) -> i64 {
     i64::try_from(t).unwrap_or(i64::MAX)
 }
 
-/// The last position of the chunk `after` chunks behind that of a position.
+/// Returns the last position of the chunk that is `after` chunks after the chunk of a position.
 fn chunk_end(position: i64, size: usize, after: usize) -> i64 {
     let size = size as i64;
     let chunk = position.checked_div_euclid(size).unwrap_or(0);
@@ -340,7 +339,7 @@ fn last_of(ranges: &[(usize, usize)]) -> LastUse {
     })
 }
 
-/// The last position of a position's document.
+/// Returns the last position of a position's document.
 fn document_last(starts: &[usize], position: i64) -> LastUse {
     (starts.get(document(starts, position))).map_or(LastUse::Always, |&next| {
         LastUse::At((next as i64).saturating_sub(1))

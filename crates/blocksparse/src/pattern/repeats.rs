@@ -1,16 +1,16 @@
-//! The zones of strides: of what repeats after a number of positions.
+//! Zones of strided patterns, which repeat with a period.
 
 use super::Pattern;
 use super::cells::{BlockRow, Cell, Cells, Zone, merge};
 use crate::arith::gcd;
 
-/// Returns whether blocks that repeat after `stride` positions do so within the keys. Where they do not, a cycle would list every block of the
-/// row: then the pattern marks the few blocks that it has.
+/// Returns whether blocks with period `stride` repeat within the keys. If they do not, a cycle would list every block of the row, so the pattern marks its few
+/// blocks instead.
 pub(super) fn comes_round(row: &BlockRow, stride: i64) -> bool {
     stride == 1 || stride / gcd(stride, row.block_size) < row.kv_blocks
 }
 
-/// Zones of `j ≤ i ∧ (i − j) mod stride = 0`.
+/// Returns the zones of `j ≤ i ∧ (i − j) mod stride = 0`.
 pub(super) fn strided(row: &BlockRow, stride: i64) -> Vec<Zone> {
     match comes_round(row, stride) {
         true => row.periodic(strided_cycle(row, stride)),
@@ -22,7 +22,7 @@ pub(super) fn strided(row: &BlockRow, stride: i64) -> Vec<Zone> {
     }
 }
 
-/// Zones of `(i − j) mod stride = 0` of which no more than `most` diagonals to each side of the main one are needed.
+/// Returns the zones of `(i − j) mod stride = 0`, limited to `most` diagonals on each side of the main one.
 pub(super) fn diagonals(row: &BlockRow, stride: i64, most: i64) -> Vec<Zone> {
     let end = row.kv_blocks * row.block_size;
     let first = (row.first - end).div_euclid(stride).max(-most);
@@ -33,7 +33,7 @@ pub(super) fn diagonals(row: &BlockRow, stride: i64, most: i64) -> Vec<Zone> {
     }))
 }
 
-/// Before the diagonal a block has the pair (i, j) iff i ≡ j modulo the stride.
+/// Returns the cycle of blocks before the diagonal, where a block has the pair (i, j) iff i ≡ j modulo the stride.
 pub(super) fn strided_cycle(row: &BlockRow, stride: i64) -> Vec<Cell> {
     let b = row.block_size;
     if stride == 1 {
@@ -43,7 +43,7 @@ pub(super) fn strided_cycle(row: &BlockRow, stride: i64) -> Vec<Cell> {
     let rows_after_first = row.last - row.first;
     (0..period)
         .map(|block| {
-            // i − j runs over shift − (b − 1) ..= shift + rows_after_first: does it meet 0 mod stride?
+            // i − j ranges over shift − (b − 1) ..= shift + rows_after_first. The block is not empty if that contains a multiple of the stride.
             let shift = (row.first - block * b).rem_euclid(stride);
             match shift < b || shift + rows_after_first >= stride {
                 true => Cell::Mixed,
@@ -53,18 +53,18 @@ pub(super) fn strided_cycle(row: &BlockRow, stride: i64) -> Vec<Cell> {
         .collect()
 }
 
-/// The columns of each window that are a head's, whatever the query; of [`Pattern::Rows`] the rows.
+/// A head's columns in each window, the same for all queries. For [`Pattern::Rows`], its rows.
 pub(super) struct Group {
     /// Width of a window.
     stride: i64,
-    /// Where the columns begin in their window.
+    /// Start of the columns within a window.
     pub start: i64,
-    /// How many they are.
+    /// Number of columns.
     width: i64,
 }
 
 impl Pattern {
-    /// The group of a head, of a pattern whose heads have groups in turn, counted from the end of a window.
+    /// Returns the group of a head, if the heads of the pattern use groups in turn. Groups are counted from the end of a window.
     pub(super) fn group(&self, head: usize) -> Option<Group> {
         let (stride, width, num_verts) = match self {
             Self::Fixed {
@@ -93,7 +93,7 @@ impl Pattern {
         })
     }
 
-    /// Returns whether a position is of the head's [group](Self::group).
+    /// Returns whether a position is in the head's [group](Self::group).
     pub(super) fn has_in_group(&self, head: usize, position: i64) -> bool {
         self.group(head).is_some_and(|group| {
             let columns = group.start..group.start.wrapping_add(group.width);
@@ -111,7 +111,7 @@ impl Group {
         }
     }
 
-    /// The zones of the columns up to the query.
+    /// Returns the zones of the columns at or before the query.
     pub(super) fn causal_zones(&self, row: &BlockRow) -> Vec<Zone> {
         match comes_round(row, self.stride) {
             true => row.periodic(self.cycle(row)),
@@ -123,7 +123,7 @@ impl Group {
         }
     }
 
-    /// The blocks of one period.
+    /// Returns the blocks of one period.
     fn cycle(&self, row: &BlockRow) -> Vec<Cell> {
         let b = row.block_size;
         let period = (self.stride / gcd(self.stride, b)).min(row.kv_blocks);
@@ -138,13 +138,13 @@ impl Group {
             .collect()
     }
 
-    /// How many of the first `positions` are columns of the group.
+    /// Returns how many of the first `positions` positions are columns of the group.
     fn before(&self, positions: i64) -> i64 {
         let rest = positions % self.stride - self.start;
         positions / self.stride * self.width + rest.clamp(0, self.width)
     }
 
-    /// The columns of each window.
+    /// Returns the columns of each window.
     fn ranges(&self, row: &BlockRow) -> impl Iterator<Item = (i64, i64, Cell)> {
         let windows = row.kv_blocks * row.block_size / self.stride;
         (0..=windows).map(|window| {

@@ -1,4 +1,4 @@
-//! The keys of one query, as ranges: what a step of decoding reads.
+//! The keys of one query as ranges: the rows that a decoding step reads.
 
 use std::ops::Range;
 
@@ -7,9 +7,9 @@ use super::attends::of_head;
 use super::cells::{BlockRow, Cell, Cells};
 
 impl Pattern {
-    /// Returns whether every query of `head` attends to just those keys up to its own position that are live before it
-    /// ([`Pattern::last_query`] is at the query or later): then nothing but a key's position and its last query says who sees it. May say no where
-    /// it is so only of some parameters.
+    /// Returns whether every query of `head` attends to exactly the keys up to its own position that are live before it
+    /// ([`Pattern::last_query`] is at the query or later). A key's position and last query then determine who sees it. May return false for
+    /// parameters for which it is true.
     ///
     /// ```
     /// use blocksparse::Pattern;
@@ -21,7 +21,7 @@ impl Pattern {
         self.is_causal_in(head) && self.earlier_is_live(head)
     }
 
-    /// [`Self::is_causal`] of one head.
+    /// Returns [`Self::is_causal`] for one head.
     fn is_causal_in(&self, head: usize) -> bool {
         match self {
             Self::PerHead(parts) => {
@@ -33,7 +33,7 @@ impl Pattern {
         }
     }
 
-    /// Returns whether of the keys up to a query's own position it attends to those whose last query is not before it.
+    /// Returns whether every query attends, among the keys up to its own position, to exactly the live ones.
     fn earlier_is_live(&self, head: usize) -> bool {
         match self {
             Self::Dense
@@ -49,7 +49,7 @@ impl Pattern {
             Self::Strided { stride } => *stride == 1,
             Self::Window { reach, dilation } => *dilation == 1 || *reach == 0,
             Self::Global { ranges } => ranges.is_empty(),
-            // Diagonals without a hole.
+            // Diagonals 0, 1, 2, … without a gap.
             Self::VerticalSlash { slash, .. } => slash.iter().enumerate().all(|(at, &s)| at == s),
             Self::Packed { pattern, .. } => pattern.earlier_is_live(head),
             Self::Union(parts) | Self::Intersection(parts) => {
@@ -62,7 +62,7 @@ impl Pattern {
         }
     }
 
-    /// Returns whether each key has a query that always comes later, in any head.
+    /// Returns whether no key has a last query, in any head.
     #[doc(hidden)]
     pub fn keeps_all(&self) -> bool {
         match self {
@@ -78,7 +78,7 @@ impl Pattern {
         }
     }
 
-    /// Returns whether keys that have a last query, and are not seen for ever, get it in the order in which they come. May say no where it is so.
+    /// Returns whether keys that have a last query die in the order of their positions. May return false where it is so.
     #[doc(hidden)]
     pub fn dies_in_order(&self) -> bool {
         match self {
@@ -89,7 +89,7 @@ impl Pattern {
             | Self::Global { .. }
             | Self::VerticalSlash { .. } => true,
             Self::Union(parts) | Self::PerHead(parts) => parts.iter().all(Self::dies_in_order),
-            // What keeps all changes nothing of the others.
+            // A part that keeps all keys does not change the others.
             Self::Intersection(parts) => {
                 let mut dying = parts.iter().filter(|part| !part.keeps_all());
                 self.lives_ascend()
@@ -102,7 +102,7 @@ impl Pattern {
         }
     }
 
-    /// Returns whether no key's last query is before that of an earlier key, with those that are seen for ever after all others.
+    /// Returns whether the last queries of keys ascend with their positions, where keys that are always seen come last.
     fn lives_ascend(&self) -> bool {
         match self {
             Self::Local { .. }
@@ -117,8 +117,8 @@ impl Pattern {
         }
     }
 
-    /// The keys before `end` that the query at position `i` attends to, each once. Made from the zones of the row, in O(zones) and the period where keys
-    /// repeat; a callback is asked about every key. The pattern must be valid.
+    /// Returns the keys before `end` that the query at position `i` attends to, without duplicates. Computed from the zones of the row, in O(zones) plus the
+    /// period where keys repeat. A callback is called for every key. The pattern must be valid.
     #[doc(hidden)]
     pub fn row_keys(&self, head: usize, i: usize, end: usize) -> Vec<Repeat> {
         let i = i as i64;
@@ -145,7 +145,7 @@ impl Pattern {
                     }
                 }
                 Cells::Cycle(cells) => {
-                    // One key of each residue stands for all of them.
+                    // One key per residue represents all others.
                     let period = (cells.len() as i64).min(keys.end - keys.start);
                     let mut first = Found(Vec::new());
                     for j in keys.start..keys.start + period {
@@ -180,19 +180,19 @@ impl Pattern {
     }
 }
 
-/// A range of positions, and others of the same length after it at equal distances.
+/// A range of positions that repeats at equal distances.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Repeat {
-    /// The first one.
+    /// The first range.
     pub keys: Range<usize>,
-    /// From the start of one to that of the next.
+    /// Distance between the starts of two ranges.
     pub period: usize,
     /// Number of ranges.
     pub times: usize,
 }
 
 impl Repeat {
-    /// One range.
+    /// Creates a single range.
     pub fn once(keys: Range<usize>) -> Self {
         Self {
             period: keys.len(),
@@ -201,7 +201,7 @@ impl Repeat {
         }
     }
 
-    /// All ranges.
+    /// Returns all ranges.
     pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> + '_ {
         (0..self.times).map(|k| self.at(k))
     }
@@ -211,10 +211,10 @@ impl Repeat {
         self.keys.start + shift..self.keys.end + shift
     }
 
-    /// Returns its part in a range of positions: whole ranges, and what is left of the first and the last one.
+    /// Returns the part within `bounds`: whole ranges, and the cut first and last one.
     pub fn within(&self, bounds: Range<usize>) -> Vec<Self> {
         let cut = |range: Range<usize>| range.start.max(bounds.start)..range.end.min(bounds.end);
-        // Ranges that begin in the bounds, and of the others the first that ends in them.
+        // Ranges that begin within the bounds, and the first range that ends within them.
         let first = (bounds.start + 1)
             .saturating_sub(self.keys.end)
             .div_ceil(self.period);
@@ -249,7 +249,7 @@ impl Repeat {
     }
 }
 
-/// Ascending ranges, of which adjacent ones are merged.
+/// Ascending ranges, with adjacent ones merged.
 struct Found(Vec<Repeat>);
 
 impl Found {

@@ -1,21 +1,21 @@
-//! The ranges of a pattern's parameters.
+//! Checks of a pattern's parameters.
 
 use super::Pattern;
 use super::attends::MAX_DRAWN;
 use crate::LayoutError;
 
-/// Windows, strides and the like stay below this, so that positions can be computed in i64, and sums of a few in usize.
+/// Exclusive bound of windows, strides and the like, so that positions fit in i64 and sums of a few of them in usize.
 const MAX_PARAMETER: usize = match 1usize.checked_shl(40) {
     Some(most) => most,
-    // WebAssembly has 32 bits.
+    // On 32-bit WebAssembly.
     None => usize::MAX >> 2,
 };
 
 impl Pattern {
-    /// Checks every parameter, for a layout of `heads` heads.
+    /// Checks every parameter for a layout with `heads` heads.
     ///
     /// # Errors
-    /// [`LayoutError::Pattern`] naming the first parameter that is out of range.
+    /// [`LayoutError::Pattern`] names the first parameter that is out of range.
     pub fn validate(&self, heads: usize) -> Result<(), LayoutError> {
         let check = Check { pattern: self };
         match self {
@@ -93,7 +93,7 @@ impl Pattern {
     }
 }
 
-/// The checks of one pattern, whose errors name it.
+/// Checks of one pattern. Errors name the pattern.
 struct Check<'a> {
     pattern: &'a Pattern,
 }
@@ -169,7 +169,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// `num_verts` groups of `width` in each window.
+    /// Checks that `num_verts` groups of `width` fit in a window.
     fn groups(
         &self,
         name: &'static str,

@@ -1,12 +1,9 @@
-//! How a pattern cuts one row of blocks into stretches whose blocks are known to look alike.
+//! Divides a block row of a pattern into zones whose blocks have predictable masks.
 //!
-//! A layout must be built in time proportional to the blocks it keeps, so nobody may look at every
-//! pair. Instead each pattern describes a block row as *zones*: consecutive key blocks over which the
-//! mask of a block depends only on `block mod period`. One block of each residue class then stands
-//! for all of them, and its mask comes from [`Pattern::attends`], the definition. A pattern that says
-//! too little here (`Each`) costs time. There are two ways to be wrong: a zone that claims too much, and a
-//! `shift_period` that does not hold, since a mask evaluated once is remembered by distance and phase. The
-//! tests compare random layouts with `attends` pair by pair and find both.
+//! A layout must be built in time proportional to its kept blocks, so not every pair can be evaluated. Instead each pattern describes a block row as *zones*:
+//! consecutive key blocks in which the mask of a block depends only on `block mod period`. One block of each residue class then represents all of them, and its
+//! mask comes from [`Pattern::attends`], the definition. A pattern that claims too little (`Each`) costs time. Two errors are possible: a zone that claims too
+//! much, and a wrong `shift_period`, since masks are cached by distance and phase. The tests compare random layouts with `attends` pair by pair and find both.
 //!
 //! ```text
 //! fixed(128, 32), block size 32, block row 14 (positions 448..480):
@@ -20,7 +17,7 @@ use super::cells::{BlockRow, Cell, Cells, Zone, merge};
 use super::repeats::{comes_round, diagonals, strided, strided_cycle};
 
 impl Pattern {
-    /// The zones of a block row, covering `0..row.kv_blocks` in order.
+    /// Returns the zones of a block row, in order, which cover `0..row.kv_blocks`.
     pub(crate) fn zones(&self, head: usize, row: &BlockRow) -> Vec<Zone> {
         let causal = |p: i64| p;
         match self {
@@ -105,9 +102,9 @@ impl Pattern {
 
 const VALID: &str = "a validated pattern has groups";
 
-/// Those of documents that begin at `starts`: each position sees its own.
+/// Returns the zones of documents that begin at `starts`: each position sees its own document.
 fn documents(row: &BlockRow, starts: &[usize]) -> Vec<Zone> {
-    // Before the first document, and in the last, there is no end.
+    // No bound before the first document and after the start of the last one.
     const FAR: i64 = 1 << 60;
     row.interval(
         |p| match document(starts, p) {
@@ -122,7 +119,7 @@ fn documents(row: &BlockRow, starts: &[usize]) -> Vec<Zone> {
     )
 }
 
-/// The zones of a pattern that is counted from where each document begins: those of the documents of this row, each moved to its place.
+/// Returns the zones of a pattern that is counted from the start of each document: the zones of each document of this row, shifted to its place.
 fn packed(row: &BlockRow, starts: &[usize], pattern: &Pattern, head: usize) -> Vec<Zone> {
     const FAR: i64 = 1 << 60;
     let documents = document(starts, row.first)..=document(starts, row.last);
@@ -155,8 +152,9 @@ fn packed(row: &BlockRow, starts: &[usize], pattern: &Pattern, head: usize) -> V
         .expect("a row has queries")
 }
 
-/// Zones moved `before` blocks to the right; `between` blocks of them if the move is not one by whole blocks, so that block `J` has
-/// the end of block `J − before − 1` and the beginning of the next. Only `alone` do all queries of the row see what a zone says.
+/// Returns zones shifted right by `before` blocks. With `between`, the shift is `before` blocks and a fraction: block `J` then has
+/// the end of block `J − before − 1` and the beginning of the next. Unless `alone`, only some queries of the row are in the document, so a full zone may be
+/// mixed.
 fn moved(row: &BlockRow, zones: &[Zone], before: i64, between: bool, alone: bool) -> Vec<Zone> {
     let join = |a: Cell, b: Cell| match a == b && (alone || a == Cell::Empty) {
         true => a,
@@ -207,7 +205,7 @@ fn moved(row: &BlockRow, zones: &[Zone], before: i64, between: bool, alone: bool
     result
 }
 
-/// A range of keys that all see.
+/// Marks a range of keys that every query sees.
 fn whole(range: &(usize, usize)) -> (i64, i64, Cell) {
     (range.0 as i64, range.1 as i64, Cell::Full)
 }
@@ -229,7 +227,7 @@ fn merge_all(
 mod tests {
     use super::*;
 
-    /// The example of a pattern of its own in `docs/dev/add-a-pattern.md`.
+    /// The example of a custom pattern in `docs/dev/add-a-pattern.md`.
     fn dilated_zones(row: &BlockRow, window: usize, dilation: usize) -> Vec<Zone> {
         let causal = |p: i64| p;
         let (reach, dilation) = ((window * dilation) as i64, dilation as i64);
@@ -245,7 +243,7 @@ mod tests {
         j <= i && i - j < window * dilation && (i - j) % dilation == 0
     }
 
-    /// Every pair of a block is as `cell` claims.
+    /// Checks that every pair of a block is as `cell` claims.
     fn holds(cell: Cell, row: &BlockRow, block: i64, attends: impl Fn(i64, i64) -> bool) -> bool {
         let keys = block * row.block_size..(block + 1) * row.block_size;
         let mut pairs = (row.first..=row.last).flat_map(|i| keys.clone().map(move |j| (i, j)));

@@ -1,7 +1,7 @@
-//! Tiles of like blocks.
+//! Groups block rows with similar blocks into tiles.
 //!
-//! A tile of several block rows sees the union of their blocks. Where adjacent rows differ, the union is much larger than any of
-//! them, and grouping the rows by what they see makes it small again:
+//! A tile of several block rows computes the union of their blocks. Where adjacent rows differ, the union is much larger than each row.
+//! Grouping similar rows makes it small again:
 //!
 //! ```text
 //! columns of fixed(128, 32), blocks of 32: every fourth is seen by all later queries
@@ -9,19 +9,18 @@
 //!   clusters     l l l l | l l l l | … | S S S S      a quarter of them does
 //! ```
 //!
-//! Clusters are found greedily: a tile begins with the first row left, and takes, one after the other, the row near by that adds
-//! least to what is computed in vain.
+//! Clusters are found greedily: a tile starts with the first remaining row, and repeatedly takes the nearby row that adds fewest masked pairs.
 
 use super::tiling::Mainloop;
 use crate::{BlockLayout, Run};
 
-/// Rows that a tile looks through for its next one.
+/// Number of rows in which a tile looks for its next row.
 const WINDOW: usize = 256;
 /// Buckets of each half of a [`Sketch`].
 const BUCKETS: u64 = 256;
 
-/// Which blocks a row has, in 512 bits: 256 equal stretches of the sequence, which tell far blocks apart,
-/// and block index modulo 256, which tells near ones.
+/// The blocks of a row as 512 bits. 256 bits are equal stretches of the sequence, which distinguish distant blocks, and 256 bits are
+/// the block index modulo 256, which distinguish nearby blocks.
 #[derive(Clone, Copy, Default)]
 struct Sketch([u64; 8]);
 
@@ -30,7 +29,7 @@ impl Sketch {
         let mut sketch = Self::default();
         let mut set = |bit: u64| sketch.0[(bit / 64) as usize] |= 1 << (bit % 64);
         for run in runs {
-            // Of a long run no more blocks than fill the buckets.
+            // A long run is sampled: no more blocks than fill the buckets.
             let samples = run.count.min(2 * BUCKETS as u32);
             for sample in 0..u64::from(samples) {
                 let index = sample * u64::from(run.count) / u64::from(samples);
@@ -52,8 +51,7 @@ impl Sketch {
     }
 }
 
-/// Groups the block rows (or columns) of a head pattern into tiles of `height`. Rows that are missing in the last tile are
-/// named by indices beyond the last row.
+/// Groups the block rows (or columns) of a head pattern into tiles of `height`. Missing rows of the last tile are filled with indices beyond the last row.
 pub(crate) fn clusters(
     layout: &BlockLayout,
     mainloop: Mainloop,
@@ -64,7 +62,7 @@ pub(crate) fn clusters(
     let sketches: Vec<Sketch> = (0..lines)
         .map(|line| Sketch::new(mainloop.runs(layout, pattern, line), across))
         .collect();
-    // The rows left, as a chain: `next[line]` follows `line - 1`, the first is `next[0]`.
+    // The remaining rows as a linked list: `next[line]` follows `line - 1`, and `next[0]` is the first.
     let mut next: Vec<usize> = (0..=lines).collect();
     let mut beyond = lines as u32..;
     let mut tiles = Vec::with_capacity(lines.div_ceil(height));
@@ -93,7 +91,7 @@ pub(crate) fn clusters(
             union = union.union(&sketches[line]);
             tile.push(line as u32);
         }
-        // In order, so that tiles of neighbours stay as they were.
+        // Sorted, so that tiles of adjacent rows keep their order.
         tile.sort_unstable();
         tile.extend(beyond.by_ref().take(height - tile.len()));
         tiles.push(tile);
@@ -127,7 +125,7 @@ mod tests {
             .map(|tile| (4 * tile..4 * tile + 4).collect())
             .collect();
         assert_eq!(tiles, neighbours);
-        // 33 rows of 8 are short of 36.
+        // 33 rows of 8 are padded to 36.
         let ragged = Pattern::causal().layout(1, 260, 8).unwrap();
         let tiles = clusters(&ragged, Mainloop::Rows, 0, 4);
         assert_eq!(tiles.last().unwrap(), &vec![32, 33, 34, 35]);

@@ -1,7 +1,7 @@
-//! [`LinePlan`]: the blocks of a layout by the lines that they lie on, columns or diagonals.
+//! [`LinePlan`]: the blocks of a layout, ordered by the columns or diagonals on which they lie.
 //!
-//! A kernel that sums something over columns or diagonals needs no sum over a whole line in one place. Blocks are cut to square
-//! *tiles*; the tiles of a line of tiles are added up pair by pair, and only the sum is taken apart to positions:
+//! A kernel that sums over columns or diagonals does not sum whole lines in one place. Blocks are cut into square
+//! *tiles*. The tiles of a line of tiles are added element by element, and only the total is split into positions:
 //!
 //! ```text
 //! tiles of 4, a diagonal of tiles:   0 1 2 3        element (r, c) of the sum is of the position's
@@ -11,8 +11,8 @@
 //!                                  3 6 5 4 3        a column of tiles: column c, 4 sums
 //! ```
 //!
-//! Long lines are cut into *segments* of some tiles, for the sake of parallelism; a position's sum is then that of its segments, in order.
-//! Memory is O(kept blocks / tiles of a segment).
+//! Long lines are cut into *segments* of several tiles for parallelism. A position's sum is the sum of its segments, in order. Memory is O(kept blocks / tiles
+//! of a segment).
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,43 +20,43 @@ use std::ops::Range;
 use crate::layout::MaskInterner;
 use crate::{BlockLayout, BlockMask, FULL};
 
-/// Lines to sum over.
+/// Direction of the lines that are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Line {
-    /// The queries of a key.
+    /// All queries of a key.
     Columns,
-    /// The pairs of a query and a key at the same distance.
+    /// All pairs of a query and a key at the same distance.
     Diagonals,
 }
 
-/// Cut of a layout into lines.
+/// Parameters by which a layout is cut into lines.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Lines {
-    /// Kind of the lines.
+    /// Direction of the lines.
     pub line: Line,
-    /// Positions of a tile's side; divides the block size.
+    /// Side of a tile in positions; divides the block size.
     pub side: usize,
-    /// Queries that count.
+    /// Queries that are included.
     pub queries: Range<usize>,
-    /// Segments of a head, at most.
+    /// Maximum number of segments of a head.
     pub most_segments: usize,
 }
 
-/// Tiles of a segment, unless there would be too many segments.
+/// Number of tiles of a segment, unless that makes too many segments.
 const SEGMENT: usize = 32;
 
-/// Where the parts of [`LinePlan::words`] begin.
+/// Offsets of the sections of [`LinePlan::words`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LineSections {
-    /// `[batch | 1, heads, 3]`: the head's first line, its first segment, and how many segments it has.
+    /// `[batch | 1, heads, 3]`: first line, first segment and number of segments of the head.
     pub heads: usize,
-    /// `[patterns, lines + 1]`: segments of the pattern before each line.
+    /// `[patterns, lines + 1]`: number of the pattern's segments before each line.
     pub lines: usize,
-    /// `[segments, 2]`: first tile, number of tiles.
+    /// `[segments, 2]`: first tile and number of tiles.
     pub segments: usize,
     /// `[tiles, 3]`: key tile, mask id, query tile.
     pub tiles: usize,
-    /// `[masks, side, mask_words]`, bit `c % 32` of word `c / 32` is column `c`; mask 0 is full.
+    /// `[masks, side, mask_words]`: bit `c % 32` of word `c / 32` is column `c`. Mask 0 is full.
     pub masks: usize,
 }
 
@@ -64,18 +64,18 @@ pub struct LineSections {
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct LinePlan {
-    /// Everything, in one buffer.
+    /// All sections in one buffer.
     pub words: Vec<u32>,
-    /// Where its parts begin.
+    /// Offsets of the sections.
     pub sections: LineSections,
-    /// Segments of the head that has most.
+    /// Maximum number of segments of a head.
     pub segments: usize,
-    /// Lines of tiles.
+    /// Number of lines of tiles.
     pub lines: usize,
 }
 
 impl LinePlan {
-    /// Cuts a layout. O(kept blocks).
+    /// Cuts a layout, in O(kept blocks).
     ///
     /// # Panics
     /// If the side does not divide the block size.
@@ -98,7 +98,7 @@ impl LinePlan {
         let segment = segment_length(&patterns, lines.most_segments);
 
         let (mut firsts, mut segments, mut tiles) = (Vec::new(), Vec::new(), Vec::new());
-        // First line, first segment and segments of each pattern.
+        // First line, first segment and number of segments of each pattern.
         let mut records: Vec<[u32; 3]> = Vec::new();
         for pattern in &patterns {
             let (first_line, first_segment) = (firsts.len(), segments.len() / 2);
@@ -142,7 +142,7 @@ impl LinePlan {
     }
 }
 
-/// Tiles of a segment, so that no pattern has more than `most` segments (or as few as it has lines).
+/// Returns the number of tiles of a segment such that no pattern has more than `most` segments, or the minimum of one segment per line.
 fn segment_length(patterns: &[Vec<Vec<[u32; 3]>>], most: usize) -> usize {
     let longest = patterns.iter().flatten().map(Vec::len).max().unwrap_or(0);
     let segments = |length: usize| {
@@ -156,7 +156,7 @@ fn segment_length(patterns: &[Vec<Vec<[u32; 3]>>], most: usize) -> usize {
     length
 }
 
-/// The tiles of each line of a pattern.
+/// Returns the tiles of each line of a pattern.
 fn tiles_of(
     layout: &BlockLayout,
     pattern: usize,
@@ -190,7 +190,7 @@ fn tiles_of(
     found
 }
 
-/// The masks of tiles, each made once.
+/// The masks of tiles, each computed once.
 struct LineMasks<'a> {
     layout: &'a BlockLayout,
     side: usize,
@@ -208,7 +208,7 @@ impl<'a> LineMasks<'a> {
         }
     }
 
-    /// The tile at `[row, column]` of a block with `mask`, of which only `rows` count: `None` if nothing is left.
+    /// Returns the mask of the tile at `[row, column]` of a block with `mask`, restricted to `rows`. `None` if no pair is left.
     fn part(&mut self, mask: u32, [row, column]: [usize; 2], rows: Range<usize>) -> Option<u32> {
         let side = self.side;
         if mask == FULL && rows == (0..side) {
@@ -248,7 +248,7 @@ mod tests {
     use super::*;
     use crate::{LayoutShape, Pattern};
 
-    /// Every allowed pair of the queries is in one tile, on its line; and no other pair is in any.
+    /// Every allowed pair of the included queries is in exactly one tile, on its line, and no other pair is in any tile.
     #[rstest]
     #[case(Pattern::causal(), [75, 75, 16], 16, 0..75)]
     #[case(Pattern::merged_strided(7), [50, 90, 32], 8, 0..50)]

@@ -1,11 +1,11 @@
-//! The masks of a plan's entries, each made once.
+//! The masks of a plan's entries, each computed once.
 
 use std::collections::HashMap;
 
 use super::tiling::{EMPTY, Tiling};
 use crate::{BlockLayout, BlockMask, FULL};
 
-/// Stands for the mask of a block that one of a tile's block rows does not keep.
+/// Mask id of a block that one of a tile's block rows does not keep.
 pub(super) const ABSENT: u32 = u32::MAX;
 
 /// The distinct masks of a plan's entries.
@@ -15,9 +15,9 @@ pub(super) struct TileMasks<'a> {
     group: usize,
     pub mask_words: usize,
     pub words: Vec<u32>,
-    /// By the layout's masks and the offsets into them.
+    /// By the layout's mask ids and the offsets into them.
     known: HashMap<(Vec<u32>, usize, usize), u32>,
-    /// Of coarse entries: by block row, block and the layout's mask.
+    /// For coarse entries: by block row, block and the layout's mask id.
     known_coarse: HashMap<Vec<[u32; 3]>, u32>,
     /// By content.
     distinct: HashMap<Vec<u32>, u32>,
@@ -45,8 +45,8 @@ impl<'a> TileMasks<'a> {
         masks
     }
 
-    /// The mask of an entry: `ids`, one per block row of the tile, from row `row_offset` and column
-    /// `col_offset` of the block on.
+    /// Returns the mask id of an entry. `ids` has one mask id per block row of the tile; `row_offset` and `col_offset` are the first row and column within the
+    /// block.
     pub fn intern(&mut self, ids: &[u32], row_offset: usize, col_offset: usize) -> u32 {
         if ids.iter().all(|&id| id == FULL) {
             return FULL;
@@ -77,8 +77,8 @@ impl<'a> TileMasks<'a> {
         id
     }
 
-    /// The mask of a coarse entry: of its blocks with masks, block row in the tile, block in the entry, and mask. It has all pairs of all
-    /// other blocks, kept or not: the entry's bits say which are.
+    /// Returns the mask id of a coarse entry from its masked blocks: block row in the tile, block in the entry, and mask id. All pairs of all
+    /// other blocks are set, kept or not, since the entry's bits say which blocks are kept.
     pub fn intern_coarse(&mut self, blocks: Vec<[u32; 3]>) -> u32 {
         if blocks.is_empty() {
             return FULL;
@@ -106,7 +106,7 @@ impl<'a> TileMasks<'a> {
         id
     }
 
-    /// The number of a mask of so many bits.
+    /// Returns the id of a mask, added if it is new.
     fn add(&mut self, bits: Vec<u32>) -> u32 {
         let fresh = self.distinct.len() as u32;
         match self.distinct.get(&bits) {

@@ -1,8 +1,8 @@
-//! [`TilePlan`]: what one kernel launch computes.
+//! [`TilePlan`]: the work of one kernel launch.
 //!
-//! A kernel computes tiles of `rows` queries (or keys, in the pass over columns) and for each reads
+//! A kernel computes tiles of `rows` queries (or keys, in the pass over columns). For each tile it reads
 //! *steps* of `cols` keys (or queries). The blocks of a layout may be narrower than a step, so a step
-//! is **gathered**: `cols / group` entries, each naming `group` consecutive positions, side by side.
+//! is **gathered**: it has `cols / group` entries, and each entry is `group` consecutive positions.
 //!
 //! ```text
 //! blocks of 16, tile of 64 rows, steps of 64:      a tile of 64 rows is four block rows;
@@ -12,16 +12,14 @@
 //!   block row 7   . # . . # # # # \                    step 0       step 1, filled up
 //! ```
 //!
-//! A mask of a plan covers a whole entry, `rows × group` bits. Entry order is masked entries (and those
-//! that only fill up a step), then full ones, so that a kernel looks at masks in the first steps only.
-//! Positions beyond a ragged end are 0 in the masks, so a kernel checks bounds only where it loads
-//! and stores.
+//! A mask of a plan covers a whole entry, `rows × group` bits. Masked entries and the padding entries of a step come first, then full ones, so a kernel applies
+//! masks in the first steps only. Positions beyond a ragged end are 0 in the masks, so a kernel checks bounds only where it loads and stores.
 //!
-//! A tile's own block rows are adjacent, or, in a *clustered* plan, rows with like blocks from anywhere.
+//! A tile's block rows are adjacent, or, in a *clustered* plan, similar rows from anywhere.
 //!
-//! A *coarse* plan does not gather. Its entries are whole steps of adjacent positions, and a bit says of each block in them whether the
-//! block row keeps it; masks of such an entry are about the pairs of blocks that are kept. Where a tile's blocks are nearly everything, that
-//! leaves out little, and a step is loaded and masked as one.
+//! A *coarse* plan does not gather. Its entries are whole steps of adjacent positions, with a bit per block that says whether the block row keeps it. The mask
+//! of such an entry covers the pairs of kept blocks. Where a tile keeps nearly all blocks, this computes little extra, and a step is loaded and masked as a
+//! whole.
 //!
 //! ```text
 //! blocks of 16, tile of 64 rows, coarse steps of 64:
@@ -31,11 +29,10 @@
 //!   block row 7   . # . . | # # # #
 //! ```
 //!
-//! A pass over columns that adds to what its columns share (dQ) does so tile after tile. Its plan counts
-//! *visits*: an entry's is the number of tiles before its own, in launch order, that have the same entry. So that tiles
-//! which run side by side meet in the same order everywhere, a tile goes through its entries from the last to the first: then a tile that
-//! begins at a later diagonal does not wait for one that has yet to come there. (Where a few tiles have far more entries than the others, all
-//! go from the first to the last.)
+//! A pass over columns that adds to values its columns share (dQ) adds in a fixed order of tiles. Its plan counts
+//! *visits*: the visit of an entry is the number of earlier tiles, in launch order, that have the same entry. A tile processes its entries
+//! from the last to the first, so that concurrently running tiles meet in the same order everywhere: a tile that starts at a later diagonal does not wait for
+//! one that has yet to arrive there. (Where a few tiles have far more entries than the others, all tiles run from the first to the last.)
 
 mod cluster;
 pub mod lines;
@@ -54,40 +51,41 @@ pub use tiling::{BIT_WORDS, EMPTY, LAST_VISIT, MASKED_STEP, Mainloop, NO_VISIT, 
 
 use crate::BlockLayout;
 
-/// Tiles, steps and masks for a launch over a layout, ready to upload.
+/// Tiles, steps and masks of a launch over a layout, ready to upload.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct TilePlan {
     /// Tiling of the layout.
     pub tiling: Tiling,
-    /// Positions an entry names.
+    /// Number of positions of an entry.
     pub group: usize,
-    /// Tiles per head.
+    /// Number of tiles per head.
     pub tiles: usize,
-    /// Words of a mask's row.
+    /// Words per row of a mask.
     pub mask_words: usize,
-    /// Everything, in one buffer.
+    /// All sections in one buffer.
     pub words: Vec<u32>,
-    /// Where its parts begin.
+    /// Offsets of the sections.
     pub sections: Sections,
-    /// Steps over all heads of one batch entry (of all, in a per-batch layout).
+    /// Number of steps of all heads of one batch entry (of all batch entries in a per-batch layout).
     pub steps: u64,
-    /// The first tiles in launch order that count visits for themselves: see [`Tiling::apart`].
+    /// Number of first tiles, in launch order, that count visits separately: see [`Tiling::apart`].
     pub apart: usize,
-    /// Of a plan with visits: tiles from one to the next that shares columns with it, in launch order, on average: 1 if all share some, as many as there are
-    /// documents if these are alike. 0 where some tiles are much shorter than those before them, which they would wait for.
+    /// In a plan with visits, the mean distance in launch order between a tile and the next one that shares columns with it. It is 1 if all tiles share some,
+    /// and the number of documents if documents are equal. It is 0 if some tiles are much shorter than the preceding tiles, for which they would wait.
     pub between: usize,
-    /// Of a plan with visits: whether every group of columns has one, in all patterns, and none are counted apart.
+    /// In a plan with visits, whether every group of columns has a visit in all patterns and no tiles count separately.
     pub complete: bool,
 }
 
 impl TilePlan {
-    /// Cuts a layout. O(kept blocks).
+    /// Cuts a layout, in O(kept blocks).
     ///
     /// # Panics
-    /// If `rows` or `cols` is neither a multiple nor a divisor of the block size, if places are asked
-    /// for and a tile is taller than a block, if clusters are and `rows` or `cols` is less than a block, or if coarse entries are asked for
-    /// with either, or [cannot be](Tiling::may_be_coarse).
+    /// - If `rows` or `cols` is neither a multiple nor a divisor of the block size.
+    /// - If `places` is set and a tile is taller than a block.
+    /// - If `clustered` is set and `rows` or `cols` is less than a block.
+    /// - If `coarse` is set together with `places` or `clustered`, or where entries [cannot be coarse](Tiling::may_be_coarse).
     pub fn new(layout: &BlockLayout, tiling: Tiling) -> Self {
         check_fit(layout.block_size(), tiling);
         let Tiling { rows, cols, .. } = tiling;
@@ -142,7 +140,7 @@ impl TilePlan {
         }
     }
 
-    /// Steps of each pattern's tiles. Those of a pattern follow each other in [`words`](Self::words), tile after tile.
+    /// Returns the number of steps of each pattern. The tiles of a pattern follow each other in [`words`](Self::words).
     pub fn pattern_steps(&self) -> Vec<usize> {
         let Sections { tiles, entries, .. } = self.sections;
         let records: Vec<&[u32]> = self.words[tiles..entries].chunks_exact(3).collect();
@@ -150,17 +148,17 @@ impl TilePlan {
         records.chunks(self.tiles.max(1)).map(steps).collect()
     }
 
-    /// The pairs that a launch computes, allowed or not, for one batch entry.
+    /// Returns the number of pairs that a launch computes, allowed or not, for one batch entry.
     pub fn computed_pairs(&self) -> u64 {
         self.steps * (self.tiling.rows * self.tiling.cols) as u64
     }
 }
 
-/// Returns whether a plan with visits has tiles that are much longer than the others, which would wait for them at the sums that they share. Tiles have
-/// `least` steps on average, or more.
+/// Returns whether a plan with visits has tiles that are much longer than the others, so that the others would wait for them at shared sums. `least` is a lower
+/// bound of the mean number of steps of a tile.
 pub fn has_long_tiles(layout: &BlockLayout, tiling: Tiling, least: f64) -> bool {
     let [_, others] = tiling.mainloop.lengths(layout);
-    // Steps are counted where they may be few: that takes as long as a plan.
+    // Counting steps takes as long as a plan, so it is done only where steps may be few.
     if !visits::may_be_short(least, others.div_ceil(tiling.cols)) {
         return false;
     }
@@ -198,7 +196,7 @@ fn check_fit(b: usize, tiling: Tiling) {
 /// The tiles of all patterns: see [`Sections`].
 #[derive(Default)]
 struct Tiles {
-    /// Without the records.
+    /// Tile indices only, without records.
     order: Vec<u32>,
     rows: Vec<u32>,
     records: Vec<u32>,
@@ -206,7 +204,7 @@ struct Tiles {
 }
 
 impl Tiles {
-    /// Adds those of a pattern, and says how many steps they have.
+    /// Adds the tiles of a pattern and returns their number of steps.
     fn add(
         &mut self,
         layout: &BlockLayout,
@@ -235,21 +233,21 @@ impl Tiles {
             steps_of.push(steps);
         }
         let mut ranked: Vec<u32> = (0..tiles as u32).collect();
-        // Stable: among equals the order of the sequence, which shares keys in the cache.
+        // The sort is stable: equal tiles keep the order of the sequence, which shares keys in the cache.
         ranked.sort_by_key(|&tile| std::cmp::Reverse(steps_of[tile as usize]));
         self.order.extend(ranked);
         steps_of.iter().map(|&steps| steps as u64).sum()
     }
 }
 
-/// What the heads of all batch entries have in a plan.
+/// Values of a plan per head of all batch entries.
 #[derive(Default)]
 struct Heads {
-    /// The first tile record of each.
+    /// First tile record of each head.
     firsts: Vec<u32>,
-    /// The place of each one's first block among the stored weights.
+    /// Index of each head's first block among the stored weights.
     places: Vec<u32>,
-    /// Steps of all.
+    /// Number of steps of all heads.
     steps: u64,
 }
 
@@ -270,7 +268,7 @@ impl Heads {
     }
 }
 
-/// `order` with each tile's record after it, so that a cube reads both at once.
+/// Interleaves `order` with the tiles' records, so that a cube reads both at once.
 fn ranked_records(order: &[u32], records: &[u32], tiles: usize) -> Vec<u32> {
     let mut ranked = Vec::with_capacity(order.len() * 4);
     for (index, &tile) in order.iter().enumerate() {

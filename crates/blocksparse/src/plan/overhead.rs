@@ -1,4 +1,4 @@
-//! What a tiling computes in vain, estimated before it is made.
+//! Estimates the overhead of a tiling before a plan is made.
 
 use super::source::Source;
 use super::tiling::{Mainloop, Tiling};
@@ -6,15 +6,14 @@ use crate::arith::gcd;
 use crate::layout::TALLEST;
 use crate::{BlockLayout, BlockSource, DeviceChoice, Entry, FULL, LayoutShape};
 
-/// Columns' worth of time that a tile takes before its first and after its last step.
+/// Time that a tile takes before its first and after its last step, in columns.
 const START: f64 = 64.0;
 
-/// The time tiles of `rows` rows and steps of `cols` columns take, relative to computing nothing but the pairs in kept blocks:
-/// what the union of block rows, the filling up of steps, and the tiles' beginnings add. From a sample of the
-/// tiles. With `clustered` tiles are made of like rows.
+/// Returns the estimated time of tiles of `rows` rows and steps of `cols` columns, relative to computing only the pairs in kept blocks. The overhead is the
+/// union of block rows, the padding of steps, and the prologue of tiles. A sample of the tiles is used. With `clustered`, tiles consist of similar rows.
 pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
     match layout.device_choice() {
-        // All blocks of a layout that is known.
+        // Uses all blocks of the enclosing layout.
         Some(choice) => match layout.places() {
             Some(places) if may_be_chosen(tiling, layout.block_size()) => {
                 Sample::of(places, tiling).overhead(layout.block_size())
@@ -25,20 +24,19 @@ pub fn tiling_overhead(layout: &BlockLayout, tiling: Tiling) -> f64 {
     }
 }
 
-/// What some tiles of a layout see.
+/// Statistics of some tiles of a layout.
 #[derive(Default)]
 struct Sample {
-    /// Columns of all block rows of the tiles, what steps are filled up with and tiles begin with included.
+    /// Columns of all block rows of the tiles, including the padding of steps and the prologue of tiles.
     computed: f64,
-    /// Blocks kept.
+    /// Number of kept blocks.
     kept: usize,
-    /// Tiles.
     tiles: usize,
-    /// Their entries,
+    /// Number of entries of the tiles.
     entries: usize,
-    /// those of which not every block row keeps all pairs,
+    /// Number of entries in which some block row does not keep all pairs.
     masked: usize,
-    /// and those with a block that is kept but for some of its pairs.
+    /// Number of entries with a block that is kept with only some of its pairs.
     partial: usize,
 }
 
@@ -50,14 +48,14 @@ impl Sample {
         }
     }
 
-    /// The share of so many entries.
+    /// Returns the share of all entries.
     fn share(&self, entries: usize) -> f64 {
         entries as f64 / self.entries.max(1) as f64
     }
 
-    /// Of a layout of the host.
+    /// Samples a layout whose blocks are known on the host.
     fn of(layout: &BlockLayout, tiling: Tiling) -> Self {
-        /// Blocks looked at per launch; small layouts have fewer.
+        /// Number of blocks to examine per launch; small layouts have fewer.
         const ENOUGH: usize = 1 << 16;
         let (cols, b) = (tiling.cols, layout.block_size());
         let height = tiling.height(layout);
@@ -83,7 +81,7 @@ impl Sample {
         sample
     }
 
-    /// Adds a tile of `height` block rows, with all their blocks.
+    /// Adds a tile of `height` block rows with all their blocks.
     fn add(&mut self, blocks: Vec<Entry>, height: usize, per_entry: usize, b: usize, cols: usize) {
         self.tiles += 1;
         self.kept += blocks.len();
@@ -110,14 +108,14 @@ impl Sample {
     }
 }
 
-/// Steps of the tiles of each pattern, as a plan has them but for what masks leave out.
+/// Returns the number of steps of the tiles of each pattern, as a plan has them if masks remove no entries.
 pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
     let Tiling { rows, cols, .. } = tiling;
     let b = layout.block_size();
     let [_, others] = tiling.mainloop.blocks(layout);
     let of_pattern = |pattern| -> Vec<usize> {
         let source = Source::new(layout, tiling.without_places(), pattern);
-        // The last tile that each block was met in.
+        // The last tile that contained each block.
         let mut met = vec![usize::MAX; others];
         let mut of_tile = |tile: usize| {
             let mut blocks = 0;
@@ -133,12 +131,12 @@ pub fn tile_steps(layout: &BlockLayout, tiling: Tiling) -> Vec<Vec<usize>> {
     (0..layout.num_patterns()).map(of_pattern).collect()
 }
 
-/// Returns whether a plan of blocks that a device chooses can be cut so.
+/// Returns whether a plan of blocks that a device chooses supports a tiling.
 fn may_be_chosen(tiling: Tiling, b: usize) -> bool {
     (tiling.rows / b).max(1) <= TALLEST && !tiling.clustered
 }
 
-/// [`tiling_overhead`] where a device chooses the blocks and only sizes are known: rows are taken to share nothing.
+/// Estimates [`tiling_overhead`] where a device chooses the blocks and only sizes are known. Rows are assumed to share no blocks.
 fn chosen_overhead(choice: &DeviceChoice, shape: &LayoutShape, tiling: Tiling) -> f64 {
     let b = shape.block_size;
     if !may_be_chosen(tiling, b) {
@@ -146,7 +144,7 @@ fn chosen_overhead(choice: &DeviceChoice, shape: &LayoutShape, tiling: Tiling) -
     }
     let height = (tiling.rows / b).max(1);
     let kept = match choice.by {
-        // A guess.
+        // A guess: a quarter of the blocks is kept.
         BlockSource::Mask => choice.most_blocks(shape).div_ceil(4),
         _ => choice.most_blocks(shape).max(1),
     };
@@ -154,7 +152,7 @@ fn chosen_overhead(choice: &DeviceChoice, shape: &LayoutShape, tiling: Tiling) -
     (width as f64 + START) / (kept * b) as f64
 }
 
-/// All numbers below `count`, neighbours far apart: any first few are a sample, of periodic things, too.
+/// Iterates over all numbers below `count` so that neighbours are far apart: any prefix is a fair sample, even of periodic data.
 fn scattered(count: usize) -> impl Iterator<Item = usize> {
     let coprime = |&step: &usize| gcd(step as i64, count as i64) == 1;
     let golden = (count as f64 * 0.618) as usize + 1;
@@ -162,7 +160,7 @@ fn scattered(count: usize) -> impl Iterator<Item = usize> {
     (0..count).map(move |index| index * step % count)
 }
 
-/// Best grouping of block rows into tiles.
+/// The best grouping of block rows into tiles.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Grouping {
     /// See [`tiling_overhead`].
@@ -172,14 +170,14 @@ pub struct Grouping {
 }
 
 impl Grouping {
-    /// Clusters like rows where adjacent ones differ and that is allowed.
+    /// Chooses between adjacent and similar rows. Similar rows are clustered only if that is allowed and worthwhile.
     pub fn best(
         layout: &BlockLayout,
         mainloop: Mainloop,
         [rows, cols]: [usize; 2],
         may_cluster: bool,
     ) -> Self {
-        /// What clusters have to save: their rows are gathered.
+        /// Minimum gain from clusters, whose rows are gathered.
         const WORTHWHILE: f64 = 1.1;
         let [neighbours, like] = [false, true].map(|clustered| Tiling {
             clustered,
@@ -211,24 +209,24 @@ impl Grouping {
     }
 }
 
-/// Costs of steps where blocks are narrow, relative to steps of adjacent positions without masks.
+/// Costs of steps over narrow blocks, relative to steps of adjacent positions without masks.
 #[derive(Clone, Copy, Debug)]
 pub struct NarrowCosts {
-    /// Of steps gathered from narrow blocks.
+    /// Cost of steps gathered from narrow blocks.
     pub gathered: f64,
-    /// Extra cost where all of them have masks, in blocks of 16 and of 32.
+    /// Extra cost if all steps have masks, in blocks of 16 and of 32.
     pub masked: [f64; 2],
-    /// Of coarse steps, with their bits.
+    /// Cost of coarse steps with their bits.
     pub coarse: f64,
 }
 
 impl NarrowCosts {
-    /// Returns whether mainloops over a layout may have coarse steps: their blocks are narrow and known on the host.
+    /// Returns whether mainloops over a layout may have coarse steps: its blocks are narrow and known on the host.
     pub fn concern(layout: &BlockLayout) -> bool {
         matches!(layout.block_size(), 16 | 32) && layout.device_choice().is_none()
     }
 
-    /// The time of gathered tiles, as [`tiling_overhead`] has it, masks included.
+    /// Returns the time of gathered tiles in the units of [`tiling_overhead`], including masks.
     pub fn of_gathered(&self, layout: &BlockLayout, tiling: Tiling) -> f64 {
         let sample = Sample::of(layout, tiling);
         let b = layout.block_size();
@@ -236,12 +234,12 @@ impl NarrowCosts {
         sample.overhead(b) * self.gathered * (1.0 + masked * sample.share(sample.masked))
     }
 
-    /// The time of coarse ones likewise, if there can be any, mainloops are so long that their steps are what counts, and masks of pairs are
-    /// so few that each entry may have one of its own.
+    /// Returns the time of coarse tiles in the same units. `None` if coarse steps are impossible, if mainloops are too short for steps to dominate, or if
+    /// element masks take too much memory for one per entry.
     pub fn of_coarse(&self, layout: &BlockLayout, tiling: Tiling) -> Option<f64> {
-        /// Columns of a tile from which on a mainloop is long.
+        /// Minimum columns of a tile with a long mainloop.
         const LONG: usize = 1024;
-        /// Bytes of masks.
+        /// Maximum bytes of masks.
         const MOST: f64 = (32 << 20) as f64;
         let b = layout.block_size();
         if !Self::concern(layout) || !tiling.may_be_coarse(b) {
@@ -279,7 +277,7 @@ mod tests {
             (256.0 + START) / 256.0
         );
         let diagonal = Pattern::local(1).layout(1, 256, 16).unwrap();
-        // Four blocks where one is kept, then a step that is three quarters empty.
+        // The union is four blocks where one is kept; in the second case a step is three quarters empty.
         assert_eq!(
             tiling_overhead(&diagonal, tiling(64, 16, false)),
             (64.0 + START) / 16.0
@@ -310,7 +308,7 @@ mod tests {
         assert!(grouping.clustered && grouping.overhead < neighbours / 2.0);
         let refused = Grouping::best(&fixed, Mainloop::Columns, [128, 64], false);
         assert_eq!((refused.overhead, refused.clustered), (neighbours, false));
-        // All rows are alike.
+        // All rows have the same blocks.
         assert!(!Grouping::best(&fixed, Mainloop::Rows, [128, 64], true).clustered);
     }
 
@@ -331,14 +329,14 @@ mod tests {
             let before = costs.of_gathered(&layout, gathered);
             (before, costs.of_coarse(&layout, coarse))
         };
-        // The same steps, of which one in some thirty has masks.
+        // Both have the same steps, of which about one in thirty has masks.
         let (gathered, coarse) = of(Pattern::causal(), 16, false);
         let coarse = coarse.unwrap();
         assert!(
             gathered > 1.05 * coarse && gathered < 1.15 * coarse,
             "{gathered} {coarse}"
         );
-        // All later queries see one column of four, which clusters see alone.
+        // All later queries see one column of four, which clusters separate.
         let (gathered, coarse) = of(Pattern::fixed(128, 32), 32, true);
         assert!(coarse.is_none_or(|coarse| coarse > gathered));
         assert!(of(Pattern::local(256), 16, false).1.is_none(), "short");

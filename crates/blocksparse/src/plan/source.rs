@@ -1,4 +1,4 @@
-//! The entries of a tile: the blocks of its rows, merged.
+//! The entries of a tile: the merged blocks of its rows.
 
 use super::cluster::clusters;
 use super::masks::{ABSENT, TileMasks};
@@ -6,13 +6,12 @@ use super::tiling::{BIT_WORDS, EMPTY, MASKED_STEP, Mainloop, NO_VISIT, Tiling};
 use crate::layout::entries;
 use crate::{BlockLayout, Entry, FULL};
 
-/// One entry of a tile.
 #[derive(Clone, Copy)]
 struct TileEntry {
     at: u32,
     mask: u32,
     place: u32,
-    /// Of a coarse entry.
+    /// Bits of a coarse entry.
     bits: [u32; BIT_WORDS],
 }
 
@@ -24,7 +23,7 @@ pub(super) struct TileEntries {
 }
 
 impl TileEntries {
-    /// Appends the slices of a block of `b`, each `group` wide, with the masks at their columns.
+    /// Appends the slices of a block of width `b`, each `group` wide, with the masks at their columns.
     fn push(
         &mut self,
         block: u32,
@@ -52,7 +51,7 @@ impl TileEntries {
         }
     }
 
-    /// The words of a tile's entries, those that fill up a step and masked ones first, and the number of steps whose masks matter.
+    /// Returns the words of a tile's entries, with padding entries and masked entries first, and the number of steps whose masks matter.
     pub fn masked_first(self, per_step: usize, tiling: Tiling) -> (Vec<u32>, usize) {
         let (masked, all) = (self.masked.len(), self.masked.len() + self.full.len());
         let filler = all.next_multiple_of(per_step) - all;
@@ -76,7 +75,7 @@ impl TileEntries {
         (words, (filler + masked).div_ceil(per_step))
     }
 
-    /// The words of a tile's entries without their visits: from the last to the first, filled up at the end.
+    /// Returns the words of a tile's entries without their visits, from the last entry to the first, padded at the end.
     pub fn in_visiting_order(self, per_step: usize, tiling: Tiling) -> Vec<u32> {
         let mut all: Vec<TileEntry> = self.masked.into_iter().chain(self.full).collect();
         all.sort_by_key(|entry| std::cmp::Reverse(entry.at));
@@ -99,14 +98,14 @@ impl TileEntries {
     }
 }
 
-/// One side of one head pattern.
+/// The rows (or columns) of one head pattern.
 pub(super) struct Source<'a> {
     layout: &'a BlockLayout,
     tiling: Tiling,
     pattern: usize,
-    /// The block rows of each tile, where like ones are together.
+    /// The block rows of each tile if similar rows are clustered.
     pub clusters: Vec<Vec<u32>>,
-    /// With places, in a pass over columns: the places of each column's blocks.
+    /// The places of each column's blocks, in a pass over columns with places.
     column_places: Vec<Vec<u32>>,
 }
 
@@ -145,7 +144,7 @@ impl<'a> Source<'a> {
         self.tiling.mainloop.blocks(self.layout)[0]
     }
 
-    /// What a tile's block rows keep, row by row.
+    /// Returns the blocks of a tile's block rows, row by row.
     pub fn blocks(&self, tile: usize) -> impl Iterator<Item = Entry> {
         let first = tile * self.tiling.rows / self.layout.block_size();
         let lines = match self.clusters.get(tile) {
@@ -159,7 +158,7 @@ impl<'a> Source<'a> {
             .flat_map(|line| self.line(line as usize))
     }
 
-    /// The entries of a tile.
+    /// Returns the entries of a tile.
     pub fn tile(&self, tile: usize, group: usize, masks: &mut TileMasks) -> TileEntries {
         let b = self.layout.block_size();
         let rows = self.tiling.rows;
@@ -191,7 +190,7 @@ impl<'a> Source<'a> {
         found
     }
 
-    /// The coarse entries of the tile whose first block row is `first`: those steps of adjacent positions of which a row keeps a block.
+    /// Returns the coarse entries of the tile whose first block row is `first`: the steps of adjacent positions in which some row keeps a block.
     fn coarse(&self, first: usize, masks: &mut TileMasks) -> TileEntries {
         let b = self.layout.block_size();
         let (height, per_entry) = (self.tiling.rows / b, self.tiling.cols / b);
@@ -228,7 +227,7 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// The entries of a tile of these block rows, merged.
+    /// Returns the merged entries of a tile with these block rows.
     fn union(&self, lines: &[u32], group: usize, masks: &mut TileMasks) -> TileEntries {
         let b = self.layout.block_size();
         let mut found = TileEntries::default();

@@ -1,4 +1,4 @@
-//! Plans against the layouts that they were made of.
+//! Checks plans against their layouts.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ fn tiling(rows: usize, cols: usize, clustered: bool) -> Tiling {
     }
 }
 
-/// A plan is complete if each query sees a key in each head, and no tile has sums of its own.
+/// A plan is complete if each query sees a key in each head and no tile has separate sums.
 #[rstest::rstest]
 #[case("causal", true)]
 #[case("fixed:128,32", true)]
@@ -35,7 +35,7 @@ fn complete_plans(#[case] pattern: &str, #[case] complete: bool) {
     assert!(!plan.complete, "the second head's last queries see nothing");
 }
 
-/// A tile that nearly all queries see adds to sums of its own; then the others begin to count again, and all go the same way. Of long windows none does.
+/// A tile that nearly all queries see adds to separate sums. The other tiles restart their counts and all run the same way. Long windows have no such tile.
 #[rstest::rstest]
 #[case("window:256+global:0,1", 8192, 1)]
 #[case("window:256+global:0,4000", 8192, 2)]
@@ -76,7 +76,7 @@ fn long_tiles_count_visits_apart(#[case] pattern: &str, #[case] seq: usize, #[ca
     }
 }
 
-/// How far tiles that share queries are from each other in launch order, and that short ones after long ones are noticed.
+/// Checks the distance in launch order between tiles that share queries, and that short tiles after long ones are detected.
 #[rstest::rstest]
 #[case("causal", 1)]
 #[case("local:1024", 1)]
@@ -101,15 +101,15 @@ fn tiles_that_share_queries(#[case] pattern: &str, #[case] between: usize) {
     }
 }
 
-/// How a tile goes: from its last queries to its first, or the other way.
+/// Direction of a tile's mainloop. The default is from its last queries to its first.
 #[derive(Clone, Copy, PartialEq)]
 enum Turned {
     None,
-    /// Those of more than so many steps.
+    /// Tiles with more than this many steps run from the first to the last.
     Above(usize),
 }
 
-/// Windows go from their last queries on; a tile of sinks is long and keeps ahead from the first ones on, with all others if these are long, too.
+/// Windows start at their last queries. A tile of sinks is long, so it starts at the first queries and stays ahead; all others do so too if they are long.
 #[rstest::rstest]
 #[case(Pattern::local(256), 8192, Turned::None)]
 #[case(Pattern::causal(), 8192, Turned::None)]

@@ -1,8 +1,8 @@
-//! How a launch cuts a layout, and where the parts of a plan lie.
+//! Tilings of a layout and the sections of a plan.
 
 use crate::{BlockLayout, BlockMask, Run};
 
-/// Side of the layout that the tiles' rows are.
+/// Side of the layout that the rows of a tile come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mainloop {
     /// Tiles of queries against the keys they attend to: forward and dQ.
@@ -12,7 +12,7 @@ pub enum Mainloop {
 }
 
 impl Mainloop {
-    /// What there is of queries and of keys, as the tiles' own side and the other one.
+    /// Orders a value for queries and a value for keys as the tile's own side and the other side.
     pub fn sides<T>(self, queries: T, keys: T) -> [T; 2] {
         match self {
             Self::Rows => [queries, keys],
@@ -20,12 +20,12 @@ impl Mainloop {
         }
     }
 
-    /// Positions of a layout's [sides](Self::sides).
+    /// Returns the number of positions of a layout's [sides](Self::sides).
     pub fn lengths(self, layout: &BlockLayout) -> [usize; 2] {
         self.sides(layout.seq_q(), layout.seq_kv())
     }
 
-    /// The blocks of one of a pattern's rows, or of its columns.
+    /// Returns the blocks of a row of a pattern, or of a column.
     pub(super) fn runs(self, layout: &BlockLayout, pattern: usize, line: usize) -> &[Run] {
         match self {
             Self::Rows => layout.row_runs(pattern, line),
@@ -33,13 +33,13 @@ impl Mainloop {
         }
     }
 
-    /// Returns whether a mask has the pair at a row and column of a tile.
+    /// Returns whether a mask allows the pair at a row and column of a tile.
     pub(super) fn allows(self, mask: &BlockMask, row: usize, col: usize) -> bool {
         let [query, key] = self.sides(row, col);
         mask.get(query, key)
     }
 
-    /// Blocks of a layout's [sides](Self::sides).
+    /// Returns the number of blocks of a layout's [sides](Self::sides).
     pub fn blocks(self, layout: &BlockLayout) -> [usize; 2] {
         self.sides(layout.q_blocks(), layout.kv_blocks())
     }
@@ -48,29 +48,28 @@ impl Mainloop {
 /// Parameters by which a plan cuts a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tiling {
-    /// Side of the rows.
+    /// Side of the tile rows.
     pub mainloop: Mainloop,
-    /// Positions of a tile.
+    /// Number of positions of a tile.
     pub rows: usize,
-    /// Positions of a step.
+    /// Number of positions of a step.
     pub cols: usize,
-    /// True if entries say where their block's stored weights are. Then a tile lies within one block row.
+    /// True if entries store the index of their block's weights. A tile then lies within one block row.
     pub places: bool,
-    /// True if a tile's block rows are chosen to be alike. Otherwise they are adjacent.
+    /// True if a tile consists of similar block rows, false if of adjacent ones.
     pub clustered: bool,
-    /// True if entries say how many tiles before theirs have the same entry: the order in which tiles add to what they
-    /// share. Then all patterns share one order of tiles, and entries are in the order in which a tile should go through them.
+    /// True if entries store how many earlier tiles have the same entry: the order in which tiles add to shared sums. All patterns then share one order of
+    /// tiles, and entries are in the order in which a tile processes them.
     pub visits: bool,
-    /// With visits: whether tiles that are much longer than the others count them for themselves, since they add to sums of
-    /// their own.
+    /// With visits, true if tiles that are much longer than the others count their visits separately, since they add to separate sums.
     pub apart: bool,
-    /// True if an entry is a whole step, of adjacent positions, and has a bit for each block of the tile in it. Otherwise entries are
-    /// blocks, or parts of one, from anywhere.
+    /// True if an entry is a whole step of adjacent positions with a bit for each block of the tile in it. Otherwise entries are
+    /// blocks, or parts of a block, at any position.
     pub coarse: bool,
 }
 
 impl Tiling {
-    /// Of entries that are blocks, or parts of one, and say nothing else.
+    /// Creates a tiling whose entries are blocks or parts of blocks, without places or visits.
     pub const fn new(mainloop: Mainloop, rows: usize, cols: usize) -> Self {
         Self {
             mainloop,
@@ -84,7 +83,7 @@ impl Tiling {
         }
     }
 
-    /// For who asks only which blocks tiles have.
+    /// Drops the places, for callers that need only the blocks of tiles.
     pub(super) fn without_places(self) -> Self {
         Self {
             places: false,
@@ -92,22 +91,22 @@ impl Tiling {
         }
     }
 
-    /// Block rows of a tile, 1 of one that is lower than a block.
+    /// Returns the number of block rows of a tile, at least 1.
     pub fn height(&self, layout: &BlockLayout) -> usize {
         (self.rows / layout.block_size()).max(1)
     }
 
-    /// Words of an entry.
+    /// Returns the number of words of an entry.
     pub fn entry_words(&self) -> usize {
         self.bits_at() + if self.coarse { BIT_WORDS } else { 0 }
     }
 
-    /// Words of a coarse entry before its bits.
+    /// Returns the number of words of a coarse entry before its bits.
     pub fn bits_at(&self) -> usize {
         2 + usize::from(self.places || self.visits)
     }
 
-    /// Positions that an entry names, in blocks of `b`.
+    /// Returns the number of positions of an entry, for blocks of size `b`.
     pub fn group(&self, b: usize) -> usize {
         match self.coarse {
             true => self.cols,
@@ -115,43 +114,43 @@ impl Tiling {
         }
     }
 
-    /// Returns whether entries can be coarse, in blocks of `b`: tiles and steps have whole blocks, and not more than there are bits.
+    /// Returns whether entries can be coarse for blocks of size `b`: tiles and steps consist of whole blocks, and no more than there are bits.
     pub fn may_be_coarse(&self, b: usize) -> bool {
         let whole = self.rows.is_multiple_of(b) && self.cols.is_multiple_of(b);
         whole && self.rows / b * (self.cols / b) <= 32 * BIT_WORDS
     }
 }
 
-/// Words of a coarse entry's bits.
+/// Words for the bits of a coarse entry.
 pub const BIT_WORDS: usize = 2;
 
-/// The visit of an entry that only fills up a step; the bits of visits.
+/// The visit of a padding entry, and the mask of the visit bits.
 pub const NO_VISIT: u32 = u32::MAX >> 2;
-/// Bit of a visit: nobody visits these columns later. No entry has it where tiles count visits for themselves.
+/// Flag of a visit: no later tile visits these columns. No entry has it if tiles count visits separately.
 pub const LAST_VISIT: u32 = 1 << 30;
-/// Bit of the visit of a step's first entry: the masks of this step matter.
+/// Flag of the visit of a step's first entry: the masks of this step matter.
 pub const MASKED_STEP: u32 = 1 << 31;
 
-/// Mask id of an entry without any pair, which fills up a step. Id 0 is the full entry.
+/// Mask id of a padding entry without any pair. Id 0 is the full entry.
 pub const EMPTY: u32 = 1;
 
-/// Where the parts of `TilePlan::words` begin.
+/// Offsets of the sections of `TilePlan::words`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sections {
-    /// `[batch | 1, heads]`: the first of the tile records of this head's pattern.
+    /// `[batch | 1, heads]`: first tile record of the head's pattern.
     pub heads: usize,
-    /// `[batch | 1, heads]`: the place of the head's first block among the stored weights.
+    /// `[batch | 1, heads]`: index of the head's first block among the stored weights.
     pub places: usize,
-    /// `[patterns, tiles, 4]`: tile indices, those with most steps first, each with the tile's record.
+    /// `[patterns, tiles, 4]`: tile indices, those with most steps first, each followed by the tile's record.
     pub order: usize,
-    /// `[patterns · tiles, rows / block]`: the block rows of each tile of a clustered plan, beyond the last where there
-    /// are too few. Empty otherwise.
+    /// `[patterns · tiles, rows / block]`: block rows of each tile of a clustered plan, with indices beyond the last row as padding.
+    /// Empty otherwise.
     pub rows: usize,
-    /// `[patterns · tiles, 3]`: first entry, steps, steps whose masks matter.
+    /// `[patterns · tiles, 3]`: first entry, number of steps, number of steps whose masks matter.
     pub tiles: usize,
-    /// `[entries, entry_words]`: position / group, mask id, place or visit if there is one, and of a coarse entry the bits: bit
-    /// `i · cols / block + k` says whether the tile's block row `i` keeps the `k`-th block of the entry.
+    /// `[entries, entry_words]`: position / group, mask id, place or visit if present, and the bits of a coarse entry. Bit `i · cols / block + k` says whether
+    /// the tile's block row `i` keeps the `k`-th block of the entry.
     pub entries: usize,
-    /// `[masks, rows, mask_words]`, bit `c % 32` of word `c / 32` is column `c`.
+    /// `[masks, rows, mask_words]`: bit `c % 32` of word `c / 32` is column `c`.
     pub masks: usize,
 }

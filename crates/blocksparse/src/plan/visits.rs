@@ -1,29 +1,29 @@
-//! The order in which tiles add to what they share.
+//! The order in which tiles add to shared sums.
 
 use super::tiling::{LAST_VISIT, NO_VISIT};
 
-/// The sizes of a plan that [`count_visits`] needs.
+/// Sizes of a plan that [`count_visits`] needs.
 pub(super) struct PlanSizes {
-    /// Tiles per head.
+    /// Number of tiles per head.
     pub tiles: usize,
-    /// Entries of a step.
+    /// Number of entries per step.
     pub per_step: usize,
-    /// Words of an entry.
+    /// Number of words per entry.
     pub entry_words: usize,
-    /// Groups of columns there are.
+    /// Number of groups of columns.
     pub others: usize,
-    /// True if long tiles count visits for themselves.
+    /// True if long tiles count visits separately.
     pub apart: bool,
 }
 
-/// The most steps of a tile beside which a long one adds to sums of its own, or without these goes the other way.
+/// Maximum number of steps of usual tiles next to which a long tile adds to separate sums, or without those runs in the other direction.
 ///
-/// Of tiles of 6 and 10 steps beside one of 128 the backward pass is 19% and 13% faster with the long one alone going the other way (windows of 256
-/// and 512 with global tokens), of those of 66 beside one of 1,024 8% slower (streaming(4096, 64)); both on an H100.
+/// For tiles of 6 and 10 steps next to one of 128 steps, the backward pass is 19% and 13% faster if only the long one runs in the other direction (windows of
+/// 256 and 512 with global tokens). For tiles of 66 steps next to one of 1,024 it is 8% slower (streaming(4096, 64)). Measured on an H100.
 const SHORT: usize = 32;
 
-/// How many of the first tiles are so much longer than the others that these would wait for them: given the steps of all in all `patterns`, most
-/// steps first.
+/// Returns the number of first tiles that are so much longer than the others that these would wait for them. `ranked` holds the steps of each tile summed over
+/// all `patterns`, in descending order.
 pub(super) fn long_tiles(ranked: impl ExactSizeIterator<Item = usize>, patterns: usize) -> usize {
     let steps: Vec<usize> = ranked.collect();
     let Some(&usual) = steps.get(steps.len() / 16) else {
@@ -35,17 +35,17 @@ pub(super) fn long_tiles(ranked: impl ExactSizeIterator<Item = usize>, patterns:
     }
 }
 
-/// Returns whether there may be [`long_tiles`], of tiles that have `least` steps on average or more, and `most` at most.
+/// Returns whether [`long_tiles`] may find any, for tiles with a mean of at least `least` steps and a maximum of `most`.
 pub(super) fn may_be_short(least: f64, most: usize) -> bool {
     least <= (SHORT + most.div_ceil(16)) as f64
 }
 
-/// What [`count_visits`] finds.
+/// Result of [`count_visits`].
 #[derive(Default)]
 pub(super) struct Visits {
     /// One order of tiles for all patterns, those with most steps first.
     pub order: Vec<u32>,
-    /// Number of them that count visits for themselves.
+    /// Number of first tiles that count visits separately.
     pub apart: usize,
     /// See [`TilePlan::between`](super::TilePlan::between).
     pub between: usize,
@@ -53,7 +53,7 @@ pub(super) struct Visits {
     pub complete: bool,
 }
 
-/// The order of tiles, and in it the visits of all entries.
+/// Orders the tiles and stores the visits of all entries.
 pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSizes) -> Visits {
     let PlanSizes {
         tiles,
@@ -75,10 +75,10 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
     let mut complete = apart == 0;
     for pattern in 0..patterns {
         let record = |rank: usize| pattern * tiles + ranked[rank] as usize;
-        // Tiles go from their last queries to their first, so that those of neighbours, which begin at the same time, do not want the same queries at
-        // once. A tile that most queries see, as that of attention sinks, is far from done with the last of them when the others are: it
-        // goes the other way, and so stays ahead of all others, which wait for its visits, unless it has sums of its own. Where the others are long
-        // themselves, they would wait too long at their beginnings: all go the other way there, a step apart.
+        // Tiles run from their last queries to their first, so that neighbours, which start at the same time, do not need the same queries at
+        // once. A tile that most queries see, such as that of attention sinks, is far from done with its last queries when the others finish. It
+        // runs in the other direction and stays ahead of all others, which wait for its visits, unless it has separate sums. Where the others are
+        // long too, they would wait too long at their start, so all tiles run in the other direction, one step apart.
         let usual = (tiles > 0).then(|| steps(record(tiles / 16)));
         let is_long = |record: usize| usual.is_some_and(|usual| steps(record) > 4 * usual);
         let all = (tiles > 0).then(|| record(0)).is_some_and(is_long)
@@ -126,28 +126,28 @@ pub(super) fn count_visits(records: &[u32], entries: &mut [u32], sizes: PlanSize
     }
 }
 
-/// Returns whether steps are much fewer than others that are waited for.
+/// Returns whether a tile has much fewer steps than others for which it waits.
 fn are_much_fewer(steps: usize, others: usize) -> bool {
     4 * steps + 8 < others
 }
 
-/// Returns whether no tile has much fewer steps than the one before it, given the steps of all in all `patterns`, most steps first: a short tile waits for the long
-/// ones before it, if these have not long been under way.
+/// Returns whether no tile has much fewer steps than the preceding one. `ranked` holds the steps of each tile summed over all `patterns`, in descending order.
+/// A short tile waits for the long ones before it if these started only recently.
 fn are_even(ranked: impl Iterator<Item = usize> + Clone, patterns: usize) -> bool {
     let behind = ranked.clone().skip(1);
     !(ranked.zip(behind)).any(|(before, steps)| are_much_fewer(steps / patterns, before / patterns))
 }
 
-/// How far tiles of a pattern that share groups of columns are from each other, in launch order.
+/// Measures how far apart, in launch order, tiles of a pattern are that share groups of columns.
 struct Sharing {
-    /// Of each group, the rank after that of the last tile that had it, or 0.
+    /// For each group, 1 plus the rank of the last tile with it, or 0.
     last: Vec<usize>,
-    /// Steps of the tiles so far, by rank.
+    /// Number of steps of the tiles so far, by rank.
     steps: Vec<usize>,
-    /// Over tiles that share a group with an earlier one, weighed by their entries.
+    /// Sum of the distances of tiles that share a group with an earlier tile, weighted by their entries.
     distances: usize,
     entries: usize,
-    /// Tiles with much fewer steps than the latest that they share groups with.
+    /// Number of tiles with much fewer steps than the latest tile with which they share groups.
     waiting: usize,
 }
 
@@ -178,13 +178,13 @@ impl Sharing {
         self.steps.push(steps);
     }
 
-    /// Begins with the tiles of another pattern.
+    /// Starts with the tiles of another pattern.
     fn begin(&mut self) {
         self.last.fill(0);
         self.steps.clear();
     }
 
-    /// The mean, at least 1.
+    /// Returns the mean distance, at least 1.
     fn between(&self) -> usize {
         match self.entries {
             0 => 1,

@@ -1,20 +1,20 @@
-//! How many pieces each device has.
+//! Chooses the number of pieces per device.
 
 use super::ShardPlan;
 use crate::{BlockLayout, BlockMask};
 
-/// Pairs that take as long as a key that crosses. A pair takes 14 · d operations forward and backward, a bf16 key and its value 8 · d bytes
-/// with their gradients: 900 operations a byte, as H100s have by 400 TFLOP/s and 450 GB/s of NVLink.
+/// Number of pairs that take as long as the transfer of a key. A pair takes 14 · d operations forward and backward; a bf16 key and its value have 8 · d bytes
+/// including gradients. The ratio is about 900 operations per byte, as on H100s with 400 TFLOP/s and 450 GB/s of NVLink.
 const PAIRS_OF_A_KEY: f64 = 512.0;
 
-/// The most pieces of a device that are tried.
+/// Maximum number of pieces per device to try.
 const MOST: usize = 64;
 
-/// What a number of pieces costs.
+/// Cost of a number of pieces.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate {
     pub pieces: usize,
-    /// In pairs, of the busiest device.
+    /// Cost of the busiest device, in pairs.
     pub cost: f64,
 }
 
@@ -26,7 +26,7 @@ pub(super) fn cost(plan: &ShardPlan) -> f64 {
     (0..plan.devices()).map(of_device).fold(0.0, f64::max)
 }
 
-/// Of the numbers of pieces that are powers of two, the cheapest, and the fewest of those.
+/// Returns the cheapest plan over the powers of two; of equally cheap plans, the one with fewest pieces.
 pub(super) fn cheapest(layout: &BlockLayout, kv_heads: usize, devices: usize) -> ShardPlan {
     let pairs = pairs_before(layout);
     let most = MOST.min(layout.q_blocks() / devices);
@@ -47,7 +47,7 @@ pub(super) fn cheapest(layout: &BlockLayout, kv_heads: usize, devices: usize) ->
     plan
 }
 
-/// Allowed pairs of all heads before each block row.
+/// Returns the number of allowed pairs of all heads before each block row.
 pub(super) fn pairs_before(layout: &BlockLayout) -> Vec<u64> {
     let counts: Vec<u64> = layout.masks().iter().map(BlockMask::count).collect();
     let mut heads = vec![0; layout.num_patterns()];

@@ -1,11 +1,11 @@
-//! A plan as a table.
+//! Prints a plan as a table.
 
 use std::fmt;
 
 use super::ShardPlan;
 use super::reach::count;
 
-/// Devices that are listed one by one.
+/// Maximum number of devices that are listed individually.
 const LISTED: usize = 16;
 
 impl fmt::Display for ShardPlan {

@@ -1,4 +1,4 @@
-//! One sequence over several devices: which keys cross, and who computes which pairs.
+//! Distributes a sequence over several devices: which device computes which pairs, and which keys are transferred.
 
 mod choose;
 mod display;
@@ -14,13 +14,12 @@ use choose::Candidate;
 use pieces::Pieces;
 use reach::{count, ranges, reached};
 
-/// Division of a sequence over several devices: the positions of each, and the keys and values that each needs from the others.
+/// Division of a sequence over several devices: the positions of each, and the keys and values that each receives from the others.
 ///
-/// A device computes the rows of its own queries, so each pair is computed once, by one device. The blocks of keys that its
-/// rows attend to and another device has are all that crosses, known from the layout before anything runs. Gradients of
-/// keys and values go the same way back.
+/// A device computes the rows of its own queries, so each pair is computed once, by one device. Only the key blocks that its rows attend to and that another
+/// device owns are transferred. They are known from the layout before anything runs. Gradients of keys and values take the reverse path.
 ///
-/// A device's keys lie in one tensor: its own in order, then those it receives, ascending, for each head its own.
+/// A device's keys lie in one tensor: its own in order, then those it receives, ascending, separately for each head.
 /// [`Self::local_layout`] is the layout over them.
 ///
 /// ```
@@ -40,42 +39,42 @@ pub struct ShardPlan {
     layout: BlockLayout,
     kv_heads: usize,
     dealt: Pieces,
-    /// Which of `sets` each key head reads.
+    /// Index into `sets` of each key head.
     head_sets: Vec<usize>,
     sets: Vec<Set>,
-    /// Allowed pairs of each device.
+    /// Number of allowed pairs of each device.
     pairs: Vec<u64>,
-    /// Keys that each device sends.
+    /// Number of keys that each device sends.
     sent: Vec<usize>,
-    /// What other numbers of pieces would cost, if the plan chose.
+    /// Cost of other numbers of pieces, if the plan chose the number itself.
     candidates: Vec<Candidate>,
 }
 
-/// The key blocks that heads alike need.
+/// The key blocks that heads with equal needs receive.
 #[derive(Clone, Debug)]
 struct Set {
-    /// Blocks of others that each device needs, ascending.
+    /// Remote blocks that each device needs, ascending.
     needs: Vec<Vec<Range<usize>>>,
 }
 
 impl ShardPlan {
-    /// The plan for `devices` devices and `kv_heads` key heads, each of which serves as many query heads of the layout one after
-    /// another (GQA).
+    /// Creates the plan for `devices` devices and `kv_heads` key heads. Each key head serves an equal number of adjacent query heads
+    /// of the layout (GQA).
     ///
-    /// Every device has as many blocks but for one, in 1, 2, 4, … 64 pieces: as many as cost the least. The cost is that of the busiest device: its
-    /// pairs, and 512 pairs for each key that crosses, as on GPUs with NVLink.
+    /// The devices' numbers of blocks differ by at most one. Each device has 1, 2, 4, … or 64 pieces, whichever costs least. The cost is that of the busiest
+    /// device: its pairs, plus 512 pairs for each transferred key, as on GPUs with NVLink.
     ///
-    /// A layout that reaches everything also has a plan, which says so: [`Self::reach`].
+    /// A layout that reaches everything also has a plan: check [`Self::reach`].
     ///
     /// # Errors
-    /// [`LayoutError`] if the layout has not as many queries as keys, in whole blocks, for any batch; if a device chooses its
-    /// blocks; if `kv_heads` does not divide the heads; if there are no devices, or more than blocks.
+    /// [`LayoutError`] if the layout is per batch, its numbers of queries and keys differ or are not whole blocks, or a device chooses its
+    /// blocks; if `kv_heads` does not divide the heads; if there are no devices, or more devices than blocks.
     pub fn new(layout: &BlockLayout, kv_heads: usize, devices: usize) -> Result<Self, LayoutError> {
         check(layout, kv_heads, devices, 1)?;
         Ok(choose::cheapest(layout, kv_heads, devices))
     }
 
-    /// [`Self::new`] with so many pieces of each device: 1 for contiguous shards, 2 for zigzag, more for stripes.
+    /// Creates a plan like [`Self::new`] with a given number of pieces per device: 1 for contiguous shards, 2 for zigzag, more for stripes.
     ///
     /// # Errors
     /// As [`Self::new`], and if there are more pieces than blocks.
@@ -145,7 +144,7 @@ impl ShardPlan {
         }
     }
 
-    /// The layout of the whole sequence.
+    /// Returns the layout of the whole sequence.
     pub fn layout(&self) -> &BlockLayout {
         &self.layout
     }
@@ -165,7 +164,7 @@ impl ShardPlan {
         self.dealt.pieces
     }
 
-    /// The positions of a device, in the order of its rows.
+    /// Returns the positions of a device, in the order of its rows.
     ///
     /// # Panics
     /// If there is no such device.
@@ -175,7 +174,7 @@ impl ShardPlan {
         own.map(|blocks| blocks.start * b..blocks.end * b).collect()
     }
 
-    /// The blocks of a key head that go from one device to another, ascending, as indices in the whole sequence.
+    /// Returns the blocks of a key head that one device sends to another, ascending, as indices in the whole sequence.
     ///
     /// # Panics
     /// If there is no such device or head.
@@ -194,7 +193,7 @@ impl ShardPlan {
         crossing
     }
 
-    /// Keys of all heads that a device receives.
+    /// Returns the number of keys that a device receives, over all heads.
     ///
     /// # Panics
     /// If there is no such device.
@@ -203,7 +202,7 @@ impl ShardPlan {
         self.layout.block_size() * self.head_sets.iter().map(blocks).sum::<usize>()
     }
 
-    /// Keys of all heads that a device sends, one that goes to several devices for each of them.
+    /// Returns the number of keys that a device sends, over all heads. A key is counted once per receiver.
     ///
     /// # Panics
     /// If there is no such device.
@@ -211,7 +210,8 @@ impl ShardPlan {
         self.sent[device]
     }
 
-    /// Bytes of keys and values that a device receives before it computes, for one sequence of a batch. As many of gradients go back.
+    /// Returns the bytes of keys and values that a device receives before it computes, for one sequence of a batch. The same number of bytes of gradients is
+    /// sent back.
     ///
     /// # Panics
     /// If there is no such device.
@@ -219,7 +219,7 @@ impl ShardPlan {
         2 * (self.keys_received(device) * head_dim * element_bytes) as u64
     }
 
-    /// Allowed pairs that a device computes, over all heads.
+    /// Returns the number of allowed pairs that a device computes, over all heads.
     ///
     /// # Panics
     /// If there is no such device.
@@ -227,7 +227,7 @@ impl ShardPlan {
         self.pairs[device]
     }
 
-    /// The largest share of other devices' keys that one device receives, in 0..=1. At 1 a ring of all keys and values sends no more.
+    /// Returns the largest share of other devices' keys that a device receives, in `[0, 1]`. At 1, a ring that sends all keys and values transfers no more.
     pub fn reach(&self) -> f64 {
         let share = |device| {
             let others = self.layout.seq_kv() - count(&self.positions(device));
@@ -237,7 +237,7 @@ impl ShardPlan {
         (0..self.devices()).map(share).fold(0.0, f64::max)
     }
 
-    /// The most blocks of one head that a device receives: the length of the part of its keys that is others'.
+    /// Returns the maximum number of blocks of a head that a device receives, which is the length of the remote part of its keys.
     ///
     /// # Panics
     /// If there is no such device.
@@ -246,8 +246,8 @@ impl ShardPlan {
         of_set.max().unwrap_or_default()
     }
 
-    /// The layout of a device's queries over its keys: its own in order, then of each head those it receives, ascending, filled up to the
-    /// most of a head.
+    /// Returns the layout of a device's queries over its keys: its own in order, then those each head receives, ascending, padded to the
+    /// maximum over heads.
     ///
     /// It has no [`parts`](BlockLayout::parts), so strided patterns compute many masked pairs.
     ///
@@ -276,7 +276,7 @@ impl ShardPlan {
         )
     }
 
-    /// The blocks of a device, ascending.
+    /// Returns the blocks of a device, ascending.
     fn own(&self, device: usize) -> Vec<Range<usize>> {
         assert!(
             device < self.devices(),

@@ -1,14 +1,14 @@
-//! Which device has which blocks.
+//! Assigns blocks to devices.
 
 use std::ops::Range;
 
-/// Blocks cut into `devices · pieces` pieces of nearly one length, dealt forth and back:
+/// Blocks cut into `devices · pieces` pieces of nearly equal length, dealt forth and back:
 ///
 /// ```text
 /// 3 devices, 2 pieces   |  0  |  1  |  2  |  2  |  1  |  0  |
 /// ```
 ///
-/// With one piece shards are contiguous. With two, causal attention to everything before costs all devices the same (zigzag).
+/// With one piece per device, shards are contiguous. With two, full causal attention costs all devices the same (zigzag).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pieces {
     pub blocks: usize,
@@ -25,7 +25,7 @@ impl Pieces {
         piece * self.blocks / self.count()
     }
 
-    /// Of two rounds, the second goes back.
+    /// Returns the device with index `at` in a round. Odd rounds run backwards.
     fn dealt(&self, round: usize, at: usize) -> usize {
         match round % 2 {
             0 => at,
@@ -33,7 +33,7 @@ impl Pieces {
         }
     }
 
-    /// The blocks of a device, ascending.
+    /// Returns the blocks of a device, ascending.
     pub fn of(&self, device: usize) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> = Vec::new();
         for round in 0..self.pieces {
@@ -47,7 +47,7 @@ impl Pieces {
         ranges
     }
 
-    /// The device that has a block.
+    /// Returns the device that owns a block.
     pub fn owner(&self, block: usize) -> usize {
         let piece = ((block + 1) * self.count() - 1) / self.blocks;
         self.dealt(piece / self.devices, piece % self.devices)

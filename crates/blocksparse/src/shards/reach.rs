@@ -1,17 +1,17 @@
-//! Which key blocks rows attend to.
+//! Computes the key blocks that rows attend to.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::BlockLayout;
 
-/// Returns whether each key block is one that the rows of one of the patterns attend to. Runs are not expanded before those that continue each other are joined.
+/// Returns, per key block, whether the rows of some pattern attend to it. Runs that continue each other are joined before they are expanded.
 pub(super) fn reached(
     layout: &BlockLayout,
     patterns: &[usize],
     rows: &[Range<usize>],
 ) -> Vec<bool> {
-    // First and last blocks, by the distance of blocks and their place in it.
+    // First and last blocks, by stride and residue.
     let mut spans: HashMap<[u32; 2], Vec<[u32; 2]>> = HashMap::new();
     for &pattern in patterns {
         for row in rows.iter().cloned().flatten() {
@@ -42,7 +42,7 @@ pub(super) fn reached(
     reached
 }
 
-/// Where `is` is true.
+/// Returns the ranges where `is` is true.
 pub(super) fn ranges(is: &[bool]) -> Vec<Range<usize>> {
     let mut ranges: Vec<Range<usize>> = Vec::new();
     for at in (0..is.len()).filter(|&at| is[at]) {
@@ -54,7 +54,7 @@ pub(super) fn ranges(is: &[bool]) -> Vec<Range<usize>> {
     ranges
 }
 
-/// How many numbers ranges have.
+/// Returns the total length of ranges.
 pub(super) fn count(ranges: &[Range<usize>]) -> usize {
     ranges.iter().map(Range::len).sum()
 }

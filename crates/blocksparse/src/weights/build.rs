@@ -1,14 +1,14 @@
-//! The constructors that draw nothing, and what all of them check.
+//! Constructors without randomness, and checks that all constructors share.
 
 use std::cmp::Ordering;
 
 use super::{Kept, WEIGHT_BLOCK_SIZES, WeightLayout};
 use crate::LayoutError;
 
-/// The most blocks that a weight may have, kept or not.
+/// Maximum number of blocks of a weight, kept or not.
 const MOST_BLOCKS: usize = 1 << 26;
 
-/// Blocks of a weight, kept or not.
+/// All blocks of a weight, kept or not.
 #[derive(Clone, Copy)]
 pub(super) struct Grid {
     pub block: usize,
@@ -17,7 +17,7 @@ pub(super) struct Grid {
 }
 
 impl Grid {
-    /// The blocks of a weight `[inputs, outputs]`.
+    /// Returns the grid of a weight `[inputs, outputs]`.
     pub fn new([inputs, outputs]: [usize; 2], block: usize) -> Result<Self, LayoutError> {
         crate::ensure! { LayoutError; WEIGHT_BLOCK_SIZES.contains(&block) => "block", format!("one of {WEIGHT_BLOCK_SIZES:?}"), block; }
         for (argument, length) in [("inputs", inputs), ("outputs", outputs)] {
@@ -39,13 +39,13 @@ impl Grid {
         self.ins * self.outs
     }
 
-    /// Returns the number of retained blocks: the nearest to a density, at least one.
+    /// Returns the number of kept blocks: the nearest to a density, at least one.
     pub fn count(&self, density: f64) -> Result<usize, LayoutError> {
         crate::ensure! { LayoutError; density > 0.0 && density <= 1.0 => "density", "above 0 and at most 1", density; }
         Ok(((density * self.blocks() as f64).round() as usize).max(1))
     }
 
-    /// Returns the number of blocks of each output block, of `count` in all, if they differ by one at most.
+    /// Distributes `count` blocks over the output blocks so that their shares differ by at most one.
     pub fn shares(&self, count: usize) -> Vec<usize> {
         let before = |output: usize| count * output / self.outs;
         (0..self.outs)
@@ -53,7 +53,7 @@ impl Grid {
             .collect()
     }
 
-    /// The layout of the kept blocks of inputs of each output block, in any order, none twice.
+    /// Builds a layout from the kept input blocks of each output block, in any order, without duplicates.
     pub fn layout(
         self,
         name: &str,
@@ -67,7 +67,7 @@ impl Grid {
         WeightLayout::from_parts(name, seed, self.block, kept)
     }
 
-    /// The layout of places in the grid `[in_blocks, out_blocks]`, none twice.
+    /// Builds a layout from indices into the grid `[in_blocks, out_blocks]`, without duplicates.
     pub fn layout_of_places(
         self,
         name: &str,
@@ -83,18 +83,18 @@ impl Grid {
 }
 
 impl WeightLayout {
-    /// Every block of a weight `[inputs, outputs]`.
+    /// Builds the layout of every block of a weight `[inputs, outputs]`.
     ///
     /// # Errors
-    /// [`LayoutError::Argument`] if `block` is none of [`WEIGHT_BLOCK_SIZES`], or `inputs` or `outputs` is no positive multiple of it.
+    /// [`LayoutError::Argument`] if `block` is not one of [`WEIGHT_BLOCK_SIZES`], or `inputs` or `outputs` is not a positive multiple of it.
     pub fn dense(shape: [usize; 2], block: usize) -> Result<Self, LayoutError> {
         let grid = Grid::new(shape, block)?;
         let all = (0..grid.ins as u32).collect::<Vec<u32>>();
         Ok(grid.layout("dense", None, vec![all; grid.outs]))
     }
 
-    /// The blocks within `bandwidth` input blocks of the diagonal. The diagonal of a weight that is not square is a staircase: an output block
-    /// meets the input blocks whose share of the inputs overlaps its share of the outputs. A bandwidth of 0 keeps just the diagonal.
+    /// Builds the layout of the blocks within `bandwidth` input blocks of the diagonal. If the weight is not square, the diagonal is a staircase: an output
+    /// block keeps the input blocks whose share of the inputs overlaps its share of the outputs. A bandwidth of 0 keeps just the diagonal.
     ///
     /// # Errors
     /// As [`dense`](Self::dense).
@@ -109,7 +109,7 @@ impl WeightLayout {
         Ok(grid.layout("banded", None, by_output.collect()))
     }
 
-    /// The [`banded`](Self::banded) layout whose density is nearest to the one asked for; of two as near, the narrower.
+    /// Builds the [`banded`](Self::banded) layout whose density is nearest to the requested one; of two equally near, the narrower.
     ///
     /// # Errors
     /// As [`banded`](Self::banded); and if `density` is not in `(0, 1]`.
@@ -121,7 +121,7 @@ impl WeightLayout {
         let grid = Grid::new(shape, block)?;
         let count = grid.count(density)?;
         let distance = |layout: &Self| layout.len().abs_diff(count);
-        // The first bandwidth with as many blocks, or the one before it.
+        // Searches for the smallest bandwidth with at least that many blocks. The result is this one or the one before it.
         let (mut low, mut high) = (0, grid.ins);
         while low < high {
             let middle = low + (high - low) / 2;
@@ -138,10 +138,10 @@ impl WeightLayout {
         })
     }
 
-    /// The blocks whose entry of `[in_blocks, out_blocks]`, row by row, is true.
+    /// Builds the layout of the blocks whose entry of `[in_blocks, out_blocks]`, row-major, is true.
     ///
     /// # Errors
-    /// As [`dense`](Self::dense); and if `mask` does not have as many entries as the weight has blocks.
+    /// As [`dense`](Self::dense); and if the length of `mask` is not the number of blocks of the weight.
     pub fn from_mask(shape: [usize; 2], block: usize, mask: &[bool]) -> Result<Self, LayoutError> {
         let grid = Grid::new(shape, block)?;
         check_length("mask", &grid, mask.len())?;
@@ -149,11 +149,11 @@ impl WeightLayout {
         Ok(grid.layout_of_places("mask", None, kept))
     }
 
-    /// The blocks with the largest norms, as pruning keeps them (Narang, Undersander, Diamos, "Block-Sparse Recurrent Neural Networks", 2017);
-    /// ties go to the first of `norms`, which are those of the blocks `[in_blocks, out_blocks]`, row by row.
+    /// Builds the layout of the blocks with the largest norms, as in pruning (Narang, Undersander, Diamos, "Block-Sparse Recurrent Neural Networks", 2017).
+    /// `norms` holds the norms of the blocks `[in_blocks, out_blocks]`, row-major. Ties go to the earlier one.
     ///
     /// # Errors
-    /// As [`dense`](Self::dense); and if `norms` does not have as many entries as the weight has blocks or one of them is NaN, or `density` is
+    /// As [`dense`](Self::dense); and if the length of `norms` is not the number of blocks of the weight, one of them is NaN, or `density` is
     /// not in `(0, 1]`.
     pub fn by_magnitude(
         shape: [usize; 2],

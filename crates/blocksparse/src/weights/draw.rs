@@ -1,4 +1,4 @@
-//! A layout of weights as a picture: inputs downwards, outputs to the right.
+//! Draws a weight layout: inputs downwards, outputs to the right.
 
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -8,9 +8,9 @@ use crate::LayoutError;
 use crate::layout::draw::{draw_cells, draw_error, saves_pictures, text};
 use crate::layout::font;
 
-/// Cells per side, at most.
+/// Maximum number of cells per side.
 const MAX_CELLS: usize = 256;
-/// Longer side of the panel, and what its title and its axes take beside it.
+/// Longer side of the panel, and the space for its title and its axes.
 const PANEL: u32 = 560;
 const TITLE: u32 = 48;
 const AXES: u32 = 64;
@@ -18,7 +18,7 @@ const AXES: u32 = 64;
 saves_pictures!(WeightLayout);
 
 impl WeightLayout {
-    /// Wide enough for the title, and as high as the weight's shape asks for.
+    /// Returns a size wide enough for the title, with the height given by the weight's shape.
     fn picture_size(&self) -> (u32, u32) {
         let (rows, columns) = (self.in_blocks() as f64, self.out_blocks() as f64);
         let side = |blocks: f64| (f64::from(PANEL) * blocks / rows.max(columns)).ceil() as u32;

@@ -1,4 +1,4 @@
-//! The constructors that draw: random bipartite graphs whose vertices are the blocks of inputs and of outputs, and whose edges are kept blocks.
+//! Random constructors. A layout is a bipartite graph whose vertices are the input and output blocks and whose edges are the kept blocks.
 
 use super::WeightLayout;
 use super::build::Grid;
@@ -6,8 +6,8 @@ use super::numbers::Draws;
 use crate::LayoutError;
 
 impl WeightLayout {
-    /// Blocks drawn at random, each set of them as likely but for this: every input block and every output block keeps one at least, if there
-    /// are as many blocks. Their number is the nearest to `density`, and 1 at least.
+    /// Draws blocks at random. All sets of blocks are equally likely, except that every input block and every output block keeps at least one block if there
+    /// are enough. The number of blocks is the nearest to `density`, and at least 1.
     ///
     /// The same seed gives the same layout on every machine.
     ///
@@ -27,7 +27,7 @@ impl WeightLayout {
             draws.shuffle(&mut order, blocks);
             order
         });
-        // One block for each of the longer side meets each of the shorter one, too.
+        // One block for each position of the longer side also covers the shorter side.
         let cover = (0..grid.ins.max(grid.outs)).take(count);
         let mut places: Vec<usize> = cover
             .map(|at| ins[at % grid.ins] * grid.outs + outs[at % grid.outs])
@@ -43,13 +43,13 @@ impl WeightLayout {
         Ok(grid.layout_of_places("random", Some(seed), places))
     }
 
-    /// A small world (Watts, Strogatz, "Collective dynamics of 'small-world' networks", 1998): each output block first keeps the input blocks
-    /// that are nearest to its place on the ring of input blocks, as many as `density` gives, and then each kept block is moved, with probability
-    /// `rewiring`, to another input block of the same output block that is not kept. Blocks are moved in the paper's order: the nearest of each
+    /// Draws a small world (Watts, Strogatz, "Collective dynamics of 'small-world' networks", 1998). Each output block first keeps the input blocks
+    /// nearest to its position on the ring of input blocks, as many as `density` gives. Then each kept block moves, with probability
+    /// `rewiring`, to another input block that the same output block does not keep. Blocks move in the paper's order: the nearest of each
     /// output block, then the second nearest of each, and so on.
     ///
-    /// Output blocks keep equally many, up to one; input blocks may be left without any. The number of blocks is the nearest to `density`, and
-    /// 1 at least. The same seed gives the same layout on every machine.
+    /// The numbers of blocks of output blocks differ by at most one; input blocks may have none. The number of blocks is the nearest to `density`, and
+    /// at least 1. The same seed gives the same layout on every machine.
     ///
     /// # Errors
     /// As [`random`](Self::random); and if `rewiring` is not in `[0, 1]`.
@@ -66,7 +66,7 @@ impl WeightLayout {
         let shares = grid.shares(count);
         let mut by_output: Vec<Vec<u32>> = (shares.iter().enumerate())
             .map(|(output, &share)| {
-                // 0, 1, −1, 2, −2, … from the block's own place.
+                // 0, 1, −1, 2, −2, … from the block's own position.
                 let place = (2 * output + 1) * grid.ins / (2 * grid.outs);
                 let neighbour = |at: usize| match at % 2 {
                     1 => (place + at.div_ceil(2)) % grid.ins,
@@ -88,13 +88,13 @@ impl WeightLayout {
         Ok(grid.layout("small-world", Some(seed), by_output))
     }
 
-    /// Preferential attachment (Barabási, Albert, "Emergence of scaling in random networks", 1999) between blocks of inputs and of outputs:
-    /// output blocks come one after the other, and each keeps input blocks, as many as `density` gives, drawn with probabilities
-    /// proportional to one more than how often an input block is already kept. Few input blocks then meet most output blocks. The one more
-    /// is there because all input blocks are there from the start.
+    /// Draws by preferential attachment (Barabási, Albert, "Emergence of scaling in random networks", 1999) between input blocks and output blocks. Output
+    /// blocks are processed in order. Each keeps as many input blocks as `density` gives, drawn with probabilities proportional to one plus the number of times
+    /// that an input block is already kept. A few input blocks then connect to most output blocks. The one is added because all input blocks exist from the
+    /// start.
     ///
-    /// Output blocks keep equally many, up to one; input blocks may be left without any. The number of blocks is the nearest to `density`, and
-    /// 1 at least. The same seed gives the same layout on every machine.
+    /// The numbers of blocks of output blocks differ by at most one; input blocks may have none. The number of blocks is the nearest to `density`, and
+    /// at least 1. The same seed gives the same layout on every machine.
     ///
     /// # Errors
     /// As [`random`](Self::random).
@@ -110,7 +110,7 @@ impl WeightLayout {
         let mut degrees = vec![0; grid.ins];
         let by_output = (grid.shares(count).into_iter())
             .map(|share| {
-                // What is drawn weighs nothing in the same output block's further draws.
+                // A drawn input block has weight 0 in further draws of the same output block.
                 let mut weights: Vec<usize> = degrees.iter().map(|degree| degree + 1).collect();
                 let mut all: usize = weights.iter().sum();
                 let mut inputs = Vec::with_capacity(share);
@@ -129,7 +129,7 @@ impl WeightLayout {
     }
 }
 
-/// Of the input blocks that are not in `inputs`, one by its number.
+/// Returns the input block with index `number` among those that are not in `inputs`.
 fn free_input(inputs: &[u32], number: usize) -> u32 {
     let mut sorted = inputs.to_vec();
     sorted.sort_unstable();
@@ -142,7 +142,7 @@ fn free_input(inputs: &[u32], number: usize) -> u32 {
     free
 }
 
-/// The place at which the sum of weights passes `number`.
+/// Returns the index at which the running sum of weights exceeds `number`.
 fn weighted(weights: &[usize], mut number: usize) -> usize {
     for (place, &weight) in weights.iter().enumerate() {
         if number < weight {

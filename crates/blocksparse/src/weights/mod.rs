@@ -1,4 +1,4 @@
-//! [`WeightLayout`]: which blocks of a weight are kept.
+//! [`WeightLayout`]: the kept blocks of a weight.
 
 mod build;
 #[cfg(feature = "draw")]
@@ -19,14 +19,14 @@ use crate::layout::attachments::Attachments;
 
 pub use pattern::WeightPattern;
 
-/// The block sizes a weight can have.
+/// Valid block sizes of a weight.
 pub const WEIGHT_BLOCK_SIZES: [usize; 4] = [16, 32, 64, 128];
 
-/// The kept blocks of a weight `[inputs, outputs]` that is cut into `block × block` blocks; the others are zero and are neither stored nor
+/// The kept blocks of a weight `[inputs, outputs]` that is cut into `block × block` blocks. The other blocks are zero and are neither stored nor
 /// multiplied (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights", 2017).
 ///
-/// The kept blocks are listed by output block, then by input block. A block's place in the list is its index in the weight's tensor
-/// `[blocks, block, block]`, whose blocks lie as in the dense weight: inputs along the first axis, outputs along the second. Below, six of
+/// The kept blocks are listed by output block, then by input block. A block's index in the list is its index in the weight tensor
+/// `[blocks, block, block]`. Within a block, inputs run along the first axis and outputs along the second, as in the dense weight. Below, six of
 /// the twelve blocks of a weight `[48, 64]` in blocks of 16, and their indices.
 ///
 /// ```text
@@ -49,8 +49,8 @@ pub const WEIGHT_BLOCK_SIZES: [usize; 4] = [16, 32, 64, 128];
 /// # Ok::<(), blocksparse::LayoutError>(())
 /// ```
 ///
-/// Cloning is cheap (the data is shared). Layouts compare by the blocks they keep, draw themselves with `{:#}`, and serialize with serde;
-/// deserialization checks everything.
+/// Cloning is cheap because the data is shared. Layouts compare by the blocks they keep, draw themselves with `{:#}`, and serialize with serde.
+/// Deserialization checks everything.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(
     try_from = "crate::weights::serial::WeightLayoutData",
@@ -61,7 +61,7 @@ pub struct WeightLayout {
 }
 
 struct Inner {
-    /// How it was made, as it prints.
+    /// Name of the constructor, as it prints.
     name: String,
     seed: Option<u64>,
     block: usize,
@@ -81,7 +81,7 @@ struct Kept {
 }
 
 impl Kept {
-    /// Of lists that rise: the kept input blocks of each output block.
+    /// Creates the lists from the kept input blocks of each output block, in ascending order.
     fn new(in_blocks: usize, by_output: &[Vec<u32>]) -> Self {
         let mut output_offsets = vec![0];
         let (mut input_blocks, mut output_blocks) = (Vec::new(), Vec::new());
@@ -132,99 +132,99 @@ impl WeightLayout {
         }
     }
 
-    /// Returns the layout's origin: a [`WeightPattern`]'s name, `mask` or `magnitude`.
+    /// Returns the layout's origin: the name of a [`WeightPattern`], `mask` or `magnitude`.
     pub fn name(&self) -> &str {
         &self.inner.name
     }
 
-    /// The seed of a layout that was drawn.
+    /// Returns the seed of a random layout.
     pub fn seed(&self) -> Option<u64> {
         self.inner.seed
     }
 
-    /// Side of a block.
+    /// Returns the side of a block.
     pub fn block(&self) -> usize {
         self.inner.block
     }
 
-    /// Blocks of inputs, all of them.
+    /// Returns the number of input blocks, kept or not.
     pub fn in_blocks(&self) -> usize {
         self.inner.kept.in_blocks
     }
 
-    /// Blocks of outputs, all of them.
+    /// Returns the number of output blocks, kept or not.
     pub fn out_blocks(&self) -> usize {
         self.inner.kept.output_offsets.len() - 1
     }
 
-    /// Rows of the weight.
+    /// Returns the number of rows of the weight.
     pub fn inputs(&self) -> usize {
         self.in_blocks() * self.block()
     }
 
-    /// Columns of the weight.
+    /// Returns the number of columns of the weight.
     pub fn outputs(&self) -> usize {
         self.out_blocks() * self.block()
     }
 
-    /// Returns the number of retained blocks.
+    /// Returns the number of kept blocks.
     pub fn len(&self) -> usize {
         self.inner.kept.input_blocks.len()
     }
 
-    /// Returns whether no block is retained.
+    /// Returns whether no block is kept.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The shape of the weight's tensor: `[blocks, block, block]`.
+    /// Returns the shape of the weight tensor: `[blocks, block, block]`.
     pub fn shape(&self) -> [usize; 3] {
         [self.len(), self.block(), self.block()]
     }
 
-    /// The share of the blocks that is retained, in `[0, 1]`.
+    /// Returns the share of kept blocks, in `[0, 1]`.
     pub fn density(&self) -> f64 {
         self.len() as f64 / (self.in_blocks() * self.out_blocks()) as f64
     }
 
-    /// The kept blocks, `(input block, output block)`, in the order of their indices.
+    /// Returns the kept blocks, `(input block, output block)`, in the order of their indices.
     pub fn kept_blocks(&self) -> impl ExactSizeIterator<Item = (u32, u32)> + Clone + '_ {
         let kept = &self.inner.kept;
         let inputs = kept.input_blocks.iter().copied();
         inputs.zip(kept.output_blocks.iter().copied())
     }
 
-    /// Kept blocks before each output block; `out_blocks + 1` entries.
+    /// Returns the number of kept blocks before each output block; `out_blocks + 1` entries.
     pub fn output_offsets(&self) -> &[u32] {
         &self.inner.kept.output_offsets
     }
 
-    /// The input block of each kept block, by index.
+    /// Returns the input block of each kept block, by index.
     pub fn input_blocks(&self) -> &[u32] {
         &self.inner.kept.input_blocks
     }
 
-    /// The output block of each kept block, by index.
+    /// Returns the output block of each kept block, by index.
     pub fn output_blocks(&self) -> &[u32] {
         &self.inner.kept.output_blocks
     }
 
-    /// Kept blocks before each input block, in [`input_order`](Self::input_order); `in_blocks + 1` entries.
+    /// Returns the number of kept blocks before each input block, in [`input_order`](Self::input_order); `in_blocks + 1` entries.
     pub fn input_offsets(&self) -> &[u32] {
         &self.inner.kept.input_offsets
     }
 
-    /// The indices of the kept blocks, by input block, then by output block.
+    /// Returns the indices of the kept blocks, by input block, then by output block.
     pub fn input_order(&self) -> &[u32] {
         &self.inner.kept.input_order
     }
 
-    /// The output block of each entry of [`input_order`](Self::input_order).
+    /// Returns the output block of each entry of [`input_order`](Self::input_order).
     pub fn output_blocks_by_input(&self) -> &[u32] {
         &self.inner.kept.output_blocks_by_input
     }
 
-    /// The indices of an output block's kept blocks.
+    /// Returns the indices of an output block's kept blocks.
     ///
     /// # Panics
     /// If there is no such output block.
@@ -233,7 +233,7 @@ impl WeightLayout {
         offsets[output_block] as usize..offsets[output_block + 1] as usize
     }
 
-    /// The index of a block, if it is retained.
+    /// Returns the index of a block, if it is kept.
     pub fn index_of(&self, input_block: usize, output_block: usize) -> Option<usize> {
         if output_block >= self.out_blocks() {
             return None;
@@ -244,20 +244,20 @@ impl WeightLayout {
         place.ok().map(|place| blocks.start + place)
     }
 
-    /// Returns whether a block is retained.
+    /// Returns whether a block is kept.
     pub fn contains(&self, input_block: usize, output_block: usize) -> bool {
         self.index_of(input_block, output_block).is_some()
     }
 
-    /// A value of a type that lives as long as the layout's data, shared with its clones and made on first use: how kernels keep tables on
-    /// devices.
+    /// Returns a value of a type that is made on first use, lives as long as the layout's data and is shared with its clones. Kernels store their device
+    /// tables this way.
     #[doc(hidden)]
     pub fn attachment<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Arc<T> {
         self.inner.attachments.get_or_make(make)
     }
 }
 
-/// Equal if they keep the same blocks of equal weights, however they were made.
+/// Layouts are equal if they keep the same blocks of equal weights, however they were made.
 impl PartialEq for WeightLayout {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)

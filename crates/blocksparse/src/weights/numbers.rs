@@ -1,11 +1,11 @@
-//! Random numbers of layouts: Philox, so that a seed gives the same layout on every machine.
+//! Random numbers of layouts. They come from Philox, so a seed gives the same layout on every machine.
 
 use crate::dropout::philox;
 
-/// What tells layouts' draws from those of dropout under the same seed.
+/// Separates the draws of layouts from those of dropout with the same seed.
 const STREAM: u32 = 0x7765_6967;
 
-/// Numbers of a seed, one after the other.
+/// A stream of numbers from a seed.
 pub(super) struct Draws {
     key: [u32; 2],
     count: u64,
@@ -31,7 +31,7 @@ impl Draws {
         self.words[place]
     }
 
-    /// A number below `count`, each as likely: words beyond the last multiple of `count` are drawn again.
+    /// Returns a uniform number below `count`. Words beyond the last multiple of `count` are drawn again.
     pub fn below(&mut self, count: usize) -> usize {
         let count = count as u64;
         let last = u64::MAX - u64::MAX % count;
@@ -43,12 +43,12 @@ impl Draws {
         }
     }
 
-    /// Returns whether something of this probability happens.
+    /// Returns true with this probability.
     pub fn happens(&mut self, probability: f64) -> bool {
         f64::from(self.word()) < probability * 2f64.powi(32)
     }
 
-    /// Puts the first `count` of a random order in front (Fisher and Yates).
+    /// Moves the first `count` items of a random permutation to the front (Fisher and Yates).
     pub fn shuffle<T>(&mut self, items: &mut [T], count: usize) {
         for place in 0..count.min(items.len().saturating_sub(1)) {
             let other = place + self.below(items.len() - place);

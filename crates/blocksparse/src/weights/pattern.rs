@@ -1,4 +1,4 @@
-//! The layouts of weights that a name and a density choose: one row of a table for each.
+//! Weight layouts by name and density, one table row for each.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 use super::WeightLayout;
 use crate::LayoutError;
 
-/// How many of a small world's blocks are moved: few enough that most neighbours stay, many enough that any two blocks are a few steps apart.
+/// Probability that a block of a small world moves: low enough that most neighbours stay, high enough that any two blocks are a few steps apart.
 const REWIRING: f64 = 0.1;
 
-/// Pattern of a weight's retained blocks, as flags and configurations name it; the density is separate.
+/// Pattern of a weight's kept blocks, as named in flags and configurations. The density is separate.
 ///
 /// ```
 /// use blocksparse::WeightPattern;
@@ -40,10 +40,10 @@ pub enum WeightPattern {
     Banded,
 }
 
-/// A layout of `[inputs, outputs]`, a block size, a density and a seed.
+/// Constructor from `[inputs, outputs]`, a block size, a density and a seed.
 type Make = fn([usize; 2], usize, f64, u64) -> Result<WeightLayout, LayoutError>;
 
-/// Each pattern's name and what makes it.
+/// Name and constructor of each pattern.
 const PATTERNS: &[(WeightPattern, &str, Make)] = &[
     (WeightPattern::Dense, "dense", |shape, block, _, _| {
         WeightLayout::dense(shape, block)
@@ -69,7 +69,7 @@ const PATTERNS: &[(WeightPattern, &str, Make)] = &[
 ];
 
 impl WeightPattern {
-    /// Every pattern.
+    /// Returns every pattern.
     pub fn all() -> impl Iterator<Item = Self> {
         PATTERNS.iter().map(|(pattern, ..)| *pattern)
     }
@@ -79,15 +79,15 @@ impl WeightPattern {
         row.expect("every pattern has its row")
     }
 
-    /// Its name, which [`FromStr`] reads.
+    /// Returns the name, which [`FromStr`] parses.
     pub fn name(self) -> &'static str {
         self.row().1
     }
 
-    /// The layout of a weight `[inputs, outputs]`. Patterns that draw nothing ignore the seed.
+    /// Builds the layout of a weight `[inputs, outputs]`. Patterns without randomness ignore the seed.
     ///
     /// # Errors
-    /// As the constructor of [`WeightLayout`] that the pattern names.
+    /// As the [`WeightLayout`] constructor that the pattern names.
     pub fn layout(
         self,
         shape: [usize; 2],
@@ -98,10 +98,10 @@ impl WeightPattern {
         (self.row().2)(shape, block, density, seed)
     }
 
-    /// Reads a pattern and a density: `random:0.25`.
+    /// Parses a pattern and a density: `random:0.25`.
     ///
     /// # Errors
-    /// [`LayoutError::Notation`] if the text is no name and number with a colon between, and [`LayoutError::Argument`] if the number is not in
+    /// [`LayoutError::Notation`] if the text is not a name and a number separated by a colon, and [`LayoutError::Argument`] if the number is not in
     /// `(0, 1]`.
     pub fn with_density(text: &str) -> Result<(Self, f64), LayoutError> {
         let wrong = |got: &str| notation(text, "NAME:DENSITY, such as random:0.25", got);

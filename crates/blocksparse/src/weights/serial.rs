@@ -1,4 +1,4 @@
-//! The serialized form of a layout of weights. Nothing read is trusted: every index is checked.
+//! The serialized form of a weight layout. Input is not trusted: every index is checked.
 
 use serde::{Deserialize, Serialize};
 
@@ -17,9 +17,9 @@ pub(crate) struct WeightLayoutData {
     inputs: usize,
     outputs: usize,
     block: usize,
-    /// Kept blocks before each output block.
+    /// Number of kept blocks before each output block.
     output_offsets: Vec<u32>,
-    /// The input block of each kept block.
+    /// Input block of each kept block.
     input_blocks: Vec<u32>,
 }
 

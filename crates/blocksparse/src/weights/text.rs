@@ -1,4 +1,4 @@
-//! A layout of weights as text: one line, and with `{:#}` a picture, one character per cell of one block or several.
+//! Prints a weight layout: one line, or with `{:#}` a picture with one character per cell of one block or several.
 
 use std::fmt;
 
@@ -32,7 +32,7 @@ impl fmt::Display for WeightLayout {
 }
 
 impl WeightLayout {
-    /// The kept share of each cell of `cell × cell` blocks: inputs downwards, outputs to the right.
+    /// Returns the kept share of each cell of `cell × cell` blocks: inputs downwards, outputs to the right.
     pub(crate) fn shades(&self, cell: usize) -> Vec<Vec<f64>> {
         let (rows, columns) = (self.in_blocks(), self.out_blocks());
         let mut counts = vec![vec![0usize; columns.div_ceil(cell)]; rows.div_ceil(cell)];

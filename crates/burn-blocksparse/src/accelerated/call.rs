@@ -1,4 +1,4 @@
-//! Burn's attention on a CubeCL device's own tensors, for what runs beneath Burn's function.
+//! Burn's attention on tensors of a CubeCL device, for code that runs beneath Burn's function.
 
 use blocksparse::{BlockLayout, LayoutShape, Pattern};
 use blocksparse_cubecl::AttentionPlan;
@@ -16,7 +16,7 @@ use crate::base::values::{
 use crate::burn_attention::{BLOCK, masked_bias, pattern_layout, without_masked_rows};
 use crate::options::AttentionOptions;
 
-/// The arguments of Burn's `attention`.
+/// Arguments of Burn's `attention`.
 pub struct CubeAttention {
     /// `[batch, heads, seq_q, head_dim]`
     pub query: CubeTensor,
@@ -26,14 +26,14 @@ pub struct CubeAttention {
     pub value: CubeTensor,
     /// `[batch or 1, heads or 1, seq_q or 1, seq_kv or 1]`, true where masked out.
     pub mask: Option<CubeTensor>,
-    /// The same, of numbers.
+    /// `[batch or 1, heads or 1, seq_q or 1, seq_kv or 1]`, added to the scores.
     pub bias: Option<CubeTensor>,
     /// Scale, softcap and causality.
     pub options: AttentionModuleOptions,
 }
 
 impl CubeAttention {
-    /// Batch, heads, and the lengths of queries and keys, if the tensors fit each other.
+    /// Returns batch, heads, `seq_q` and `seq_kv`, if the tensors fit each other.
     pub fn pairs(&self) -> Option<[usize; 4]> {
         let [q, k, v] = [&self.query, &self.key, &self.value].map(dims);
         let [batch, heads, seq_q, width] = q;
@@ -54,9 +54,9 @@ impl CubeAttention {
         (fits && batch * width * v[3] > 0).then_some(pairs)
     }
 
-    /// Burn's result, over the pairs of `pattern` alone if there is one. None if no kernel takes the call.
+    /// Computes Burn's result, restricted to the pairs of `pattern` if there is one. Returns `None` if no kernel supports the call.
     ///
-    /// The mask becomes a bias of its own size, so that nothing is read from the device.
+    /// The mask becomes a bias of its own size, so nothing is read back from the device.
     pub fn run(self, pattern: Option<Pattern>) -> Option<CubeTensor> {
         let [_, heads, seq_q, seq_kv] = self.pairs()?;
         if uses_reference() {
@@ -107,7 +107,7 @@ fn dims(tensor: &CubeTensor) -> [usize; 4] {
     tensor.meta.shape().dims()
 }
 
-/// The layout with the kernels' plan, if they take the call.
+/// Returns the layout with the kernels' plan, if kernels support the call.
 fn planned(
     layout: BlockLayout,
     [query, key, value]: [&CubeTensor; 3],

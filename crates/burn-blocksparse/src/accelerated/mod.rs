@@ -1,4 +1,4 @@
-//! Our attention kernels beneath Burn's own `attention`: an optimization of Burn's fusion, which is asked before Burn's kernels are.
+//! Runs our attention kernels beneath Burn's own `attention`: an optimization of Burn's fusion that is tried before Burn's kernels.
 
 mod call;
 
@@ -16,18 +16,18 @@ use crate::accelerated::call::CubeAttention;
 use crate::base::taken::{Taken, TakenContext, take, tensor};
 use crate::error::OpError;
 
-/// Calls that ran on our kernels, and those that ran as before.
+/// Number of calls that ran on our kernels, and of calls that fell back to Burn.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
 static FALLEN_BACK: AtomicU64 = AtomicU64::new(0);
 
 type Choose = dyn Fn(&AttentionCall) -> Option<Pattern> + Send + Sync;
 
-/// What says which calls have a pattern.
+/// Callback that chooses the pattern of a call.
 static CHOOSE: OnceLock<Box<Choose>> = OnceLock::new();
 
-/// Runs every `burn::tensor::module::attention` of this program on our kernels, where no autodiff follows its tensors: inference. Masks, biases, scale, softcap
-/// and causality mean what they do in Burn's, and results are the same up to rounding. Calls that no kernel takes go on as before. Call it once, before the
-/// first tensor of the program:
+/// Runs every `burn::tensor::module::attention` of this program on our kernels if autodiff does not track its tensors: inference. Masks, biases, scale, softcap
+/// and causality have the same meaning as in Burn, and results are equal up to rounding. Calls that no kernel supports run as before. Call this once, before
+/// the first tensor of the program:
 ///
 /// ```no_run
 /// use burn_blocksparse::module::{accelerate_attention, accelerated_attention};
@@ -38,22 +38,24 @@ static CHOOSE: OnceLock<Box<Choose>> = OnceLock::new();
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
-/// It works through Burn's fusion, which an application has by default, and only for devices with it (`Device::wgpu`, `Device::cuda`).
+/// It works through Burn's fusion, which applications enable by default, and only for devices with fusion (`Device::wgpu`, `Device::cuda`).
 ///
-/// **Training does not reach it**: on a device with autodiff Burn computes attention by operations of its own, so that each has a gradient.
-/// [`attention`](crate::module::attention) is a fused forward and backward pass for both. Nor do burn-nn's layers reach it, which call no `attention`.
+/// **It does not affect training**: on a device with autodiff Burn computes attention by separate operations so that each has a gradient.
+/// Use [`attention`](crate::module::attention), which has a fused forward and backward pass. It does not affect burn-nn's layers either, since they do not call
+/// `attention`.
 ///
 /// # Memory
-/// A mask becomes a bias of its own size, a mask and a bias together of what both are broadcast to; nothing else is `seq_q × seq_kv`.
+/// A mask becomes a bias of its own size. A mask and a bias together become one bias of their broadcast size. Nothing else has `seq_q × seq_kv` elements.
 ///
 /// # Errors
-/// [`OpError::Registry`] after the first tensor operation, or the second time; [`OpError::Kernel`] if an environment variable of the kernels has a wrong value.
+/// [`OpError::Registry`] if it is called after the first tensor operation or a second time; [`OpError::Kernel`] if an environment variable of the kernels is
+/// invalid.
 pub fn accelerate_attention() -> Result<(), OpError> {
     Tuning::of_process()?;
     take::<Attention>()
 }
 
-/// As [`accelerate_attention`]; calls for which `choose` returns a pattern are restricted to its pairs, in addition to causality and the mask.
+/// Does the same as [`accelerate_attention`], and restricts calls for which `choose` returns a pattern to its pairs, in addition to causality and the mask.
 ///
 /// ```no_run
 /// use burn_blocksparse::Pattern;
@@ -64,7 +66,7 @@ pub fn accelerate_attention() -> Result<(), OpError> {
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
-/// A pattern without a layout for the call's sizes leaves the call to Burn, dense.
+/// If a pattern has no layout for the call's sizes, Burn computes the call densely.
 ///
 /// # Errors
 /// As [`accelerate_attention`].
@@ -72,7 +74,7 @@ pub fn accelerate_attention_with(
     choose: impl Fn(&AttentionCall) -> Option<Pattern> + Send + Sync + 'static,
 ) -> Result<(), OpError> {
     accelerate_attention()?;
-    // Only a first call gets here.
+    // Only the first call gets here.
     let _ = CHOOSE.set(Box::new(choose));
     Ok(())
 }
@@ -81,29 +83,29 @@ pub fn accelerate_attention_with(
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AttentionCall {
-    /// Entries of the batch.
+    /// Batch size.
     pub batch: usize,
-    /// Heads.
+    /// Number of heads.
     pub heads: usize,
-    /// Queries.
+    /// Number of queries.
     pub seq_q: usize,
-    /// Keys.
+    /// Number of keys.
     pub seq_kv: usize,
     /// True if queries see no later keys.
     pub is_causal: bool,
-    /// True if there is a mask of bools.
+    /// True if there is a boolean mask.
     pub has_mask: bool,
     /// True if there is a bias.
     pub has_bias: bool,
 }
 
-/// Counts of Burn's `attention` calls by what ran. Launches are lazy: a call counts once its result is needed.
+/// Counts of Burn's `attention` calls by implementation. Launches are lazy: a call is counted once its result is needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AcceleratedAttention {
-    /// Calls that ran on our kernels.
+    /// Number of calls that ran on our kernels.
     pub taken: u64,
-    /// Calls that ran as before.
+    /// Number of calls that fell back to Burn.
     pub fallen_back: u64,
 }
 
@@ -117,7 +119,7 @@ impl fmt::Display for AcceleratedAttention {
     }
 }
 
-/// Returns the counts of this program's calls after [`accelerate_attention`].
+/// Returns the counts of this program's calls since [`accelerate_attention`].
 pub fn accelerated_attention() -> AcceleratedAttention {
     AcceleratedAttention {
         taken: TAKEN.load(Ordering::Relaxed),

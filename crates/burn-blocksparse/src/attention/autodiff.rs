@@ -1,4 +1,4 @@
-//! The backward pass in Burn's autodiff graph: one step, instead of the graph of the forward's steps.
+//! The backward pass in Burn's autodiff graph, as one step instead of one per operation of the forward pass.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::base::values::{
 };
 use crate::options::AttentionOptions;
 
-/// The step of attention, whose outputs are out and lse. What is `given` is not computed.
+/// Creates the autodiff step of attention, with outputs `out` and `lse`. Outputs that are `given` are not computed.
 fn attention_step<B: BlockSparseOps, C: CheckpointStrategy>(
     inputs: AttentionInputs<Autodiff<B, C>>,
     given: Option<KnownOutput<B>>,
@@ -30,7 +30,7 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy>(
                     B::block_sparse_attention(inputs, layout.clone(), options.clone())
                 }
             };
-            // The backward pass does not read it, so the graph does not keep it.
+            // The backward pass does not read it, so the graph does not store it.
             let max_scores = std::mem::replace(&mut output.max_scores, OptFloat::None);
             constants = [output.weights.clone(), max_scores];
             let outputs = [&output.out, &output.lse].map(|output| Some(output.clone()));
@@ -50,7 +50,7 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy>(
                     .into_list()
             })
         });
-    // Weights and largest scores leave the graph.
+    // Weights and row maxima are detached from the graph.
     let [weights, max_scores] = constants.map(constant);
     AttentionOutput {
         out: there(out),
@@ -60,7 +60,7 @@ fn attention_step<B: BlockSparseOps, C: CheckpointStrategy>(
     }
 }
 
-/// The layout on the backend that autodiff decorates.
+/// Converts a layout to the backend that autodiff wraps.
 pub fn inner_layout<B: Backend, C: CheckpointStrategy>(
     layout: LayoutTensors<Autodiff<B, C>>,
 ) -> LayoutTensors<B> {
@@ -77,7 +77,7 @@ pub fn inner_layout<B: Backend, C: CheckpointStrategy>(
     }
 }
 
-/// The backward passes are the default ones, in operations that are steps of the graph: gradients of gradients.
+/// The backward methods keep their default bodies, whose operations are steps of the graph. This gives gradients of gradients.
 impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C> {
     fn block_sparse_attention(
         inputs: AttentionInputs<Self>,
@@ -100,7 +100,7 @@ impl<B: BlockSparseOps, C: CheckpointStrategy> BlockSparseOps for Autodiff<B, C>
         attention_step(inputs, Some(given), layout, options)
     }
 
-    /// The sums leave the graph.
+    /// The sums are detached from the graph.
     fn accumulated_attention(
         inputs: AccumulatedInputs<Self>,
         layout: LayoutTensors<Self>,

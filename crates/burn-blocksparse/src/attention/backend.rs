@@ -1,4 +1,4 @@
-//! Attention in kernels.
+//! Attention with kernels.
 
 use crate::attention::ops::BlockSparseOps;
 use crate::attention::reference;
@@ -118,13 +118,13 @@ impl BlockSparseOps for CubeBackend {
             value_dim,
             ..
         } = call.request;
-        // Autodiff may hand over what another op made of them.
+        // Autodiff may pass tensors that another op computed from these.
         let [out, lse] = [output.out, output.lse].map(into_contiguous);
         let [stored, grad_lse] = [output.weights, grads.lse].map(contiguous);
         let grad_out = view(&readable_as(grads.out, call.plan.gradient()));
 
         let dq = call.empty([batch, heads, seq_q, head_dim], call.dtype);
-        // dK and dV share a buffer; dV begins where a binding may.
+        // dK and dV share a buffer. dV starts at an offset with the required alignment.
         let element = call.dtype.size();
         let align = call.client.properties().memory.alignment as usize;
         let k_bytes = batch * kv_heads * seq_kv * head_dim * element;
@@ -133,7 +133,7 @@ impl BlockSparseOps for CubeBackend {
         let dkv = call
             .empty([(v_start + v_bytes) / element], call.dtype)
             .handle;
-        // Sums over batch entries, heads or queries that share a bias.
+        // Sums over the batch entries, heads or queries that share a bias.
         let bias_sums = (call.bias.as_ref().filter(|_| wanted.bias)).map(|bias| {
             let shape = bias.meta.shape().dims::<4>();
             call.filled(shape, 0.0, call.accumulator())
@@ -224,7 +224,7 @@ impl BlockSparseOps for CubeBackend {
     }
 }
 
-/// What scores are, before dropout.
+/// Returns the options of the scores before dropout.
 fn score_options(
     options: &AttentionOptions,
     head_dim: usize,
@@ -238,7 +238,7 @@ fn score_options(
     scores
 }
 
-/// What both passes need.
+/// State that the forward and the backward pass share.
 struct Call {
     client: Client,
     device: CubeDevice,
@@ -267,7 +267,7 @@ impl Call {
         let sizes = [batch, kv_heads, head_dim, value_dim];
         let request = checked(request(sizes, dtype, &options, kinds));
         let (client, device) = (q.client.clone(), q.device.clone());
-        // Only a direct call of the trait comes without.
+        // Only a direct call of the trait has no plan.
         let plan = (layout.plan.plan)
             .unwrap_or_else(|| checked(AttentionPlan::new(&client, &layout.host, request)));
         choose_blocks(&client, &layout.host, layout.choice);

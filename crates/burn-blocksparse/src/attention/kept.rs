@@ -1,16 +1,16 @@
-//! What is kept of a call of attention.
+//! Results of an attention call that a later call can reuse.
 
 use crate::base::prelude::*;
 use crate::base::values::KnownOutput;
 use crate::check::same_device;
 use crate::options::{AttentionOptions, WeightsMode};
 
-/// Tensors that [`run_with_residuals`](crate::SparseAttentionCall::run_with_residuals) stores of a call for
+/// Tensors that [`run_with_residuals`](crate::SparseAttentionCall::run_with_residuals) stores for
 /// [`run_from_residuals`](crate::SparseAttentionCall::run_from_residuals): output and lse **before sinks**, without autodiff.
 ///
-/// Without sinks they are what [`SparseAttentionCall`](crate::SparseAttentionCall) returns. With sinks the backward pass needs those of the keys alone,
-/// and they cannot be had back from the output, so that [`new`](Self::new) must not be given what
-/// [`SparseAttentionCall`](crate::SparseAttentionCall) returns with sinks.
+/// Without sinks they equal the results of [`SparseAttentionCall`](crate::SparseAttentionCall). With sinks the backward pass needs the values of the keys
+/// alone, which cannot be recovered from the output. So [`new`](Self::new) must not be given results that [`SparseAttentionCall`](crate::SparseAttentionCall)
+/// computed with sinks.
 #[derive(Clone, Debug)]
 #[must_use]
 #[non_exhaustive]
@@ -21,7 +21,7 @@ pub struct AttentionResiduals {
     pub lse: Tensor<3>,
 }
 
-/// That a call with these options returns nothing but what is kept.
+/// Checks that a call with these options returns only output and lse.
 pub(super) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
     blocksparse::ensure! {
         OpError;
@@ -32,7 +32,7 @@ pub(super) fn check_options(options: &AttentionOptions) -> Result<(), OpError> {
 }
 
 impl AttentionResiduals {
-    /// Output and lse before sinks. What autodiff knows of them is dropped.
+    /// Creates residuals from output and lse before sinks. Detaches them from autodiff.
     pub fn new(out: Tensor<4>, lse: Tensor<3>) -> Self {
         Self {
             out: out.without_autodiff(),
@@ -40,7 +40,7 @@ impl AttentionResiduals {
         }
     }
 
-    /// That a call with these options, whose other arguments were checked, can take it.
+    /// Checks that a call with these options can use the residuals. The call's other arguments must already be checked.
     pub(crate) fn check(
         &self,
         q: &Tensor<4>,
@@ -60,9 +60,9 @@ impl AttentionResiduals {
         same_device("kept.lse's device", &q.device(), "q's", &self.lse.device())
     }
 
-    /// As backends take it; with the heads and queries of the layout that the call runs over, if heads that share a key head are one there.
+    /// Converts the residuals for backends. `packed` holds the heads and queries of the layout if the call packs heads that share a key head.
     pub(crate) fn into_given(self, packed: Option<[usize; 2]>) -> KnownOutput<Dispatch> {
-        // The fields are public, so that they may be of a graph again.
+        // The fields are public, so they may belong to a graph again.
         let Self { mut out, mut lse } = Self::new(self.out, self.lse);
         if let Some([heads, seq_q]) = packed {
             let [batch, .., value_dim] = out.dims();

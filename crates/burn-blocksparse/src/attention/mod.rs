@@ -1,4 +1,4 @@
-//! The public functions: checks, defaults, and the step from tensors to the backend trait.
+//! The public attention functions: argument checks, defaults, and the conversion from tensors to the backend trait.
 #[cfg(feature = "autodiff")]
 pub mod autodiff;
 pub mod kept;
@@ -26,14 +26,14 @@ use crate::options::{AttentionOptions, WeightsMode};
 use crate::weights::BlockSparseTensor;
 use crate::{check, upload};
 
-/// Softmax attention over the pairs that `layout` allows:
-/// `out[i] = Σ_j p[i, j] · v[j]`, `p[i, ·] = softmax over the allowed j of scale · q[i] · k[j]`.
+/// Computes softmax attention over the pairs that `layout` allows: `out[i] = Σ_j p[i, j] · v[j]`, `p[i, ·] = softmax over the allowed j of scale · q[i] ·
+/// k[j]`.
 ///
-/// `layout` is a [`BlockLayout`](blocksparse::BlockLayout), built on the host, or a [`DeviceLayout`](crate::DeviceLayout), made on the device of
-/// tensors. [`SparseAttentionCall`] is for everything else: biases, sinks, softcap, dropout, lse, weights.
+/// `layout` is a [`BlockLayout`](blocksparse::BlockLayout), built on the host, or a [`DeviceLayout`](crate::DeviceLayout), built on the device of the
+/// tensors. Use [`SparseAttentionCall`] for biases, sinks, softcap, dropout, lse and weights.
 ///
-/// Exact, differentiable (once; [`attention_gradients`](crate::gradients::attention_gradients) is for second derivatives) in `q`, `k` and `v`, deterministic.
-/// Rows with no allowed key give zeros and zero gradients.
+/// The result is exact and deterministic. It is differentiable once in `q`, `k` and `v`; for second derivatives use
+/// [`attention_gradients`](crate::gradients::attention_gradients). Rows with no allowed key give zeros and zero gradients.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -55,9 +55,8 @@ use crate::{check, upload};
 /// - returns `[batch, heads, seq_q, value_dim]` in the inputs' dtype
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes or devices do not fit each other or the layout, or if the
-/// device cannot run the call ([`SparseAttentionCall::explain`] says what it runs, [`check_device`](crate::check_device) whether a device can be
-/// used at all).
+/// [`OpError`] if shapes, dtypes or devices do not fit each other or the layout, or if the device cannot run the call. [`SparseAttentionCall::explain`] returns
+/// the plan of a call, and [`check_device`](crate::check_device) checks whether a device can be used at all.
 pub fn sparse_attention<'a>(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -67,7 +66,7 @@ pub fn sparse_attention<'a>(
     Ok(SparseAttentionCall::new(q, k, v, layout).run()?.out)
 }
 
-/// A call of [`sparse_attention`] with options, further tensors and further outputs.
+/// A call of [`sparse_attention`] with options, additional tensors and additional outputs.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -102,22 +101,22 @@ pub struct SparseAttentionCall<'a> {
     weights: bool,
 }
 
-/// Results of a [`SparseAttentionCall`]: the output, and what else was asked for.
+/// Results of a [`SparseAttentionCall`]: the output and the requested additional results.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SparseAttentionOutput {
     /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
     pub out: Tensor<4>,
-    /// `[batch, heads, seq_q]`, in f32 (f64 for f64 inputs), of a call with [`lse`](SparseAttentionCall::lse).
+    /// `[batch, heads, seq_q]`, in f32 (f64 for f64 inputs). Set if [`lse`](SparseAttentionCall::lse) was called.
     pub lse: Option<Tensor<3>>,
-    /// `[batch, heads, seq_q]`, in lse's dtype, of a call with [`max_scores`](SparseAttentionCall::max_scores).
+    /// `[batch, heads, seq_q]`, in the dtype of lse. Set if [`max_scores`](SparseAttentionCall::max_scores) was called.
     pub max_scores: Option<Tensor<3>>,
-    /// In f32 (f64 for f64 inputs), of a call with [`weights`](SparseAttentionCall::weights).
+    /// In f32 (f64 for f64 inputs). Set if [`weights`](SparseAttentionCall::weights) was called.
     pub weights: Option<BlockSparseTensor>,
 }
 
 impl<'a> SparseAttentionCall<'a> {
-    /// A call with the arguments of [`sparse_attention`], and nothing else yet.
+    /// Creates a call with the arguments of [`sparse_attention`] and default options.
     pub fn new(q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, layout: impl Into<Layout<'a>>) -> Self {
         Self {
             q,
@@ -133,9 +132,9 @@ impl<'a> SparseAttentionCall<'a> {
     }
 
     blocksparse::setters! {
-        /// Sets all options at once, in place of those set so far.
+        /// Sets all options at once and replaces earlier ones.
         options: AttentionOptions,
-        /// Sets bias, sinks and relative bias at once, in place of those set so far.
+        /// Sets bias, sinks and relative bias at once and replaces earlier ones.
         tensors: AttentionTensors,
         /// Sets the factor of the scores `q · kᵀ`; default `1 / √head_dim`.
         scale => options.scale: Some(f64),
@@ -143,46 +142,46 @@ impl<'a> SparseAttentionCall<'a> {
         softcap => options.softcap: Some(f64),
         /// Applies attention dropout after the softmax: [`AttentionOptions::dropout`].
         dropout => options.dropout: Some(Dropout),
-        /// Skips tiles whose scores are far below the largest ones: [`AttentionOptions::softmax_threshold`].
+        /// Skips tiles whose scores are far below the row maximum: [`AttentionOptions::softmax_threshold`].
         softmax_threshold => options.softmax_threshold: Some(f64),
-        /// Sets the precision of the factors of matmuls.
+        /// Sets the precision of matmul operands.
         precision => options.precision: ProductPrecision,
-        /// Sets what is stored for the backward pass. [`weights`](Self::weights), which returns them, implies [`WeightsMode::Store`].
+        /// Sets what is stored for the backward pass. [`weights`](Self::weights), which returns the weights, implies [`WeightsMode::Store`].
         weights_mode => options.weights: WeightsMode,
-        /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`: [`AttentionTensors::bias`].
+        /// Sets a bias that is added to the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`: [`AttentionTensors::bias`].
         bias => tensors.bias: Some(Tensor<4>),
-        /// Sets biases of distances, `[heads or 1, 2 · reach + 1]`: [`AttentionTensors::relative_bias`].
+        /// Sets biases by distance, `[heads or 1, 2 · reach + 1]`: [`AttentionTensors::relative_bias`].
         relative_bias => tensors.relative_bias: Some(Tensor<2>),
         /// Sets sink logits, `[heads]`: [`AttentionTensors::sinks`].
         ///
-        /// `out = out₀ · exp(lse₀ − lse)` and `lse = ln(exp(lse₀) + exp(sinks[head]))`, where out₀ and lse₀ are those without.
+        /// `out = out₀ · exp(lse₀ − lse)` and `lse = ln(exp(lse₀) + exp(sinks[head]))`, where out₀ and lse₀ are the results without sinks.
         /// Rows with no allowed key give zeros, and the sink as lse.
         sinks => tensors.sinks: Some(Tensor<1>),
     }
 
-    /// Adds ALiBi's biases, one slope for each head: [`AttentionOptions::alibi`].
+    /// Adds ALiBi biases, one slope per head: [`AttentionOptions::alibi`].
     pub fn alibi(mut self, slopes: impl Into<Arc<[f64]>>) -> Self {
         self.options = self.options.alibi(slopes);
         self
     }
 
-    /// Also returns `lse[i] = ln Σ_j exp(score[i, j])` over the allowed keys and the sink; −∞ for a row with neither.
+    /// Requests `lse[i] = ln Σ_j exp(score[i, j])` over the allowed keys and the sink. It is −∞ for a row with neither.
     ///
-    /// With two disjoint layouts over the same queries it merges two outputs into the attention over their union:
-    /// [`merge_attention`](crate::merge_attention). It is differentiable, as the output is, and both take one backward pass.
+    /// Two outputs over the same queries and disjoint layouts can be merged with it: [`merge_attention`](crate::merge_attention). Like the output, lse is
+    /// differentiable, and both share one backward pass.
     pub fn lse(mut self) -> Self {
         self.lse = true;
         self
     }
 
-    /// Also returns each row's largest score: over the keys it attends to, after scale, softcap and biases and before sinks; −∞ for a row with no
+    /// Requests the largest score of each row over its allowed keys, after scale, softcap and biases and before sinks. It is −∞ for a row with no
     /// allowed key. No gradient flows through it.
     ///
-    /// Attention logits that grow from step to step are an early sign of training that will diverge: log the largest of each head, or act on it.
-    /// QK-clip (MuonClip; Kimi K2, 2025) scales a head's query and key weights down after a step in which its largest score was above a threshold.
+    /// Attention logits that grow from step to step are an early sign that training will diverge. Log the maximum of each head, or act on it:
+    /// QK-clip (MuonClip; Kimi K2, 2025) scales a head's query and key weights down after a step in which its largest score exceeds a threshold.
     /// FlexAttention has the same output.
     ///
-    /// Of disjoint layouts over the same queries, the largest score over their union is the larger one.
+    /// For disjoint layouts over the same queries, the maximum over their union is the larger of the two.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -204,14 +203,14 @@ impl<'a> SparseAttentionCall<'a> {
         self
     }
 
-    /// Also returns the attention probabilities `p` in block-sparse form, after biases and before dropout; with sinks a row sums to less than 1. No
-    /// gradient flows through them. Implies [`WeightsMode::Store`], and a layout that is built on the host.
+    /// Requests the attention probabilities `p` in block-sparse form, after biases and before dropout. With sinks a row sums to less than 1. No
+    /// gradient flows through them. Implies [`WeightsMode::Store`] and requires a layout built on the host.
     pub fn weights(mut self) -> Self {
         self.weights = true;
         self
     }
 
-    /// Returns the plan of [`run`](Self::run) on this device: the tier of each pass, and why not a faster one. Computes nothing.
+    /// Returns the plan of [`run`](Self::run) on this device: the tier of each pass, and why no faster tier is used. Computes nothing.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -240,14 +239,14 @@ impl<'a> SparseAttentionCall<'a> {
     /// Computes the attention.
     ///
     /// # Errors
-    /// As [`sparse_attention`], and if options or tensors do not fit the layout or the others.
+    /// As [`sparse_attention`], and if options or tensors do not fit the layout or each other.
     pub fn run(self) -> Result<SparseAttentionOutput, OpError> {
         let (lse, weights, layout) = (self.lse, self.weights, self.layout);
         let (output, shares) = self.output(None)?;
         let weights = weights.then(|| {
             let values = output.weights.into_option();
             let values = values.expect("WeightsMode::Store returns the weights");
-            // Weights are refused for other layouts than the host's, whose sizes are the layout itself.
+            // Weights require a host layout, so `layout.sizes()` is the layout itself.
             let weights =
                 BlockSparseTensor::new(Tensor::from_dispatch(values), layout.sizes().clone());
             match shares {
@@ -263,7 +262,7 @@ impl<'a> SparseAttentionCall<'a> {
         })
     }
 
-    /// Computes the attention and returns out and [`lse`](Self::lse), which [`merge_attention`](crate::merge_attention) takes.
+    /// Computes the attention and returns `out` and [`lse`](Self::lse), the inputs of [`merge_attention`](crate::merge_attention).
     ///
     /// # Errors
     /// As [`run`](Self::run).
@@ -272,11 +271,11 @@ impl<'a> SparseAttentionCall<'a> {
         Ok(out_and_lse(output))
     }
 
-    /// [`run_with_lse`](Self::run_with_lse), and what of its results a later call with the same arguments can take in place of computing it.
+    /// Runs [`run_with_lse`](Self::run_with_lse) and also returns residuals from which a later call with the same arguments can skip the computation.
     ///
-    /// It is for recomputation (gradient checkpointing) around attention: a first pass without autodiff keeps this of each call, and a second pass with
-    /// autodiff, by [`run_from_residuals`](Self::run_from_residuals), computes again all but the attention (selective recomputation; Korthikanti et al., 2022,
-    /// choose what is cheap to compute for its memory, and here attention is what is not).
+    /// Use it for recomputation (gradient checkpointing) around attention. The first pass, without autodiff, stores the residuals of each call. The second
+    /// pass, with autodiff, uses [`run_from_residuals`](Self::run_from_residuals) and recomputes everything except attention (selective recomputation;
+    /// Korthikanti et al., 2022, recompute what is cheap relative to its memory, and attention is not).
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -296,7 +295,7 @@ impl<'a> SparseAttentionCall<'a> {
     /// ```
     ///
     /// # Errors
-    /// As [`run`](Self::run); also if the options ask for stored weights or largest scores, which are not kept.
+    /// As [`run`](Self::run); also if the options request stored weights or row maxima, which residuals do not contain.
     #[doc(hidden)]
     pub fn run_with_residuals(
         mut self,
@@ -310,10 +309,12 @@ impl<'a> SparseAttentionCall<'a> {
         Ok((out, lse, kept))
     }
 
-    /// [`run_with_lse`](Self::run_with_lse) with known results: no kernel of attention runs, the graph keeps what is given, and sinks are applied to it.
+    /// Returns the results of [`run_with_lse`](Self::run_with_lse) from known ones: no attention kernel runs, the graph stores the given results, and sinks are
+    /// applied to them.
     ///
-    /// `kept` must be what [`run_with_residuals`](Self::run_with_residuals) kept of a call with the same values of all arguments, dropout's seed among them; which
-    /// values they are cannot be checked. The gradients, of all but `kept`, are then those of the call itself, to the bit; no gradient flows into `kept`.
+    /// `kept` must come from [`run_with_residuals`](Self::run_with_residuals) of a call with the same values of all arguments, including the dropout seed. This
+    /// cannot be checked. The gradients with respect to everything but `kept` are then bit-identical to those of the original call. No gradient flows into
+    /// `kept`.
     ///
     /// # Errors
     /// As [`run_with_residuals`](Self::run_with_residuals); also if shapes, dtypes or devices of `kept` do not fit q and v.
@@ -326,7 +327,7 @@ impl<'a> SparseAttentionCall<'a> {
         Ok(out_and_lse(output))
     }
 
-    /// The options, with what the outputs need.
+    /// Returns the options with those that the requested outputs need.
     fn all_options(&self) -> AttentionOptions {
         let mut options = self.options.clone();
         options.max_scores |= self.max_scores;
@@ -339,7 +340,7 @@ impl<'a> SparseAttentionCall<'a> {
         options
     }
 
-    /// What the backend returns or what is given of it, with sinks in out and lse, and what the keys have of each row's softmax with sinks.
+    /// Returns the backend's or the given results, with sinks applied to `out` and `lse`, and each row's softmax share of the keys if there are sinks.
     fn output(
         self,
         given: Option<AttentionResiduals>,
@@ -348,7 +349,7 @@ impl<'a> SparseAttentionCall<'a> {
         Ok(with_sinks(output, sinks))
     }
 
-    /// What the backend returns or what is given of it, and the sinks.
+    /// Returns the backend's or the given results before sinks, and the sinks.
     fn without_sinks(
         self,
         given: Option<AttentionResiduals>,
@@ -371,7 +372,7 @@ impl<'a> SparseAttentionCall<'a> {
     }
 }
 
-/// The forward pass that gradients are of computes what the backward pass computes again, of tensors as they are.
+/// Disables FP8: a forward pass whose gradients are needed must compute what the backward pass recomputes, from unrounded tensors.
 fn round_no_more(options: &mut AttentionOptions) {
     if options.precision == ProductPrecision::Fp8 {
         options.precision = ProductPrecision::Full;
@@ -383,7 +384,7 @@ fn out_and_lse(output: AttentionOutput<Dispatch>) -> (Tensor<4>, Tensor<3>) {
     (Tensor::from_dispatch(out), Tensor::from_dispatch(lse))
 }
 
-/// Out and lse with sinks in them, and then what the keys have of each row's softmax.
+/// Applies sinks to `out` and `lse`, and returns each row's softmax share of the keys.
 fn with_sinks(
     mut output: AttentionOutput<Dispatch>,
     sinks: Option<Tensor<1>>,
@@ -397,7 +398,7 @@ fn with_sinks(
     (output, Some(a))
 }
 
-/// The output, or what is given of it in its place.
+/// Returns the backend's output, or `given` in its place.
 pub fn call(
     q: Tensor<4>,
     k: Tensor<4>,
@@ -414,13 +415,13 @@ pub fn call(
     let Chosen { plan, packed } = AttentionPlan::choose(&q, &k, &v, &scores, layout, &options)?;
     let [batch, heads, seq_q, head_dim] = q.dims();
     let kv_heads = k.dims()[1];
-    // The reference computes what the host knows.
+    // The reference needs the blocks on the host.
     let read = match layout {
         Layout::Device(layout) if !plan.is_kernels() => Some(layout.to_host()?),
         _ => None,
     };
     let host = read.as_ref().unwrap_or(layout.sizes());
-    // The same memory: heads that share a key head are neighbours.
+    // No copy: heads that share a key head are adjacent.
     let own = match &packed {
         Some(packed) => q.reshape([batch, kv_heads, packed.seq_q(), head_dim]),
         None => q,
@@ -460,7 +461,7 @@ pub fn call(
     Ok(output)
 }
 
-/// The sink is one more part of the keys, whose output is 0.
+/// Returns the shares of the keys and the sink. The sink is a further key with value 0.
 pub fn shares_with(sinks: Tensor<1>, lse: Tensor<3>) -> Shares {
     let heads = sinks.dims()[0];
     let sinks = sinks.cast(lse.dtype()).reshape([1, heads, 1]);
@@ -468,7 +469,7 @@ pub fn shares_with(sinks: Tensor<1>, lse: Tensor<3>) -> Shares {
     shares(lse, sinks)
 }
 
-/// The rows of `out` times their shares.
+/// Multiplies the rows of `out` by their shares.
 pub fn scaled(out: Tensor<4>, shares: Tensor<3>) -> Tensor<4> {
     let dtype = out.dtype();
     let out = out.cast(shares.dtype()) * shares.unsqueeze_dim(3);

@@ -23,7 +23,7 @@ use crate::options::AttentionOptions;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait BlockSparseOps: Backend {
-    /// The forward pass.
+    /// Computes the forward pass.
     #[fusion(meta = meta::forward)]
     fn block_sparse_attention(
         #[extension_type] inputs: AttentionInputs<Self>,
@@ -33,8 +33,8 @@ pub trait BlockSparseOps: Backend {
         reference::forward::<Self>(inputs, &layout, &options)
     }
 
-    /// The forward pass of a call whose output is known, without weights and largest scores: nothing is computed. What autodiff makes of it has the
-    /// gradients of [`Self::block_sparse_attention`] by `inputs`, and none by `given`.
+    /// Returns the forward pass of a call whose output is known, without weights and row maxima. Nothing is computed. Under autodiff it has the
+    /// gradients of [`Self::block_sparse_attention`] with respect to `inputs`, and none with respect to `given`.
     #[fusion(meta = |_inputs, given, _layout, _options| AttentionOutputMetadata {
         out: given.out.clone(),
         lse: given.lse.clone(),
@@ -51,8 +51,8 @@ pub trait BlockSparseOps: Backend {
         given.into()
     }
 
-    /// The backward pass: gradients of a loss whose gradients with respect to the outputs are `grads`; the biases' only if they are `wanted`. On tensors of
-    /// autodiff it is operations of the graph, which are differentiated again.
+    /// Computes the backward pass: the gradients of a loss whose gradients with respect to the outputs are `grads`. Gradients of biases are computed only if
+    /// `wanted`. On autodiff tensors it consists of operations of the graph, which can be differentiated again.
     #[fusion(meta = |saved, _grads, _layout, _options, wanted| AttentionInputsMetadata {
         q: saved.inputs.q.clone(),
         k: saved.inputs.k.clone(),
@@ -72,7 +72,7 @@ pub trait BlockSparseOps: Backend {
         reference::backward::<Self>(saved, grads, &layout, &options, wanted)
     }
 
-    /// Sums over the columns and diagonals of the weights of `queries`.
+    /// Computes the sums of the weights of `queries` over columns and diagonals.
     #[fusion(meta = meta::accumulated)]
     fn accumulated_attention(
         #[extension_type] inputs: AccumulatedInputs<Self>,
@@ -86,7 +86,7 @@ pub trait BlockSparseOps: Backend {
 
 reference_backends!(BlockSparseOps);
 
-/// Output shapes and dtypes for fusion, which never compares them with what the backend returns.
+/// Output shapes and dtypes for fusion, which never compares them with the backend's results.
 #[cfg(feature = "fusion")]
 mod meta {
     use super::*;

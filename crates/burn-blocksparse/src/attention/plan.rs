@@ -1,4 +1,4 @@
-//! What a call will run, known and checked before anything is launched.
+//! The plan of a call, computed and checked before anything is launched.
 
 use std::fmt;
 #[cfg(feature = "cube")]
@@ -18,7 +18,7 @@ use crate::options::AttentionOptions;
 use crate::options::WeightsMode;
 
 /// Plan of a [`sparse_attention`](crate::sparse_attention) call on its device, from [`SparseAttentionCall::explain`](crate::SparseAttentionCall::explain).
-/// It prints:
+/// Its display text:
 ///
 /// ```text
 /// fixed(128, 32), bf16 with sums in f32
@@ -28,23 +28,23 @@ use crate::options::WeightsMode;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum AttentionPlan {
-    /// The reference implementation in Burn primitives: CPU backends.
+    /// The reference implementation in Burn primitives, on CPU backends.
     Reference {
         /// The device.
         device: String,
     },
-    /// Fused kernels: CubeCL devices.
+    /// Fused kernels, on CubeCL devices.
     #[cfg(feature = "cube")]
     Kernels(Arc<blocksparse_cubecl::AttentionPlan>),
 }
 
 impl AttentionPlan {
-    /// Returns whether fused kernels run, and not the reference.
+    /// Returns whether fused kernels run rather than the reference.
     pub fn is_kernels(&self) -> bool {
         !matches!(self, Self::Reference { .. })
     }
 
-    /// The kernels' plan, if they run.
+    /// Returns the kernels' plan, empty if the reference runs.
     #[doc(hidden)]
     pub fn kernels(self) -> KernelPlan {
         match self {
@@ -54,7 +54,7 @@ impl AttentionPlan {
         }
     }
 
-    /// For arguments that were checked against each other.
+    /// Chooses the plan of a call whose arguments are already checked.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     #[doc(hidden)]
     pub fn choose(
@@ -92,12 +92,12 @@ impl AttentionPlan {
     }
 }
 
-/// Queries that fill the least tile of the tensor-core tiers.
+/// Number of queries that fill the smallest tile of the tensor-core tiers.
 #[cfg(feature = "cube")]
 const TILE: usize = 64;
 
-/// The layout with the query heads of each key head in one sequence ([`BlockLayout::pack_heads`]), where queries are too few to fill a tile. Not where
-/// something depends on a query's own head or place, or is returned by blocks.
+/// Packs the query heads of each key head into one sequence ([`BlockLayout::pack_heads`]) if there are too few queries to fill a tile. Returns `None` if
+/// something depends on a query's own head or position, or is returned by block.
 #[cfg(feature = "cube")]
 fn packed(
     layout: &BlockLayout,
@@ -114,11 +114,11 @@ fn packed(
     layout.pack_heads(kv_heads)
 }
 
-/// Plan of a call, with its layout.
+/// Plan of a call with its layout.
 #[doc(hidden)]
 pub struct Chosen {
     pub plan: AttentionPlan,
-    /// The layout with the query heads of each key head in one sequence, if the call runs over that.
+    /// The packed layout, if the call runs over it: the query heads of each key head in one sequence.
     pub packed: Option<BlockLayout>,
 }
 
@@ -136,14 +136,14 @@ impl Chosen {
     }
 }
 
-/// Returns whether autodiff follows a tensor that is added to the scores.
+/// Returns whether autodiff tracks a tensor that is added to the scores.
 #[cfg(feature = "cube")]
 fn is_autodiff(scores: &ScoreTensors<Dispatch>) -> bool {
     let mut tensors = scores.list().into_iter().flatten();
     tensors.any(|tensor| Device::new(tensor.device()).is_autodiff())
 }
 
-/// Returns whether kernels sum the weights of a call, and not the reference.
+/// Returns whether kernels, rather than the reference, sum the weights of a call.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub fn sums_in_kernels(
     q: &Tensor<4>,
@@ -164,7 +164,7 @@ pub fn sums_in_kernels(
     Ok(false)
 }
 
-/// Where the reference runs, and what it needs of the device.
+/// Describes the device of the reference and, for a device layout, that it is read back.
 fn place(device: &Device, layout: Layout) -> String {
     let device = format!("{:?}", device.clone().without_autodiff().as_dispatch());
     match layout {

@@ -1,4 +1,4 @@
-//! The tensors that a call may have besides queries, keys and values.
+//! Optional tensors of a call besides queries, keys and values.
 
 use blocksparse::BlockLayout;
 
@@ -6,38 +6,37 @@ use crate::base::prelude::*;
 use crate::base::values::ScoreTensors;
 use crate::check::same_device;
 
-/// Tensors of a [`SparseAttentionCall`](crate::SparseAttentionCall) besides queries, keys and values. Build them from [`Default`].
+/// Optional tensors of a [`SparseAttentionCall`](crate::SparseAttentionCall) besides queries, keys and values. Build them from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]
 pub struct AttentionTensors {
-    /// `[heads]`, any float dtype: the score of a further key of each head, whose value is 0.
+    /// `[heads]`, any float dtype: the score of an additional key of each head with value 0.
     pub sinks: Option<Tensor<1>>,
     /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q, k and v: added to the scores.
     pub bias: Option<Tensor<4>>,
-    /// `[heads or 1, 2 · reach + 1]`, any float dtype: a bias per distance.
+    /// `[heads or 1, 2 · reach + 1]`, any float dtype: a bias per distance between key and query.
     pub relative_bias: Option<Tensor<2>>,
 }
 
 impl AttentionTensors {
-    /// Elements that a table of biases of distances may have, over all heads: kernels add distances to their places, in 32 bits with a
-    /// sign.
+    /// Maximum number of elements of a relative bias over all heads: kernels add distances to offsets as signed 32-bit integers.
     pub const MAX_DISTANCES: usize = 1 << 30;
 
     blocksparse::setters! {
-        /// Sets the sink logits, `[heads]`: queries of head `h` attend to a further key of score `sinks[h]` and value 0, so that the
-        /// weights of the keys need not sum to 1 (Miller, "Attention is off by one", 2023; gpt-oss learns the logits).
+        /// Sets the sink logits, `[heads]`: queries of head `h` attend to an additional key with score `sinks[h]` and value 0, so the
+        /// weights of the keys may sum to less than 1 (Miller, "Attention is off by one", 2023; gpt-oss learns the logits).
         sinks: Some(Tensor<1>),
-        /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, added after scale and softcap. Its gradient has
-        /// its shape: sums over what shares it, in a fixed order. Values must be finite and at most about 1e8 in size; pairs are masked by the layout. For
-        /// biases linear in distance [`AttentionOptions::alibi`](crate::AttentionOptions::alibi) needs no tensor.
+        /// Sets a bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, added after scale and softcap. Its gradient has its shape and is summed
+        /// over broadcast dimensions in a fixed order. Values must be finite with magnitudes up to about 1e8; mask pairs with the layout instead. For biases
+        /// linear in the distance use [`AttentionOptions::alibi`](crate::AttentionOptions::alibi), which needs no tensor.
         bias: Some(Tensor<4>),
-        /// Sets biases of distances, `[heads or 1, 2 · reach + 1]`: query `i` and key `j` of head `h` get
-        /// `table[h, clamp(j − i, −reach, reach) + reach]`, after scale and softcap (Shaw et al., 2018, with a number for each distance). `i` and `j` are
-        /// positions: with `seq_q ≠ seq_kv` query row `r` sits at `r + seq_kv − seq_q`. No `seq_q × seq_kv` tensor exists, and the table has a
-        /// gradient, summed in a fixed order. Computed in the dtype of sums. Values are as a bias's.
+        /// Sets a relative bias, `[heads or 1, 2 · reach + 1]`: query `i` and key `j` of head `h` get `table[h, clamp(j − i, −reach, reach) + reach]`, after
+        /// scale and softcap (Shaw et al., 2018, with a scalar per distance). `i` and `j` are positions: with `seq_q ≠ seq_kv` query row `r` has position `r +
+        /// seq_kv − seq_q`. No `seq_q × seq_kv` tensor is created. The table has a gradient, summed in a fixed order. It is computed in the dtype of sums. The
+        /// limits on values are those of the bias.
         ///
-        /// Buckets of distances, as T5's (Raffel et al., 2020), are a smaller table and an index of each distance:
+        /// For buckets of distances as in T5 (Raffel et al., 2020), use a smaller table and select an entry for each distance:
         ///
         /// ```
         /// use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
@@ -68,7 +67,7 @@ impl AttentionTensors {
         relative_bias: Some(Tensor<2>),
     }
 
-    /// Returns what is added to scores, as backends take it.
+    /// Returns the tensors that are added to scores, in the form that backends take.
     #[doc(hidden)]
     pub fn scores(self, q: &Tensor<4>) -> ScoreTensors<Dispatch> {
         let sums = accumulate_in(q.dtype().into());
@@ -87,7 +86,7 @@ impl AttentionTensors {
             same_device("sinks' device", &q.device(), "q's", &sinks.device())?;
         }
         if let Some(table) = &self.relative_bias {
-            // Its gradient sums over lines that the host lists.
+            // Its gradient sums over lines that only the host can list.
             blocksparse::ensure! {
                 OpError;
                 layout.device_choice().is_none() || !table.device().is_autodiff()

@@ -1,4 +1,4 @@
-//! Backend traits, and the values that cross them: for crates that serve another backend, not for users of the ops.
+//! Backend traits and their argument types, for crates that implement them for another backend. Users of the ops do not need them.
 
 pub use crate::base::values::{
     AccumulatedInputs, AccumulatedOutput, AttentionGrads, AttentionInputs, AttentionOutput,

@@ -1,9 +1,9 @@
-//! Running integers.
+//! Integer ranges.
 
 use burn::tensor::{DType, Device, Int, Tensor};
 
-/// The integers from 0 to `count`, i32. With fusion, Burn's `arange` is a running sum, which on GPUs reads all that comes before for every number: long ones are made of
-/// short ones.
+/// Returns the integers from 0 to `count`, i32. With fusion, Burn's `arange` is a prefix sum, in which a GPU reads all preceding elements for each one. Long
+/// ranges are therefore built from short ones.
 pub fn arange(count: usize, device: &Device) -> Tensor<1, Int> {
     const SHORT: usize = 512;
     if count <= SHORT {

@@ -1,4 +1,4 @@
-//! Float tensors of a backend with operators, in which references are written.
+//! Float tensors of a backend with operators, in which the reference implementations are written.
 
 use std::ops::{Add, Div, Mul, Neg, Range, Sub};
 
@@ -6,13 +6,13 @@ use burn::backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn::backend::{Backend, TensorMetadata, get_device_settings};
 use burn::tensor::{FloatDType, Shape, Slice};
 
-/// The rows of a shape, and their width.
+/// Returns the number of rows of a shape viewed as a matrix, and their width.
 pub fn matrix(shape: &Shape) -> [usize; 2] {
     let width = shape[shape.num_dims() - 1];
     [shape.iter().rev().skip(1).product(), width]
 }
 
-/// A float tensor. Dimensions of 1 are as wide as the other operand's.
+/// A float tensor. Operators broadcast dimensions of 1.
 #[derive(Clone, Debug)]
 pub struct Array<B: Backend>(pub FloatTensor<B>);
 
@@ -70,42 +70,42 @@ macro_rules! functions {
 
 impl<B: Backend> Array<B> {
     functions! {
-        /// e to the power of each number.
+        /// Computes e to the power of each element.
         exp() = float_exp;
-        /// The natural logarithm.
+        /// Computes the natural logarithm.
         log() = float_log;
-        /// The square root.
+        /// Computes the square root.
         sqrt() = float_sqrt;
-        /// The reciprocal.
+        /// Computes the reciprocal.
         recip() = float_recip;
-        /// The error function.
+        /// Computes the error function.
         erf() = float_erf;
-        /// −1, 0 or 1.
+        /// Returns the sign: −1, 0 or 1.
         sign() = float_sign;
-        /// The last two dimensions exchanged.
+        /// Swaps the last two dimensions.
         transpose() = float_transpose;
-        /// At least a number.
+        /// Clamps elements to at least a number.
         at_least(least: f64) = float_clamp_min;
-        /// Between two numbers.
+        /// Clamps elements to a range.
         clamp(least: f64, most: f64) = float_clamp;
-        /// Of another shape.
+        /// Changes the shape.
         reshape(shape: impl Into<Shape>) = float_reshape;
-        /// The sums over a dimension, which stays with length 1.
+        /// Sums over a dimension, which keeps length 1.
         sum_dim(dim: usize) = float_sum_dim;
-        /// The largest over a dimension, which stays with length 1.
+        /// Takes the maximum over a dimension, which keeps length 1.
         max_dim(dim: usize) = float_max_dim;
-        /// A number where a mask of the same shape is true.
+        /// Sets elements to a number where a mask of the same shape is true.
         fill(mask: BoolTensor<B>, value: f64) = float_mask_fill;
-        /// What stands at indices of a dimension.
+        /// Selects indices of a dimension.
         select(dim: usize, indices: IntTensor<B>) = float_select;
     }
 
-    /// Zeros.
+    /// Creates zeros.
     pub fn zeros(shape: impl Into<Shape>, device: &B::Device, dtype: FloatDType) -> Self {
         Self(B::float_zeros(shape.into(), device, dtype))
     }
 
-    /// Tensors, one at least, behind one another.
+    /// Concatenates one or more tensors along a dimension.
     pub fn cat(parts: impl IntoIterator<Item = Self>, dim: usize) -> Self {
         let mut parts: Vec<_> = parts.into_iter().map(|part| part.0).collect();
         match parts.len() {
@@ -114,22 +114,22 @@ impl<B: Backend> Array<B> {
         }
     }
 
-    /// Its shape.
+    /// Returns the shape.
     pub fn shape(&self) -> Shape {
         self.0.shape()
     }
 
-    /// Its shape, of so many dimensions.
+    /// Returns the shape as an array of `D` dimensions.
     pub fn dims<const D: usize>(&self) -> [usize; D] {
         self.0.shape().dims()
     }
 
-    /// Its dtype.
+    /// Returns the dtype.
     pub fn dtype(&self) -> FloatDType {
         self.0.dtype().into()
     }
 
-    /// In a dtype: itself, if it is.
+    /// Casts to a dtype. Does nothing if the tensor already has it.
     pub fn cast(self, dtype: FloatDType) -> Self {
         match self.dtype() == dtype {
             true => self,
@@ -137,40 +137,40 @@ impl<B: Backend> Array<B> {
         }
     }
 
-    /// As one vector.
+    /// Flattens to one dimension.
     pub fn flat(self) -> Self {
         let elements = self.shape().num_elements();
         self.reshape([elements])
     }
 
-    /// A dimension turned round.
+    /// Reverses a dimension.
     pub fn flip(self, dim: usize) -> Self {
         Self(B::float_flip(self.0, &[dim]))
     }
 
-    /// Two dimensions exchanged.
+    /// Swaps two dimensions.
     pub fn swap(self, dim: usize, other: usize) -> Self {
         Self(B::float_swap_dims(self.0, dim, other))
     }
 
-    /// A range of a dimension.
+    /// Slices a range of a dimension.
     pub fn narrow(self, dim: usize, range: Range<usize>) -> Self {
         let mut slices = vec![Slice::full(); self.shape().num_dims()];
         slices[dim] = range.into();
         Self(B::float_slice(self.0, &slices))
     }
 
-    /// Another's numbers where a mask of the same shape is true.
+    /// Takes elements of another tensor where a mask of the same shape is true.
     pub fn replace(self, mask: BoolTensor<B>, by: Self) -> Self {
         Self(B::float_mask_where(self.0, mask, by.0))
     }
 
-    /// The product of matrices.
+    /// Multiplies matrices.
     pub fn matmul(self, other: Self) -> Self {
         Self(B::float_matmul(self.0, other.0))
     }
 
-    /// Where numbers are at most `bound`.
+    /// Returns where elements are at most `bound`.
     pub fn at_most(&self, bound: f64) -> BoolTensor<B> {
         let bools = get_device_settings::<B>(&self.0.device()).bool_dtype;
         B::float_lower_equal_elem(self.0.clone(), bound.into(), bools)

@@ -1,4 +1,4 @@
-//! CubeCL devices: the kernels of `blocksparse-cubecl`.
+//! Bindings of CubeCL tensors to the kernels of `blocksparse-cubecl`.
 
 use blocksparse::BlockLayout;
 use blocksparse_cubecl as kernels;
@@ -18,12 +18,12 @@ pub use burn_cubecl::{CubeBackend, CubeDevice};
 
 use crate::base::values::{DynamicBlocks, OptFloat};
 
-/// Returns whether the reference runs instead of the kernels (`BLOCKSPARSE_REFERENCE=1`), to compare the two.
+/// Returns whether the reference runs instead of the kernels (`BLOCKSPARSE_REFERENCE=1`), for comparisons.
 pub fn uses_reference() -> bool {
     Tuning::or_default().reference
 }
 
-/// A tensor to be written, on the device of another.
+/// Creates an uninitialized tensor on the device of `like`. With poisoning enabled it is filled with NaN.
 pub fn empty<const D: usize>(like: &CubeTensor, shape: [usize; D], dtype: DType) -> CubeTensor {
     let (client, device) = (like.client.clone(), like.device.clone());
     match Tuning::or_default().poison {
@@ -34,7 +34,7 @@ pub fn empty<const D: usize>(like: &CubeTensor, shape: [usize; D], dtype: DType)
     }
 }
 
-/// Filled as one row, because Burn may put gaps between the rows of a tensor that it fills.
+/// Creates a tensor of one value. It is filled as one row, because Burn may pad the rows of a tensor that it fills.
 pub fn filled<const D: usize>(
     like: &CubeTensor,
     shape: [usize; D],
@@ -49,34 +49,34 @@ pub fn filled<const D: usize>(
     reshaped(row, Shape::new(shape))
 }
 
-/// A contiguous tensor to be written, on the device of another.
+/// Creates an uninitialized contiguous tensor on the device of `like`.
 pub fn shaped(like: &CubeTensor, shape: Shape, dtype: DType) -> CubeTensor {
     // A tensor without elements still gets a buffer.
     reshaped(empty(like, [shape.num_elements().max(1)], dtype), shape)
 }
 
-/// A contiguous tensor to be written, of another's shape and on its device.
+/// Creates an uninitialized contiguous tensor with the shape and device of `x`.
 pub fn empty_like(x: &CubeTensor, dtype: DType) -> CubeTensor {
     shaped(x, x.meta.shape().clone(), dtype)
 }
 
-/// A contiguous tensor as row kernels get it.
+/// Returns a contiguous tensor in the form that row kernels take.
 pub fn typed(tensor: &CubeTensor) -> Typed<'_> {
     (&tensor.handle, dtype_to_elem_type(tensor.dtype))
 }
 
-/// A contiguous tensor as the matrix of its rows.
+/// Reshapes a contiguous tensor to the matrix of its rows.
 pub fn as_matrix(x: CubeTensor) -> CubeTensor {
     let [rows, width] = matrix(x.meta.shape());
     reshaped(x, Shape::new([rows, width]))
 }
 
-/// A contiguous tensor in another shape of as many elements.
+/// Reshapes a contiguous tensor to a shape with as many elements.
 pub fn reshaped(x: CubeTensor, shape: Shape) -> CubeTensor {
     CubeTensor::new_contiguous(x.client, x.device, shape, x.handle, x.dtype)
 }
 
-/// The tensor that lies in a contiguous one from an element on.
+/// Returns the part of a contiguous tensor that starts at an element.
 pub fn part_of(all: &CubeTensor, start: usize, shape: Shape) -> CubeTensor {
     let (count, size) = (all.meta.shape().num_elements(), all.dtype.size());
     let rest = count - start - shape.num_elements();
@@ -88,12 +88,12 @@ pub fn part_of(all: &CubeTensor, start: usize, shape: Shape) -> CubeTensor {
     part
 }
 
-/// A contiguous tensor, if there is one.
+/// Makes a tensor contiguous, if there is one.
 pub fn contiguous(tensor: OptFloat<CubeBackend>) -> Option<CubeTensor> {
     tensor.into_option().map(into_contiguous)
 }
 
-/// A table as kernels get it.
+/// Returns a table in the form that kernels take.
 pub fn table_view(table: &CubeTensor) -> TableView {
     TableView {
         handle: table.handle.clone(),
@@ -101,7 +101,7 @@ pub fn table_view(table: &CubeTensor) -> TableView {
     }
 }
 
-/// A bias as kernels get it.
+/// Returns a bias in the form that kernels take.
 pub fn bias_view(bias: &CubeTensor) -> BiasView {
     BiasView {
         handle: bias.handle.clone(),
@@ -109,7 +109,7 @@ pub fn bias_view(bias: &CubeTensor) -> BiasView {
     }
 }
 
-/// Gives a layout that is made on the device the tensor that chooses its blocks.
+/// Passes the tensor that chooses the blocks of a device layout to the layout.
 pub fn choose_blocks(client: &Client, layout: &BlockLayout, choice: DynamicBlocks<CubeBackend>) {
     let tensor = match choice {
         DynamicBlocks::Host => return,
@@ -124,13 +124,13 @@ pub fn choose_blocks(client: &Client, layout: &BlockLayout, choice: DynamicBlock
     launched(kernels::choose_blocks(client, layout, &tensor));
 }
 
-/// The kernels take any strides but of the last dimension, as long as they are multiples of `alignment` elements.
+/// Returns a tensor that kernels can read. They accept any strides, except of the last dimension, that are multiples of `alignment` elements.
 pub fn readable(tensor: CubeTensor, alignment: usize) -> CubeTensor {
     let reach = usize::MAX;
     readable_as(tensor, Readable { alignment, reach })
 }
 
-/// The tensor, or a contiguous copy where launches do not read it as it lies.
+/// Returns the tensor, or a contiguous copy if launches cannot read its strides.
 pub fn readable_as(tensor: CubeTensor, readable: Readable) -> CubeTensor {
     let start = |tensor: &CubeTensor| {
         tensor.handle.offset_start.unwrap_or(0) as usize / tensor.dtype.size()
@@ -146,11 +146,11 @@ pub fn readable_as(tensor: CubeTensor, readable: Readable) -> CubeTensor {
     if start(&tensor).is_multiple_of(readable.alignment) {
         return tensor;
     }
-    // It was contiguous before, and began elsewhere.
+    // It was already contiguous but has an unsuitable offset.
     copied(tensor)
 }
 
-/// A contiguous copy.
+/// Returns a contiguous copy.
 fn copied(tensor: CubeTensor) -> CubeTensor {
     let (client, device, dtype) = (tensor.client.clone(), tensor.device.clone(), tensor.dtype);
     let (shape, elem) = (tensor.meta.shape().clone(), dtype_to_elem_type(dtype));
@@ -158,7 +158,7 @@ fn copied(tensor: CubeTensor) -> CubeTensor {
     CubeTensor::new_contiguous(client, device, shape, copy.handle, dtype)
 }
 
-/// A tensor as kernels get it, with its strides.
+/// Returns a tensor with its strides in the form that kernels take.
 pub fn view(tensor: &CubeTensor) -> TensorView {
     TensorView {
         handle: tensor.handle.clone(),
@@ -167,8 +167,8 @@ pub fn view(tensor: &CubeTensor) -> TensorView {
     }
 }
 
-/// As [`checked`], of launches. One that a recording refuses is kept with the recording, which then fails as a whole: the thread that launches has nobody to
-/// return it to.
+/// Unwraps the result of a launch like [`checked`]. A launch that a recording refuses is noted in the recording, which then fails as a whole: the launching
+/// thread cannot return the error to anyone.
 pub fn launched(result: Result<(), KernelError>) {
     match result {
         Err(KernelError::Recording { .. }) => {}
@@ -176,12 +176,12 @@ pub fn launched(result: Result<(), KernelError>) {
     }
 }
 
-/// The public functions checked the plan; only a direct call of the trait can get here with what cannot run.
+/// Unwraps a result. The public functions check the plan, so only a direct call of the trait can fail here.
 pub fn checked<T>(result: Result<T, KernelError>) -> T {
     result.unwrap_or_else(|error| panic!("block-sparse attention: {error}"))
 }
 
-/// Contiguous integers of 32 bits.
+/// Converts to contiguous 32-bit integers.
 pub fn integers(tensor: CubeTensor) -> CubeTensor {
     let tensor = into_contiguous(tensor);
     match tensor.dtype {
@@ -190,7 +190,7 @@ pub fn integers(tensor: CubeTensor) -> CubeTensor {
     }
 }
 
-/// A contiguous tensor that nobody else reads: the tensor itself, if the call alone holds it.
+/// Returns a contiguous tensor that is not shared: the tensor itself if nothing else holds it, otherwise a copy.
 pub fn writable(tensor: CubeTensor) -> CubeTensor {
     let tensor = into_contiguous(tensor);
     match tensor.can_mut() || tensor.meta.shape().num_elements() == 0 {

@@ -1,7 +1,7 @@
-//! The one step of Burn's autodiff that every op is made of: a forward pass on tensors without history, which returns its backward pass.
+//! The one step of Burn's autodiff from which all ops are built: a forward pass on untracked tensors that returns its backward pass.
 //!
-//! An op is its list of float inputs, some of which may be missing, and its list of outputs, likewise. A step of Burn's has one output; after several
-//! stands a hidden node (`OutputGradients`).
+//! An op has a list of float inputs and a list of outputs, of which some may be missing. A step of Burn has one output. An op with several
+//! outputs is a hidden node (`OutputGradients`) followed by one step per output.
 
 use std::fmt;
 
@@ -20,28 +20,29 @@ pub use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use crate::base::outputs::OutputGradients;
 use crate::base::values::OptFloat;
 
-/// A float tensor with its history.
+/// A float tensor with its autodiff history.
 pub type Tracked<B, C> = FloatTensor<Autodiff<B, C>>;
 
-/// Float tensors of a call, or gradients with respect to them, as far as there are.
+/// Float tensors of a call, or gradients with respect to them. Some may be missing.
 pub type Floats<B, const N: usize> = [Option<FloatTensor<B>>; N];
 
-/// For `reads` of an op whose backward pass reads no input.
+/// Serves as `reads` of an op whose backward pass reads no input.
 pub fn nothing<const N: usize>(_wanted: [bool; N]) -> [bool; N] {
     [false; N]
 }
 
-/// For `reads` of an op whose backward pass reads every input.
+/// Serves as `reads` of an op whose backward pass reads every input.
 pub fn everything<const N: usize>(_wanted: [bool; N]) -> [bool; N] {
     [true; N]
 }
 
-/// An op of one output with a gradient of its own.
+/// Creates an op with one output and a custom gradient.
 ///
-/// - `forward` gets the inputs and which of their gradients are wanted, and returns the output and the backward pass.
-/// - The backward pass gets the inputs that it `reads` and the gradient with respect to the output, and returns those of the inputs. Gradients that are not wanted are
-///   dropped.
-/// - What it `reads` stays with the checkpointer, which may compute it again; what else it needs it captures.
+/// - `forward` receives the inputs and which of their gradients are wanted. It returns the output and the backward pass.
+/// - The backward pass receives the inputs that it `reads` and the gradient with respect to the output. It returns the gradients with respect to the inputs.
+///   Gradients
+///   that are not wanted are dropped.
+/// - Inputs that it `reads` are stored with the checkpointer, which may recompute them. Everything else that it needs it captures.
 pub fn custom_gradient<B, C, const IN: usize, F>(
     inputs: [Option<Tracked<B, C>>; IN],
     reads: impl FnOnce([bool; IN]) -> [bool; IN],
@@ -60,7 +61,7 @@ where
     there(output)
 }
 
-/// As [`custom_gradient`], of several outputs: the backward pass gets the gradients of those that a loss depends on, at least one.
+/// Creates an op like [`custom_gradient`] with several outputs. The backward pass receives the gradients of the outputs that a loss depends on, at least one.
 pub fn custom_gradients<B, C, const IN: usize, const OUT: usize, F>(
     inputs: [Option<Tracked<B, C>>; IN],
     reads: impl FnOnce([bool; IN]) -> [bool; IN],
@@ -72,7 +73,7 @@ where
     F: FnOnce(Floats<B, IN>, Floats<B, OUT>) -> Floats<B, IN> + Send + 'static,
 {
     let constant = <Autodiff<B, C> as AutodiffBackend>::from_inner;
-    // An input that is not there is a constant, so that the number of a step's inputs is that of the op's.
+    // A missing input is replaced by a constant, so that a step always has as many inputs as the op.
     let missing = || constant(there(inputs.iter().flatten().next()).primitive().clone());
     let nodes = (inputs.each_ref()).map(|input| match input {
         Some(input) => input.node(),
@@ -118,12 +119,12 @@ where
     outputs
 }
 
-/// What there always is.
+/// Unwraps a tensor that every call has.
 pub fn there<T>(tensor: Option<T>) -> T {
     tensor.expect("a tensor that every call has")
 }
 
-/// `gradient`, or zeros like the output that nobody differentiated.
+/// Returns `gradient`, or zeros in the shape of an output that no loss depends on.
 pub fn or_zeros<B: Backend>(
     gradient: Option<FloatTensor<B>>,
     output: &FloatTensor<B>,
@@ -132,12 +133,12 @@ pub fn or_zeros<B: Backend>(
         .unwrap_or_else(|| B::float_zeros(output.shape(), &output.device(), output.dtype().into()))
 }
 
-/// The dtype of a tensor's gradient.
+/// Returns the dtype of a tensor's gradient.
 pub fn own_dtype<T: TensorMetadata>(tensor: &T) -> FloatDType {
     tensor.dtype().into()
 }
 
-/// The dtypes of the gradients that are wanted.
+/// Returns the dtypes of the wanted gradients.
 pub fn wanted_dtypes<T: TensorMetadata, const N: usize>(
     inputs: &[Option<T>; N],
     wanted: [bool; N],
@@ -145,13 +146,13 @@ pub fn wanted_dtypes<T: TensorMetadata, const N: usize>(
     std::array::from_fn(|at| inputs[at].as_ref().filter(|_| wanted[at]).map(own_dtype))
 }
 
-/// A tensor without its history.
+/// Returns a tensor without its history.
 pub fn inner<B: Backend, C: CheckpointStrategy>(tensor: OptFloat<Autodiff<B, C>>) -> OptFloat<B> {
     let tensor = tensor.into_option();
     tensor.map(|tensor| tensor.into_primitive()).into()
 }
 
-/// A tensor that leaves the graph.
+/// Detaches a tensor from the graph.
 pub fn constant<B: Backend, C: CheckpointStrategy>(
     tensor: OptFloat<B>,
 ) -> OptFloat<Autodiff<B, C>> {
@@ -164,7 +165,7 @@ pub fn constant<B: Backend, C: CheckpointStrategy>(
 struct Step<B: Backend, F, const IN: usize, const OUT: usize> {
     backward: F,
     read: [Option<NodeId>; IN],
-    /// The output whose node is the step's own, if there is no other.
+    /// The only output, whose node is the step's own, or `None` if there are several.
     only: Option<usize>,
     by_outputs: OutputGradients<B, OUT>,
 }

@@ -1,4 +1,4 @@
-//! Which devices this crate serves, and whether they can be used on this machine.
+//! Devices that this crate serves, and checks whether they can be used on this machine.
 
 #[cfg(feature = "cube")]
 use blocksparse_cubecl::Tuning;
@@ -7,12 +7,12 @@ use burn::tensor::Device;
 
 use crate::error::OpError;
 
-/// Checks whether this crate can compute on `device`: its backend is one that a feature of this crate turns on, the device is on this machine, and
-/// software that its kernels need can be loaded. Burn creates a device without looking for it and panics at its first use, so a program that
-/// lets its users choose a device asks here before.
+/// Checks whether this crate can compute on `device`: a feature of this crate enables its backend, the device exists on this machine, and
+/// software that its kernels need can be loaded. Burn creates a device without a check and panics at its first use. A program that
+/// lets its users choose a device should call this first.
 ///
 /// A CUDA device needs NVIDIA's driver (`libcuda`) and, with this crate's `cuda` feature, the CUDA toolkit: NVRTC and its headers.
-/// Looking for a device takes milliseconds; for a WGPU device it starts the graphics API.
+/// The check takes milliseconds. For a WGPU device it starts the graphics API.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -23,8 +23,8 @@ use crate::error::OpError;
 /// ```
 ///
 /// # Errors
-/// [`OpError::Backend`] says which feature of this crate is off, [`OpError::Device`] what is missing and where it comes from, [`OpError::Kernel`] which
-/// environment variable of the kernels has a wrong value.
+/// [`OpError::Backend`] names the disabled feature of this crate, [`OpError::Device`] the missing part and how to install it, [`OpError::Kernel`] the
+/// environment variable of the kernels that is invalid.
 pub fn check_device(device: &Device) -> Result<(), OpError> {
     served(device)?;
     #[cfg(feature = "cube")]
@@ -35,8 +35,8 @@ pub fn check_device(device: &Device) -> Result<(), OpError> {
     Ok(())
 }
 
-/// Checks whether the device's backend can add tensors of several devices by itself, as `burn::tensor::distributed::all_reduce` does: NCCL, on CUDA devices. On others
-/// that function panics, and Burn has no way to ask.
+/// Checks whether the device's backend has collectives, which `burn::tensor::distributed::all_reduce` needs: NCCL, on CUDA devices. On other devices
+/// that function panics, and Burn cannot be asked.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -46,7 +46,7 @@ pub fn check_device(device: &Device) -> Result<(), OpError> {
 /// ```
 ///
 /// # Errors
-/// [`OpError::Argument`] if it is no CUDA device, [`OpError::Device`] if NCCL's library cannot be loaded, with what to install.
+/// [`OpError::Argument`] if it is not a CUDA device, [`OpError::Device`] if NCCL's library cannot be loaded, with installation instructions.
 pub fn check_collectives(device: &Device) -> Result<(), OpError> {
     served(device)?;
     #[cfg(feature = "cuda")]
@@ -57,8 +57,8 @@ pub fn check_collectives(device: &Device) -> Result<(), OpError> {
     Err(OpError::argument("device", "a CUDA device", device))
 }
 
-/// Checks whether a feature of this crate serves the device's backend (Burn's dispatch would panic), and, where that has kernels, the environment says nothing wrong of
-/// them: every op asks here before anything is chosen.
+/// Checks that a feature of this crate serves the device's backend (otherwise Burn's dispatch would panic) and, if the backend has kernels, that their
+/// environment variables are valid. Every op calls this first.
 pub fn served(device: &Device) -> Result<(), OpError> {
     if device.is_autodiff() && !cfg!(feature = "autodiff") {
         return Err(OpError::Backend {
@@ -66,7 +66,7 @@ pub fn served(device: &Device) -> Result<(), OpError> {
             feature: Some("autodiff"),
         });
     }
-    // Which variants there are depends on `burn`'s features, so only those can be named that ours turn on.
+    // The variants depend on the features of `burn`, so only those that our features enable can be named.
     match device.clone().without_autodiff().as_dispatch() {
         #[cfg(feature = "flex")]
         DispatchDevice::Flex(_) => Ok(()),
@@ -79,7 +79,7 @@ pub fn served(device: &Device) -> Result<(), OpError> {
     }
 }
 
-/// The number that its driver gives a device with kernels.
+/// Returns the index that the driver gives a device with kernels.
 pub fn index(device: &Device) -> Option<u16> {
     #[cfg(feature = "cube")]
     let inner = cube::of(device).map(|inner| inner.to_id().index_id);
@@ -91,8 +91,8 @@ pub fn index(device: &Device) -> Option<u16> {
     inner
 }
 
-/// Returns whether kernels of this crate run on a device, and not the reference: on GPUs that a feature of the crate serves, unless the environment asks for the
-/// reference.
+/// Returns whether kernels of this crate run on a device rather than the reference: on GPUs that a feature of the crate serves, unless the environment selects
+/// the reference.
 #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
 pub fn runs_kernels(device: &Device) -> bool {
     #[cfg(feature = "cube")]
@@ -103,7 +103,7 @@ pub fn runs_kernels(device: &Device) -> bool {
 }
 
 fn not_served(device: &DispatchDevice) -> OpError {
-    // Its variants cannot be named here, but they print their names.
+    // The variants cannot be named here, but they print their names.
     let device = format!("{device:?}");
     let features = [
         ("Flex", "flex"),
@@ -120,7 +120,7 @@ fn not_served(device: &DispatchDevice) -> OpError {
 }
 
 #[cfg(feature = "cube")]
-/// Devices that have kernels.
+/// Checks of CubeCL devices.
 pub mod cube {
     use burn::backend::DispatchDevice;
     use burn::tensor::Device;
@@ -128,7 +128,7 @@ pub mod cube {
 
     use crate::error::OpError;
 
-    /// The CubeCL device that a device is, if it is one.
+    /// Returns the CubeCL device of a device, if it is one.
     pub fn of(device: &Device) -> Option<CubeDevice> {
         match device.clone().without_autodiff().as_dispatch() {
             DispatchDevice::Cube(inner) => Some(inner.clone()),
@@ -137,9 +137,9 @@ pub mod cube {
         }
     }
 
-    /// Checks whether the device is on this machine.
+    /// Checks whether the device exists on this machine.
     pub fn present(device: &CubeDevice) -> Result<(), OpError> {
-        // A device that the application registered is in no list.
+        // A device that the application registered is not enumerated.
         let is_registered = format!("{device:?}").contains("Existing");
         let found = CubeDevice::enumerate(device.to_id());
         if is_registered || found.contains(&device.to_id()) {
@@ -168,19 +168,19 @@ pub mod cube {
         })
     }
 
-    /// Checks whether what compiles a device's kernels is installed. Looked for once.
+    /// Checks whether the compiler of a device's kernels is installed.
     #[cfg(not(feature = "cuda"))]
     pub fn toolkit(_device: &CubeDevice) -> Result<(), OpError> {
         Ok(())
     }
 
-    /// Checks whether what compiles a device's kernels is installed. Looked for once: CubeCL panics without it, at the first kernel.
+    /// Checks whether the compiler of a device's kernels is installed: without it CubeCL panics at the first kernel. The result is cached.
     #[cfg(feature = "cuda")]
     pub fn toolkit(device: &CubeDevice) -> Result<(), OpError> {
         use std::sync::LazyLock;
 
         static MISSING: LazyLock<Option<String>> = LazyLock::new(missing_from_toolkit);
-        // Other devices do not need it, and looking loads a library.
+        // Other devices do not need it, and the check loads a library.
         if !matches!(device, CubeDevice::Cuda(_)) {
             return Ok(());
         }
@@ -194,12 +194,12 @@ pub mod cube {
         }
     }
 
-    /// Checks whether NCCL can be loaded. CubeCL looks for it by the same names when it makes the device's server, and without it panics at the first sum.
+    /// Checks whether NCCL can be loaded. CubeCL looks for the same library names when it creates the device's server; without NCCL it panics at the first sum.
     #[cfg(feature = "cuda")]
     pub fn nccl(device: &CubeDevice) -> Result<(), OpError> {
         use std::sync::LazyLock;
 
-        // SAFETY: this tries to load libraries of NCCL's names, as CubeCL does; their initializers are trusted as much there.
+        // SAFETY: this loads libraries with NCCL's names, as CubeCL does. Their initializers are trusted as much there.
         static PRESENT: LazyLock<bool> =
             LazyLock::new(|| unsafe { cudarc::nccl::sys::is_culib_present() });
         match *PRESENT {
@@ -207,7 +207,7 @@ pub mod cube {
             false => Err(OpError::Device {
                 device: format!("{device:?}"),
                 missing: "no library of NCCL that can be loaded".to_string(),
-                // cudarc 0.19 does not look for libnccl.so.2, which is all that libnccl2 has.
+                // cudarc 0.19 does not look for libnccl.so.2, the only name that libnccl2 installs.
                 install: "install libnccl2 and libnccl-dev (the latter for the name libnccl.so; a link of that name to libnccl.so.2 does as well), and have \
                           their folder in LD_LIBRARY_PATH",
             }),
@@ -216,7 +216,7 @@ pub mod cube {
 
     #[cfg(feature = "cuda")]
     fn missing_from_toolkit() -> Option<String> {
-        // SAFETY: this tries to load libraries of NVRTC's names, as CubeCL does at its first kernel; their initializers are trusted as much there.
+        // SAFETY: this loads libraries with NVRTC's names, as CubeCL does at its first kernel. Their initializers are trusted as much there.
         if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
             return Some("no library of NVRTC that can be loaded".to_string());
         }

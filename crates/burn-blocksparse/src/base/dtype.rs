@@ -1,8 +1,8 @@
-//! Which dtype a call computes in.
+//! Dtypes of computations.
 
 use burn::tensor::{DType, FloatDType};
 
-/// The dtype of sums: f32, or f64 for f64 inputs.
+/// Returns the dtype of sums: f32, or f64 for f64 inputs.
 pub fn accumulate_in(dtype: FloatDType) -> FloatDType {
     match dtype {
         FloatDType::F64 => FloatDType::F64,
@@ -10,7 +10,7 @@ pub fn accumulate_in(dtype: FloatDType) -> FloatDType {
     }
 }
 
-/// As [`accumulate_in`], of a tensor's dtype.
+/// Returns [`accumulate_in`] for a tensor's dtype.
 pub fn sums_of(dtype: DType) -> DType {
     accumulate_in(dtype.into()).into()
 }

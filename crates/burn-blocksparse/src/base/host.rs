@@ -1,4 +1,4 @@
-//! Elements of tensors on the host, which for CPUs is where they are.
+//! Reads elements of tensors on the host. On CPU backends this is where they are.
 
 use std::fmt::Debug;
 
@@ -6,12 +6,12 @@ use burn::backend::Backend;
 use burn::backend::tensor::{FloatTensor, IntTensor};
 use burn::tensor::{Element, TensorData, try_read_sync};
 
-/// The elements of a tensor, on a device that can be waited for.
+/// Returns the elements of a float tensor. The device must support blocking reads.
 pub fn floats<B: Backend, E: Element>(x: FloatTensor<B>) -> Vec<E> {
     read(B::float_into_data(x)).iter().collect()
 }
 
-/// The same of integers.
+/// Returns the elements of an integer tensor. The device must support blocking reads.
 pub fn ints<B: Backend, E: Element>(x: IntTensor<B>) -> Vec<E> {
     read(B::int_into_data(x)).iter().collect()
 }

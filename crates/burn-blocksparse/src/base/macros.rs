@@ -1,6 +1,6 @@
-//! What every op writes the same.
+//! Macros for code that all ops share.
 
-/// Runs the default bodies of a backend trait, the reference, on Burn's backends without kernels.
+/// Implements a backend trait with its default bodies, the reference, for Burn's backends without kernels.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! reference_backends {
@@ -13,18 +13,18 @@ macro_rules! reference_backends {
     };
 }
 
-/// Gives a struct of float tensors its list of them: those that there always are, then those that may be missing.
+/// Implements list conversions for a struct of float tensors. The list has the required tensors, then the optional ones.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! float_list {
     ($name:ident, $count:literal: $($always:ident)*; $($maybe:ident)*) => {
         impl<B: burn::backend::Backend> $name<B> {
-            /// The tensors, as far as there are.
+            /// Returns the tensors as a list.
             pub fn into_list(self) -> [Option<burn::backend::tensor::FloatTensor<B>>; $count] {
                 [$(Some(self.$always),)* $(self.$maybe.into_option(),)*]
             }
 
-            /// The inverse of [`Self::into_list`].
+            /// Inverts [`Self::into_list`].
             pub fn of_list(list: [Option<burn::backend::tensor::FloatTensor<B>>; $count]) -> Self {
                 let [$($always,)* $($maybe,)*] = list;
                 Self {
@@ -36,12 +36,12 @@ macro_rules! float_list {
     };
 }
 
-/// Structs of tensors that cross a backend trait. Fields that are no tensor themselves, as an [`OptFloat`](crate::internal::values::OptFloat), are values
-/// of the same kind.
+/// Defines structs of tensors that are passed through a backend trait. A field that is not a tensor, such as an
+/// [`OptFloat`](crate::internal::values::OptFloat), is itself such a struct or enum.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! op_values {
-    // Field by field, since a tensor's has no attribute.
+    // Field by field, because a tensor field has no attribute.
     (@ $head:tt { $($done:tt)* } $(#[$doc:meta])* pub $field:ident: FloatTensor, $($rest:tt)*) => {
         $crate::op_values! { @ $head { $($done)* $(#[$doc])* pub $field: burn::backend::tensor::FloatTensor<B>, } $($rest)* }
     };

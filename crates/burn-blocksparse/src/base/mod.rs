@@ -1,4 +1,4 @@
-//! What all ops share.
+//! Code that all ops share.
 
 pub mod arange;
 pub mod array;

@@ -1,21 +1,21 @@
-//! What a call of an op that layers are made of will run.
+//! Plans of ops that layers consist of.
 
 use std::fmt;
 
 use burn::tensor::Device;
 
-/// Plan of a call: what runs, and why not something faster. It prints.
+/// Plan of a call: what runs, and why nothing faster does. Implements [`Display`](fmt::Display).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OpPlan {
-    /// Burn's own operations, one after the other.
+    /// Burn's operations, one after the other.
     Primitives {
-        /// Where.
+        /// The device.
         device: String,
-        /// Why the kernels do not take the call. None: the backend has none.
+        /// Reason why kernels do not support the call. `None` if the backend has no kernels.
         reason: Option<String>,
     },
-    /// Our kernels, and how they are launched.
+    /// Our kernels, with their launch parameters.
     Kernels(String),
 }
 
@@ -25,7 +25,7 @@ impl OpPlan {
         matches!(self, Self::Kernels(_))
     }
 
-    /// The plan of a call on `device`. `kernels` says how a CubeCL device launches it, or why it cannot.
+    /// Creates the plan of a call on `device`. `kernels` returns the launch parameters on a CubeCL device, or the reason why it cannot launch.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn new<E: fmt::Display>(
         device: &Device,
@@ -51,15 +51,15 @@ impl OpPlan {
     }
 }
 
-/// A device that has kernels.
+/// A device with kernels.
 #[cfg(feature = "cube")]
 pub type OpDevice = burn_cubecl::CubeDevice;
 
-/// A device that has kernels: there is none.
+/// A device with kernels. Without the feature there is none.
 #[cfg(not(feature = "cube"))]
 pub type OpDevice = std::convert::Infallible;
 
-/// Why a crate that is built without its feature `cube` runs no kernels, whatever this one has.
+/// Reason why a crate that is built without its feature `cube` runs no kernels, whatever features this crate has.
 pub const NO_KERNELS: &str = "this crate was built without the feature of the device's backend";
 
 impl fmt::Display for OpPlan {

@@ -1,8 +1,8 @@
 //! Autodiff steps with several outputs.
 //!
-//! A step of Burn's autodiff has one output. So the node of a step with several is hidden, and each of its outputs is a step after it
-//! ([`OutputStep`]), which runs before it in the backward pass and leaves its gradient in a cell. The hidden node's own gradient only says that one
-//! of them did: the step consumes it, and takes the gradients from the cell.
+//! A step of Burn's autodiff has one output. A step with several is therefore a hidden node, followed by a step for each output
+//! ([`OutputStep`]). In the backward pass these run first and store their gradients in a cell. The gradient of the hidden node only signals that at least one
+//! of them ran: the hidden step discards it and takes the gradients from the cell.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,7 +13,7 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::backend::tensor::FloatTensor;
 
-/// The gradients with respect to `N` outputs, as far as their steps have run.
+/// The gradients with respect to `N` outputs whose steps have run.
 #[derive(Clone, Debug)]
 pub struct OutputGradients<B: Backend, const N: usize>(Arc<Mutex<[Option<FloatTensor<B>>; N]>>);
 
@@ -24,13 +24,13 @@ impl<B: Backend, const N: usize> Default for OutputGradients<B, N> {
 }
 
 impl<B: Backend, const N: usize> OutputGradients<B, N> {
-    /// Those that there are. The cell is empty afterwards.
+    /// Takes the stored gradients and empties the cell.
     pub fn take(&self) -> [Option<FloatTensor<B>>; N] {
         let mut cell = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         std::mem::replace(&mut *cell, [const { None }; N])
     }
 
-    /// Leaves the gradient with respect to one output; whether it is the first.
+    /// Stores the gradient with respect to one output. Returns whether it is the first.
     fn put(&self, index: usize, grad: FloatTensor<B>) -> bool {
         let mut cell = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let first = cell.iter().all(Option::is_none);
@@ -38,7 +38,7 @@ impl<B: Backend, const N: usize> OutputGradients<B, N> {
         first
     }
 
-    /// Makes `value`, the output `index` of the hidden step whose node is `step`'s, a node of its own.
+    /// Creates a node for `value`, output `index` of the hidden step whose node is that of `step`.
     pub fn node<C: CheckpointStrategy>(
         &self,
         step: &FloatTensor<Autodiff<B, C>>,
@@ -59,7 +59,7 @@ impl<B: Backend, const N: usize> OutputGradients<B, N> {
     }
 }
 
-/// An output of a step with `N` of them.
+/// One output of a step with `N` outputs.
 #[derive(Debug)]
 struct OutputStep<const N: usize>;
 
@@ -80,7 +80,7 @@ impl<B: Backend, const N: usize> Backward<B, 1> for OutputStep<N> {
     ) {
         let grad = grads.consume::<B>(&ops.node);
         let first = ops.state.grads.put(ops.state.index, grad.clone());
-        // In place of a gradient of the hidden node: nothing is computed with it.
+        // A placeholder for the gradient of the hidden node: nothing is computed with it.
         if let ([Some(parent)], true) = (ops.parents, first) {
             grads.register::<B>(parent.id, grad);
         }

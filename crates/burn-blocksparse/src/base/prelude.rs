@@ -1,4 +1,4 @@
-//! What the files of an op name: Burn's tensors and backends, and what all ops share.
+//! Common imports of ops: Burn's tensors and backends, and shared code.
 
 #[cfg(feature = "fusion")]
 pub use burn::backend::fusion::custom::TensorSpec;

@@ -5,16 +5,16 @@ use burn::tensor::Tensor;
 use crate::base::device::runs_kernels;
 use crate::base::dtype::sums_of;
 
-/// Most elements of a sum: as many sums as a GPU has work for.
+/// Maximum number of elements per sum: as many sums as keep a GPU busy.
 const NUMBERS: usize = 128;
 
 /// Number of elements up to which Burn's sum is as fast as another stage.
 const FEW: usize = 1 << 16;
 
-/// The sum of all elements of a tensor, added up in f32 (f64 for f64) and rounded once. On a GPU Burn's own `sum` ends in one cube that reads most of the
-/// numbers one by one: of four million squares some 250 µs, where this takes 45. Elsewhere it is Burn's.
+/// Returns the sum of all elements of a tensor, accumulated in f32 (f64 for f64) and rounded once. On a GPU, Burn's own `sum` ends in one cube that reads most
+/// of the elements one by one: four million squares take about 250 µs, and 45 µs with this function. Elsewhere it is Burn's `sum`.
 ///
-/// Numbers are added 128 at a time (fewer where their number asks for it), then such sums, and so on: in the same order every time.
+/// Elements are added 128 at a time (fewer if their count requires it), then these sums, and so on, always in the same order.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -60,7 +60,7 @@ mod tests {
     #[test]
     fn stages_add_up_everything_once() {
         let device = Device::flex();
-        // One number, primes, two stages, one, and a number whose factors end early.
+        // One element, primes, exactly two stages, one stage, and a count that runs out of factors early.
         for count in [1, 1021, 65_537, 128 * 128 * 128, 128 * 128 * 5, 1031 * 128] {
             let numbers: Vec<f32> = (0..count).map(|at| (at % 7) as f32 - 3.0).collect();
             let expected: f32 = numbers.iter().sum();

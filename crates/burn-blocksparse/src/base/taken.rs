@@ -1,4 +1,4 @@
-//! Operations of Burn's fusion that kernels of ours take, one at a time, before Burn's own are asked.
+//! Replaces single operations of Burn's fusion by our kernels, before Burn's own are tried.
 
 use std::marker::PhantomData;
 
@@ -16,25 +16,25 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 
 use crate::error::OpError;
 
-/// A kind of operation that kernels take.
+/// A kind of operation that kernels replace.
 pub trait Taken: Clone + Send + Sync + 'static {
-    /// The name of the optimization.
+    /// Name of the optimization.
     const NAME: &'static str;
 
-    /// An operation, whose tensors are named as in Burn's graph.
+    /// An operation, whose tensors are identified as in Burn's graph.
     type Call: Clone + Send + Serialize + DeserializeOwned + 'static;
 
-    /// The operation, if it is of this kind and the device has kernels for it.
+    /// Returns the operation, if it is of this kind and the device has kernels for it.
     fn call(operation: &OperationIr, device: &CubeDevice) -> Option<Self::Call>;
 
-    /// The result and its name, if kernels take the call. Nothing is consumed: Burn frees what is not used any more after the operation.
+    /// Returns the result and its id, if kernels support the call. No tensor is consumed: Burn frees unused tensors after the operation.
     fn run(call: &Self::Call, context: &TakenContext) -> Option<(TensorIr, CubeTensor)>;
 }
 
-/// Tensors by their names.
+/// Tensors by id.
 pub type TakenContext = Context<CubeFusionHandle>;
 
-/// A tensor of a call.
+/// Returns a tensor of a call.
 pub fn tensor(of: &TensorIr, context: &TakenContext) -> Option<CubeTensor> {
     let of = context.tensors.get(&of.id)?;
     let handle = context.handles.get_handle_ref(&of.id)?.clone();
@@ -42,10 +42,10 @@ pub fn tensor(of: &TensorIr, context: &TakenContext) -> Option<CubeTensor> {
     Some(CubeBackend::float_tensor(TensorHandle { handle, shape }))
 }
 
-/// Has Burn's fusion ask for operations of this kind.
+/// Registers this kind of operation with Burn's fusion.
 ///
 /// # Errors
-/// [`OpError::Registry`] after the first tensor operation, or the second time.
+/// [`OpError::Registry`] if it is called after the first tensor operation or a second time.
 pub fn take<T: Taken>() -> Result<(), OpError> {
     register(Provider::<T>(PhantomData)).map_err(|error| OpError::Registry(error.to_string()))
 }
@@ -64,7 +64,7 @@ impl<T: Taken> OptimizationProvider for Provider<T> {
     }
 }
 
-/// Takes one call and nothing else.
+/// A fuser that takes one call and nothing else.
 #[derive(Clone)]
 struct Fuser<T: Taken> {
     device: CubeDevice,
@@ -72,7 +72,7 @@ struct Fuser<T: Taken> {
     closed: bool,
 }
 
-/// More than anything that Burn fuses.
+/// Higher than the score of anything that Burn fuses.
 const SCORE: u64 = 1 << 40;
 
 impl<T: Taken> OperationFuser<CubeOptimization> for Fuser<T> {

@@ -1,4 +1,4 @@
-//! The values that cross the backend traits. They are structs, so that an option that brings a tensor of its own becomes a field, not another
+//! Argument types of the backend traits. They are structs, so that an option with its own tensor becomes a field rather than another
 //! signature.
 
 #[cfg(feature = "cube")]
@@ -15,11 +15,11 @@ use crate::{float_list, op_values};
 op_values! {
     /// Up to three float tensors: parts of a row, branches, weights, or gradients with respect to them.
     pub struct ThreeFloats {
-        /// The first.
+        /// The first tensor.
         pub first: OptFloat,
-        /// The second.
+        /// The second tensor.
         pub second: OptFloat,
-        /// The third.
+        /// The third tensor.
         pub third: OptFloat,
     }
 }
@@ -27,18 +27,18 @@ op_values! {
 float_list!(ThreeFloats, 3: ; first second third);
 
 impl<B: Backend> ThreeFloats<B> {
-    /// One tensor.
+    /// Creates a list of one tensor.
     pub fn one(tensor: FloatTensor<B>) -> Self {
         Self::of_list([Some(tensor), None, None])
     }
 
-    /// The first tensor, of those that have one.
+    /// Returns the first tensor.
     pub fn into_one(self) -> FloatTensor<B> {
         self.first.into_option().expect("a first tensor")
     }
 }
 
-/// A tensor that may be missing.
+/// Defines a tensor that may be missing.
 macro_rules! optional {
     ($(#[$doc:meta] $name:ident: $tensor:ident;)*) => {$(
         #[$doc]
@@ -52,7 +52,7 @@ macro_rules! optional {
         }
 
         impl<B: Backend> $name<B> {
-            /// The tensor, if there is one.
+            /// Returns the tensor, if there is one.
             pub fn as_ref(&self) -> Option<&$tensor<B>> {
                 match self {
                     Self::Some(tensor) => Some(tensor),
@@ -60,7 +60,7 @@ macro_rules! optional {
                 }
             }
 
-            /// The tensor, if there is one.
+            /// Returns the tensor, if there is one.
             pub fn into_option(self) -> Option<$tensor<B>> {
                 match self {
                     Self::Some(tensor) => Some(tensor),
@@ -93,7 +93,7 @@ impl From<Option<TensorSpec>> for OptFloatMetadata {
 
 #[cfg(feature = "fusion")]
 impl OptFloatMetadata {
-    /// The tensor's, if there is one.
+    /// Returns the tensor's metadata, if there is one.
     pub fn as_ref(&self) -> Option<&TensorSpec> {
         match self {
             Self::Some(spec) => Some(spec),
@@ -101,13 +101,13 @@ impl OptFloatMetadata {
         }
     }
 
-    /// Of another dtype.
+    /// Changes the dtype.
     pub fn cast(&self, dtype: DType) -> Self {
         let cast = |spec: &TensorSpec| TensorSpec::new(spec.shape.clone(), dtype);
         self.as_ref().map(cast).into()
     }
 
-    /// That tensor, if it is wanted.
+    /// Returns the metadata if the tensor is wanted.
     pub fn wanted(&self, is_wanted: bool) -> Self {
         self.as_ref().filter(|_| is_wanted).cloned().into()
     }
@@ -115,12 +115,12 @@ impl OptFloatMetadata {
 
 #[cfg(feature = "fusion")]
 impl ThreeFloatsMetadata {
-    /// In the order of the fields.
+    /// Returns the metadata in the order of the fields.
     pub fn list(&self) -> [Option<&TensorSpec>; 3] {
         [&self.first, &self.second, &self.third].map(OptFloatMetadata::as_ref)
     }
 
-    /// The inverse of [`Self::list`].
+    /// Inverts [`Self::list`].
     pub fn of_list(list: [Option<TensorSpec>; 3]) -> Self {
         let [first, second, third] = list.map(OptFloatMetadata::from);
         Self {
@@ -131,17 +131,17 @@ impl ThreeFloatsMetadata {
     }
 }
 
-/// Most tensors of [`ScoreTensors`].
+/// Number of tensors in [`ScoreTensors`].
 #[cfg(any(feature = "autodiff", feature = "cube"))]
 pub const SCORE_TENSORS: usize = 2;
 
 op_values! {
-    /// The tensors that are added to scores, or their gradients. One more of them is a field here, a row of the lists below, and a number of nodes in the
+    /// Tensors that are added to scores, or their gradients. A further one needs a field here, a row in the lists below, and another node in the
     /// autodiff step.
     pub struct ScoreTensors {
         /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]`, in the dtype of q, k and v.
         pub bias: OptFloat,
-        /// A bias of each distance: `[heads or 1, 2 · reach + 1]`, in the dtype of sums.
+        /// Bias by distance: `[heads or 1, 2 · reach + 1]`, in the dtype of sums.
         pub relative_bias: OptFloat,
     }
 }
@@ -155,20 +155,20 @@ impl<B: Backend> Default for ScoreTensors<B> {
 }
 
 impl<B: Backend> ScoreTensors<B> {
-    /// The tensors, in the order of the fields.
+    /// Returns the tensors in the order of the fields.
     #[cfg(any(feature = "autodiff", feature = "cube"))]
     pub fn list(&self) -> [Option<&FloatTensor<B>>; SCORE_TENSORS] {
         [self.bias.as_ref(), self.relative_bias.as_ref()]
     }
 
-    /// Returns which of them there are.
+    /// Returns which tensors are present.
     #[cfg(feature = "cube")]
     pub fn kinds(&self) -> [bool; SCORE_TENSORS] {
         self.list().map(|tensor| tensor.is_some())
     }
 }
 
-/// The tensors attention is differentiated by.
+/// Inputs of attention that have gradients.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct AttentionInputs<B: Backend> {
@@ -178,14 +178,14 @@ pub struct AttentionInputs<B: Backend> {
     pub k: FloatTensor<B>,
     /// `[batch, kv_heads, seq_kv, value_dim]`
     pub v: FloatTensor<B>,
-    /// Tensors added to the scores.
+    /// Tensors that are added to the scores.
     #[extension_type]
     pub scores: ScoreTensors<B>,
 }
 
 #[cfg(feature = "autodiff")]
 impl<B: Backend> AttentionInputs<B> {
-    /// The tensors: q, k, v, and those that are added to scores.
+    /// Returns the tensors: q, k, v, and those that are added to scores.
     pub fn into_list(self) -> [Option<FloatTensor<B>>; 3 + SCORE_TENSORS] {
         let [bias, relative_bias] = self.scores.into_list();
         [
@@ -197,7 +197,7 @@ impl<B: Backend> AttentionInputs<B> {
         ]
     }
 
-    /// The inverse of [`Self::into_list`].
+    /// Inverts [`Self::into_list`].
     pub fn of_list(list: [Option<FloatTensor<B>>; 3 + SCORE_TENSORS]) -> Self {
         let [q, k, v, bias, relative_bias] = list;
         let [q, k, v] = [q, k, v].map(|tensor| tensor.expect("q, k and v"));
@@ -206,48 +206,46 @@ impl<B: Backend> AttentionInputs<B> {
     }
 }
 
-/// The tensor that chooses the blocks of a layout, contiguous or not: what the layout's [`DeviceChoice`](blocksparse::DeviceChoice) says.
+/// The tensor that chooses the blocks of a layout, contiguous or not. The layout's [`DeviceChoice`](blocksparse::DeviceChoice) defines its meaning.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 #[non_exhaustive]
 pub enum DynamicBlocks<B: Backend> {
-    /// None: the host's description lists the blocks.
+    /// None: the host layout lists the blocks.
     Host,
     /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`: whether a block is chosen.
     Bools(BoolTensor<B>),
-    /// i32: the key blocks that are chosen, `[batch or 1, heads or 1, q_blocks, most]`, or −1; where queries and keys are,
-    /// `[batch or 1, heads, seq_q + seq_kv]`; or the keys that each query sees, `[batch, heads or fewer, seq_q, most]`, ascending, each once, −1 after the last.
+    /// i32, one of three kinds: the chosen key blocks, `[batch or 1, heads or 1, q_blocks, most]`, or −1; the positions of queries and keys,
+    /// `[batch or 1, heads, seq_q + seq_kv]`; or the keys that each query sees, `[batch, heads or fewer, seq_q, most]`, ascending, distinct, padded with −1.
     Ints(IntTensor<B>),
-    /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`, f32: the highest are chosen.
+    /// `[batch or 1, heads or 1, q_blocks, kv_blocks]`, f32 scores: the highest are chosen.
     Floats(FloatTensor<B>),
 }
 
-/// A layout as backends see it: the host's description and what of it lives on the device.
-/// Never on an autodiff device.
+/// A layout as passed to backends: the host layout and its data on the device. Never on an autodiff device.
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct LayoutTensors<B: Backend> {
-    /// The pairs that are *not* computed, for each mask of the layout's table:
-    /// `[masks, block_size · block_size]`, row-major, Burn's sense (`true` = masked). A single element where
-    /// kernels run: they have their own form of it.
+    /// Pairs that are *not* computed, for each mask of the layout's table: `[masks, block_size · block_size]`, row-major, in Burn's convention (`true` =
+    /// masked). A single element if kernels run, which use their own representation.
     pub blocked: BoolTensor<B>,
-    /// Tensor that chooses the blocks of a layout that is made on the device.
+    /// Tensor that chooses the blocks of a device layout.
     #[extension_type]
     pub choice: DynamicBlocks<B>,
-    /// The layout itself; its sizes only if it is made on the device, where kernels run.
+    /// The layout itself. For a device layout it has only sizes where kernels run.
     pub host: BlockLayout,
     /// Kernels of both passes of the call.
     pub plan: KernelPlan,
 }
 
-/// Kernels of an attention call, chosen once and before it. Empty where the reference runs, and for what is no attention; a backend with
+/// Kernels of an attention call, chosen once before the call. Empty if the reference runs or the op is not attention; a backend with
 /// kernels then finds a plan itself.
 ///
-/// It holds no layout but parts that were cut from one, so a layout does not keep itself alive by what is attached to it.
+/// It holds no layout except parts that were derived from one, so an attachment of a layout never keeps the layout itself alive.
 #[derive(Clone, Debug, Default)]
 pub struct KernelPlan {
     #[cfg(feature = "cube")]
-    /// The plan, where kernels run.
+    /// The plan, if kernels run.
     pub plan: Option<Arc<blocksparse_cubecl::AttentionPlan>>,
 }
 
@@ -257,20 +255,19 @@ pub struct KernelPlan {
 pub struct AttentionOutput<B: Backend> {
     /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
     pub out: FloatTensor<B>,
-    /// `[batch, heads, seq_q]`, natural log of the sum of exponentials of the scaled scores;
-    /// f32, or f64 for f64 inputs.
+    /// `[batch, heads, seq_q]`: the natural logarithm of the sum of exponentials of the scores; f32, or f64 for f64 inputs.
     pub lse: FloatTensor<B>,
-    /// The weights `[batch, blocks, block_size, block_size]` in lse's dtype, with `WeightsMode::Store`.
+    /// The weights `[batch, blocks, block_size, block_size]` in the dtype of lse, with `WeightsMode::Store`.
     #[extension_type]
     pub weights: OptFloat<B>,
-    /// `[batch, heads, seq_q]` in lse's dtype, if the options ask for it: each row's largest score over the keys it attends to, scaled,
+    /// `[batch, heads, seq_q]` in the dtype of lse, if the options request it: each row's largest score over its allowed keys, scaled,
     /// softcapped and biased; −∞ in rows without keys. No gradient flows through it, and the backward pass does not read it.
     #[extension_type]
     pub max_scores: OptFloat<B>,
 }
 
 op_values! {
-    /// Earlier output of the forward pass of the same call.
+    /// Output of an earlier forward pass of the same call.
     pub struct KnownOutput {
         /// `[batch, heads, seq_q, value_dim]`, in the inputs' dtype.
         pub out: FloatTensor,
@@ -294,10 +291,10 @@ impl<B: Backend> From<KnownOutput<B>> for AttentionOutput<B> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct SavedTensors<B: Backend> {
-    /// The forward pass's inputs.
+    /// Inputs of the forward pass.
     #[extension_type]
     pub inputs: AttentionInputs<B>,
-    /// Its output.
+    /// Output of the forward pass.
     #[extension_type]
     pub output: AttentionOutput<B>,
 }
@@ -306,28 +303,28 @@ pub struct SavedTensors<B: Backend> {
 #[derive(ExtensionType, Clone, Debug)]
 #[extension_type(fusion: cfg(feature = "fusion"))]
 pub struct OutputGrads<B: Backend> {
-    /// By `out`: `[batch, heads, seq_q, value_dim]`, in its dtype.
+    /// Gradient with respect to `out`: `[batch, heads, seq_q, value_dim]`, in its dtype.
     pub out: FloatTensor<B>,
-    /// By `lse`: `[batch, heads, seq_q]`, in its dtype. None: 0.
+    /// Gradient with respect to `lse`: `[batch, heads, seq_q]`, in its dtype. None means 0.
     #[extension_type]
     pub lse: OptFloat<B>,
 }
 
-/// Gradients, each of its input's shape and dtype; by what is added to the scores those that are wanted.
+/// Gradients, each with the shape and dtype of its input. Those of tensors added to the scores are present only if wanted.
 pub type AttentionGrads<B> = AttentionInputs<B>;
 
-/// Gradients that are wanted besides those of q, k and v.
+/// Wanted gradients besides those of q, k and v.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct NeedsGrad {
-    /// The bias's.
+    /// True if the gradient of the bias is wanted.
     pub bias: bool,
-    /// That of the biases of distances.
+    /// True if the gradient of the relative bias is wanted.
     pub relative_bias: bool,
 }
 
 op_values! {
-    /// The tensors of [`accumulated_attention`](crate::attention_sums::accumulated_attention).
+    /// Inputs of [`accumulated_attention`](crate::attention_sums::accumulated_attention).
     pub struct AccumulatedInputs {
         /// `[batch, heads, seq_q, head_dim]`
         pub q: FloatTensor,
@@ -335,11 +332,11 @@ op_values! {
         pub k: FloatTensor,
         /// `[batch, heads, seq_q]`; f32, or f64 for f64 inputs.
         pub lse: FloatTensor,
-        /// Tensors added to the scores.
+        /// Tensors that are added to the scores.
         pub scores: ScoreTensors,
     }
 
-    /// The sums of [`accumulated_attention`](crate::attention_sums::accumulated_attention), in lse's dtype.
+    /// Sums of [`accumulated_attention`](crate::attention_sums::accumulated_attention), in the dtype of lse.
     pub struct AccumulatedOutput {
         /// `[batch, heads, seq_kv]`
         pub columns: FloatTensor,

@@ -1,4 +1,4 @@
-//! The steps of block-sparse tensors in Burn's autodiff graph.
+//! The autodiff steps of block-sparse tensors.
 
 use crate::attention::autodiff::inner_layout;
 use crate::base::custom_gradient::*;
@@ -35,7 +35,7 @@ fn gradients<B: BlockSparseTensorOps>(
 }
 
 impl<B: BlockSparseTensorOps, C: CheckpointStrategy> BlockSparseTensorOps for Autodiff<B, C> {
-    /// It does the same to the gradient.
+    /// The gradient is masked in the same way.
     fn block_sparse_mask(
         values: FloatTensor<Self>,
         layout: LayoutTensors<Self>,

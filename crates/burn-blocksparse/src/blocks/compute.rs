@@ -7,9 +7,8 @@
 //! softmax  the largest value and the sum of each row of a block, then of each row over its blocks
 //! ```
 //!
-//! Everything is gathered, nothing is scattered: rows and columns of blocks are listed on the host, so each output has
-//! one writer and the backward passes (each is two of these products) are also gathers. Gathered operands are in
-//! memory a chunk at a time. Sums run in a fixed order.
+//! Everything is gathered and nothing is scattered. Block rows and columns are listed on the host, so each output has one writer, and the backward passes (each
+//! consists of two of these products) are also gathers. Gathered operands are in memory one chunk at a time. Sums have a fixed order.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,13 +23,13 @@ use crate::graph::recording;
 use crate::upload;
 use crate::weights;
 
-/// Elements of the gathered operands and of their product in memory at a time (one row of blocks may have more).
+/// Maximum number of elements of the gathered operands and their product in memory at a time (one block row may have more).
 const CHUNK_ELEMENTS: usize = 1 << 22;
 
-/// Matrices of one batched product: WebGPU takes 65,535 cubes in a dimension.
+/// Maximum number of matrices of a batched product: WebGPU allows 65,535 cubes per dimension.
 const CHUNK_MATRICES: usize = 1 << 15;
 
-/// A product of two factors. The three products are each other's gradients:
+/// A product of two operands. The three products are each other's gradients:
 ///
 /// ```text
 /// w = a · bᵀ   da = dw · b      db = dwᵀ · a      masked pairs of dw do not count
@@ -43,15 +42,14 @@ pub enum BlockProduct {
     Nt,
     /// `w · b`: `[batch, heads, seq_q, dim]` in the dtype of `b`, `[batch, kv_heads, seq_kv, dim]`.
     Nn,
-    /// `wᵀ · a`, summed over the heads that share one of `kv_heads`: `[batch, kv_heads, seq_kv, dim]` in the dtype of
-    /// `a`, `[batch, heads, seq_q, dim]`.
+    /// `wᵀ · a`, summed over the heads that share one of `kv_heads` heads: `[batch, kv_heads, seq_kv, dim]` in the dtype of `a`, `[batch, heads, seq_q, dim]`.
     Tn {
-        /// Heads of the result.
+        /// Number of heads of the result.
         kv_heads: usize,
     },
 }
 
-/// `values` `[batch, blocks, b, b]` with masked pairs set to 0.
+/// Sets masked pairs of `values` `[batch, blocks, b, b]` to 0.
 pub(super) fn mask<B: Backend>(
     values: FloatTensor<B>,
     layout: &LayoutTensors<B>,
@@ -63,7 +61,7 @@ pub(super) fn mask<B: Backend>(
     call.stored_blocks(vec![values])
 }
 
-/// `a` `[batch, heads, seq_q, dim]`, `b` `[batch, kv_heads, seq_kv, dim]`.
+/// Computes `a · bᵀ` of `a` `[batch, heads, seq_q, dim]` and `b` `[batch, kv_heads, seq_kv, dim]`.
 fn nt<B: Backend>(
     a: FloatTensor<B>,
     b: FloatTensor<B>,
@@ -104,7 +102,7 @@ pub(super) fn product<B: Backend>(
     call.untile(out, rows).cast(dtype).0
 }
 
-/// `w` `[batch, blocks, b, b]`
+/// Computes the softmax of `w` `[batch, blocks, b, b]`.
 pub(super) fn softmax<B: Backend>(
     w: FloatTensor<B>,
     layout: &LayoutTensors<B>,
@@ -116,22 +114,22 @@ pub(super) fn softmax<B: Backend>(
         return w;
     }
     let w = call.kept_blocks(w);
-    // scale · w = |scale| · (±w), whose largest value is found before it is scaled.
+    // scale · w = |scale| · (±w), so the maximum is taken before scaling.
     let w = if scale < 0.0 { -w } else { w };
     let allowed = call.fill_masked(w.clone(), blocks.clone(), f64::NEG_INFINITY);
     let max = call.reduce_rows(allowed, Reduce::Max);
-    // Rows without pairs: any finite value does.
+    // Rows without pairs may use any finite value.
     let max_is_infinite = B::float_is_inf(max.0.clone(), layout.blocked.dtype().into());
     let max = max.fill(max_is_infinite, 0.0);
     // A difference of finite values may be −∞, and −∞ · 0 is NaN.
     let below = (w - call.of_blocks(&max)).at_least(call.lowest());
     let e = call.fill_masked((below * scale.abs()).exp(), blocks, 0.0);
-    // The largest value of a row adds 1: only rows without pairs have less.
+    // The maximum of a row contributes 1 to its sum, so only rows without pairs have a smaller sum.
     let sum = call.reduce_rows(e.clone(), Reduce::Sum).at_least(1.0);
     call.stored_blocks(vec![e / call.of_blocks(&sum)])
 }
 
-/// `dS = scale · p ∘ (dP − rowsum(p ∘ dP))`, all `[batch, blocks, b, b]`.
+/// Computes `dS = scale · p ∘ (dP − rowsum(p ∘ dP))`, all `[batch, blocks, b, b]`.
 pub(super) fn softmax_backward<B: Backend>(
     p: FloatTensor<B>,
     grad: FloatTensor<B>,
@@ -144,7 +142,7 @@ pub(super) fn softmax_backward<B: Backend>(
         return grad;
     }
     let p = call.kept_blocks(p);
-    // What a loss makes of masked pairs does not count, even if it is not finite.
+    // Gradients of masked pairs are ignored, even if they are not finite.
     let grad = call.fill_masked(call.kept_blocks(grad), blocks, 0.0);
     let delta = call.reduce_rows(p.clone() * &grad, Reduce::Sum);
     let ds = p * (grad - call.of_blocks(&delta));
@@ -173,14 +171,14 @@ impl Reduce {
     }
 }
 
-/// One call: the layout's blocks, and what its tensors have in common.
+/// The blocks of a layout and the common properties of a call's tensors.
 struct Call<'a, B: Backend> {
     layout: &'a LayoutTensors<B>,
     places: Arc<Places>,
     batch: usize,
     block_size: usize,
     device: Device<B>,
-    /// The dtype everything is computed in.
+    /// Dtype of all computations.
     dtype: FloatDType,
 }
 
@@ -211,7 +209,7 @@ impl<'a, B: Backend> Call<'a, B> {
         upload::indices::<B>(&self.device, indices.to_vec())
     }
 
-    /// Bools as the backend stores them, which is how it stores the layout's.
+    /// Uploads bools in the backend's storage type, which is that of the layout's tensor.
     fn bools<const D: usize>(&self, bools: Vec<bool>, shape: [usize; D]) -> BoolTensor<B> {
         recording::doom_by_upload(&self.device, "indices of blocks");
         let data = TensorData::new(bools, shape);
@@ -225,7 +223,7 @@ impl<'a, B: Backend> Call<'a, B> {
         Array::zeros(shape, &self.device, self.dtype)
     }
 
-    /// The lowest finite value of the dtype.
+    /// Returns the lowest finite value of the dtype.
     fn lowest(&self) -> f64 {
         match self.dtype {
             FloatDType::F64 => f64::MIN,
@@ -233,23 +231,23 @@ impl<'a, B: Backend> Call<'a, B> {
         }
     }
 
-    /// The rows `places` of `x`, in another shape.
+    /// Gathers the rows `places` of `x` and reshapes them.
     fn gather<const D: usize>(&self, x: &Array<B>, places: &[i32], shape: [usize; D]) -> Array<B> {
         let rows = x.clone().select(0, self.indices(places));
         rows.reshape(shape)
     }
 
-    /// `[batch, heads, seq, dim]` to `[tiles, b · dim]`, in the dtype everything is computed in.
+    /// Converts `[batch, heads, seq, dim]` to `[tiles, b · dim]`, in the dtype of all computations.
     fn tile(&self, x: FloatTensor<B>) -> Array<B> {
         tile(Array::<B>(x).cast(self.dtype), self.block_size)
     }
 
-    /// Tiles to `[batch, heads, seq, dim]`.
+    /// Converts tiles to `[batch, heads, seq, dim]`.
     fn untile(&self, x: Array<B>, [heads, seq]: [usize; 2]) -> Array<B> {
         untile(x, [self.batch, heads, seq], self.block_size)
     }
 
-    /// The kept ones of the stored blocks: `[kept, b, b]`.
+    /// Selects the kept blocks among the stored ones: `[kept, b, b]`.
     fn kept_blocks(&self, values: FloatTensor<B>) -> Array<B> {
         let b = self.block_size;
         let stored = values.shape()[0] * values.shape()[1];
@@ -260,7 +258,7 @@ impl<'a, B: Backend> Call<'a, B> {
         }
     }
 
-    /// The inverse of [`Self::kept_blocks`] on parts of them, `[n, b, b]`: `[batch, blocks, b, b]`.
+    /// Inverts [`Self::kept_blocks`] for parts `[n, b, b]` of the blocks: `[batch, blocks, b, b]`.
     fn stored_blocks(&self, mut parts: Vec<Array<B>>) -> FloatTensor<B> {
         let b = self.block_size;
         let shape = weights::shape(&self.layout.host, self.batch);
@@ -278,7 +276,7 @@ impl<'a, B: Backend> Call<'a, B> {
         values.reshape(shape).0
     }
 
-    /// `values` of these kept blocks, `[n, b, b]`, with masked pairs filled.
+    /// Fills the masked pairs of `values`, which are those of the kept blocks `blocks`, `[n, b, b]`.
     fn fill_masked(&self, values: Array<B>, blocks: Range<usize>, value: f64) -> Array<B> {
         if !self.places.is_partial(blocks.clone()) {
             return values;
@@ -289,7 +287,7 @@ impl<'a, B: Backend> Call<'a, B> {
         values.fill(blocked, value)
     }
 
-    /// For each tile of a side the sum over its blocks of block times tile of the other side: `[tiles, b · dim]`.
+    /// Sums block times tile of the other side over the blocks of each tile of a side: `[tiles, b · dim]`.
     fn product(&self, w: FloatTensor<B>, x: FloatTensor<B>, side: Side) -> Array<B> {
         let (b, dim) = (self.block_size, x.shape()[3]);
         let x = self.tile(x);
@@ -330,13 +328,13 @@ impl<'a, B: Backend> Call<'a, B> {
         })
     }
 
-    /// Rows of the queries' tiles, `[tiles, b]`, for each kept block: `[kept, b, 1]`.
+    /// Expands rows of query tiles, `[tiles, b]`, to each kept block: `[kept, b, 1]`.
     fn of_blocks(&self, rows: &Array<B>) -> Array<B> {
         let shape = [self.places.len(), self.block_size, 1];
         self.gather(rows, &self.places.q_tiles, shape)
     }
 
-    /// `x` `[T, L, width]` with the blocks filled that only repeat another.
+    /// Fills the padding blocks of `x` `[T, L, width]`, which repeat another block.
     fn fill_repeated(&self, x: Array<B>, chunk: &Chunk, value: f64) -> Array<B> {
         if chunk.repeated.is_empty() {
             return x;
@@ -347,7 +345,7 @@ impl<'a, B: Backend> Call<'a, B> {
         x.fill(repeated, value)
     }
 
-    /// What `compute` makes of each chunk, in the order of the tiles: `[tiles, width]`. Tiles without blocks are 0.
+    /// Applies `compute` to each chunk and returns the results in the order of the tiles: `[tiles, width]`. Tiles without blocks are 0.
     fn each_tile(
         &self,
         side: Side,

@@ -1,4 +1,4 @@
-//! Block-sparse tensors: products, softmax, and functions of their own, over the blocks of a layout.
+//! Block-sparse tensors: products, softmax and element-wise functions over the blocks of a layout.
 #[cfg(feature = "autodiff")]
 mod autodiff;
 mod compute;
@@ -20,12 +20,12 @@ use crate::graph::recording;
 use crate::upload;
 use crate::weights::{self, BlockSparseTensor};
 
-/// The operators of block-sparse attention one by one, as in Gray, Radford and Kingma, "GPU kernels for block-sparse weights" (2017): to
-/// build attention of another kind. They run in Burn's primitives on every backend, not in fused kernels
-/// ([`sparse_attention`](crate::sparse_attention) does): the values of all kept blocks are in memory, `blocks · block_size²` of them
-/// for each batch entry (two to four times that while a softmax or its gradient is computed), and gathered operands are, a chunk of about 16 MiB at a time.
+/// The operators of block-sparse attention as separate functions, as in Gray, Radford and Kingma, "GPU kernels for block-sparse weights" (2017), from which
+/// other kinds of attention can be built. They run as Burn primitives on every backend, not as fused kernels ([`sparse_attention`](crate::sparse_attention)
+/// does). The values of all kept blocks are in memory, `blocks · block_size²` per batch entry (two to four times that during a softmax or its gradient).
+/// Gathered operands are in memory in chunks of about 16 MiB.
 ///
-/// All are differentiable (once), and deterministic where Burn's matrix products are. On CUDA, Burn rounds factors of f32 products to tf32.
+/// All operators are differentiable (once), and deterministic if Burn's matrix products are. On CUDA, Burn rounds operands of f32 products to tf32.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -49,7 +49,7 @@ use crate::weights::{self, BlockSparseTensor};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 impl BlockSparseTensor {
-    /// The blocks of `a · bᵀ` that the layout keeps: `w[i, j] = a[i] · b[j]` for allowed pairs, 0 for masked ones.
+    /// Computes the kept blocks of `a · bᵀ`: `w[i, j] = a[i] · b[j]` for allowed pairs, 0 for masked ones.
     ///
     /// # Shapes
     /// - `a`: `[batch, heads, seq_q, dim]`
@@ -76,7 +76,7 @@ impl BlockSparseTensor {
         Ok(Self::new(values, layout.clone()))
     }
 
-    /// The product with a dense tensor: `out[i] = Σ_j w[i, j] · b[j]`.
+    /// Computes the product with a dense tensor: `out[i] = Σ_j w[i, j] · b[j]`.
     ///
     /// # Shapes
     /// - `b`: `[batch, kv_heads, seq_kv, dim]`; `kv_heads` divides the layout's heads
@@ -91,7 +91,7 @@ impl BlockSparseTensor {
         Ok(product(w, b, tensors, BlockProduct::Nn))
     }
 
-    /// The product of the transpose with a dense tensor: `out[j] = Σ_i w[i, j] · a[i]`, head by head. (With grouped heads
+    /// Computes the product of the transpose with a dense tensor: `out[j] = Σ_i w[i, j] · a[i]`, head by head. (With grouped heads
     /// the gradient of [`Self::nt`] with respect to `b` is the sum over each group.)
     ///
     /// # Shapes
@@ -111,8 +111,8 @@ impl BlockSparseTensor {
         Ok(product(w, a, tensors, of_heads))
     }
 
-    /// Softmax over the allowed pairs of each row, across its blocks:
-    /// `p[i, j] = exp(scale · w[i, j]) / Σ_k exp(scale · w[i, k])`. Rows without pairs stay 0. Finite values give no NaN.
+    /// Computes the softmax over the allowed pairs of each row, across its blocks: `p[i, j] = exp(scale · w[i, j]) / Σ_k exp(scale · w[i, k])`. Rows without
+    /// pairs stay 0. Finite values never give NaN.
     ///
     /// # Errors
     /// [`OpError`] if the scale is not finite.
@@ -125,15 +125,15 @@ impl BlockSparseTensor {
         Ok(Self::new(Tensor::from_dispatch(p), layout))
     }
 
-    /// A function of the values, element by element; masked pairs stay 0, whatever it makes of them. (Neither a value nor a
-    /// derivative at 0 that is not finite does any harm there.)
+    /// Applies a function to the values, element by element. Masked pairs stay 0 regardless of its result, and a non-finite value or
+    /// derivative at 0 has no effect on them.
     ///
     /// # Errors
     /// [`OpError`] if the function returns another shape or device.
     pub fn map(self, f: impl FnOnce(Tensor<4>) -> Tensor<4>) -> Result<Self, OpError> {
         let (shape, device) = (self.values().dims(), self.values().device());
         let layout = self.layout().clone();
-        // The values are masked already; this masks the gradient that comes out of the function.
+        // The values are already masked; this also masks the gradient that comes out of the function.
         let values = f(masked(self.values(), &layout));
         expect("the function's shape", shape, "its input's", values.dims())?;
         let own = values.device();
@@ -141,11 +141,11 @@ impl BlockSparseTensor {
         Self::from_values(values, &layout)
     }
 
-    /// A block-sparse tensor of these values, masked pairs set to 0.
+    /// Creates a block-sparse tensor from values. Masked pairs are set to 0.
     ///
     /// # Shapes
-    /// - `values`: `[batch, blocks, block_size, block_size]`, any float dtype, blocks in the order of this type. A per-batch layout has as
-    ///   many blocks as its fullest batch entry, and the others' last blocks are set to 0.
+    /// - `values`: `[batch, blocks, block_size, block_size]`, any float dtype, with blocks in the order of this type. A per-batch layout has as
+    ///   many blocks as its fullest batch entry; surplus blocks of other entries are set to 0.
     ///
     /// # Errors
     /// [`OpError`] if the shape does not fit the layout.
@@ -160,7 +160,7 @@ impl BlockSparseTensor {
         Ok(Self::new(values, layout.clone()))
     }
 
-    /// That a dense factor fits the values.
+    /// Checks that a dense operand fits the values.
     fn check_factor(
         &self,
         [batch, dim, dtype, device]: [&'static str; 4],
@@ -178,14 +178,14 @@ impl BlockSparseTensor {
         same_device(device, &values.device(), "the values'", &factor.device())
     }
 
-    /// The values and the layout as backends take them.
+    /// Returns the values and the layout in the form that backends take.
     fn into_parts(self) -> (Tensor<4>, LayoutTensors<Dispatch>) {
         let (values, layout) = self.into_values();
         let tensors = on_device(&layout, &values.device());
         (values, tensors)
     }
 
-    /// The values as `[batch, heads, seq_q, seq_kv]`, 0 where nothing is retained: O(n²) memory, for plots and tests.
+    /// Returns the values as `[batch, heads, seq_q, seq_kv]`, with 0 for other pairs. O(n²) memory, for plots and tests.
     pub fn to_dense(&self) -> Tensor<4> {
         let layout = self.layout();
         let [batch, stored, b, _] = self.values().dims();
@@ -194,7 +194,7 @@ impl BlockSparseTensor {
         let absent = batch * stored;
         let known = Places::of(layout, batch, heads);
         let kept = (known.stored_places()).unwrap_or_else(|| (0..absent as i32).collect());
-        // For every block of the dense tensor its place among the stored ones, or that of a block of zeros.
+        // The index of every block of the dense tensor among the stored blocks, or that of a block of zeros.
         let mut places = vec![absent as i32; batch * heads * q_blocks * kv_blocks];
         for ((query, key), place) in known.q_tiles.iter().zip(&known.kv_tiles).zip(kept) {
             places[*query as usize * kv_blocks + *key as usize % kv_blocks] = place;
@@ -214,11 +214,11 @@ impl BlockSparseTensor {
             .slice([0..batch, 0..heads, 0..layout.seq_q(), 0..layout.seq_kv()])
     }
 
-    /// The values times their rows' factors, `[batch, heads, seq_q]`. Not as a product of matrices, whose factors Burn may round to tf32.
+    /// Multiplies the values by factors of their rows, `[batch, heads, seq_q]`. This is not a matrix product, whose operands Burn may round to tf32.
     pub(crate) fn times_rows(self, factors: Tensor<3>) -> Self {
         let (values, layout) = self.into_values();
         let [batch, stored, b, _] = values.dims();
-        // Tensors without elements are not for every backend.
+        // Not every backend supports tensors without elements.
         if stored == 0 {
             return Self::new(values, layout);
         }
@@ -272,7 +272,7 @@ fn check_batch(argument: &'static str, batch: usize, layout: &BlockLayout) -> Re
     }
 }
 
-/// That `b` has keys for the layout.
+/// Checks that `b` fits the layout's keys.
 fn check_kv(b: &Tensor<4>, layout: &BlockLayout) -> Result<(), OpError> {
     let [_, kv_heads, seq_kv, _] = b.dims();
     let heads = layout.heads();

@@ -8,8 +8,8 @@ use crate::weights;
 #[cfg(feature = "fusion")]
 use blocksparse::BlockLayout;
 
-/// Operations on block-sparse tensors `[batch, blocks, block_size, block_size]`, as backend operations: the default bodies are
-/// in Burn primitives. Arguments are checked by the public functions.
+/// Operations on block-sparse tensors `[batch, blocks, block_size, block_size]` as backend operations. The default bodies use Burn primitives. The public
+/// functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -27,7 +27,7 @@ pub trait BlockSparseTensorOps: Backend {
         compute::mask::<Self>(values, &layout)
     }
 
-    /// A product of two factors.
+    /// Computes a product of two operands.
     #[fusion(dtype = product.dtype(lhs, rhs), shape = product.shape(lhs, rhs, &layout.host))]
     fn block_sparse_product(
         lhs: FloatTensor<Self>,
@@ -38,7 +38,7 @@ pub trait BlockSparseTensorOps: Backend {
         compute::product::<Self>(lhs, rhs, &layout, product)
     }
 
-    /// Softmax of `scale · w` over the allowed pairs of each row.
+    /// Computes the softmax of `scale · w` over the allowed pairs of each row.
     #[fusion(dtype = w, shape = w)]
     fn block_sparse_softmax(
         w: FloatTensor<Self>,
@@ -48,7 +48,7 @@ pub trait BlockSparseTensorOps: Backend {
         compute::softmax::<Self>(w, &layout, scale)
     }
 
-    /// The gradient with respect to `w`, of the softmax `p` and the gradient with respect to it.
+    /// Computes the gradient with respect to `w` from the softmax `p` and the gradient with respect to `p`.
     #[fusion(dtype = p, shape = p)]
     fn block_sparse_softmax_backward(
         p: FloatTensor<Self>,

@@ -1,4 +1,4 @@
-//! Where the kept blocks of a layout are, for one batch: host lists that the products gather by.
+//! Positions of the kept blocks of a layout for a batch: index lists by which the products gather.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,50 +8,50 @@ use blocksparse::{BlockLayout, FULL};
 
 use crate::weights;
 
-/// The kept blocks, batch entry by batch entry, head by head, row by row, key blocks ascending.
+/// The kept blocks, ordered by batch entry, head, block row and key block.
 ///
-/// A *tile* is `block_size` rows of a `[batch, heads, seq, dim]` tensor; tiles count through heads and batch entries.
+/// A *tile* is `block_size` rows of a `[batch, heads, seq, dim]` tensor. Tiles are numbered across heads and batch entries.
 pub(super) struct Places {
-    /// The queries' tile of each block.
+    /// Query tile of each block.
     pub q_tiles: Vec<i32>,
-    /// The keys' tile of each block. Heads that share key heads share these.
+    /// Key tile of each block. Heads that share a key head share key tiles.
     pub kv_tiles: Vec<i32>,
-    /// The mask of each block: an index into the layout's table.
+    /// Mask of each block: an index into the layout's table.
     pub masks: Vec<i32>,
-    /// Number of tiles of the queries, and of the keys.
+    /// Number of query tiles and of key tiles.
     pub tiles: [usize; 2],
-    /// Kept blocks before each batch entry: `[batch + 1]`.
+    /// Number of kept blocks before each batch entry: `[batch + 1]`.
     entries: Vec<usize>,
-    /// Blocks that are stored for each batch entry; the fullest keeps as many.
+    /// Number of blocks stored per batch entry: the number of kept blocks of the fullest.
     stored: usize,
-    /// Chunks that were asked for before.
+    /// Cached chunks.
     chunks: Slots<(Side, usize), Option<Arc<[Chunk]>>>,
 }
 
-/// What a layout keeps of its calls, by batch entries and key heads.
+/// Cache attached to a layout, by batch size and number of key heads.
 type Known = Slots<[usize; 2], Option<Arc<Places>>>;
 
-/// Which sides' tiles a product has a row of blocks for.
+/// The side whose tiles each have a list of blocks in a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Side {
     Query,
     Key,
 }
 
-/// Tiles with about equally many blocks, which are computed together.
+/// Tiles with similar numbers of blocks, which are computed together.
 pub(super) struct Chunk {
     /// The tiles.
     pub tiles: Vec<i32>,
-    /// Blocks of each tile: `L`.
+    /// Number of blocks per tile: `L`.
     pub length: usize,
-    /// `L` blocks for each tile. A tile with fewer repeats its last.
+    /// `L` blocks per tile. A tile with fewer repeats its last block.
     pub blocks: Vec<i32>,
-    /// True for blocks that are such repetitions. Empty: none.
+    /// True for repeated blocks. Empty if there are none.
     pub repeated: Vec<bool>,
 }
 
 impl Places {
-    /// The places of a layout, which keeps them.
+    /// Returns the places of a layout, cached in the layout.
     pub fn of(layout: &BlockLayout, batch: usize, kv_heads: usize) -> Arc<Self> {
         let known = layout.attachment(Known::default);
         let new = || Arc::new(Self::new(layout, batch, kv_heads));
@@ -90,7 +90,7 @@ impl Places {
         places
     }
 
-    /// Number of kept blocks.
+    /// Returns the number of kept blocks.
     pub fn len(&self) -> usize {
         self.masks.len()
     }
@@ -100,7 +100,7 @@ impl Places {
         self.masks[blocks].iter().any(|&mask| mask != FULL as i32)
     }
 
-    /// Where the kept blocks are stored. None: they are all that is stored, in this order.
+    /// Returns the stored index of each kept block, or `None` if exactly the kept blocks are stored in this order.
     pub fn stored_places(&self) -> Option<Vec<i32>> {
         let entries = self.entries.windows(2).enumerate();
         self.has_filler().then(|| {
@@ -112,7 +112,7 @@ impl Places {
         })
     }
 
-    /// The kept block of each stored place, or `len()` where nothing is retained. None: as above.
+    /// Returns the kept block of each stored index, or `len()` for padding. `None` if exactly the kept blocks are stored in this order.
     pub fn kept_places(&self) -> Option<Vec<i32>> {
         let entries = self.entries.windows(2);
         self.has_filler().then(|| {
@@ -124,7 +124,7 @@ impl Places {
         })
     }
 
-    /// The queries' tile of each stored place, the first one where nothing is retained.
+    /// Returns the query tile of each stored index, or tile 0 for padding.
     pub fn stored_q_tiles(&self) -> Vec<i32> {
         match self.kept_places() {
             None => self.q_tiles.clone(),
@@ -138,8 +138,8 @@ impl Places {
         self.len() != self.stored * (self.entries.len() - 1)
     }
 
-    /// The blocks of each tile of a side, longest lists first, in chunks of at most `blocks` blocks
-    /// (one tile may have more). Lists of a chunk differ by a factor of two at most. Tiles without blocks are in none.
+    /// Returns the blocks of each tile of a side, longest lists first, in chunks of at most `blocks` blocks (one tile may have more). The lists of a chunk
+    /// differ by at most a factor of two. Tiles without blocks are omitted.
     pub fn chunks(&self, side: Side, blocks: usize) -> Arc<[Chunk]> {
         let new = || self.new_chunks(side, blocks).into();
         self.chunks.get_or_make((side, blocks), new)
@@ -164,7 +164,7 @@ impl Places {
         chunks
     }
 
-    /// The blocks of each tile of a side, in order.
+    /// Returns the blocks of each tile of a side, in order.
     fn lists(&self, side: Side) -> Vec<Vec<i32>> {
         let (tile_of, tiles) = match side {
             Side::Query => (&self.q_tiles, self.tiles[0]),
@@ -179,7 +179,7 @@ impl Places {
 }
 
 impl Chunk {
-    /// `length` is that of the longest list, the first.
+    /// Creates a chunk. `length` is the length of its first and longest list.
     fn new(lists: &[Vec<i32>], tiles: &[usize], length: usize) -> Self {
         let mut chunk = Self {
             tiles: tiles.iter().map(|&tile| tile as i32).collect(),
@@ -210,7 +210,7 @@ mod tests {
     use super::*;
     use blocksparse::Pattern;
 
-    /// Every block is in its tile's list once, in order; what is listed besides is a repetition.
+    /// Every block is listed once and in order for its tile; all other entries are repetitions.
     #[test]
     fn chunks_list_every_block_once() {
         let nothing = Pattern::from_fn("nothing", |_, _, _| false);
@@ -259,14 +259,14 @@ mod tests {
         }
     }
 
-    /// Kept to stored and back.
+    /// Conversion between kept and stored indices.
     #[test]
     fn filler_of_per_batch_layouts() {
         let layouts =
             [Pattern::local(1), Pattern::causal()].map(|pattern| pattern.layout(1, 24, 8).unwrap());
         let stacked = BlockLayout::stack_batch(&layouts).unwrap();
         let places = Places::new(&stacked, 2, 1);
-        // Three blocks and six, so six are stored for each entry.
+        // The entries keep three and six blocks, so six are stored for each.
         let stored = places.stored_places().unwrap();
         assert_eq!(stored, [0, 1, 2, 6, 7, 8, 9, 10, 11]);
         let kept = places.kept_places().unwrap();

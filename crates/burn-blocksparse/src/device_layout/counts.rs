@@ -1,4 +1,4 @@
-//! How many blocks a layout has that is made on a device.
+//! Numbers of blocks of a device layout.
 
 use crate::base::device::runs_kernels;
 use crate::base::prelude::*;
@@ -7,12 +7,12 @@ use crate::device_layout::ops::DeviceLayoutOps;
 use crate::upload::layout_tensors;
 
 impl DeviceLayout {
-    /// Returns the number of blocks of each row of blocks: i32 `[batch or 1, patterns, q_blocks]`, on the device, without autodiff. `patterns` are the heads that have
-    /// blocks of their own, a divisor of all, of which as many adjacent ones share one. Nothing is read back where kernels run. By positions or lists of keys
-    /// the blocks are all those of the places.
+    /// Returns the number of blocks in each block row: i32 `[batch or 1, patterns, q_blocks]`, on the device, without autodiff. `patterns` is the number of
+    /// groups of adjacent heads with their own blocks, a divisor of the heads. Nothing is read back if kernels run. For layouts by positions or lists of keys
+    /// all blocks of `places` are counted.
     ///
     /// # Errors
-    /// [`OpError`] if the tensor that chooses cannot be read, where no kernels run.
+    /// [`OpError`] if no kernels run and the tensor that chooses cannot be read.
     pub fn counts(&self) -> Result<Tensor<3, Int>, OpError> {
         let device = self.device();
         let [batch, patterns] = self.choice().patterns;
@@ -24,7 +24,7 @@ impl DeviceLayout {
             let counts = <Dispatch as DeviceLayoutOps>::count_blocks(tensors);
             return Ok(Tensor::from_dispatch(counts));
         }
-        // By positions and lists of keys the blocks are those of the places, whether or not a pair of them is seen.
+        // By positions and lists of keys the blocks are those of `places`, whether or not any of their pairs is visible.
         let host = match self.frame.within() {
             Some(places) if has_all => places.clone(),
             _ => self.to_host()?,
@@ -40,7 +40,7 @@ impl DeviceLayout {
         Ok(Tensor::from_data(counts, (&device, DType::I32)))
     }
 
-    /// Chosen blocks as a share of those that are visible, over all rows: `[1]` in f32, on the device. Nothing is read back where kernels run.
+    /// Returns the share of visible blocks that are chosen, over all rows: `[1]` in f32, on the device. Nothing is read back if kernels run.
     ///
     /// # Errors
     /// As [`Self::counts`].
@@ -67,7 +67,7 @@ impl DeviceLayout {
                 batch * patterns * (0..q_blocks).map(of_row).sum::<usize>()
             }
         };
-        // A sum over rows, then over the rest: one long sum is one cube's.
+        // Sums over rows first: one long sum would run in a single cube.
         let counts = counts.float().cast(DType::F32).sum_dim(2).sum();
         Ok(counts.div_scalar(visible.max(1) as f32))
     }

@@ -1,4 +1,4 @@
-//! Layouts whose pairs are lists of single keys.
+//! Layouts whose pairs are given as lists of individual keys.
 
 use blocksparse::{BlockLayout, BlockSource};
 use burn::tensor::{Int, Tensor};
@@ -8,7 +8,8 @@ use crate::base::values::DynamicBlocks;
 use crate::error::OpError;
 
 impl DeviceLayout {
-    /// The blocks of `places`, and of their pairs those that `keys` `[batch, lists, queries, most]` lists: of `seq_kv` keys, ascending, each once, and −1 after the last.
+    /// Creates a layout of the blocks of `places` and, among their pairs, those in `keys` `[batch, lists, queries, most]`: indices into `seq_kv` keys,
+    /// ascending, distinct, padded with −1.
     #[doc(hidden)]
     pub fn of_keys(
         places: &BlockLayout,

@@ -1,4 +1,4 @@
-//! Layouts that are made on the device: a tensor chooses the blocks, and nothing is read back.
+//! Layouts that are built on the device: a tensor chooses the blocks, and nothing is read back.
 
 pub mod counts;
 mod keys;
@@ -17,20 +17,20 @@ use crate::base::prelude::*;
 use crate::base::values::DynamicBlocks;
 use crate::choice::TopKOptions;
 
-/// Options of a [`DeviceLayout`], besides the tensor that chooses its blocks. Build them from [`new`](Self::new).
+/// Options of a [`DeviceLayout`] besides the tensor that chooses its blocks. Build them from [`new`](Self::new).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 #[non_exhaustive]
 pub struct DeviceLayoutOptions {
-    /// The layout's sizes.
+    /// Sizes of the layout.
     pub shape: LayoutShape,
-    /// True if queries see no later keys, also in the blocks that are chosen. The last query sits at the last key, as in
+    /// True if queries see no later keys, including within chosen blocks. The last query is aligned with the last key, as in
     /// [`Pattern::causal`](crate::Pattern::causal).
     pub causal: bool,
 }
 
 impl DeviceLayoutOptions {
-    /// A layout of these sizes, not causal.
+    /// Creates options for a layout of these sizes, not causal.
     pub fn new(shape: LayoutShape) -> Self {
         Self {
             shape,
@@ -44,15 +44,15 @@ impl DeviceLayoutOptions {
     }
 }
 
-/// A layout whose blocks a tensor on a device chooses, for patterns that depend on content: query `i` attends to key `j` if the block of
+/// A layout whose blocks a tensor on a device chooses, for patterns that depend on content. Query `i` attends to key `j` if the block of
 /// the pair is chosen and, in a causal layout, `j ≤ i + seq_kv − seq_q`.
 ///
-/// [`sparse_attention`](crate::sparse_attention) takes it like a [`BlockLayout`]. Where kernels run, launch plans by rows and by columns are made
-/// from the tensor on the device, without host synchronisation, once per layout: use one layout for all calls of the same choice. Cloning is cheap.
-/// On CPU backends the first call makes a [`BlockLayout`] of the tensor.
+/// [`sparse_attention`](crate::sparse_attention) takes it like a [`BlockLayout`]. If kernels run, the launch plans by rows and by columns are computed
+/// from the tensor on the device, without host synchronisation, once per layout. Use one layout for all calls with the same choice. Cloning is cheap.
+/// On CPU backends the first call converts the tensor to a [`BlockLayout`].
 ///
-/// A row of blocks may be empty; its queries give zeros. The tensor's contents cannot be checked, but any are safe: see the constructors. Launch
-/// plans have space for the largest possible number of blocks, about 8 bytes for each pair of blocks of a mask, and for each index.
+/// A block row may be empty; its queries give zeros. The contents of the tensor cannot be checked, but any contents are safe: see the constructors. Launch
+/// plans reserve memory for the largest possible number of blocks, about 8 bytes for each pair of blocks of a mask, and for each index.
 ///
 /// ```
 /// use burn::tensor::{Bool, Device, Distribution, Tensor};
@@ -74,7 +74,7 @@ impl DeviceLayoutOptions {
 /// ```
 #[derive(Clone)]
 pub struct DeviceLayout {
-    /// The sizes and how blocks are chosen; launch plans are kept with it.
+    /// Sizes and the rule of the choice. Launch plans are attached to it.
     pub(crate) frame: BlockLayout,
     pub(crate) causal: bool,
     /// The tensor that chooses, on the device without autodiff.
@@ -82,13 +82,14 @@ pub struct DeviceLayout {
     pub(crate) host: Arc<OnceLock<BlockLayout>>,
 }
 
-/// Threads may share it, as they do a [`BlockLayout`].
+/// Threads may share it, like a [`BlockLayout`].
 const _: () = {
     const fn is_send_and_sync<T: Send + Sync>() {}
     is_send_and_sync::<DeviceLayout>();
 };
 
-/// The tensor that chooses, for so many batch entries and heads, as many adjacent ones of which shared one. Of positions there is one for each head.
+/// Expands the tensor that chooses to `patterns` batch entries and heads, where adjacent heads shared an entry. Position tensors already have one entry per
+/// head.
 fn expanded(
     chooser: DynamicBlocks<Dispatch>,
     by: BlockSource,
@@ -124,10 +125,10 @@ fn repeated<K: Basic>(x: Tensor<4, K>, [batch, heads]: [usize; 2]) -> Tensor<4, 
 }
 
 impl DeviceLayout {
-    /// The blocks at which `mask` is true.
+    /// Creates a layout of the blocks for which `mask` is true.
     ///
     /// # Shapes
-    /// - `mask`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many adjacent heads share one
+    /// - `mask`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; equal groups of adjacent heads share an entry
     ///
     /// # Errors
     /// [`OpError`] if the options' sizes are out of range, or the mask does not fit them.
@@ -144,8 +145,8 @@ impl DeviceLayout {
         Self::new("a mask", options, patterns, BlockSource::Mask, chooser)
     }
 
-    /// The first `counts` blocks of each row of `indices`. An index that is negative or not below the number of key blocks is ignored, and a repeated
-    /// one counts once. Counts are clamped to the row.
+    /// Creates a layout of the first `counts` blocks of each row of `indices`. Indices that are negative or beyond the key blocks are ignored, and duplicates
+    /// count once. Counts are clamped to the row.
     ///
     /// # Shapes
     /// - `indices`: `[batch or 1, a divisor of heads, q_blocks, most]`, of key blocks
@@ -171,7 +172,7 @@ impl DeviceLayout {
         let (indices, counts) = (indices.without_autodiff(), counts.without_autodiff());
         let (device, other) = (indices.device(), counts.device());
         OpError::expect_same("counts' device", device.clone(), "the indices'", other)?;
-        // What does not count becomes −1, before the numbers are narrowed.
+        // Invalid entries become −1 before the integers are narrowed.
         let kv_blocks = shape.seq_kv.div_ceil(shape.block_size) as i64;
         let places = Tensor::<1, Int>::arange(0..most as i64, &device).cast(counts.dtype());
         let places = places.reshape([1, 1, 1, most]).expand(dims);
@@ -184,13 +185,13 @@ impl DeviceLayout {
         Self::new("indices", options, patterns, by, chooser)
     }
 
-    /// The blocks that score highest in each row of blocks, as `options` say (their block size is the shape's); ties go to the earlier, and NaN
-    /// is the lowest. Scores are compared in f32. `top_k_blocks_on_device` has scores of queries and keys.
+    /// Creates a layout of the highest-scoring blocks of each block row, selected by `options` (whose block size must be that of the shape). Ties go to the
+    /// earlier block, and NaN is the lowest. Scores are compared in f32. `top_k_blocks_on_device` computes scores from queries and keys.
     ///
     /// The choice is not differentiable, and no gradient reaches the scores.
     ///
     /// # Shapes
-    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many adjacent heads share one
+    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; equal groups of adjacent heads share an entry
     ///
     /// # Errors
     /// [`OpError`] if a size or an option is out of range, or the scores do not fit the shape.
@@ -208,12 +209,12 @@ impl DeviceLayout {
         Self::of_scores(name, scores, options.rule(), chosen)
     }
 
-    /// The blocks that a [`Rule`] keeps by the scores of each row of blocks. Scores are compared and weighed in f32.
+    /// Creates a layout of the blocks that a [`Rule`] selects by the scores of each block row. Scores are compared and weighted in f32.
     ///
     /// The choice is not differentiable, and no gradient reaches the scores.
     ///
     /// # Shapes
-    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; as many adjacent heads share one
+    /// - `scores`: `[batch or 1, a divisor of heads, q_blocks, kv_blocks]`; equal groups of adjacent heads share an entry
     ///
     /// # Errors
     /// [`OpError`] if a size or a number of the rule is out of range, or the scores do not fit the shape.
@@ -238,7 +239,7 @@ impl DeviceLayout {
         let columns = Some("scores' kv_blocks");
         let patterns = rows(names, columns, scores.dims(), &options.shape)?;
         let scores = scores.detach().without_autodiff();
-        // A cast to the same type would be an operation.
+        // A cast to the same dtype would still be an operation.
         let scores = match scores.dtype() {
             DType::F32 => scores,
             _ => scores.cast(DType::F32),
@@ -270,12 +271,12 @@ impl DeviceLayout {
         })
     }
 
-    /// The same choice among the blocks of `layout`, which is on the host. A rule sees no other blocks, forced ones included; other chosen blocks are
-    /// ignored; and a chosen block has the pairs that it has in `layout`. So `layout` alone says which keys queries see, in place of
-    /// [`DeviceLayoutOptions::causal`]: windows, documents, padding and anything else that a layout can have.
+    /// Restricts the choice to the blocks of `layout`, which is on the host. A rule sees no other blocks, not even forced ones, other chosen blocks are
+    /// ignored, and a chosen block keeps the pairs that it has in `layout`. So `layout` alone determines which keys queries see, instead of
+    /// [`DeviceLayoutOptions::causal`]: windows, documents, padding and anything else that a layout can express.
     ///
-    /// Where kernels run, `layout`'s launch plans are uploaded once, and plans of the chosen blocks are made of their entries on the device. Take one layout
-    /// for all calls.
+    /// If kernels run, the launch plans of `layout` are uploaded once, and the plans of the chosen blocks are built from their entries on the device. Use one
+    /// layout for all calls.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -294,7 +295,7 @@ impl DeviceLayout {
     /// ```
     ///
     /// # Errors
-    /// [`OpError`] if sizes or batches differ, or a layout on the host was given before.
+    /// [`OpError`] if sizes or batches differ, or the choice is already restricted to a layout.
     pub fn masked_by(&self, layout: &BlockLayout) -> Result<Self, OpError> {
         let (expected, got) = (*self.shape(), *layout.shape());
         OpError::expect_same("layout's shape", expected, "the choice's", got)?;
@@ -310,7 +311,7 @@ impl DeviceLayout {
         })
     }
 
-    /// Blocks of a layout on the host.
+    /// Creates a layout within a layout on the host.
     fn within(
         name: String,
         patterns: [usize; 2],
@@ -331,22 +332,22 @@ impl DeviceLayout {
         })
     }
 
-    /// The layout's sizes.
+    /// Returns the layout's sizes.
     pub fn shape(&self) -> &LayoutShape {
         self.frame.shape()
     }
 
-    /// The batch size of a per-batch layout; `None` if the layout serves any batch.
+    /// Returns the batch size of a per-batch layout; `None` if the layout fits any batch.
     pub fn batch(&self) -> Option<usize> {
         self.frame.batch()
     }
 
-    /// Returns whether queries see no later keys, as the options said; [`within`](Self::masked_by) another layout, which keys they see is that layout's to say.
+    /// Returns whether queries see no later keys, as set in the options. [Within](Self::masked_by) another layout, that layout determines which keys they see.
     pub fn is_causal(&self) -> bool {
         self.causal
     }
 
-    /// The device of the tensor that chooses, without autodiff.
+    /// Returns the device of the tensor that chooses, without autodiff.
     pub fn device(&self) -> Device {
         let device = match &self.chooser {
             DynamicBlocks::Host => unreachable!("a tensor chooses"),
@@ -357,7 +358,7 @@ impl DeviceLayout {
         Device::new(device)
     }
 
-    /// The same layout on the host, to look at. **Waits for the device**, the first time.
+    /// Returns the same layout on the host, for inspection. **Waits for the device** the first time.
     ///
     /// # Errors
     /// [`OpError`] if the tensor cannot be read.
@@ -375,13 +376,13 @@ impl DeviceLayout {
         choice.expect("the frame of a layout on a device")
     }
 
-    /// Sizes, and no blocks.
+    /// Returns a layout with the sizes and no blocks.
     #[doc(hidden)]
     pub fn frame(&self) -> &BlockLayout {
         &self.frame
     }
 
-    /// The tensor that chooses, for a call.
+    /// Returns the tensor that chooses, for a call.
     #[doc(hidden)]
     pub fn chooser(&self) -> DynamicBlocks<Dispatch> {
         self.chooser.clone()
@@ -392,7 +393,7 @@ pub(crate) fn expect(argument: &'static str, expected: usize, got: usize) -> Res
     OpError::expect_same(argument, expected, "the shape's", got)
 }
 
-/// The batch entries and heads of a tensor of rows of query blocks, which have a number for each key block unless they are indices.
+/// Checks a tensor with rows of query blocks and returns its batch entries and heads. Unless it holds indices, it must have one column per key block.
 fn rows(
     [batches, of_heads, of_rows]: [&'static str; 3],
     of_columns: Option<&'static str>,

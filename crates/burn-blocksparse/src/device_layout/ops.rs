@@ -1,9 +1,9 @@
-//! The backend trait of layouts that are made on the device.
+//! The backend trait of device layouts.
 
 use crate::base::prelude::*;
 use crate::base::values::LayoutTensors;
 
-/// What is read of layouts that are made on the device.
+/// Reads of device layouts.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -11,7 +11,7 @@ use crate::base::values::LayoutTensors;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait DeviceLayoutOps: Backend {
-    /// How many blocks each row of a layout that is made on the device has: i32 `[batch or 1, patterns, q_blocks]`. Asked for only where kernels run.
+    /// Counts the blocks of each row of a device layout: i32 `[batch or 1, patterns, q_blocks]`. Called only where kernels run.
     #[fusion(dtype = DType::I32, shape = counts_shape(&layout.host).into())]
     fn count_blocks(#[extension_type] layout: LayoutTensors<Self>) -> IntTensor<Self> {
         let _ = layout;

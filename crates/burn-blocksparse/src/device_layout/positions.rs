@@ -1,4 +1,4 @@
-//! Layouts of places whose pairs follow from the positions of what was gathered there.
+//! Layouts whose pairs follow from the positions of gathered tokens.
 
 use blocksparse::{BlockLayout, BlockSource, PositionMask};
 
@@ -7,12 +7,11 @@ use crate::base::prelude::*;
 use crate::base::values::DynamicBlocks;
 
 impl DeviceLayout {
-    /// The blocks of `places`, which is on the host, and of their pairs those that the positions of query and key allow: for sequences that were gathered,
-    /// in which a place says nothing of where a token is. Every batch entry and head has positions of its own.
+    /// Creates a layout of the blocks of `places`, which is on the host, and, among their pairs, those that the positions of query and key allow. For gathered
+    /// sequences, in which the index of a token does not tell its position. Every batch entry and head has its own positions.
     ///
-    /// Where kernels run, the launch plans of `places` are uploaded once, and only masks are made on the device: a bit for each pair of its blocks,
-    /// in the tiles of a launch.
-    /// Take one layout of places for all calls. Rows that see nothing give zeros, and lse −∞.
+    /// If kernels run, the launch plans of `places` are uploaded once, and only masks are computed on the device: a bit for each pair of its blocks
+    /// in the tiles of a launch. Use one `places` layout for all calls. Rows that see nothing give zeros, and lse −∞.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -35,10 +34,10 @@ impl DeviceLayout {
     ///
     /// # Shapes
     /// - `of_queries`: `[batch or 1, heads, seq_q]`, below 2³¹; a query at a negative position sees nothing
-    /// - `of_keys`: `[batch or 1, heads, seq_kv]`, with the same batch; nobody sees a key at a negative position
+    /// - `of_keys`: `[batch or 1, heads, seq_kv]`, with the same batch; no query sees a key at a negative position
     ///
     /// # Errors
-    /// [`OpError`] if the tensors do not fit the layout or each other, the batch of the layout is another one, or it is itself made on a device.
+    /// [`OpError`] if the tensors do not fit the layout or each other, the layout has another batch size, or it is itself a device layout.
     pub fn from_positions(
         places: &BlockLayout,
         of_queries: Tensor<3, Int>,
@@ -59,13 +58,13 @@ impl DeviceLayout {
         Self::by_numbers(places, numbers, rule, BlockSource::Positions(rule))
     }
 
-    /// [`from_positions`](Self::from_positions) of sequences whose keys are at the positions of their queries.
+    /// Creates a layout like [`from_positions`](Self::from_positions) for sequences whose keys are at the positions of their queries.
     ///
     /// # Shapes
     /// - `positions`: `[batch or 1, heads, seq]`, below 2³¹, negative for none
     ///
     /// # Errors
-    /// As [`from_positions`](Self::from_positions), and if the layout has other numbers of queries and keys.
+    /// As [`from_positions`](Self::from_positions), and if the layout's numbers of queries and keys differ.
     pub fn from_own_positions(
         places: &BlockLayout,
         positions: Tensor<3, Int>,
@@ -100,7 +99,7 @@ impl DeviceLayout {
     }
 }
 
-/// A cast to the same type would be an operation.
+/// Casts to i32, unless the dtype already is: a cast to the same dtype would still be an operation.
 fn in_i32(x: Tensor<3, Int>) -> Tensor<3, Int> {
     match x.dtype() {
         DType::I32 => x,

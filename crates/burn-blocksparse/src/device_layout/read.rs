@@ -1,4 +1,4 @@
-//! What a tensor on a device chose, read by the host.
+//! Reads the choice of a device layout on the host.
 
 use blocksparse::{BlockLayout, BlockSource, LayoutError};
 use burn::tensor::{Bool, DType, Int, Tensor};
@@ -53,7 +53,7 @@ impl DeviceLayout {
         })
     }
 
-    /// `[patterns · q_blocks][kv_blocks]`: whether a block is chosen.
+    /// Reads whether each block is chosen: `[patterns · q_blocks][kv_blocks]`.
     fn read_rows(&self) -> Result<Vec<Vec<bool>>, OpError> {
         let kv_blocks = self.frame.kv_blocks();
         if let (BlockSource::Scores(rule), DynamicBlocks::Floats(scores)) =
@@ -81,7 +81,7 @@ impl DeviceLayout {
         })
     }
 
-    /// The numbers of a tensor that chooses by numbers or bools, whatever its rank.
+    /// Reads the elements of a tensor of integers or bools, whatever its rank.
     fn integers(&self) -> Result<Vec<i32>, OpError> {
         let numbers = match self.chooser() {
             DynamicBlocks::Bools(mask) => Tensor::<4, Bool>::from_dispatch(mask).int(),

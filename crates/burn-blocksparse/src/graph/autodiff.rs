@@ -1,10 +1,10 @@
-//! Writes of the host into tensors that autodiff follows.
+//! Host writes into tensors under autodiff.
 
 use crate::base::custom_gradient::*;
 use crate::base::prelude::*;
 use crate::graph::ops::StaticInputOps;
 
-/// What the host writes has no history.
+/// Tensors written by the host have no history.
 impl<B: StaticInputOps, C: CheckpointStrategy> StaticInputOps for Autodiff<B, C> {
     fn overwrite_float(x: FloatTensor<Self>, data: TensorData) -> FloatTensor<Self> {
         let written = B::overwrite_float(x.into_primitive(), data);

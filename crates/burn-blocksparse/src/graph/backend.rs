@@ -1,4 +1,4 @@
-//! Writes of the host into tensors of CubeCL devices.
+//! Host writes into tensors of CubeCL devices.
 
 use burn::tensor::TensorData;
 use burn_cubecl::CubeBackend;
@@ -21,9 +21,9 @@ impl StaticInputOps for CubeBackend {
     }
 }
 
-/// On the stream of the caller, in the order of its launches.
+/// Writes on the caller's stream, in the order of its launches.
 fn write(x: CubeTensor, data: TensorData) -> CubeTensor {
-    // One row of numbers has no gaps.
+    // A one-dimensional tensor has no gaps.
     let (bytes, shape, _) = data.into_parts();
     let length = x.meta.shape().num_elements();
     assert!(

@@ -10,7 +10,7 @@ use super::recording;
 use crate::base::prelude::*;
 use crate::graph::ops::StaticInputOps;
 
-/// The kinds of tensors that [`StaticInput`] holds: [`Float`] and [`Int`].
+/// Kinds of tensors that [`StaticInput`] can hold: [`Float`] and [`Int`].
 pub trait StaticInputKind: Basic + sealed::Overwrite {}
 
 impl StaticInputKind for Float {}
@@ -56,11 +56,11 @@ mod sealed {
 
 /// A tensor that the host overwrites in place: an input of a [`CapturedGraph`](super::CapturedGraph), such as the tokens of a step.
 ///
-/// A captured graph reads the buffers that it saw. A new tensor has another buffer, so replays would go on with the first batch;
-/// [`write`](Self::write) puts new elements into the buffer itself. Clones are the same tensor. On CPUs, which capture nothing, a write makes another
+/// A captured graph reads the buffers that it was recorded with. A new tensor has another buffer, so replays would keep using the first batch;
+/// [`write`](Self::write) puts new elements into the same buffer. Clones refer to the same tensor. On CPUs, which do not capture, a write creates a new
 /// tensor.
 ///
-/// It stays on its thread: CubeCL orders the work of a thread, and a write from another could come before or after a replay.
+/// It cannot leave its thread: CubeCL orders the work of one thread, and a write from another one could run before or after a replay.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, TensorData};
@@ -73,7 +73,7 @@ mod sealed {
 /// ```
 #[derive(Clone, Debug)]
 pub struct StaticInput<const D: usize, K: StaticInputKind = Float> {
-    /// One row, because a device may leave gaps between rows.
+    /// One-dimensional, because a device may pad rows.
     flat: Rc<RefCell<Tensor<1, K>>>,
     shape: [usize; D],
 }
@@ -82,7 +82,7 @@ impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
     /// Copies the data to the device, in its dtype.
     ///
     /// # Errors
-    /// [`OpError`] if the numbers have another rank or kind, if the device is not served, or if this thread records.
+    /// [`OpError`] if the data has another rank or kind, if the device is not served, or if this thread records.
     pub fn new(data: TensorData, device: &Device) -> Result<Self, OpError> {
         served(device)?;
         recording::ensure_not_capturing("an input of a recording")?;
@@ -98,20 +98,20 @@ impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
         })
     }
 
-    /// The tensor, with the values of the last write before each of its uses where devices record.
+    /// Returns the tensor. On devices that record, it has the values of the last write before each use.
     pub fn tensor(&self) -> Tensor<D, K> {
         self.flat.borrow().clone().reshape(self.shape)
     }
 
-    /// Its sizes.
+    /// Returns the dimensions.
     pub fn dims(&self) -> [usize; D] {
         self.shape
     }
 
-    /// Overwrites the elements, after all that this thread has enqueued.
+    /// Overwrites the elements, after all work that this thread has enqueued.
     ///
     /// # Errors
-    /// [`OpError`] if the numbers have another shape or dtype, or if this thread records: a replay would write the same numbers again.
+    /// [`OpError`] if the data has another shape or dtype, or if this thread records: a replay would write the same data again.
     pub fn write(&self, data: TensorData) -> Result<(), OpError> {
         recording::ensure_not_capturing("an input of a recording")?;
         let shape = self.shape.to_vec();
@@ -120,7 +120,7 @@ impl<const D: usize, K: StaticInputKind> StaticInput<D, K> {
         let mut held = self.flat.borrow_mut();
         OpError::expect_same("data's dtype", held.dtype(), "the tensor's", data.dtype())?;
         let elements = data.num_elements();
-        // Fusion orders operations by what they read of each other, and those that read the old numbers are none of the write's.
+        // Fusion orders operations by data dependencies, and readers of the old elements do not depend on the write, so they are flushed first.
         let device = held.device().without_autodiff();
         Dispatch::flush(device.as_dispatch()).map_err(OpError::read)?;
         *held = K::overwritten(held.clone(), flat(data, elements));

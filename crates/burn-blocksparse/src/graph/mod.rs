@@ -1,4 +1,4 @@
-//! CUDA graphs: a computation is captured once and replayed as one launch, on inputs that are overwritten in place.
+//! CUDA graphs: a computation is captured once and replayed as one launch, with inputs that are overwritten in place.
 #[cfg(feature = "autodiff")]
 mod autodiff;
 #[cfg(feature = "cube")]

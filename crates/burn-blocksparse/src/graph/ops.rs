@@ -1,9 +1,9 @@
-//! The backend trait of tensors that keep their buffers.
+//! The backend trait of tensors with fixed buffers.
 
 use crate::base::prelude::*;
 
-/// Writes values of the host into a tensor's memory, as backend operations. Arguments are checked by [`StaticInput`](crate::graph::StaticInput): data of the tensor's length and
-/// dtype, and a tensor of one dimension.
+/// Writes of host values into a tensor's memory, as backend operations. [`StaticInput`](crate::graph::StaticInput) checks the arguments: the tensor is
+/// one-dimensional, and the data has its length and dtype.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -12,19 +12,20 @@ use crate::base::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait StaticInputOps: Backend {
-    /// Where devices record, into the same buffer, whoever else holds it; elsewhere another tensor.
+    /// Overwrites a float tensor. On devices that record, it writes into the same buffer, even if it is shared. Elsewhere it returns a new tensor.
     #[fusion(dtype = x, shape = x)]
     fn overwrite_float(x: FloatTensor<Self>, data: TensorData) -> FloatTensor<Self> {
         Self::float_from_data(data, &x.device())
     }
 
-    /// As [`overwrite_float`](Self::overwrite_float).
+    /// Overwrites an integer tensor like [`overwrite_float`](Self::overwrite_float).
     #[fusion(dtype = x, shape = x)]
     fn overwrite_int(x: IntTensor<Self>, data: TensorData) -> IntTensor<Self> {
         Self::int_from_data(data, &x.device())
     }
 
-    /// As [`overwrite_float`](Self::overwrite_float), of the words of a [`SeedTable`](crate::graph::SeedTable) with this number, which calls find there from then on.
+    /// Overwrites the words of a [`SeedTable`](crate::graph::SeedTable) with this number like [`overwrite_float`](Self::overwrite_float). Later calls find the
+    /// words by it.
     #[fusion(dtype = x, shape = x)]
     fn overwrite_seeds(x: IntTensor<Self>, data: TensorData, _table: u32) -> IntTensor<Self> {
         Self::int_from_data(data, &x.device())

@@ -1,4 +1,4 @@
-//! Whether this thread records, and what must not happen then.
+//! Tracks whether this thread records, and rejects what must not happen then.
 
 use std::cell::Cell;
 
@@ -10,10 +10,10 @@ thread_local! {
     static RECORDING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Says that this thread records on a device, until it is dropped.
+/// A guard that marks a thread as recording on a device until it is dropped.
 ///
-/// Public functions run on the thread that calls them, so a flag of the thread serves them; what they enqueue may run on another one, so kernels and the
-/// reference ask for the device and its stream.
+/// Public functions run on the calling thread, so a thread-local flag serves them. The operations that they enqueue may run on another thread, so kernels and
+/// the reference check the device and its stream.
 pub struct Recording {
     before: bool,
     #[cfg(feature = "cube")]
@@ -30,7 +30,7 @@ impl Recording {
         }
     }
 
-    /// Returns an error that could not be returned where it happened.
+    /// Returns an error that could not be returned where it occurred.
     pub fn failure(&self) -> Option<OpError> {
         #[cfg(feature = "cube")]
         if let Some(failure) = (self.launches.as_ref()).and_then(|launches| launches.failure()) {
@@ -59,7 +59,7 @@ pub fn is_recording() -> bool {
 /// [`CapturedGraph`](crate::graph::CapturedGraph) would copy the same data again.
 ///
 /// # Errors
-/// [`OpError::Recording`] with what would be copied.
+/// [`OpError::Recording`] names what would be copied.
 pub fn ensure_not_capturing(what: &'static str) -> Result<(), OpError> {
     match is_recording() {
         true => Err(OpError::Recording { what }),
@@ -67,7 +67,7 @@ pub fn ensure_not_capturing(what: &'static str) -> Result<(), OpError> {
     }
 }
 
-/// As [`ensure_not_capturing`], where no error can be returned.
+/// Panics where [`ensure_not_capturing`] returns an error.
 #[track_caller]
 pub fn expect_no_upload(what: &'static str) {
     if let Err(error) = ensure_not_capturing(what) {
@@ -75,8 +75,8 @@ pub fn expect_no_upload(what: &'static str) {
     }
 }
 
-/// As [`ensure_not_capturing`], where a backend runs an operation: the recording then fails as a whole, because the thread that launches has nobody to return an error
-/// to. Only CubeCL records: a CPU runs the operation again, with what the host has then.
+/// Makes the current recording fail as a whole if a backend uploads host data during it. The launching thread cannot return the error to
+/// anyone. Only CubeCL records: a CPU runs the operation again with the current host data.
 pub fn doom_by_upload<D: 'static>(_device: &D, _what: &'static str) {
     #[cfg(feature = "cube")]
     if let Some(device) = (_device as &dyn std::any::Any).downcast_ref::<burn_cubecl::CubeDevice>()

@@ -1,4 +1,4 @@
-//! A computation, and what a device recorded of it.
+//! Captured computations and their replay.
 
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -8,18 +8,18 @@ use burn::backend::BackendGraph;
 use super::recording::Recording;
 use crate::base::prelude::*;
 
-/// Runs before the recording. Fusion takes the path that it stays on from the second run on, and pools then have what a run needs.
+/// Number of runs before the recording. From the second run on, fusion takes its final path, and memory pools then have what a run needs.
 const WARM_UPS: usize = 3;
 
-/// A computation that runs many times with the same sizes, such as a training step. It is captured once and replayed as one launch where the device
-/// can (CUDA, HIP); elsewhere it runs again. Either way [`run`](Self::run) computes exactly once.
+/// A computation that runs many times with the same sizes, such as a training step. It is captured once and replayed as one launch on devices that
+/// support it (CUDA, HIP); elsewhere it runs again. Either way [`run`](Self::run) computes exactly once.
 ///
-/// The first three runs call the closure. The fourth calls it to capture it, which computes nothing, and replays the result; later runs do not call
-/// the closure, so **host code runs four times only**. Read what changes between runs from [`StaticInput`](super::StaticInput)s, written before each
-/// run. Update lasting state in its own buffer. Scalars are frozen. From the fourth run on, functions of this crate return an error instead of
-/// copying from the host inside the closure, on every device, so that a mistake shows on a CPU too.
+/// The first three runs call the closure. The fourth calls it to capture it, which computes nothing, and replays the result. Later runs do not call
+/// the closure, so **host code runs four times only**. Read what changes between runs from [`StaticInput`](super::StaticInput)s that are written before each
+/// run. Update persistent state in its own buffer. Scalars are frozen. From the fourth run on, functions of this crate return an error instead of
+/// copying from the host inside the closure. They do so on every device, so a mistake also shows on a CPU.
 ///
-/// Read results outside: reading inside makes the capture fail. The device holds the buffers of a captured graph as long as it lives.
+/// Read results outside of the closure: a read inside makes the capture fail. The device keeps the buffers of a captured graph as long as the graph lives.
 ///
 /// ```
 /// use burn::tensor::{Device, TensorData};
@@ -45,7 +45,7 @@ pub struct CapturedGraph<T, F> {
     runs: usize,
     output: Option<T>,
     state: State,
-    /// Replays and writes must come from the thread that recorded.
+    /// Replays and writes must happen on the thread that recorded.
     _thread: PhantomData<*const ()>,
 }
 
@@ -60,13 +60,13 @@ where
     E: From<OpError>,
     F: FnMut() -> Result<T, E>,
 {
-    /// Nothing runs yet. Nothing else may be recorded on the device from here to the fourth run.
+    /// Prepares a computation without running it. Nothing else may be recorded on the device until the fourth run.
     ///
     /// # Errors
     /// [`OpError`] if the device is not served.
     pub fn new(device: &Device, closure: F) -> Result<Self, OpError> {
         served(device)?;
-        // Autodiff records nothing itself: tensors of it may be used on the device beneath.
+        // Autodiff itself records nothing: its tensors may be used on the inner device.
         let device = device.clone().without_autodiff();
         let state = match Dispatch::graph_prepare(device.as_dispatch()) {
             Ok(()) => State::WarmingUp,
@@ -82,10 +82,11 @@ where
         })
     }
 
-    /// Runs the computation once. On a recording the output is the same tensors every time, with new values.
+    /// Runs the computation once. Replays always return the same tensors, with new values.
     ///
     /// # Errors
-    /// The closure's, and [`OpError::Read`] if a replay fails. A run of the closure that fails leaves what it has changed; in the fourth run, nothing is computed.
+    /// Errors of the closure, and [`OpError::Read`] if a replay fails. If a run of the closure fails, its changes remain; a failed fourth run has computed
+    /// nothing.
     pub fn run(&mut self) -> Result<&T, E> {
         if matches!(self.state, State::WarmingUp) && self.runs >= WARM_UPS {
             self.record()?;
@@ -93,15 +94,15 @@ where
         match &self.state {
             State::Recorded(graph) => {
                 // SAFETY: liveness: CubeCL pins the pages that the recording touched for as long as `graph` lives, and `self` owns the graph, the closure with
-                // the tensors that it holds, and the recorded output. Same stream: `self` cannot leave its thread, on which it was recorded, and `StaticInput`,
-                // through which inputs are written, cannot either. No concurrent use: a tensor that another thread holds a clone of may show torn numbers
-                // there, as with any in-place update, but its memory stays valid by the first point.
+                // the tensors that it holds, and the recorded output. Same stream: `self` cannot leave the thread that recorded it, and neither can
+                // `StaticInput`, through which inputs are written. No concurrent use: if another thread holds a clone of a tensor, it may see torn values, as
+                // with any in-place update, but its memory stays valid by the first point.
                 unsafe { Dispatch::graph_replay(self.device.as_dispatch(), graph) }
                     .map_err(OpError::read)?;
             }
             State::WarmingUp => {
                 self.output = Some((self.closure)()?);
-                // Fusion leaves out what nobody holds any more; then the recording would be the first to allocate for it.
+                // Fusion drops results that nothing holds any more. Without this sync the recording would be the first run to allocate for them.
                 Dispatch::sync(self.device.as_dispatch()).map_err(OpError::read)?;
             }
             State::Refused(_) => {
@@ -115,7 +116,7 @@ where
         Ok(self.output.as_ref().expect("of this run or the recording"))
     }
 
-    /// Records a call of the closure, or says in the state why the device does not.
+    /// Records a call of the closure. If the device refuses, stores the reason in the state.
     fn record(&mut self) -> Result<(), E> {
         let device = self.device.as_dispatch();
         if let Err(error) = Dispatch::graph_start_capture(device) {
@@ -123,9 +124,9 @@ where
             return Ok(());
         }
         let guard = Recording::begin(&self.device);
-        // A stream that is left recording would swallow all that follows.
+        // A stream that stayed in recording mode would swallow all later work.
         let output = catch_unwind(AssertUnwindSafe(&mut self.closure));
-        // Before the guard falls: operations that wait in a queue are launched here.
+        // Before the guard is dropped: queued operations are launched here.
         let graph = catch_unwind(AssertUnwindSafe(|| Dispatch::graph_stop_capture(device)));
         let failure = guard.failure();
         drop(guard);
@@ -139,12 +140,12 @@ where
         Ok(())
     }
 
-    /// Returns whether runs are replays of a recording.
+    /// Returns whether runs replay a recording.
     pub fn is_recorded(&self) -> bool {
         matches!(self.state, State::Recorded(_))
     }
 
-    /// Returns whether the next run is a replay, or records what is replayed.
+    /// Returns whether the next run replays a recording, or records and then replays it.
     pub fn replays_next(&self) -> bool {
         match self.state {
             State::WarmingUp => self.runs >= WARM_UPS,
@@ -153,7 +154,7 @@ where
         }
     }
 
-    /// Why runs call the closure instead of replaying it. None while that is not known, before the fourth run.
+    /// Returns why runs call the closure instead of replaying it. `None` if they replay, or before the fourth run, when this is not known.
     pub fn fallback_reason(&self) -> Option<&str> {
         match &self.state {
             State::Refused(reason) => Some(reason),
@@ -161,7 +162,7 @@ where
         }
     }
 
-    /// The output of the last run.
+    /// Returns the output of the last run.
     pub fn output(&self) -> Option<&T> {
         self.output.as_ref()
     }
@@ -169,14 +170,14 @@ where
 
 impl<T, F> Drop for CapturedGraph<T, F> {
     fn drop(&mut self) {
-        // The device still waits for the recording that it was prepared for; this says that there is none to come.
+        // The device still expects the recording for which it was prepared; this cancels it.
         if matches!(self.state, State::WarmingUp) {
             let _ = Dispatch::graph_stop_capture(self.device.as_dispatch());
         }
     }
 }
 
-/// What an error comes from in the end, without the layers that it went through.
+/// Returns the innermost cause of an error.
 fn reason(error: &impl ToString) -> String {
     let text = error.to_string();
     let last = text.rsplit("Caused by:").next().unwrap_or(&text);

@@ -1,4 +1,4 @@
-//! Seeds of dropout inside recordings.
+//! Dropout seeds inside recordings.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -10,14 +10,14 @@ use super::recording;
 use crate::base::prelude::*;
 use crate::graph::ops::StaticInputOps;
 
-/// A seed of dropout that a recorded computation reads from the device, so that each replay drops something else.
+/// A dropout seed that a recorded computation reads from the device, so that each replay has another mask.
 ///
-/// A seed that is a number is frozen in a recording, and refused there. This one is a place: [`seed`](Self::seed) goes into
-/// [`Dropout`](crate::Dropout) or `ElementDropout`, or into a model's training step, and [`write`](Self::write) sets it before each run of
-/// [`CapturedGraph`](super::CapturedGraph). Masks are those of the number that is written, bit for bit. What is made of it by [`Seed::derive`] follows.
+/// A seed that is a number would be frozen in a recording and is refused there. This seed is a slot: pass [`seed`](Self::seed) to
+/// [`Dropout`](crate::Dropout), `ElementDropout` or a model's training step, and set it with [`write`](Self::write) before each run of
+/// [`CapturedGraph`](super::CapturedGraph). Masks are bit-identical to those of the number that is written. Seeds derived by [`Seed::derive`] change with it.
 ///
-/// It stays on its thread, like [`StaticInput`](super::StaticInput). Once it is dropped, so are its words on the device, new calls refuse its places, and the backward passes
-/// of calls before have the number that it was last.
+/// It cannot leave its thread, like [`StaticInput`](super::StaticInput). When it is dropped, its words on the device are released and new calls refuse its
+/// slots. Backward passes of earlier calls use its last number.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -45,17 +45,17 @@ struct Words {
     table: SeedTable,
     device: Device,
     on_device: RefCell<Tensor<1, Int>>,
-    /// Places that are on the device.
+    /// Number of slots that are on the device.
     uploaded: Cell<usize>,
 }
 
 thread_local! {
-    /// By the numbers of their tables.
+    /// Seeds of this thread by table number.
     static KNOWN: RefCell<HashMap<u32, Rc<Words>>> = RefCell::default();
 }
 
 impl DeviceSeed {
-    /// With a seed, on the device.
+    /// Creates a seed on the device.
     ///
     /// # Errors
     /// [`OpError`] if the device is not served, or if this thread records.
@@ -76,15 +76,15 @@ impl DeviceSeed {
         Ok(Self(words))
     }
 
-    /// The seed for calls.
+    /// Returns the seed to pass to calls.
     pub fn seed(&self) -> Seed {
         self.0.table.seed()
     }
 
-    /// Sets the number, after all that this thread has enqueued.
+    /// Sets the number, after all work that this thread has enqueued.
     ///
     /// # Errors
-    /// [`OpError`] if this thread records, or if what was enqueued before failed.
+    /// [`OpError`] if this thread records, or if work enqueued before failed.
     pub fn write(&self, seed: u64) -> Result<(), OpError> {
         recording::ensure_not_capturing("a seed")?;
         self.0.upload(Some(seed))
@@ -93,14 +93,14 @@ impl DeviceSeed {
 
 impl Drop for DeviceSeed {
     fn drop(&mut self) {
-        // None while the thread ends.
+        // `None` while the thread exits.
         let _ = KNOWN.try_with(|known| known.borrow_mut().remove(&self.0.table.number()));
     }
 }
 
 impl Words {
-    /// Fusion runs operations later and in an order of its own, and no operation says that it reads the words: what was enqueued before must run before, and what
-    /// follows after.
+    /// Uploads the words. Fusion runs operations later and in its own order, and no operation declares that it reads the words. So earlier work must be flushed
+    /// before the upload, and the upload before later work.
     fn upload(&self, seed: Option<u64>) -> Result<(), OpError> {
         let device = self.device.as_dispatch();
         Dispatch::flush(device).map_err(OpError::read)?;
@@ -125,11 +125,11 @@ fn words_of(table: &SeedTable) -> TensorData {
     TensorData::new(words, [length])
 }
 
-/// Puts a [`DeviceSeed`]'s place, and all that were derived of it before, on the device, where the first call with each would: for layers that know which seeds
-/// their calls will have, so that Burn's fusion is interrupted once and before their first operation. Does nothing for a number.
+/// Uploads a [`DeviceSeed`]'s slot and all seeds derived so far, which the first call with each would otherwise do. Layers that know the seeds of
+/// their calls use it, so that Burn's fusion is interrupted once, before their first operation. Does nothing for a number.
 ///
 /// # Errors
-/// [`OpError`] if the seed is of another thread or device, or if it is not there and this thread records.
+/// [`OpError`] if the seed belongs to another thread or device, or if it is not on the device and this thread records.
 pub fn prepare_seed(seed: Seed, device: &Device) -> Result<(), OpError> {
     match seed {
         Seed::Value(_) => Ok(()),
@@ -137,7 +137,7 @@ pub fn prepare_seed(seed: Seed, device: &Device) -> Result<(), OpError> {
     }
 }
 
-/// That a call on `device` may have this seed now; of a place it is then on the device.
+/// Checks that a call on `device` may use this seed now. Uploads a slot if necessary.
 pub fn check(seed: Seed, device: &Device) -> Result<(), OpError> {
     let place = match seed {
         Seed::Value(_) if recording::is_recording() => {

@@ -1,4 +1,4 @@
-//! How processes find each other.
+//! Connects the processes with each other.
 
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use crate::error::OpError;
 
-/// What every connection begins with.
+/// First bytes of every connection.
 const MAGIC: &[u8; 8] = b"BSPROCS1";
-/// Rank 0's answer, once all have come.
+/// Answer of rank 0 once all processes have connected.
 const WELCOME: u8 = 1;
-/// How long a connection may take to say what it is.
+/// Time limit for a connection to identify itself.
 const HELLO: Duration = Duration::from_secs(5);
 
-/// A process among those that work together.
+/// Rank and address of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub rank: usize,
@@ -22,13 +22,13 @@ pub(super) struct Place {
     pub local_rank: usize,
     /// Number of processes on its host, if known.
     pub local_count: Option<usize>,
-    /// Where rank 0 listens.
+    /// Host on which rank 0 listens.
     pub address: String,
     pub port: u16,
 }
 
 impl Place {
-    /// On a host that nothing is known of.
+    /// Creates a place without information about its host.
     pub fn new(rank: usize, count: usize, address: &str, port: u16) -> Self {
         Self {
             rank,
@@ -40,7 +40,7 @@ impl Place {
         }
     }
 
-    /// Of the variables that `torchrun` and OpenMPI's `mpirun` set.
+    /// Reads the variables that `torchrun` and OpenMPI's `mpirun` set.
     pub fn of_environment(variable: impl Fn(&str) -> Option<String>) -> Result<Self, OpError> {
         let number = |name: &'static str, other: &str, missing: Option<usize>| {
             let expected = "a number, as torchrun and mpirun set it";
@@ -55,7 +55,7 @@ impl Place {
         let port = number("MASTER_PORT", "MASTER_PORT", Some(29500))?;
         let port = u16::try_from(port)
             .map_err(|_| OpError::argument("MASTER_PORT", "a port of TCP", port))?;
-        // There torchrun itself listens at that port.
+        // In that case `torchrun` itself listens at the port.
         let is_taken = variable("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|is| is == "True");
         let local_count = number("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", Some(0))?;
         Ok(Self {
@@ -78,7 +78,7 @@ impl Place {
         }
     }
 
-    /// A connection to each process that this one has one to, which are all for rank 0 and rank 0 for all others.
+    /// Connects to the other processes. Rank 0 gets a connection to each of them, every other process one to rank 0.
     pub fn connect(&self, patience: Duration) -> Result<Vec<Option<TcpStream>>, OpError> {
         let Self { rank, count, .. } = *self;
         if rank >= count {
@@ -109,7 +109,7 @@ impl Place {
         while sockets[1..].iter().any(Option::is_none) {
             match listener.accept() {
                 Ok((socket, _)) => {
-                    // Whatever else calls here is not of the processes.
+                    // Other callers do not belong to the processes.
                     let Ok(hello) = hello(&socket) else { continue };
                     let Some((rank, count)) = hello else { continue };
                     let known = sockets.len();
@@ -162,7 +162,7 @@ impl Place {
     }
 }
 
-/// Rank and number of processes of one that has called, if it is one.
+/// Reads the rank and the number of processes of a caller. Returns `None` if it is not one of the processes.
 fn hello(mut socket: &TcpStream) -> io::Result<Option<(usize, usize)>> {
     socket.set_nonblocking(false)?;
     socket.set_read_timeout(Some(HELLO))?;
@@ -206,7 +206,7 @@ mod tests {
             (&place_of_mpi.address[..], place_of_mpi.port),
             ("127.0.0.1", 29500)
         );
-        // Where torchrun has its own store.
+        // `torchrun` runs its own store at the port.
         for (port, expected) in [(29400, 29401), (65535, 65534)] {
             let more = format!("MASTER_PORT={port} TORCHELASTIC_USE_AGENT_STORE=True");
             let place = place(&format!("RANK=0 WORLD_SIZE=2 {more}"));

@@ -1,4 +1,4 @@
-//! What processes send each other, as bytes.
+//! Messages between processes and their encoding.
 
 use std::io::{self, Read};
 
@@ -6,16 +6,16 @@ use burn::tensor::{Bytes, DType, TensorData};
 
 use crate::error::OpError;
 
-/// Numbers and tensors that a process sends to another.
+/// Integers and tensors that a process sends to another.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Message {
-    /// Numbers, with a meaning that both sides know.
+    /// Integers, with a meaning that both sides agree on.
     pub words: Vec<u64>,
-    /// Tensors of floats or signed integers; bytes are those of [`DType::U8`].
+    /// Tensors of floats or signed integers. Bytes have [`DType::U8`].
     pub tensors: Vec<TensorData>,
 }
 
-/// Those that cross, by their number.
+/// Supported dtypes; their index is sent.
 const DTYPES: [DType; 10] = [
     DType::F64,
     DType::F32,
@@ -30,7 +30,7 @@ const DTYPES: [DType; 10] = [
 ];
 
 impl Message {
-    /// All lengths and shapes, then the bytes of all tensors.
+    /// Encodes all lengths and shapes, then the bytes of all tensors.
     pub(super) fn encode(&self) -> Result<Vec<u8>, OpError> {
         let mut head = vec![self.words.len() as u64];
         head.extend(&self.words);
@@ -50,7 +50,7 @@ impl Message {
         Ok(bytes)
     }
 
-    /// The inverse of [`Self::encode`], or nothing of bytes that it does not make.
+    /// Inverts [`Self::encode`]. Returns `None` for invalid bytes.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let mut rest = bytes;
         let words = counted(&mut rest)?;
@@ -88,25 +88,25 @@ fn counted(bytes: &mut &[u8]) -> Option<Vec<u64>> {
     (0..count).map(|_| word(bytes)).collect()
 }
 
-/// What a frame is for.
+/// Purpose of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A [`Message`] of a lane.
+    /// A [`Message`] in a lane.
     Message,
-    /// The sender has ended a lane, or all of them.
+    /// The sender has ended a lane, or all lanes.
     Left,
-    /// The sender is there.
+    /// The sender is alive.
     Alive,
-    /// A process is lost, whose rank stands for the lane; the reason is the content.
+    /// A process is lost. Its rank is stored as the lane, the reason as the content.
     Lost,
 }
 
 const KINDS: [Kind; 4] = [Kind::Message, Kind::Left, Kind::Alive, Kind::Lost];
 
-/// To all other processes.
+/// Recipient that stands for all other processes.
 pub(super) const ALL: u32 = u32::MAX;
 
-/// A frame but for its content.
+/// Header of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Head {
     pub kind: Kind,
@@ -115,7 +115,7 @@ pub(super) struct Head {
     pub lane: u32,
 }
 
-/// The numbers of a head, and the content's length.
+/// Bytes of an encoded header: four integers and the length of the content.
 const HEAD: usize = 4 * 4 + 8;
 
 impl Head {
@@ -134,7 +134,7 @@ impl Head {
         bytes
     }
 
-    /// The next frame of a connection.
+    /// Reads the next frame of a connection.
     pub fn read(from: &mut impl Read) -> io::Result<(Self, Vec<u8>)> {
         let mut bytes = [0; HEAD];
         from.read_exact(&mut bytes)?;
@@ -149,7 +149,7 @@ impl Head {
             lane: number(3),
         };
         let mut content = Vec::new();
-        // Grows as bytes come: the length may be wrong.
+        // Grows as bytes arrive, since the length may be wrong.
         from.take(length).read_to_end(&mut content)?;
         match content.len() as u64 == length {
             true => Ok((head, content)),

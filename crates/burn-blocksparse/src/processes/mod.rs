@@ -1,4 +1,4 @@
-//! Processes that work together, each with a device of its own: messages between them by TCP, all by way of rank 0.
+//! A group of processes, each with its own device. Messages between them use TCP and pass through rank 0.
 
 mod join;
 mod message;
@@ -17,19 +17,19 @@ use join::Place;
 pub use message::Message;
 use message::{ALL, Head, Kind};
 
-/// Lanes below are the caller's.
+/// Number of lanes for callers. Lanes from here on are internal.
 const OWN_LANES: u32 = 1 << 16;
-/// In place of one.
+/// Lane that stands for all lanes.
 const EVERY_LANE: u32 = u32::MAX;
 
-/// How long processes wait.
+/// Time limits of connections.
 #[derive(Clone, Copy)]
 struct Patience {
-    /// For all to come.
+    /// Time for all processes to connect.
     join: Duration,
-    /// Between two signs of life.
+    /// Interval between two signs of life.
     alive: Duration,
-    /// For a sign of life.
+    /// Time without a sign of life after which a process is lost.
     silence: Duration,
 }
 
@@ -39,13 +39,13 @@ const PATIENCE: Patience = Patience {
     silence: Duration::from_secs(15),
 };
 
-/// This process among several that work together, of one host or of many, as `torchrun` and `mpirun` start them.
+/// This process in a group of processes on one host or several, as `torchrun` and `mpirun` start them.
 ///
-/// Rank 0 listens, all others call it, and what they send each other passes through it. Messages have lanes: those of one process and one lane arrive in
-/// order. A process whose connection ends, or that is silent for 15 seconds, is lost. So is one that says that it has failed ([`Self::fail`]). Then all waiting
-/// ends in every other process, with [`OpError::Lost`], which names it. Rank 0 must leave last.
+/// Rank 0 listens, all others connect to it, and all messages pass through it. Messages have lanes: those of one sender and one lane arrive in
+/// order. A process is lost if its connection ends, if it is silent for 15 seconds, or if it reports a failure ([`Self::fail`]). Then all waiting
+/// in every other process ends with [`OpError::Lost`], which names the lost process. Rank 0 must leave last.
 ///
-/// Nothing is encrypted, and nobody is asked for a password: use it in a network of your own.
+/// Nothing is encrypted or authenticated: use it only in a trusted network.
 ///
 /// ```no_run
 /// use burn_blocksparse::{Message, Processes};
@@ -64,33 +64,33 @@ const PATIENCE: Patience = Patience {
 pub struct Processes {
     shared: Arc<Shared>,
     place: Place,
-    /// Of lanes that were given away.
+    /// Number of internal lanes handed out.
     lanes: AtomicU32,
 }
 
-/// What the threads of connections share.
+/// State that the threads of connections share.
 struct Shared {
     rank: usize,
     count: usize,
-    /// By the process at the other end.
+    /// Connections, by the rank at the other end.
     sockets: Vec<Option<Mutex<TcpStream>>>,
     inbox: Mutex<Inbox>,
     changed: Condvar,
-    /// Bytes, headers aside.
+    /// Payload bytes, without headers.
     sent: AtomicU64,
     received: AtomicU64,
 }
 
 #[derive(Default)]
 struct Inbox {
-    /// By sender and lane.
+    /// Received messages by sender and lane.
     messages: HashMap<(usize, u32), VecDeque<Vec<u8>>>,
-    /// Who has ended which lane.
+    /// Ended lanes by sender and lane.
     ended: HashSet<(usize, u32)>,
     lost: Option<OpError>,
-    /// The same before the others know: one of them may leave first, because of it.
+    /// A loss that other processes do not know of yet. One of them may leave because of it before they do.
     losing: Option<OpError>,
-    /// This process has left.
+    /// True if this process has left.
     closed: bool,
 }
 
@@ -100,7 +100,7 @@ impl fmt::Debug for Processes {
     }
 }
 
-/// No two are the same.
+/// Processes are equal only to themselves.
 impl PartialEq for Processes {
     fn eq(&self, other: &Self) -> bool {
         std::ptr::eq(self, other)
@@ -114,17 +114,18 @@ impl Drop for Processes {
 }
 
 impl Processes {
-    /// Joins the others as the environment says: `RANK`, `WORLD_SIZE`, `LOCAL_RANK` (0 if it is missing), or OpenMPI's `OMPI_COMM_WORLD_…` in their place;
-    /// `MASTER_ADDR` (`127.0.0.1`) and `MASTER_PORT` (29500), where rank 0 listens. Where `torchrun` listens at that port itself, it is the next one.
+    /// Joins the group described by the environment: `RANK`, `WORLD_SIZE`, `LOCAL_RANK` (default 0), or OpenMPI's `OMPI_COMM_WORLD_…` instead.
+    /// Rank 0 listens at `MASTER_ADDR` (default `127.0.0.1`) and `MASTER_PORT` (default 29500). If `torchrun` itself listens at that port, the next one is
+    /// used.
     ///
     /// # Errors
-    /// [`OpError::Argument`] names a variable that is missing or wrong, [`OpError::Join`] says why processes did not connect within two minutes.
+    /// [`OpError::Argument`] names a variable that is missing or invalid; [`OpError::Join`] tells why processes did not connect within two minutes.
     pub fn from_env() -> Result<Self, OpError> {
         let place = Place::of_environment(|name| std::env::var(name).ok())?;
         Self::at(&place, PATIENCE)
     }
 
-    /// Joins the others: rank `rank` of `count`; rank 0 listens at the port of the address.
+    /// Joins a group as rank `rank` of `count`. Rank 0 listens at the port of the address.
     ///
     /// # Errors
     /// As [`Self::from_env`].
@@ -182,23 +183,23 @@ impl Processes {
         self.shared.count
     }
 
-    /// Returns its rank among the processes of its host.
+    /// Returns the rank of this process among those of its host.
     pub fn local_rank(&self) -> usize {
         self.place.local_rank
     }
 
-    /// Returns whether all are on one host, as `LOCAL_WORLD_SIZE` says.
+    /// Returns whether all processes run on one host, according to `LOCAL_WORLD_SIZE`.
     pub fn are_of_one_host(&self) -> bool {
         self.place.local_count == Some(self.count())
     }
 
-    /// Sends a message to another process. Returns when the connection has taken it, whether or not it has been received.
+    /// Sends a message to another process. Returns when the connection has accepted it, whether or not it has been received.
     ///
     /// # Errors
-    /// [`OpError::Lost`] and [`OpError::Left`] name a process that is gone, [`OpError::Argument`] a dtype that cannot cross.
+    /// [`OpError::Lost`] and [`OpError::Left`] name a process that is gone; [`OpError::Argument`] names a dtype that cannot be sent.
     ///
     /// # Panics
-    /// If there is no other process of this rank, or no lane of this number: those from 65,536 on are not the caller's.
+    /// If there is no other process of this rank, or the lane is invalid: lanes from 65,536 on are internal.
     pub fn send(&self, to: usize, lane: u16, message: &Message) -> Result<(), OpError> {
         self.put(to, lane.into(), message)
     }
@@ -206,17 +207,17 @@ impl Processes {
     /// Waits for the next message of another process in a lane.
     ///
     /// # Errors
-    /// [`OpError::Lost`] names a process that is lost, whichever it is; [`OpError::Left`] says that this one has left.
+    /// [`OpError::Lost`] names any process that is lost; [`OpError::Left`] means that the sender has left.
     pub fn receive(&self, from: usize, lane: u16) -> Result<Message, OpError> {
         self.take(from, lane.into())
     }
 
-    /// Who is lost, with the reason, if one is.
+    /// Returns which process is lost, and why, if one is.
     pub fn lost(&self) -> Option<OpError> {
         self.shared.inbox().lost.clone()
     }
 
-    /// Calls a function, in a thread of its own, once a process is lost; never, if this one leaves before.
+    /// Calls a function in its own thread once a process is lost. It is never called if this process leaves first.
     pub fn on_loss(&self, then: impl FnOnce(OpError) + Send + 'static) {
         let shared = self.shared.clone();
         thread::spawn(move || {
@@ -232,12 +233,12 @@ impl Processes {
         });
     }
 
-    /// Tells all others that this process has failed, which ends their waiting.
+    /// Tells all other processes that this one has failed, which ends their waiting.
     pub fn fail(&self, reason: &str) {
         self.shared.lose(self.rank(), reason);
     }
 
-    /// Ends this process's part: others that wait for it get [`OpError::Left`], as when it is dropped.
+    /// Leaves the group: processes that wait for this one get [`OpError::Left`]. Dropping it has the same effect.
     pub fn leave(&self) {
         let mut inbox = self.shared.inbox();
         if !std::mem::replace(&mut inbox.closed, true) {
@@ -250,13 +251,13 @@ impl Processes {
         }
     }
 
-    /// Bytes that this process has sent and received so far, with those that pass through it on their way to others.
+    /// Returns the bytes that this process has sent and received so far, including those that it forwards to others.
     pub fn traffic(&self) -> [u64; 2] {
         let shared = &self.shared;
         [&shared.sent, &shared.received].map(|bytes| bytes.load(Ordering::Relaxed))
     }
 
-    /// A lane that nobody else has, the same one in all processes that ask as often.
+    /// Returns a fresh lane. All processes that call this equally often get the same one.
     pub(crate) fn own_lane(&self) -> u32 {
         self.lanes.fetch_add(1, Ordering::Relaxed)
     }
@@ -269,7 +270,7 @@ impl Processes {
         let content = message.encode()?;
         let shared = &self.shared;
         let sent = shared.write(Kind::Message, to as u32, lane, &content);
-        // Who is gone is what the thread that reads finds out, or has been told.
+        // The reading thread detects which process is gone, or has already been told.
         sent.or_else(|_| shared.until(to, lane, |_| None))
     }
 
@@ -297,7 +298,7 @@ impl Shared {
         woken.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What `take` finds, as soon as it finds it; an error once nothing more can come from a process in a lane.
+    /// Waits until `take` returns something. Returns an error once nothing more can arrive from a process in a lane.
     fn until<T>(
         &self,
         other: usize,
@@ -312,7 +313,7 @@ impl Shared {
             if let Some(found) = take(&mut inbox) {
                 return Ok(found);
             }
-            // Without rank 0 nothing passes.
+            // Without rank 0 nothing is forwarded.
             let ends = [
                 (other, lane),
                 (other, EVERY_LANE),
@@ -342,7 +343,7 @@ impl Shared {
         self.pass(&head, content)
     }
 
-    /// Sends a frame on its way.
+    /// Sends a frame to its recipient or towards it.
     fn pass(&self, head: &Head, content: &[u8]) -> io::Result<()> {
         let next = if self.rank == 0 { head.to as usize } else { 0 };
         let socket = self.sockets.get(next).and_then(Option::as_ref);
@@ -353,7 +354,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Sends a frame of this process to all others, as far as they are there.
+    /// Sends a frame of this process to all others that are reachable.
     fn tell(&self, kind: Kind, lane: u32, content: &[u8]) {
         match self.rank {
             0 => (1..self.count as u32).for_each(|to| {
@@ -365,7 +366,7 @@ impl Shared {
         }
     }
 
-    /// The life of a thread: whatever comes over a connection, until it ends.
+    /// Handles the frames of a connection until it ends: the body of a reading thread.
     fn read_from(&self, peer: usize, mut socket: TcpStream) {
         let error = loop {
             match Head::read(&mut socket) {
@@ -373,7 +374,7 @@ impl Shared {
                 Err(error) => break error,
             }
         };
-        // Ends what waits to be written.
+        // Unblocks pending writes.
         let _ = socket.shutdown(Shutdown::Both);
         let has_left = self.inbox().ended.contains(&(peer, EVERY_LANE));
         if !has_left {
@@ -390,7 +391,7 @@ impl Shared {
                 let _ = self.pass(&Head { to, ..head }, &content);
             }
         } else if to != self.rank as u32 {
-            // If it is gone, its own thread says so.
+            // If that process is gone, its own thread reports it.
             let _ = self.pass(&head, &content);
             return;
         }
@@ -421,13 +422,13 @@ impl Shared {
         }
         inbox.losing = Some(error.clone());
         drop(inbox);
-        // First, because this process may end as soon as it knows.
+        // The others are told first, because this process may exit as soon as it knows.
         self.tell(Kind::Lost, rank as u32, reason.as_bytes());
         self.inbox().lost.get_or_insert(error);
         self.changed.notify_all();
     }
 
-    /// The life of a thread: signs of life for a process.
+    /// Sends signs of life to a process: the body of a thread.
     fn live_for(&self, peer: usize, pause: Duration) {
         loop {
             thread::sleep(pause);
@@ -492,7 +493,7 @@ mod tests {
         }
     }
 
-    /// Each of `count` processes as a thread.
+    /// Runs each of `count` processes as a thread.
     fn all(count: usize, each: impl Fn(Processes) + Sync) {
         let places = places(count);
         thread::scope(|scope| {
@@ -524,7 +525,7 @@ mod tests {
                 assert_eq!(receive(1), words(&[from as u64, 10]));
             }
             let end = |rank| processes.receive(rank, 0).unwrap_err();
-            // A lane that one ends, and a process that leaves.
+            // One process ends a lane, and another leaves.
             match rank {
                 2 => processes.end(7),
                 _ => assert_eq!(processes.take(2, 7).unwrap_err(), OpError::Left { rank: 2 }),
@@ -534,7 +535,7 @@ mod tests {
                 _ => assert_eq!(end(1), OpError::Left { rank: 1 }),
             }
             assert_eq!(processes.lost(), None);
-            // Rank 0 stays until all have left.
+            // Rank 0 stays until all others have left.
             match rank {
                 0 => assert_eq!(end(2), OpError::Left { rank: 2 }),
                 _ => processes.leave(),
@@ -542,7 +543,7 @@ mod tests {
         });
     }
 
-    /// One that fails, one that is gone, and one that stays without a sign of life.
+    /// A process that fails, one that disappears, and one that stays connected without a sign of life.
     #[test]
     fn a_lost_process_is_named_to_all() {
         for (way, expected) in [
@@ -560,7 +561,7 @@ mod tests {
                         .fail("out of memory"),
                     _ => {
                         let socket = places[1].connect(QUICK.join).unwrap();
-                        // Its connection is there until the others have ended.
+                        // Its connection stays open until the others have ended.
                         let stays = (way == "stop").then(|| until.lock());
                         drop((stays, socket));
                     }
@@ -573,7 +574,7 @@ mod tests {
                             let (sender, called) = std::sync::mpsc::channel();
                             processes.on_loss(move |lost| sender.send(lost).unwrap());
                             let began = Instant::now();
-                            // Whomever they wait for.
+                            // The error is the same whichever process they wait for.
                             let error = processes.receive(2 - rank, 0).unwrap_err();
                             assert!(began.elapsed() < Duration::from_secs(10));
                             assert_eq!(called.recv().unwrap(), error);

@@ -1,4 +1,4 @@
-//! Steps of rows by an index in Burn's autodiff graph.
+//! Autodiff steps of indexed rows.
 
 use burn::backend::tensor::{FloatTensor, IntTensor};
 

@@ -1,4 +1,4 @@
-//! Rows by an index on CubeCL devices.
+//! Indexed rows on CubeCL devices.
 
 use blocksparse_cubecl::rows;
 use blocksparse_cubecl::rows::{IndexedRows, MergedGradients, gather_rows};
@@ -15,14 +15,14 @@ fn numbers(index: CubeTensor) -> CubeTensor {
     into_contiguous(cast(index, IntDType::I32.into()))
 }
 
-/// Lists of the rows of a tensor, and places that name some of them.
+/// Describes the rows of a tensor and an index into them.
 fn indexed(rows: &CubeTensor, index: &CubeTensor) -> IndexedRows {
     let [batch, heads, count, dim] = rows.meta.shape().dims();
     let [_, _, places, most] = index.meta.shape().dims();
     IndexedRows::new(batch * heads, count, [places, most], dim)
 }
 
-/// The sums of rows that `index` `[batch, heads, places, most]` names. `None` if kernels do not take them.
+/// Returns the sums of the rows that `index` `[batch, heads, places, most]` lists, or `None` if kernels do not support them.
 fn gathered(rows: &CubeTensor, index: &CubeTensor) -> Option<CubeTensor> {
     let of = indexed(rows, index);
     if uses_reference() || of.rows == 0 {

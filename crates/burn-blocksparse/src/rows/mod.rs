@@ -1,4 +1,4 @@
-//! Rows of a tensor by an index, with a gradient that is taken by an index too.
+//! Rows of a tensor by an index, with a gradient that is also a gather.
 #[cfg(feature = "autodiff")]
 mod autodiff;
 #[cfg(feature = "cube")]
@@ -11,11 +11,11 @@ use crate::base::prelude::*;
 use crate::check::same_device;
 use crate::rows::ops::RowOps;
 
-/// The rows of each head that `index` names, 0 where it is negative, with a gradient that is taken and not scattered: `users` says for each row of `x`
-/// at which places of `index` it stands, and its gradient is the sum of theirs. So both passes read by an index and have the same bits every time.
+/// Gathers the rows of each head that `index` lists, or 0 where it is negative. The gradient is a gather rather than a scatter: `users` lists for each row of
+/// `x` the places of `index` that use it, and the row's gradient is the sum of theirs. So both passes are bit-deterministic.
 ///
-/// `users` must be the reverse of `index`; its negative numbers count for nothing. That is not checked, because neither is read back from the device:
-/// numbers that are not below the number of rows, or places, take what the backend's `select` takes.
+/// `users` must be the inverse of `index`; its negative entries are ignored. This is not checked, because neither is read back from the device:
+/// indices beyond the rows or places behave as in the backend's `select`.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -55,8 +55,8 @@ pub fn gather_rows(
     Ok(Tensor::from_dispatch(rows))
 }
 
-/// The sums of the rows of `x` that `users` names, negative indices left out, in f32 (f64 for f64) and rounded once: [`gather_rows`] the other way round, whose
-/// gradient this is, and which is its gradient.
+/// Sums the rows of `x` that `users` lists, ignoring negative indices, in f32 (f64 for f64) and rounds once. This is the transpose of [`gather_rows`]: each is
+/// the gradient of the other.
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -95,7 +95,7 @@ pub fn segment_sum(
     Ok(Tensor::from_dispatch(sums))
 }
 
-/// Indices of rows and places, of so many rows and of the batch, heads and device of `x`. They have no gradient, and no place in the graph.
+/// Checks indices of rows and places against `x`: its batch, heads and device, and the number of rows. Detaches them from the graph.
 fn checked(
     x: &Tensor<4>,
     rows: usize,

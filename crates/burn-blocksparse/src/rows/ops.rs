@@ -1,4 +1,4 @@
-//! The backend trait of rows that are taken by an index.
+//! The backend trait of indexed rows.
 
 use crate::base::prelude::*;
 use crate::base::values::OutputGrads;
@@ -7,7 +7,7 @@ use crate::rows::values::{MergedGrads, MergedOutput, MergedParts};
 #[cfg(feature = "fusion")]
 use crate::rows::values::{MergedGradsMetadata, MergedOutputMetadata};
 
-/// Rows by an index and the gradient with respect to them as backend operations. Arguments are checked by the public function.
+/// Indexed rows and their gradients as backend operations. The public functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -16,8 +16,8 @@ use crate::rows::values::{MergedGradsMetadata, MergedOutputMetadata};
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait RowOps: Backend {
-    /// The rows of `[batch, heads, rows, dim]` at `[batch, heads, places]`, 0 where that is negative: `[batch, heads, places, dim]`. `users` is for the
-    /// gradient.
+    /// Gathers the rows of `[batch, heads, rows, dim]` at `[batch, heads, places]`, 0 where that is negative: `[batch, heads, places, dim]`. `users` is only
+    /// for the gradient.
     #[fusion(dtype = x, shape = at_places(index, x))]
     fn gather_rows(
         x: FloatTensor<Self>,
@@ -28,13 +28,13 @@ pub trait RowOps: Backend {
         reference::gather_rows::<Self>(x, index)
     }
 
-    /// The gradient with respect to the rows: the sum of `grad` over the places `[batch, heads, rows, most]` that use a row.
+    /// Computes the gradient with respect to the rows: the sum of `grad` over the places `[batch, heads, rows, most]` that use a row.
     #[fusion(dtype = grad, shape = at_users(users, grad))]
     fn rows_at_backward(grad: FloatTensor<Self>, users: IntTensor<Self>) -> FloatTensor<Self> {
         reference::rows_at_backward::<Self>(grad, users)
     }
 
-    /// The sums of the rows of `[batch, heads, places, dim]` at the places `[batch, heads, rows, most]`. `index` is for the gradient.
+    /// Sums the rows of `[batch, heads, places, dim]` at the places `[batch, heads, rows, most]`. `index` is only for the gradient.
     #[fusion(dtype = x, shape = at_users(users, x))]
     fn segment_sum(
         x: FloatTensor<Self>,
@@ -45,7 +45,7 @@ pub trait RowOps: Backend {
         Self::rows_at_backward(x, users)
     }
 
-    /// `lse = ln Σ exp(lseᵢ)` and `out = Σ exp(lseᵢ − lse) · rowᵢ` over a query's own part and those at its places.
+    /// Computes `lse = ln Σ exp(lseᵢ)` and `out = Σ exp(lseᵢ − lse) · rowᵢ` over a query's own part and those at its places.
     #[fusion(meta = |inputs| MergedOutputMetadata {
         out: inputs.own.clone(),
         lse: inputs.own_lse.clone(),
@@ -54,7 +54,7 @@ pub trait RowOps: Backend {
         reference::merged_parts::<Self>(inputs)
     }
 
-    /// The gradients of [`merged_parts`](Self::merged_parts), of its inputs and the gradients with respect to its outputs.
+    /// Computes the gradients of [`merged_parts`](Self::merged_parts) from its inputs and the gradients with respect to its outputs.
     #[fusion(meta = |inputs, _grads| MergedGradsMetadata {
         own: inputs.own.clone(),
         own_lse: inputs.own_lse.clone(),
@@ -71,14 +71,14 @@ pub trait RowOps: Backend {
 
 reference_backends!(RowOps);
 
-/// The shape of rows at places `[batch, heads, places]`.
+/// Returns the shape of rows gathered at places `[batch, heads, places]`.
 #[cfg(feature = "fusion")]
 fn at_places(index: &Shape, rows: &Shape) -> Shape {
     let [batch, heads, places] = index.dims::<3>();
     [batch, heads, places, rows[3]].into()
 }
 
-/// The shape of a row for each list of `[batch, heads, rows, most]`.
+/// Returns the shape with one row per list of `[batch, heads, rows, most]`.
 #[cfg(feature = "fusion")]
 fn at_users(users: &Shape, rows: &Shape) -> Shape {
     let [batch, heads, count, _] = users.dims::<4>();

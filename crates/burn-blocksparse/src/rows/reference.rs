@@ -1,4 +1,4 @@
-//! Rows by an index in Burn's primitives: selections forward and backward, nothing that is added to where it lies.
+//! Indexed rows in Burn primitives: selections in both passes, without scatter-adds.
 
 use burn::backend::get_device_settings;
 use burn::tensor::IntDType;
@@ -16,7 +16,7 @@ pub fn gather_rows<B: Backend>(x: FloatTensor<B>, index: IntTensor<B>) -> FloatT
     let wide = Shape::new([batch, heads, places]);
     let none = B::int_lower_elem(index.clone(), 0i64.into(), bools);
     let index = B::int_mask_fill(index, none.clone(), 0i64.into());
-    // Rows of all heads are one list.
+    // The rows of all heads form one list.
     let first = B::int_arange(0..(batch * heads) as i64, &device, IntDType::I32);
     let first = B::int_mul_scalar(first, (rows as i64).into());
     let first = B::int_reshape(first, Shape::new([batch, heads, 1]));
@@ -44,16 +44,16 @@ pub fn rows_at_backward<B: Backend>(grad: FloatTensor<B>, users: IntTensor<B>) -
     sums.reshape([batch, heads, rows, dim]).0
 }
 
-/// lse where a row has no keys, in sums: far below any score, but finite, so that no ∞ − ∞ can arise.
+/// Stands for the lse of a row without keys in sums: far below any score, but finite, so that ∞ − ∞ cannot occur.
 pub const LOWEST: f64 = -1e30;
 
-/// What the parts of each query weigh.
+/// Weights of the parts of each query.
 struct Weighed<B: Backend> {
-    /// Their lse, the own one first: `[batch, heads, queries, 1 + most]`.
+    /// lse of the parts, the query's own first: `[batch, heads, queries, 1 + most]`.
     parts: Array<B>,
-    /// Of the same shape.
+    /// Weights of the parts, in the same shape.
     weights: Array<B>,
-    /// `[batch, heads, queries, 1]`.
+    /// lse of the union, `[batch, heads, queries, 1]`.
     lse: Array<B>,
 }
 
@@ -80,7 +80,7 @@ impl<B: Backend> Weighed<B> {
     }
 }
 
-/// The own row and those at the places of each query, in the dtype of sums: `[batch, heads, queries, 1 + most, dim]`.
+/// Returns the own row and those at the places of each query, in the dtype of sums: `[batch, heads, queries, 1 + most, dim]`.
 fn all_rows<B: Backend>(
     own: FloatTensor<B>,
     rows: FloatTensor<B>,
@@ -148,7 +148,7 @@ pub fn merged_parts_backward<B: Backend>(
     }
 }
 
-/// The rows at the places of each query: `[batch, heads, queries, most, dim]`.
+/// Returns the rows at the places of each query: `[batch, heads, queries, most, dim]`.
 fn at_places<B: Backend>(rows: Array<B>, places: IntTensor<B>) -> Array<B> {
     let [batch, heads, queries, most] = places.shape().dims();
     let dim = rows.shape()[3];
@@ -157,7 +157,7 @@ fn at_places<B: Backend>(rows: Array<B>, places: IntTensor<B>) -> Array<B> {
     taken.reshape([batch, heads, queries, most, dim])
 }
 
-/// The query of each choice, −1 where there is none.
+/// Returns the query of each choice, or −1 if there is none.
 pub fn queries_of<B: Backend>(choices: IntTensor<B>, most: usize) -> IntTensor<B> {
     let device = choices.device();
     let bools = get_device_settings::<B>(&device).bool_dtype;

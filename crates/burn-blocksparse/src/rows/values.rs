@@ -1,41 +1,41 @@
-//! What crosses backends of rows that are taken by an index.
+//! Argument types of the backend trait of indexed rows.
 
 use crate::{float_list, op_values};
 
 op_values! {
-    /// A part of each query and others at places, to be merged by their lse, as [`RowOps::merged_parts`](crate::rows::ops::RowOps::merged_parts) takes them.
+    /// A part of each query and gathered parts at places, to be merged by lse with [`RowOps::merged_parts`](crate::rows::ops::RowOps::merged_parts).
     pub struct MergedParts {
-        /// A row of each query: `[batch, heads, queries, dim]`.
+        /// Own row of each query: `[batch, heads, queries, dim]`.
         pub own: FloatTensor,
-        /// Its lse, `[batch, heads, queries]`, in the dtype of sums.
+        /// lse of the own rows, `[batch, heads, queries]`, in the dtype of sums.
         pub own_lse: FloatTensor,
         /// Gathered rows: `[batch, heads, places, dim]`, in the dtype of `own`.
         pub rows: FloatTensor,
-        /// Their lse, `[batch, heads, places]`.
+        /// lse of the gathered rows, `[batch, heads, places]`.
         pub lses: FloatTensor,
-        /// The places of each query: `[batch, heads, queries, most]`, negative for none.
+        /// Places of each query: `[batch, heads, queries, most]`, negative for none.
         pub places: IntTensor,
-        /// The query at each place, times `most`, plus the number among the query's: `[batch, heads, places]`, negative for none.
+        /// For each place its query times `most`, plus its index among the query's places: `[batch, heads, places]`, negative for none.
         pub choices: IntTensor,
     }
 
-    /// Output of merged parts.
+    /// Result of merging parts.
     pub struct MergedOutput {
-        /// As `own`.
+        /// Merged rows, with the shape and dtype of `own`.
         pub out: FloatTensor,
-        /// As `own_lse`, −∞ where no part has keys.
+        /// lse of the merged rows, with the shape and dtype of `own_lse`; −∞ if no part has keys.
         pub lse: FloatTensor,
     }
 
-    /// Gradients with respect to the floats of [`MergedParts`].
+    /// Gradients with respect to the float tensors of [`MergedParts`].
     pub struct MergedGrads {
-        /// By a query's own row.
+        /// With respect to a query's own row.
         pub own: FloatTensor,
-        /// By its lse.
+        /// With respect to its lse.
         pub own_lse: FloatTensor,
-        /// By the gathered rows.
+        /// With respect to the gathered rows.
         pub rows: FloatTensor,
-        /// By their lse.
+        /// With respect to their lse.
         pub lses: FloatTensor,
     }
 }

@@ -1,4 +1,4 @@
-//! The step of keys that cross in Burn's autodiff graph.
+//! The autodiff step of keys and values received from other devices.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ impl<B: ShardOps, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
                     let (shape, device, dtype) = there(like.next());
                     grad.unwrap_or_else(|| B::float_zeros(shape, &device, dtype))
                 });
-                // A step of the graph returns no error.
+                // A step of the graph cannot return an error.
                 let own = returned::<B>(grads, lengths, &end, call);
                 own.unwrap_or_else(|error| panic!("{error}")).map(Some)
             };
@@ -39,7 +39,7 @@ impl<B: ShardOps, C: CheckpointStrategy> ShardOps for Autodiff<B, C> {
     }
 }
 
-/// Gradients with respect to own keys and values, of which there are `seq`: this device's, then the other devices' in their order.
+/// Returns the gradients with respect to own keys and values, of which there are `seq`: adds this device's part, then those of the other devices in order.
 fn returned<B: ShardOps>(
     grads: [FloatTensor<B>; 2],
     seq: usize,

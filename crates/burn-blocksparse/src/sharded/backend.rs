@@ -1,4 +1,4 @@
-//! What CubeCL's devices exchange by themselves.
+//! Direct exchange between CubeCL devices.
 
 use burn::backend::ops::{FloatTensorOps, IntTensorOps};
 use burn::tensor::{DType, IndexingUpdateOp, Shape, TensorData};
@@ -11,8 +11,8 @@ use crate::base::cube::*;
 use crate::sharded::ops::ShardOps;
 
 impl ShardOps for CubeBackend {
-    /// CubeCL's sum over two devices. Its own copies between devices wait for nobody who uses the memory (docs/dev/log.md), sums are ordered on both
-    /// sides. Sums of words are exact, so that the other's words are the sum less one's own, and each device sends as much as the longer of both lists.
+    /// Uses CubeCL's sum over two devices. CubeCL's own copies between devices do not wait for users of the memory (docs/dev/log.md), but sums are ordered on
+    /// both sides. Integer sums are exact, so the other device's words are the sum minus the own words. Each device sends as much as the longer of both lists.
     fn swapped(own: CubeTensor, peer: u16) -> CubeTensor {
         let (dtype, shape) = (own.dtype, own.meta.shape().clone());
         let own = as_words(into_contiguous(own), DType::U32);
@@ -27,7 +27,7 @@ impl ShardOps for CubeBackend {
         ];
         let word = ElemType::UInt(UIntKind::U32);
         let mut client = sum.client.clone();
-        // In place, on the stream of what comes before and after.
+        // In place, on the stream of the surrounding work.
         let (from, to) = (sum.handle.clone(), sum.handle.clone());
         client.all_reduce(from, to, word, devices, ReduceOperation::Sum);
         client.sync_collective();
@@ -41,7 +41,7 @@ impl ShardOps for CubeBackend {
         CubeTensor::new_contiguous(client, device, shape, handle, dtype)
     }
 
-    /// All blocks at once; `float_select_assign` adds one after another.
+    /// Adds all blocks in one operation; `float_select_assign` adds one after another.
     fn with_added(x: CubeTensor, blocks: CubeTensor, numbers: Vec<i32>) -> CubeTensor {
         let shape = x.meta.shape().clone();
         let [batch, count, width] = shape.dims();
@@ -61,7 +61,7 @@ impl ShardOps for CubeBackend {
     }
 }
 
-/// The bytes of a contiguous tensor `[n]` as elements of another dtype.
+/// Reinterprets a contiguous tensor `[n]` as elements of another dtype.
 fn as_words(x: CubeTensor, dtype: DType) -> CubeTensor {
     let words = x.meta.shape().num_elements() * x.dtype.size() / dtype.size();
     CubeTensor::new_contiguous(x.client, x.device, Shape::new([words]), x.handle, dtype)

@@ -1,4 +1,4 @@
-//! How blocks cross: each device gives each other one its blocks, and gets theirs.
+//! Exchange of blocks: each device sends blocks to every other one and receives theirs.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -16,10 +16,10 @@ use crate::sharded::ops::ShardOps;
 /// Keys and values, or the gradients with respect to them: `[batch, blocks, block_size · dim]`.
 pub type Blocks<B> = [FloatTensor<B>; 2];
 
-/// One device's way to the others.
+/// One device's connection to the others.
 pub enum Way {
     Host(Box<dyn Carrier<[TensorData; 2]>>),
-    /// Devices exchange numbers by themselves, with the indices that CUDA gives them, once each knows that the other is there.
+    /// Devices exchange data directly, identified by their CUDA indices, once each knows that the other is ready.
     Nccl {
         links: Links<Ready>,
         indices: Vec<u16>,
@@ -35,7 +35,7 @@ pub struct Ready {
 }
 
 impl Way {
-    /// Those of the devices of a group that this process has, with their ranks.
+    /// Creates the connections of those devices of a group that belong to this process, with their ranks.
     pub fn group(exchange: &Exchange, devices: usize) -> Vec<(usize, Self)> {
         let ways = match exchange {
             Exchange::Host { .. } => {
@@ -62,7 +62,7 @@ impl Way {
         ways.into_iter().enumerate().collect()
     }
 
-    /// Ends this device's part.
+    /// Leaves the group.
     pub fn leave(&self) {
         match self {
             Self::Host(links) => links.leave(),
@@ -72,7 +72,7 @@ impl Way {
 }
 
 impl ShardEnd {
-    /// Gives each other device those of `x` that `give` lists for it; what comes from each device for which `get` lists some, in order.
+    /// Sends each other device the blocks of `x` that `give` lists for it. Returns the blocks received from each device for which `get` lists some, in order.
     pub fn cross<B: ShardOps>(
         &self,
         x: &Blocks<B>,
@@ -110,7 +110,7 @@ impl ShardEnd {
         arrived.collect()
     }
 
-    /// Pairs of devices swap one list each, all pairs in the order of [`rounds`].
+    /// Exchanges blocks by NCCL: pairs of devices swap one list each, in the order of [`rounds`].
     fn by_nccl<B: ShardOps>(
         &self,
         (links, indices): (&Links<Ready>, &[u16]),
@@ -131,7 +131,7 @@ impl ShardEnd {
         for &peer in &peers {
             links.send(peer, stage, ready)?;
         }
-        // All of them before the first swap, which waits on the device.
+        // Receives from all peers before the first swap, which waits on the device.
         for &peer in &peers {
             let theirs = links.receive(peer, stage)?;
             OpError::expect_same("another device's blocks", ready, "this device's", theirs)?;
@@ -142,7 +142,7 @@ impl ShardEnd {
             self.count(length * ready.dtype.size());
             let own = packed::<B>(x, &give[peer], length);
             let theirs = B::swapped(own, indices[peer]);
-            // Another device may wait for what fusion still has in its queue.
+            // The other device may wait for work that is still in fusion's queue.
             B::sync_collective(&device);
             if !get[peer].is_empty() {
                 arrived.insert(peer, unpacked::<B>(theirs, ready, get[peer].len()));
@@ -157,20 +157,20 @@ impl ShardEnd {
 }
 
 impl Ready {
-    /// How many numbers so many blocks of keys and of values have.
+    /// Returns the number of elements of these blocks of keys and values.
     fn elements(&self, blocks: &[i32]) -> usize {
         self.batch * blocks.len() * (self.widths[0] + self.widths[1])
     }
 }
 
-/// The lists that are not empty, with whose they are.
+/// Returns the lists that are not empty, with their device.
 pub fn some(lists: &[Vec<i32>]) -> impl Iterator<Item = (usize, &[i32])> {
     (lists.iter().enumerate())
         .filter(|(_, numbers)| !numbers.is_empty())
         .map(|(other, numbers)| (other, &numbers[..]))
 }
 
-/// Whom a device meets, in order: in each round pairs that nobody else is in, so that no two wait for each other in a circle.
+/// Returns the order in which a device meets the others. Each round consists of disjoint pairs, so that devices never wait for each other in a cycle.
 fn rounds(rank: usize, devices: usize) -> impl Iterator<Item = usize> {
     let rounds = 1..devices.next_power_of_two();
     rounds
@@ -184,7 +184,7 @@ fn chosen<B: Backend>(x: &FloatTensor<B>, numbers: &[i32]) -> FloatTensor<B> {
     B::float_select(x.clone(), 1, index)
 }
 
-/// Some blocks of keys, then of values, one after another, and zeros up to `length`.
+/// Packs some blocks of keys, then of values, and pads with zeros to `length`.
 fn packed<B: Backend>(x: &Blocks<B>, numbers: &[i32], length: usize) -> FloatTensor<B> {
     let mut parts = Vec::new();
     if !numbers.is_empty() {
@@ -199,7 +199,7 @@ fn packed<B: Backend>(x: &Blocks<B>, numbers: &[i32], length: usize) -> FloatTen
     Array::cat(parts, 0).0
 }
 
-/// The inverse of [`packed`], of `count` blocks.
+/// Inverts [`packed`] for `count` blocks.
 fn unpacked<B: Backend>(x: FloatTensor<B>, ready: Ready, count: usize) -> Blocks<B> {
     let mut first = 0;
     ready.widths.map(|width| {
@@ -216,7 +216,7 @@ fn read<B: Backend>(x: FloatTensor<B>) -> Result<TensorData, OpError> {
     read.unwrap_or_else(|| Err(OpError::Read("a device that is read later".into())))
 }
 
-/// `count` blocks of another device on the device of `x`.
+/// Uploads `count` blocks of another device to the device of `x`.
 fn of_host<B: Backend>(
     data: TensorData,
     x: &FloatTensor<B>,
@@ -245,7 +245,7 @@ mod tests {
                 .collect();
             let mut met = vec![0; devices];
             let mut pairs = 0;
-            // Whose next is each other's.
+            // Each is next in the other's order.
             while let Some((a, b)) = (0..devices).find_map(|a| {
                 let b = *orders[a].get(met[a])?;
                 (orders[b].get(met[b]) == Some(&a)).then_some((a, b))
@@ -284,7 +284,7 @@ mod tests {
             let expected = read::<Flex>(chosen::<Flex>(x, &list)).unwrap();
             assert_eq!(read::<Flex>(back).unwrap(), expected);
         }
-        // One that gives nothing.
+        // A device that sends nothing.
         let zeros = read::<Flex>(packed::<Flex>(&x, &[], 8)).unwrap();
         assert_eq!(zeros, TensorData::new(vec![0f32; 8], [8]));
     }

@@ -1,4 +1,4 @@
-//! By which way blocks cross between devices.
+//! Transports for blocks between devices.
 
 use std::fmt;
 use std::ops::Range;
@@ -14,23 +14,23 @@ use crate::processes::Processes;
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Exchange {
-    /// Through the host: between any devices, also of two kinds.
+    /// Through the host: between any devices, also of different kinds.
     Host {
         /// Reason why NCCL is not used between CUDA devices.
         instead: Option<String>,
     },
-    /// By NCCL, through Burn's engine: between different CUDA devices. Made by [`Self::nccl`].
+    /// By NCCL, through CubeCL: between different CUDA devices. Created by [`Self::nccl`].
     #[non_exhaustive]
     Nccl {
-        /// In the order of the group.
+        /// Devices in the order of the group.
         devices: Vec<Device>,
     },
-    /// Through hosts and TCP: between processes that have a device each. Made by [`Self::processes`].
+    /// Through hosts and TCP: between processes with one device each. Created by [`Self::processes`].
     #[non_exhaustive]
     Processes {
-        /// This one among all.
+        /// This process in its group.
         processes: Arc<Processes>,
-        /// Those of the group.
+        /// Ranks of the processes that share the sequence.
         ranks: Range<usize>,
     },
 }
@@ -42,10 +42,10 @@ impl Default for Exchange {
 }
 
 impl Exchange {
-    /// NCCL where it can be used between these devices, the host elsewhere.
+    /// Selects NCCL if it can be used between these devices, otherwise the host.
     pub fn best(devices: &[Device]) -> Self {
         Self::nccl(devices).unwrap_or_else(|error| Self::Host {
-            // Other devices have no NCCL that could be missing.
+            // For other devices NCCL is not missing, so there is no reason to report.
             instead: match error {
                 OpError::Device { .. } => Some(error.to_string()),
                 _ => None,
@@ -53,10 +53,10 @@ impl Exchange {
         })
     }
 
-    /// TCP between the processes of these ranks, this one among them. A group then has the shard of this process alone.
+    /// Selects TCP between the processes of these ranks, which must include this one. A group then contains only the shard of this process.
     ///
     /// # Errors
-    /// [`OpError::Argument`] if this process is not among the ranks, or there are not as many.
+    /// [`OpError::Argument`] if this process is not among the ranks, or a rank does not exist.
     pub fn processes(processes: &Arc<Processes>, ranks: Range<usize>) -> Result<Self, OpError> {
         let (rank, count) = (processes.rank(), processes.count());
         if !ranks.contains(&rank) || ranks.end > count {
@@ -69,7 +69,7 @@ impl Exchange {
         })
     }
 
-    /// How many devices it is between, if it knows them.
+    /// Returns the number of devices, if the exchange determines it.
     pub(super) fn devices(&self) -> Option<usize> {
         match self {
             Self::Host { .. } => None,
@@ -78,10 +78,10 @@ impl Exchange {
         }
     }
 
-    /// NCCL between these devices.
+    /// Selects NCCL between these devices.
     ///
     /// # Errors
-    /// [`OpError`] if one is no CUDA device or there twice, or NCCL's library cannot be loaded, with what to install.
+    /// [`OpError`] if one is not a CUDA device or is listed twice, or if NCCL's library cannot be loaded, with installation instructions.
     pub fn nccl(devices: &[Device]) -> Result<Self, OpError> {
         for (at, device) in devices.iter().enumerate() {
             check_collectives(device)?;

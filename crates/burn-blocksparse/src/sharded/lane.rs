@@ -1,4 +1,4 @@
-//! Messages between devices of several processes.
+//! Messages between devices of different processes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use crate::error::OpError;
 use crate::processes::{Message, Processes};
 use crate::sharded::links::{Carrier, Stage};
 
-/// One device's lane among the messages of its process.
+/// The message lane of one device.
 pub struct Lane {
     processes: Arc<Processes>,
-    /// The group's first process.
+    /// Rank of the group's first process.
     first: usize,
     lane: u32,
 }

@@ -1,31 +1,31 @@
-//! Messages between the devices of a group: a queue for each pair, so that messages of one device arrive in order.
+//! Messages between the devices of a group within a process: a queue for each pair, so that the messages of one device arrive in order.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::error::OpError;
 
-/// Call and direction that a message belongs to.
+/// Call and direction of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stage {
     /// Index of the call, from 0.
     pub call: u64,
-    /// True if it is of gradients.
+    /// True if it belongs to the backward pass.
     pub gradients: bool,
 }
 
-/// Carrier of messages between the devices of a group.
+/// Transport of messages between the devices of a group.
 pub trait Carrier<T>: Send + Sync {
-    /// Sends to another device, and waits for nobody.
+    /// Sends to another device, without waiting.
     fn send(&self, to: usize, stage: Stage, content: T) -> Result<(), OpError>;
-    /// Waits for the next message of another device, which must be of this stage.
+    /// Waits for the next message of another device, which must belong to this stage.
     fn receive(&self, from: usize, stage: Stage) -> Result<T, OpError>;
-    /// Ends the waiting of others for this device.
+    /// Leaves the group, which ends the waiting of others for this device.
     fn leave(&self);
 }
 
 impl Stage {
-    /// That another device's message is of this stage.
+    /// Checks that another device's message belongs to this stage.
     pub fn expect(self, theirs: Self) -> Result<(), OpError> {
         let whose = "this device's: all must make the same calls in the same order";
         OpError::expect_same("another device's call", self, whose, theirs)
@@ -37,7 +37,7 @@ struct Message<T> {
     content: T,
 }
 
-/// One device's ends of the queues, by the other device.
+/// One device's queue ends, indexed by the other device.
 pub struct Links<T> {
     rank: usize,
     queues: Mutex<Queues<T>>,
@@ -49,7 +49,7 @@ struct Queues<T> {
 }
 
 impl<T> Links<T> {
-    /// Those of each of `devices` devices.
+    /// Creates the ends of each of `devices` devices.
     pub fn group(devices: usize) -> Vec<Self> {
         let mut ends: Vec<Queues<T>> = (0..devices)
             .map(|_| Queues {

@@ -1,4 +1,4 @@
-//! One sequence over several devices: keys and values that cross, and attention over them.
+//! One sequence over several devices: exchange of keys and values, and attention over them.
 
 #[cfg(feature = "autodiff")]
 mod autodiff;
@@ -30,12 +30,12 @@ use routes::Routes;
 
 /// One device's part of a sequence that several devices share.
 ///
-/// Each device has a thread of its own, and all of them make the same calls in the same order, forward and backward: a device waits for what others
-/// send. [`Self::gather`] brings the keys and values that the device's queries attend to, and [`Self::layout`] is what they attend to among those.
-/// Gradients go back to where keys came from, and are added in the order of the devices: the same bits each time.
+/// Each device has its own thread, and all threads make the same calls in the same order, forward and backward: a device waits for the messages of the
+/// others. [`Self::gather`] collects the keys and values that the device's queries attend to, and [`Self::layout`] is the layout over them.
+/// Gradients are sent back to the owners of keys and values and are added in the order of the devices, so results are bit-deterministic.
 ///
-/// Blocks cross by way of the host, on any devices, by NCCL, or between processes ([`Self::group_by`]). A device whose shard is dropped has left: others that wait for it get
-/// [`OpError::Left`], and panic with its text in a backward pass.
+/// Blocks are exchanged through the host (any devices), by NCCL, or between processes ([`Self::group_by`]). A device whose shard is dropped has left: others
+/// that wait for it get [`OpError::Left`], and panic with its text in a backward pass.
 ///
 /// ```
 /// use burn_blocksparse::ShardPlan;
@@ -67,14 +67,14 @@ pub struct SequenceShard {
     calls: AtomicU64,
 }
 
-/// End of a shard that steps of a graph hold.
+/// Part of a shard that autodiff steps hold.
 #[doc(hidden)]
 pub struct ShardEnd {
     rank: usize,
     plan: Arc<ShardPlan>,
     routes: Routes,
     way: Way,
-    /// Sent so far.
+    /// Bytes sent so far.
     bytes: AtomicU64,
 }
 
@@ -90,7 +90,7 @@ impl fmt::Debug for SequenceShard {
     }
 }
 
-/// Others do not wait for a shard that is gone, though a graph may still hold its end.
+/// Others must not wait for a dropped shard, even though a graph may still hold its end.
 impl Drop for SequenceShard {
     fn drop(&mut self) {
         self.leave();
@@ -98,16 +98,16 @@ impl Drop for SequenceShard {
 }
 
 impl SequenceShard {
-    /// The shards of all devices of a plan, in order; blocks are exchanged through the host.
+    /// Creates the shards of all devices of a plan, in order. Blocks are exchanged through the host.
     pub fn group(plan: &ShardPlan) -> Vec<Self> {
         Self::made(plan, &Exchange::default())
     }
 
-    /// As [`Self::group`], with another exchange. Between processes it is the shard of this process alone, and all processes of the group must make
-    /// their groups in the same order.
+    /// Creates shards like [`Self::group`] with another exchange. Between processes it returns only the shard of this process, and all processes of the group
+    /// must create their groups in the same order.
     ///
     /// # Errors
-    /// [`OpError::Argument`] if the exchange is of another number of devices than the plan.
+    /// [`OpError::Argument`] if the exchange and the plan have different numbers of devices.
     pub fn group_by(plan: &ShardPlan, exchange: &Exchange) -> Result<Vec<Self>, OpError> {
         if let Some(got) = exchange.devices() {
             let expected = plan.devices();
@@ -135,7 +135,7 @@ impl SequenceShard {
             .collect()
     }
 
-    /// Returns its rank: the index of its device in the plan.
+    /// Returns the rank: the index of the device in the plan.
     pub fn rank(&self) -> usize {
         self.end.rank
     }
@@ -145,7 +145,7 @@ impl SequenceShard {
         &self.end.plan
     }
 
-    /// Ends this device's part: others that wait for it get [`OpError::Left`], as when it is dropped.
+    /// Leaves the group: devices that wait for this one get [`OpError::Left`]. Dropping the shard has the same effect.
     pub fn leave(&self) {
         self.end.way.leave();
     }
@@ -155,18 +155,18 @@ impl SequenceShard {
         &self.exchange
     }
 
-    /// Bytes that this device has sent so far, forward and backward. By way of the host they are the plan's; by NCCL each of two devices sends as much as the
-    /// one that has more for the other.
+    /// Returns the bytes that this device has sent so far, forward and backward. Through the host they are those of the plan. By NCCL each of two devices sends
+    /// as much as the larger of the two amounts.
     pub fn bytes_sent(&self) -> u64 {
         self.end.bytes.load(Ordering::Relaxed)
     }
 
-    /// The layout of this device's queries over the keys that [`Self::gather`] returns. Positions of rows are not those of the sequence.
+    /// Returns the layout of this device's queries over the keys that [`Self::gather`] returns. Its rows are not at their positions in the sequence.
     pub fn layout(&self) -> &BlockLayout {
         &self.layout
     }
 
-    /// This device's part of a tensor whose dimension `dim` is the sequence.
+    /// Returns this device's part of a tensor whose dimension `dim` is the sequence.
     ///
     /// # Panics
     /// If the dimension is not as long as the sequence.
@@ -181,15 +181,15 @@ impl SequenceShard {
         Tensor::cat(parts.collect(), dim)
     }
 
-    /// Own keys and values, followed by those of other devices that own queries attend to, for each head its own; zeros where a head has fewer.
+    /// Returns own keys and values, followed by those of other devices that own queries attend to, separately for each head and padded with zeros.
     /// All devices must call it.
     ///
     /// # Shapes
-    /// - `k`: `[batch, kv_heads, seq, head_dim]`, `v`: `[batch, kv_heads, seq, value_dim]`, `seq` positions of this device
-    /// - returns both with [`Self::layout`]'s `seq_kv` positions
+    /// - `k`: `[batch, kv_heads, seq, head_dim]`, `v`: `[batch, kv_heads, seq, value_dim]`, with the `seq` positions of this device
+    /// - returns both with the `seq_kv` positions of [`Self::layout`]
     ///
     /// # Errors
-    /// [`OpError`] if the tensors do not fit the plan, another device's batch or calls are others than this one's, or a device has left.
+    /// [`OpError`] if the tensors do not fit the plan, another device's batch or calls differ from this one's, or a device has left.
     pub fn gather(&self, k: Tensor<4>, v: Tensor<4>) -> Result<[Tensor<4>; 2], OpError> {
         let end = &self.end;
         let kv_heads = end.plan.kv_heads();
@@ -228,7 +228,7 @@ impl SequenceShard {
         Ok([made.k, made.v].map(Tensor::from_dispatch))
     }
 
-    /// Own keys and values with those of others.
+    /// Returns own keys and values with those of other devices.
     fn with_others(&self, own: [Tensor<4>; 2], stage: Stage) -> Result<[Tensor<4>; 2], OpError> {
         let routes = &self.end.routes;
         if !routes.cross() {
@@ -243,7 +243,7 @@ impl SequenceShard {
         });
         let (give, get) = (&routes.send, &routes.receive);
         let arrived = self.end.cross::<Dispatch>(&blocks, give, get, stage)?;
-        // So that they are written in place.
+        // Dropped so that the tensors are written in place.
         drop(blocks);
         let arrived = arrived.into_iter();
         let (of_k, of_v): (Vec<_>, Vec<_>) = arrived
@@ -253,7 +253,7 @@ impl SequenceShard {
         Ok([self.placed(k, of_k), self.placed(v, of_v)])
     }
 
-    /// Own rows, and room for those of others, which is not written.
+    /// Returns own rows with uninitialized space for those of other devices.
     fn with_room(&self, own: Tensor<4>) -> Tensor<4> {
         let [batch, heads, seq, dim] = own.dims();
         let all = self.layout.seq_kv();
@@ -265,7 +265,7 @@ impl SequenceShard {
         room.slice_assign([0..batch, 0..heads, 0..seq, 0..dim], own)
     }
 
-    /// Blocks of others where they belong, zeros where a head has fewer.
+    /// Writes received blocks to their positions, with zeros where a head has fewer.
     fn placed(&self, all: Tensor<4>, mut parts: Vec<Tensor<3>>) -> Tensor<4> {
         let routes = &self.end.routes;
         if routes.most == 0 {
@@ -282,13 +282,13 @@ impl SequenceShard {
         all.slice_assign([0..batch, 0..heads, own..seq, 0..dim], placed)
     }
 
-    /// Attention of this device's queries over the whole sequence: [`Self::gather`] and [`SparseAttentionCall`]. All devices must call it.
+    /// Computes attention of this device's queries over the whole sequence: [`Self::gather`] followed by [`SparseAttentionCall`]. All devices must call it.
     ///
     /// # Shapes
     /// As [`sparse_attention`](crate::sparse_attention), with this device's positions.
     ///
     /// # Errors
-    /// As [`Self::gather`] and [`SparseAttentionCall::run`], and for ALiBi and dropout, which follow positions of the sequence. Arguments are checked
+    /// As [`Self::gather`] and [`SparseAttentionCall::run`]; also for ALiBi and dropout, which depend on positions in the sequence. Arguments are checked
     /// before anything is sent.
     pub fn attention(
         &self,

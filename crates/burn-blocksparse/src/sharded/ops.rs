@@ -1,4 +1,4 @@
-//! The backend trait of keys that cross: a step of autodiff whose gradients go back to where the keys came from, and what devices exchange by themselves.
+//! The backend trait of shared sequences: an autodiff step whose gradients return to the owners of keys and values, and direct exchange between devices.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ op_values! {
 
 float_list!(KeysAndValues, 2: k v;);
 
-/// Keys with those of other devices as backend operations.
+/// Exchange of keys and values as backend operations.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -28,7 +28,8 @@ float_list!(KeysAndValues, 2: k v;);
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait ShardOps: Backend {
-    /// `all`, which begins with `own` and ends with what call `call` received: constants, until gradients with respect to them go to `own` and to other devices.
+    /// Returns `all`, which starts with `own` and ends with the blocks that call `call` received. In the backward pass its gradients go to `own` and to other
+    /// devices.
     #[fusion(default)]
     fn with_received(
         #[extension_type] own: KeysAndValues<Self>,
@@ -40,13 +41,14 @@ pub trait ShardOps: Backend {
         all
     }
 
-    /// What the device with index `peer` gives, for `own`, `[n]` numbers of whole words: both call this. Of CUDA devices with NCCL alone.
+    /// Exchanges `own`, `[n]` elements of whole words, with the device with index `peer` and returns its elements. Both devices must call this. Only for CUDA
+    /// devices with NCCL.
     #[fusion(dtype = own, shape = own)]
     fn swapped(own: FloatTensor<Self>, peer: u16) -> FloatTensor<Self> {
         panic!("{:?} swaps nothing with device {peer}", own.device());
     }
 
-    /// Adds `blocks` `[batch, numbers.len(), width]` to those of `x` `[batch, n, width]` with these numbers, none of them twice.
+    /// Adds `blocks` `[batch, numbers.len(), width]` to the blocks of `x` `[batch, n, width]` with these numbers, which must be distinct.
     #[fusion(dtype = x, shape = x)]
     fn with_added(
         x: FloatTensor<Self>,

@@ -1,19 +1,19 @@
-//! Where the blocks of keys lie that cross: among a device's own, and among those that it receives.
+//! Positions of transferred key blocks: among a device's own blocks, and among those that it receives.
 
 use blocksparse::ShardPlan;
 
-/// Numbers of blocks, by the other device. Of each head a device has its own blocks, then room for those that it receives; blocks of all heads are one list,
-/// head by head. Those that cross are in the order of heads, then of the sequence.
+/// Block indices per other device. For each head a device stores its own blocks, then space for those that it receives; the blocks of all heads form one list,
+/// head by head. Transferred blocks are ordered by head, then by position in the sequence.
 pub struct Routes {
-    /// Those that another device gets.
+    /// Own blocks to send to each other device.
     pub send: Vec<Vec<i32>>,
-    /// Those that are another device's.
+    /// Blocks received from each other device.
     pub receive: Vec<Vec<i32>>,
-    /// For each place of a received block, its number among what arrives, device by device; that after the last if there is none.
+    /// For each slot of a received block its index among all arriving blocks, ordered by device. Empty slots have the index after the last.
     pub places: Vec<i32>,
-    /// True if some places have none.
+    /// True if some slots are empty.
     pub has_gaps: bool,
-    /// Received blocks of a head, at most.
+    /// Maximum number of received blocks per head.
     pub most: usize,
 }
 
@@ -32,7 +32,7 @@ impl Routes {
         let of_head = own.len() + most;
         let mut send = vec![Vec::new(); devices];
         let mut receive = vec![Vec::new(); devices];
-        // Among the places of received blocks, those of each other device's.
+        // Slots of received blocks per sending device.
         let mut arriving = vec![Vec::new(); devices];
         for head in 0..plan.kv_heads() {
             for (to, send) in send.iter_mut().enumerate() {

@@ -1,4 +1,4 @@
-//! One device: an H200, as its attributes say.
+//! The device: an H200, according to its attributes.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -6,27 +6,27 @@ use super::{Answer, SUCCESS, answer};
 
 const NAME: &[u8] = b"NVIDIA H200 (interpreted)\0";
 const MEMORY: usize = 16 << 30;
-/// The version of CUDA that the driver has.
+/// CUDA version that the driver reports.
 const VERSION: c_int = 13000;
 
-/// `CUdevice_attribute` and what the device has of it. Every other reads 1.
+/// Pairs of `CUdevice_attribute` and its value. All other attributes read 1.
 const ATTRIBUTES: [(c_int, c_int); 19] = [
-    // Threads of a cube, and of each dimension.
+    // Maximum threads of a cube, and of each dimension.
     (1, 1024),
     (2, 1024),
     (3, 1024),
     (4, 64),
-    // Cubes of each dimension.
+    // Maximum cubes of each dimension.
     (5, i32::MAX),
     (6, 65535),
     (7, 65535),
-    // Shared memory of a cube, and with leave.
+    // Shared memory of a cube: the default limit and the opt-in limit.
     (8, 49152),
     (97, 232_448),
     // Threads of a warp, registers of a cube.
     (10, 32),
     (12, 65536),
-    // Multiprocessors, and what each has.
+    // Number of multiprocessors, and the resources of each.
     (16, 132),
     (39, 2048),
     (81, 233_472),
@@ -77,7 +77,7 @@ answering! {
 /// `length` bytes can be written there.
 unsafe fn text(to: *mut c_char, length: c_int, from: &[u8]) -> Answer {
     let count = from.len().min(usize::try_from(length).unwrap_or(0));
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().cast(), to, count) };
     SUCCESS
 }

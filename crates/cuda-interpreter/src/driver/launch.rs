@@ -1,4 +1,4 @@
-//! Modules, and launches of their kernels.
+//! Modules and kernel launches.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::{Mutex, PoisonError};
@@ -7,24 +7,24 @@ use super::memory::regions;
 use super::{Answer, INVALID_PTX, INVALID_VALUE, LAUNCH_FAILED, NOT_FOUND, SUCCESS, listed};
 use crate::machine::{Kernel, Launch, Module, Settings, run};
 
-/// A kernel with its module, which stays for as long as the program runs.
+/// A kernel with its module, which lives as long as the program.
 struct Function {
     module: &'static Module,
     kernel: &'static Kernel,
 }
 
-/// One launch at a time.
+/// Serializes launches.
 static RUNNING: Mutex<()> = Mutex::new(());
 
 /// # Safety
 ///
-/// `image` is PTX that ends with a 0, and the place of the answer can be written.
+/// `image` is null-terminated PTX, and the result pointer is writable.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_char) -> Answer {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let text = unsafe { CStr::from_ptr(image) };
     if listed::is_on() {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe { module.write(CString::from(text).into_raw().cast()) };
         return SUCCESS;
     }
@@ -32,7 +32,7 @@ unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_
     match Module::parse(&text) {
         Ok(parsed) => {
             keep(&text, &parsed);
-            // SAFETY: as the caller promises.
+            // SAFETY: guaranteed by the caller.
             unsafe { module.write(Box::into_raw(Box::new(parsed)).cast()) };
             SUCCESS
         }
@@ -46,7 +46,7 @@ unsafe extern "C" fn cuModuleLoadData(module: *mut *mut c_void, image: *const c_
     }
 }
 
-/// Writes a module's text to a folder, if one is named.
+/// Writes a module's text to the folder that `CUDA_INTERPRETER_KEEP` names, if it is set.
 fn keep(text: &str, module: &Module) {
     let Some(folder) = std::env::var_os("CUDA_INTERPRETER_KEEP") else {
         return;
@@ -62,14 +62,14 @@ fn keep(text: &str, module: &Module) {
 }
 
 answering! {
-    // A module stays where it is, since functions of it may.
+    // A module is never freed, since its functions may still be in use.
     cuModuleUnload(_module: *mut c_void) = SUCCESS;
     cuFuncSetAttribute(_function: *mut c_void, _attribute: c_int, _value: c_int) = SUCCESS;
 }
 
 /// # Safety
 ///
-/// The module was loaded here, `name` ends with a 0, and the place of the answer can be written.
+/// The module was loaded by this library, `name` is null-terminated, and the result pointer is writable.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleGetFunction(
     function: *mut *mut c_void,
@@ -77,14 +77,14 @@ unsafe extern "C" fn cuModuleGetFunction(
     name: *const c_char,
 ) -> Answer {
     if listed::is_on() {
-        // SAFETY: as the caller promises, and a module is its text.
+        // SAFETY: guaranteed by the caller, and a module is its text.
         unsafe {
             let [name, text] = [name, module.cast_const().cast()].map(|text| CStr::from_ptr(text));
             function.write(listed::function(name, text).cast());
         }
         return SUCCESS;
     }
-    // SAFETY: as the caller promises, and modules are never freed.
+    // SAFETY: guaranteed by the caller, and modules are never freed.
     let (module, name) = unsafe { (&*module.cast::<Module>(), CStr::from_ptr(name)) };
     let kernel = module
         .kernels
@@ -92,7 +92,7 @@ unsafe extern "C" fn cuModuleGetFunction(
         .find(|kernel| kernel.name.as_bytes() == name.to_bytes());
     match kernel {
         Some(kernel) => {
-            // SAFETY: as the caller promises.
+            // SAFETY: guaranteed by the caller.
             unsafe { function.write(Box::into_raw(Box::new(Function { module, kernel })).cast()) };
             SUCCESS
         }
@@ -118,7 +118,7 @@ fn settings() -> Settings {
 
 /// # Safety
 ///
-/// The function was found here, and `parameters` has a pointer for each of its parameters.
+/// The function comes from this library, and `parameters` has a pointer for each of its parameters.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuLaunchKernel(
     function: *mut c_void,
@@ -139,12 +139,12 @@ unsafe extern "C" fn cuLaunchKernel(
     let cubes = [cubes_x, cubes_y, cubes_z];
     let threads = [threads_x, threads_y, threads_z];
     if listed::is_on() {
-        // SAFETY: as the caller promises, and a function is its name.
+        // SAFETY: guaranteed by the caller, and a function is its name.
         let name = unsafe { CStr::from_ptr(function.cast_const().cast()) };
         listed::launch(name, cubes, threads, shared_bytes);
         return SUCCESS;
     }
-    // SAFETY: as the caller promises, and functions are never freed.
+    // SAFETY: guaranteed by the caller, and functions are never freed.
     let Function { module, kernel } = unsafe { &*function.cast::<Function>() };
     let bytes = kernel
         .parameters
@@ -152,7 +152,7 @@ unsafe extern "C" fn cuLaunchKernel(
         .map_or(0, |last| last.offset + last.bytes);
     let mut held = vec![0; bytes];
     for (index, parameter) in kernel.parameters.iter().enumerate() {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let from = *parameters.add(index);
             std::ptr::copy_nonoverlapping(

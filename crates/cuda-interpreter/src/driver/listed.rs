@@ -1,4 +1,4 @@
-//! Launches that are written down instead of run. A module may then be any text: that of a compiler that compiles nothing.
+//! Lists launches instead of running them. A module may then be any text, such as that of a compiler that compiles nothing.
 
 use std::ffi::{CStr, CString, c_char};
 use std::fs::OpenOptions;
@@ -6,18 +6,18 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
-/// `CUDA_INTERPRETER_LIST`: a folder, for `launches.txt` and the text of each kernel that is looked for.
+/// `CUDA_INTERPRETER_LIST`: a folder for `launches.txt` and the text of each kernel that is requested.
 static FOLDER: LazyLock<Option<PathBuf>> =
     LazyLock::new(|| std::env::var_os("CUDA_INTERPRETER_LIST").map(PathBuf::from));
 
-/// One line at a time.
+/// Serializes writes.
 static WRITING: Mutex<()> = Mutex::new(());
 
 pub fn is_on() -> bool {
     FOLDER.is_some()
 }
 
-/// Appends to a file of the folder, or writes it.
+/// Writes a file of the folder, or appends to it.
 fn write(file: &str, append: bool, text: &[u8]) {
     let Some(folder) = &*FOLDER else { return };
     let _writing = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -33,7 +33,7 @@ fn write(file: &str, append: bool, text: &[u8]) {
     }
 }
 
-/// A function by its name, with the text of its module.
+/// Returns a function, which is its name, and writes the text of its module.
 pub fn function(name: &CStr, text: &CStr) -> *mut c_char {
     write(
         &format!("{}.cu", name.to_string_lossy()),

@@ -1,4 +1,4 @@
-//! Device memory is the host's. Every copy is over when its call returns.
+//! Device memory, which is host memory. Every copy is complete when its call returns.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -9,10 +9,10 @@ use crate::machine::Regions;
 
 const ALIGNMENT: usize = 512;
 
-/// Addresses of what is allocated, with bytes.
+/// Addresses of allocations, with their sizes in bytes.
 static ALLOCATED: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
 
-/// What kernels may reach, `others` included.
+/// Returns the memory that kernels may access: all allocations and `others`.
 pub fn regions(others: impl Iterator<Item = (u64, u64)>) -> Regions {
     let allocated = ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner);
     let allocated = allocated
@@ -27,23 +27,23 @@ fn layout(bytes: usize) -> Option<std::alloc::Layout> {
 
 /// # Safety
 ///
-/// The place of the answer can be written.
+/// The result pointer is writable.
 unsafe fn allocate(to: *mut u64, bytes: usize) -> Answer {
     let Some(layout) = layout(bytes) else {
         return OUT_OF_MEMORY;
     };
-    // SAFETY: the layout has at least a byte.
+    // SAFETY: the layout is not empty.
     let memory = unsafe { std::alloc::alloc(layout) };
     if memory.is_null() {
         return OUT_OF_MEMORY;
     }
-    // Nothing is known of what new memory holds: here it is NaN in every float, or zeros where no kernel will write.
+    // The contents of new memory are undefined: here all floats are NaN, or zeros if no kernel runs to write them.
     let byte = if listed::is_on() { 0 } else { 0xff };
-    // SAFETY: so many bytes were allocated.
+    // SAFETY: `bytes` bytes were allocated.
     unsafe { memory.write_bytes(byte, bytes) };
     let mut allocated = ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner);
     allocated.insert(memory as u64, bytes);
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { to.write(memory as u64) };
     SUCCESS
 }
@@ -52,7 +52,7 @@ fn free(address: u64) -> Answer {
     let mut allocated = ALLOCATED.lock().unwrap_or_else(PoisonError::into_inner);
     match allocated.remove(&address).and_then(layout) {
         Some(layout) => {
-            // SAFETY: `allocate` gave this memory with this layout.
+            // SAFETY: `allocate` returned this memory with this layout.
             unsafe { std::alloc::dealloc(address as *mut u8, layout) };
             SUCCESS
         }
@@ -62,9 +62,9 @@ fn free(address: u64) -> Answer {
 
 /// # Safety
 ///
-/// So many bytes can be read and written.
+/// `bytes` bytes are readable at `from` and writable at `to`.
 unsafe fn copy(to: u64, from: u64, bytes: usize) -> Answer {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
     SUCCESS
 }
@@ -77,7 +77,7 @@ answering! {
     cuMemFree_v2(address: u64) = free(address);
     cuMemFreeAsync(address: u64, _stream: *mut c_void) = free(address);
     cuMemFreeHost(address: u64) = free(address);
-    // Addresses of the host and of the device are of one kind.
+    // Host and device share one address space.
     cuMemcpyHtoD_v2(to: u64, from: u64, bytes: usize) = copy(to, from, bytes);
     cuMemcpyDtoH_v2(to: u64, from: u64, bytes: usize) = copy(to, from, bytes);
     cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) = copy(to, from, bytes);
@@ -90,7 +90,7 @@ answering! {
     };
 }
 
-/// `CUDA_MEMCPY2D`: places in bytes and lines, of the host, a device or an array.
+/// `CUDA_MEMCPY2D`: offsets in bytes and lines within memory of the host, a device or an array.
 #[repr(C)]
 struct Place {
     x: usize,
@@ -127,10 +127,10 @@ impl Place {
 /// The rectangle's lines can be read and written.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuMemcpy2DAsync_v2(copy: *const Rectangle, _stream: *mut c_void) -> Answer {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let copy = unsafe { &*copy };
     for line in 0..copy.height {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe { std::ptr::copy(copy.from.line(line), copy.to.line(line), copy.width) };
     }
     SUCCESS

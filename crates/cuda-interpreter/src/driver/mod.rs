@@ -1,19 +1,19 @@
-//! The functions of `libcuda` that programs on CubeCL call, under their C names.
+//! The functions of `libcuda` that CubeCL programs call, under their C names.
 //!
-//! Results are `CUresult`: 0 for success. What a function cannot do it refuses with 801 (not supported), and what is
-//! wrong with a module or a launch goes to standard error.
+//! Results are `CUresult`: 0 for success. Unsupported functions return 801 (not supported). Errors in a module or a launch
+//! are printed to standard error.
 
-/// Functions of `libcuda` that only answer.
+/// Defines functions of `libcuda` that only return a value.
 macro_rules! answering {
     ($($name:ident($($argument:ident: $kind:ty),*) = $answer:expr;)*) => {
         $(
             /// # Safety
             ///
-            /// Pointers reach what CUDA's documentation of the function says.
+            /// Pointers satisfy the requirements in CUDA's documentation of the function.
             #[unsafe(no_mangle)]
             #[allow(unused_unsafe, reason = "some answer without looking at their arguments")]
             unsafe extern "C" fn $name($($argument: $kind),*) -> Answer {
-                // SAFETY: as the caller promises.
+                // SAFETY: guaranteed by the caller.
                 unsafe { $answer }
             }
         )*
@@ -42,7 +42,7 @@ const NOT_SUPPORTED: Answer = 801;
 ///
 /// `to` can be written.
 unsafe fn answer<T>(to: *mut T, value: T) -> Answer {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { to.write(value) };
     SUCCESS
 }

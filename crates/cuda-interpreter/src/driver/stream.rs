@@ -1,11 +1,11 @@
-//! Streams and events. Work is over when its call returns, so nothing is waited for.
+//! Streams and events. Work is complete when its call returns, so waiting does nothing.
 
 use std::ffi::c_void;
 use std::time::Instant;
 
 use super::{Answer, INVALID_VALUE, NOT_SUPPORTED, SUCCESS, answer};
 
-/// When it was recorded.
+/// Time of recording.
 type Event = Option<Instant>;
 
 fn boxed<T>(value: T) -> *mut c_void {
@@ -14,9 +14,9 @@ fn boxed<T>(value: T) -> *mut c_void {
 
 /// # Safety
 ///
-/// [`boxed`] gave it, and nobody uses it any more.
+/// `held` comes from [`boxed`] and is no longer in use.
 unsafe fn dropped<T>(held: *mut c_void) -> Answer {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     drop(unsafe { Box::from_raw(held.cast::<T>()) });
     SUCCESS
 }
@@ -29,7 +29,7 @@ answering! {
     cuStreamSynchronize(_stream: *mut c_void) = SUCCESS;
     cuStreamQuery(_stream: *mut c_void) = SUCCESS;
     cuStreamWaitEvent(_stream: *mut c_void, _event: *mut c_void, _flags: u32) = SUCCESS;
-    // Launches cannot be captured: they are over when they are asked for.
+    // Launches cannot be captured: they run immediately.
     cuStreamBeginCapture_v2(_stream: *mut c_void, _mode: u32) = NOT_SUPPORTED;
     cuEventCreate(event: *mut *mut c_void, _flags: u32) = answer(event, boxed(Event::None));
     cuEventRecord(event: *mut c_void, _stream: *mut c_void) =

@@ -3,16 +3,16 @@
 use super::{Answer, INVALID_VALUE, NOT_SUPPORTED, SUCCESS};
 use crate::machine::{Swizzle, TENSOR_MAP_BYTES, TensorMap};
 
-/// `CUtensorMapDataType`: bytes of an element.
+/// `CUtensorMapDataType`: bytes per element.
 const ELEMENTS: [usize; 13] = [1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4];
-/// `CUtensorMapSwizzle`: bytes of a row.
+/// `CUtensorMapSwizzle`: bytes per row.
 const SWIZZLES: [u64; 4] = [16, 32, 64, 128];
-/// Elements that a box has at most of a dimension.
+/// Maximum number of elements of a box per dimension.
 const BOX: u32 = 256;
 
 /// # Safety
 ///
-/// `map` has 128 bytes that can be written, and the lists as many numbers as the tensor has dimensions, `strides` one
+/// `map` has 128 bytes that can be written, and the lists have one entry per dimension of the tensor, `strides` one
 /// fewer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuTensorMapEncodeTiled(
@@ -33,7 +33,7 @@ unsafe extern "C" fn cuTensorMapEncodeTiled(
     if !(1..=5).contains(&rank) || kind as usize >= ELEMENTS.len() {
         return INVALID_VALUE;
     }
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     let (sizes, strides, window, steps) = unsafe {
         (
             std::slice::from_raw_parts(sizes, rank),
@@ -75,7 +75,7 @@ unsafe extern "C" fn cuTensorMapEncodeTiled(
         swizzle,
         nan_outside: outside != 0,
     };
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { map.write(encoded.bytes()) };
     SUCCESS
 }

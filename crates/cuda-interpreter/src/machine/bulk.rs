@@ -1,5 +1,5 @@
-//! Bulk copies (PTX ISA, section 9.7.9.25). They are under way for a while after they are asked for: a kernel that
-//! reads too early finds what was there before, and one that overwrites too early sends what it wrote.
+//! Bulk copies (PTX ISA, section 9.7.9.25). They complete some time after they are issued. A kernel that
+//! reads too early finds the old contents, and one that overwrites too early sends the new ones.
 
 use super::cube::Cube;
 use super::launch::Launch;
@@ -11,14 +11,14 @@ use super::warp::Warp;
 use crate::error::Fault;
 use crate::ptx::{Address, Slot, Space};
 
-/// Bytes that bulk copies are multiples of, and so are their places.
+/// Alignment of the size and the addresses of bulk copies, in bytes.
 const UNIT: usize = 16;
-/// Bytes that places of boxes in shared memory are multiples of.
+/// Alignment of boxes in shared memory, in bytes.
 const BOX_UNIT: usize = 128;
-/// Bytes that places of tensor maps are multiples of.
+/// Alignment of tensor maps, in bytes.
 const MAP_ALIGNMENT: usize = 64;
 
-/// What a bulk copy reaches outside of shared memory.
+/// The operand of a bulk copy outside of shared memory.
 pub enum Outside {
     /// Consecutive bytes.
     Bytes { at: Address, count: Slot },
@@ -36,11 +36,11 @@ pub struct Bulk {
 }
 
 impl Pending {
-    /// What a thread asks for.
+    /// Creates the copy that a thread issues.
     ///
     /// # Errors
     ///
-    /// [`Fault`] for places and counts that the copy engine does not take.
+    /// [`Fault`] for addresses and sizes that the copy engine does not accept.
     pub fn asked(
         cube: &mut Cube,
         warp: &mut Warp,
@@ -79,16 +79,16 @@ impl Pending {
         })
     }
 
-    /// Whether a thread waits for this when it waits for its stores.
+    /// Returns whether this is a store that the thread waits for.
     pub fn is_store_of(&self, asking: (usize, usize)) -> bool {
         matches!(self.way, Way::Out(_)) && self.thread == asking
     }
 
-    /// Moves the bytes, and tells the barrier.
+    /// Moves the bytes and signals the barrier.
     ///
     /// # Errors
     ///
-    /// [`Fault`] outside of what there is, and for races.
+    /// [`Fault`] for accesses out of bounds, and for races.
     pub fn perform(mut self, cube: &mut Cube) -> Result<(), Fault> {
         let clock = self.asked.take().map(|(asked, line)| {
             let races = cube.races.as_mut().expect("somebody watches");
@@ -119,7 +119,7 @@ impl Pending {
         Ok(())
     }
 
-    /// Where bytes lie in shared memory that the copy brings or takes.
+    /// Returns the bytes in shared memory that the copy reads or writes.
     fn reached(
         &self,
         cube: &mut Cube,
@@ -137,13 +137,13 @@ impl Pending {
         part(&mut cube.shared, Space::Shared, place, bytes)
     }
 
-    /// Moves bytes between a place in shared memory and an address, or `outside` where there is none.
+    /// Moves bytes between shared memory and an address. Without an address it writes the byte `outside`.
     ///
     /// # Safety
     ///
     /// `size` bytes can be read and written at both.
     unsafe fn moves(&self, place: *mut u8, address: Option<u64>, size: usize, outside: u8) {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             match (self.way, address.map(|address| address as *mut u8)) {
                 (Way::In { .. }, Some(from)) => std::ptr::copy_nonoverlapping(from, place, size),
@@ -162,7 +162,7 @@ impl Pending {
         }
     }
 
-    /// Moves a box, element by element up to the first fault.
+    /// Moves a box element by element, up to the first fault.
     fn moves_box(
         &self,
         cube: &mut Cube,
@@ -185,7 +185,7 @@ impl Pending {
             }
             let place = map.swizzle.place(self.shared + at as u64);
             let place = self.reached(cube, place, size, clock)?;
-            // SAFETY: both places were checked.
+            // SAFETY: both addresses were checked.
             unsafe { self.moves(place, address, size, outside) };
             Ok(())
         })
@@ -219,7 +219,7 @@ fn read_map(
         let from = address + (part * MAP_ALIGNMENT) as u64;
         let from = (Space::Generic, from, MAP_ALIGNMENT);
         let place = warp.place(cube, from, lane, Access::Read)?;
-        // SAFETY: `place` gives so many bytes.
+        // SAFETY: `place` has checked the bounds of the access.
         unsafe { std::ptr::copy_nonoverlapping(place, held.as_mut_ptr(), MAP_ALIGNMENT) };
     }
     TensorMap::from_bytes(&bytes)

@@ -1,4 +1,4 @@
-//! Copies that go on by themselves, and the barriers that count them.
+//! Asynchronous copies and the barriers that count them.
 
 use super::bulk::{Bulk, Outside};
 use super::counted::Counted;
@@ -25,7 +25,7 @@ pub fn copy(reader: &mut Reader) -> Decoded<Op> {
             cube.watched(|races| races.wait_stores(warp.number));
             Ok(())
         }),
-        // Until at most so many groups of copies are under way.
+        // Waits until at most so many groups of copies are pending.
         () if reader.has("wait_group") => {
             let left = reader.slot()?;
             Op::then(move |warp, cube, lanes| {
@@ -64,7 +64,7 @@ pub fn copy(reader: &mut Reader) -> Decoded<Op> {
     })
 }
 
-/// `cp.async`, of whose bytes some come from global memory and the others are 0: takes what is to be copied at once, and puts it down when it is waited for.
+/// Decodes `cp.async`, which copies some bytes from global memory and fills the others with 0. It reads immediately and writes when the copy is waited for.
 fn in_pieces(reader: &mut Reader) -> Decoded<Op> {
     let (to, from) = (reader.address()?, reader.address()?);
     let (bytes, read) = (reader.slot()?, reader.optional()?);
@@ -76,7 +76,7 @@ fn in_pieces(reader: &mut Reader) -> Decoded<Op> {
         if wanted > 0 {
             let from = (Space::Global, warp.address(from, lane), bytes);
             let place = warp.place(cube, from, lane, Access::Read)?;
-            // SAFETY: `place` gives so many bytes.
+            // SAFETY: `place` has checked the bounds of the access.
             unsafe { std::ptr::copy_nonoverlapping(place, content.as_mut_ptr(), wanted) };
         }
         let to = warp.address(to, lane);
@@ -89,7 +89,7 @@ fn arrive(warp: &mut Warp, cube: &mut Cube, ended: Vec<Copied>, lane: usize) -> 
     for Copied { to, bytes } in ended {
         let to = (Space::Shared, to, bytes.len());
         let place = warp.place(cube, to, lane, Access::Write)?;
-        // SAFETY: `place` gives so many bytes.
+        // SAFETY: `place` has checked the bounds of the access.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
     }
     Ok(())
@@ -113,7 +113,7 @@ fn bulk(reader: &mut Reader) -> Decoded<Bulk> {
     if reader.has("multicast::cluster") || reader.has("im2col") {
         return reader.unknown();
     }
-    // Where to comes first.
+    // The destination comes first.
     let to = if is_load {
         Some(reader.address()?)
     } else {
@@ -144,7 +144,7 @@ fn bulk(reader: &mut Reader) -> Decoded<Bulk> {
     })
 }
 
-/// Where a barrier is that a lane touches. It is initialised before others touch it.
+/// Returns the address of a barrier that a lane accesses. Initialization must be ordered before other accesses.
 fn touched(
     warp: &Warp,
     cube: &mut Cube,
@@ -210,7 +210,7 @@ pub fn counted(reader: &mut Reader) -> Decoded<Op> {
             true => number.filter(|_| !expects).unwrap_or(1),
             false => 0,
         };
-        // Of an arrival that expects bytes the phase cannot end in between.
+        // In an arrival that also expects bytes, the phase cannot end in between.
         let barrier = barrier.expecting(expected).arrived(count)?;
         cube.set_counted(place, barrier)?;
         if let Some(to) = to {

@@ -2,7 +2,7 @@
 
 use crate::error::Fault;
 
-/// A barrier's 64 bits: arrivals that are missing, those a phase has, bytes that are missing, and the phase.
+/// The 64 bits of a barrier: missing arrivals, arrivals per phase, missing bytes, and the phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counted {
     missing: u16,
@@ -17,7 +17,7 @@ const BYTES_BITS: u32 = 31;
 impl Counted {
     /// # Errors
     ///
-    /// [`Fault::Barrier`] for a count that a barrier does not have.
+    /// [`Fault::Barrier`] for an invalid count.
     pub fn new(arrivals: u64) -> Result<Self, Fault> {
         match u16::try_from(arrivals) {
             Ok(arrivals) if arrivals > 0 => Ok(Self {
@@ -48,7 +48,7 @@ impl Counted {
             | u64::from(self.odd) << 63
     }
 
-    /// The barrier with so many more bytes to come, or fewer.
+    /// Expects `bytes` more bytes, or fewer if negative.
     pub fn expecting(mut self, bytes: i32) -> Self {
         self.bytes += bytes;
         self.ended()
@@ -56,7 +56,7 @@ impl Counted {
 
     /// # Errors
     ///
-    /// [`Fault::Barrier`] if more threads arrive than a phase has.
+    /// [`Fault::Barrier`] if more threads arrive than a phase expects.
     pub fn arrived(mut self, count: u64) -> Result<Self, Fault> {
         let left = u64::from(self.missing).checked_sub(count);
         let Some(left) = left else {
@@ -77,7 +77,7 @@ impl Counted {
         self
     }
 
-    /// Whether the phase of a parity is over.
+    /// Returns whether the phase with this parity is complete.
     pub fn is_over(self, odd: bool) -> bool {
         self.odd != odd
     }
@@ -86,7 +86,7 @@ impl Counted {
         self.odd
     }
 
-    /// Whether this can be a barrier that was initialised.
+    /// Returns whether this can be an initialized barrier.
     pub fn is_initialised(self) -> bool {
         self.arrivals > 0 && self.missing <= self.arrivals
     }
@@ -100,7 +100,7 @@ mod tests {
     fn a_phase_ends_with_its_last_arrival_and_its_last_byte() {
         let barrier = Counted::new(2).unwrap().arrived(1).unwrap();
         assert!(!barrier.is_over(false));
-        // Bytes may come before they are expected.
+        // Bytes may arrive before they are expected.
         let early = Counted::from_bits(barrier.expecting(-64).bits());
         let waiting = early.expecting(128).arrived(1).unwrap();
         assert!(!waiting.is_over(false));

@@ -1,4 +1,4 @@
-//! What the warps of a cube share.
+//! State that the warps of a cube share.
 
 use super::counted::Counted;
 use super::launch::Launch;
@@ -8,17 +8,17 @@ use super::races::{Meeting, Races};
 use crate::error::Fault;
 use crate::ptx::Space;
 
-/// Barriers by number that a cube has.
+/// Number of named barriers of a cube.
 const BARRIERS: usize = 16;
 
-/// A barrier by number: threads that have come, and how often it was passed.
+/// A named barrier: arrived threads and completed rounds.
 #[derive(Clone, Copy, Default)]
 struct Named {
     arrived: u32,
-    /// Threads it waits for, where not for all of the cube.
+    /// Number of threads that it waits for; `None` means all of the cube.
     threads: Option<u32>,
     rounds: u64,
-    /// Whether any of those that have come says so, and of the round before.
+    /// Whether any arrived thread's predicate is true, in the current and in the previous round.
     any: [bool; 2],
 }
 
@@ -26,19 +26,19 @@ pub struct Cube<'a> {
     pub launch: &'a Launch<'a>,
     pub index: [u32; 3],
     pub shared: Vec<u8>,
-    /// Bulk copies that are under way.
+    /// Pending bulk copies.
     pub pending: Vec<Pending>,
-    /// Threads that have not ended.
+    /// Number of threads that have not ended.
     pub alive: u32,
-    /// Events that may let a waiting thread go on.
+    /// Number of events that may unblock a waiting thread.
     pub events: u64,
-    /// Who watches for races, if anybody does.
+    /// Race detector, if enabled.
     pub races: Option<Box<Races>>,
     named: [Named; BARRIERS],
 }
 
 impl<'a> Cube<'a> {
-    /// Nothing is known of what shared memory holds at first: here it is NaN in every float.
+    /// Creates a cube. The initial contents of shared memory are undefined: here all floats are NaN.
     pub fn new(launch: &'a Launch<'a>, index: [u32; 3], watches_races: bool) -> Self {
         let threads: u32 = launch.threads.iter().product();
         let shared_bytes = launch.kernel.static_shared + launch.dynamic_shared;
@@ -55,18 +55,18 @@ impl<'a> Cube<'a> {
         }
     }
 
-    /// Tells who watches for races, if anybody does.
+    /// Calls `tell` with the race detector, if enabled.
     pub fn watched(&mut self, tell: impl FnOnce(&mut Races)) {
         if let Some(races) = &mut self.races {
             tell(races);
         }
     }
 
-    /// Threads arrive at a barrier by number. Returns the round that they wait for to be over.
+    /// Lets threads arrive at a named barrier. Returns the round whose end they wait for.
     ///
     /// # Errors
     ///
-    /// [`Fault::Barrier`] for numbers and counts that a cube does not have.
+    /// [`Fault::Barrier`] for invalid numbers and counts.
     pub fn arrive(
         &mut self,
         warp: usize,
@@ -109,7 +109,7 @@ impl<'a> Cube<'a> {
         Ok(round)
     }
 
-    /// Opens barriers that all threads that are left have come to.
+    /// Releases barriers at which all expected threads have arrived.
     fn pass(&mut self) {
         for (id, named) in self.named.iter_mut().enumerate() {
             if named.arrived > 0 && named.arrived == named.threads.unwrap_or(self.alive) {
@@ -128,14 +128,14 @@ impl<'a> Cube<'a> {
         self.named[id as usize].rounds > round
     }
 
-    /// Threads that arrive next at a barrier say so.
+    /// Records that the predicate of a thread about to arrive is true.
     pub fn say(&mut self, id: u64) {
         if let Some(named) = self.named.get_mut(id as usize) {
             named.any[0] = true;
         }
     }
 
-    /// Whether any thread of a barrier's last round said so.
+    /// Returns whether any predicate of the barrier's last round was true.
     pub fn said(&self, id: u64) -> bool {
         self.named[id as usize].any[1]
     }
@@ -146,19 +146,19 @@ impl<'a> Cube<'a> {
         self.pass();
     }
 
-    /// The place of a barrier in shared memory.
+    /// Returns the location of an `mbarrier` in shared memory.
     fn counted_place(&mut self, address: u64) -> Result<*mut u8, Fault> {
         check_alignment(Space::Shared, address, 8)?;
         part(&mut self.shared, Space::Shared, address, 8)
     }
 
-    /// The barrier at an address in shared memory.
+    /// Returns the `mbarrier` at an address in shared memory.
     ///
     /// # Errors
     ///
-    /// [`Fault`] where no barrier was initialised.
+    /// [`Fault`] if no barrier was initialized there.
     pub fn counted(&mut self, address: u64) -> Result<Counted, Fault> {
-        // SAFETY: a barrier's place has 8 bytes.
+        // SAFETY: `counted_place` has checked 8 bytes.
         let barrier = Counted::from_bits(unsafe { read(self.counted_place(address)?, 8) });
         match barrier.is_initialised() {
             true => Ok(barrier),
@@ -173,7 +173,7 @@ impl<'a> Cube<'a> {
     /// [`Fault`] outside of shared memory.
     pub fn set_counted(&mut self, address: u64, barrier: Counted) -> Result<(), Fault> {
         let place = self.counted_place(address)?;
-        // SAFETY: a barrier's place has 8 bytes.
+        // SAFETY: `counted_place` has checked 8 bytes.
         let before = Counted::from_bits(unsafe { read(place, 8) });
         // SAFETY: as above.
         unsafe { write(place, 8, barrier.bits()) };

@@ -1,4 +1,4 @@
-//! What an opcode with its operands does.
+//! Decodes opcodes with their operands.
 
 use super::copies::{copy, counted};
 use super::exchange::{Shuffle, Vote, matching, shuffle, transposed, vote};
@@ -16,7 +16,7 @@ use crate::ptx::{
 
 /// # Errors
 ///
-/// What is not known, in words.
+/// A message that names what is unknown.
 pub fn decode(
     opcode: &str,
     arguments: Vec<Argument>,
@@ -39,18 +39,18 @@ pub fn decode(
             Ok(Flow::End { lanes })
         }),
         "trap" => Op::new(|_, _, _| Err(Fault::Trap)),
-        // What threads wrote tensor cores and the copy engine may read. Races are watched for in shared memory, for which a fence of global memory
-        // says nothing.
+        // Makes writes of threads visible to tensor cores and the copy engine. Races are only detected in shared memory, so fences of global memory
+        // have no effect.
         "fence" if reader.has("proxy") && !reader.has("global") => Op::then(|warp, cube, _| {
             cube.watched(|races| races.fence(warp.number));
             Ok(())
         }),
-        // Memory has one order here, and nothing is fetched ahead.
+        // Memory has one global order here, and nothing is prefetched.
         "membar" | "fence" | "prefetch" | "prefetchu" | "setmaxnreg" | "griddepcontrol"
         | "nanosleep" | "discard" | "applypriority" => Op::nothing(),
         "createpolicy" => function(reader.slot()?, Pure::One(|_| [0; 32]), vec![constant(0)]),
         "mov" => moved(reader, kinds.last().copied())?,
-        // Addresses of spaces are windows of the generic space: see [`Space::window`].
+        // Address spaces are windows of the generic space: see [`Space::window`].
         "cvta" => {
             let at = constant(reader.space().window());
             let window = match reader.has("to") {
@@ -59,7 +59,7 @@ pub fn decode(
             };
             function(reader.slot()?, window, vec![reader.slot()?, at])
         }
-        // Ten bits of the fraction are left, and ties go away from 0.
+        // Ten bits of the fraction remain; ties round away from 0.
         "cvt" if reader.has("tf32") => function_of(
             reader,
             lanes!(|bits| bits.wrapping_add(0x1000) & 0xffff_e000),
@@ -142,13 +142,13 @@ pub fn decode(
     })
 }
 
-/// Four bytes of a row of a matrix of 8 × 8 numbers, where a lane has them: the lanes' addresses are those of rows.
+/// Returns the four bytes of an 8 × 8 matrix row that belong to a lane. The addresses of the lanes are those of rows.
 fn matrix_part(warp: &Warp, at: Address, matrix: usize, lane: usize) -> (Space, u64, usize) {
     let row = warp.address(at, 8 * matrix + lane / 4);
     (Space::Shared, row + (lane % 4 * 4) as u64, 4)
 }
 
-/// A function of registers alone.
+/// Creates a function of registers alone.
 fn function(to: Slot, function: Pure, from: Vec<Slot>) -> Op {
     let reads = from.clone();
     Op::then(move |warp, _, lanes| {
@@ -209,7 +209,7 @@ fn moved(reader: &mut Reader, kind: Option<Type>) -> Decoded<Op> {
     })
 }
 
-/// A predicate, and its opposite where one is asked for.
+/// Decodes a comparison that sets a predicate, and optionally its complement.
 fn compare(reader: &mut Reader, kinds: &[Type]) -> Decoded<Op> {
     let kind = kinds.last().copied().unwrap_or(Type::Predicate);
     let Some(function) = comparison(&reader.modifiers, kind) else {
@@ -253,7 +253,7 @@ fn load(space: Space, kind: Type, at: Address, slots: Vec<Slot>) -> Op {
         let from = (space, warp.address(at, lane), size * slots.len());
         let place = warp.place(cube, from, lane, Access::Read)?;
         for (part, &slot) in slots.iter().enumerate() {
-            // SAFETY: `place` gives so many bytes.
+            // SAFETY: `place` has checked the bounds of the access.
             let bits = unsafe { read(place.add(size * part), size) };
             let value = if size < 4 {
                 kind.widen(bits) as u64
@@ -273,7 +273,7 @@ fn store(space: Space, kind: Type, at: Address, slots: Vec<Slot>) -> Op {
             let to = (space, warp.address(at, lane), size * slots.len());
             let place = warp.place(cube, to, lane, Access::Write)?;
             for (part, &slot) in slots.iter().enumerate() {
-                // SAFETY: `place` gives so many bytes.
+                // SAFETY: `place` has checked the bounds of the access.
                 unsafe { write(place.add(size * part), size, warp.at(slot)[lane]) };
             }
         }
@@ -283,7 +283,7 @@ fn store(space: Space, kind: Type, at: Address, slots: Vec<Slot>) -> Op {
     .reading(&reads)
 }
 
-/// What an atomic or a reduction does with two numbers: the function of its name.
+/// Returns the binary function of an atomic or a reduction, by its name.
 fn reduction(reader: &Reader, kind: Type) -> Decoded<Pure> {
     let names = ["add", "and", "or", "xor", "min", "max"];
     let name = names.into_iter().find(|name| reader.has(name));
@@ -291,7 +291,7 @@ fn reduction(reader: &Reader, kind: Type) -> Decoded<Pure> {
         .map_or_else(|| reader.unknown(), Ok)
 }
 
-/// A function of what stands in memory and two operands takes its place.
+/// Decodes an atomic: replaces a value in memory by a function of it and up to two operands.
 fn atomic(reader: &mut Reader, returns: bool, kind: Type) -> Decoded<Op> {
     let has = |name: &str| reader.has(name);
     let function = match kind {
@@ -316,7 +316,7 @@ fn atomic(reader: &mut Reader, returns: bool, kind: Type) -> Decoded<Op> {
             let at = (space, warp.address(at, lane), size);
             let place = warp.place(cube, at, lane, Access::Atomic)?;
             let [first, second] = from.map(|slot| kind.truncate(warp.at(slot)[lane]));
-            // SAFETY: `place` gives so many bytes.
+            // SAFETY: `place` has checked the bounds of the access.
             let old = unsafe { read(place, size) };
             unsafe { write(place, size, function.once([old, first, second])) };
             if let Some(to) = to {
@@ -337,7 +337,7 @@ fn barrier(reader: &mut Reader) -> Decoded<Op> {
     if reader.has("cluster") || !(waits || reader.has("arrive")) {
         return reader.unknown();
     }
-    // Where whether any thread says so goes, and what a thread says.
+    // The register of the result (whether any predicate is true), and the thread's own predicate.
     let to = if votes { Some(reader.slot()?) } else { None };
     let (id, threads) = (reader.slot()?, reader.optional()?);
     let says = if votes { Some(reader.slot()?) } else { None };
@@ -357,7 +357,7 @@ fn barrier(reader: &mut Reader) -> Decoded<Op> {
     }))
 }
 
-/// What those of a warp that are named do together.
+/// Decodes instructions that the named threads of a warp execute together.
 fn together(
     name: &str,
     reader: &mut Reader,

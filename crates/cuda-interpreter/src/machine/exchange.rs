@@ -1,4 +1,4 @@
-//! What the threads of a warp tell each other (PTX ISA, sections 9.7.9.5 and 9.7.13).
+//! Data exchange between the threads of a warp (PTX ISA, sections 9.7.9.5 and 9.7.13).
 
 use super::warp::each;
 use crate::ptx::Lanes;
@@ -19,8 +19,8 @@ pub enum Vote {
     Ballot,
 }
 
-/// `shfl.sync`: the values that lanes get, and whether their source was within its segment. A lane that does not take
-/// part is read as it stands.
+/// Computes `shfl.sync`: the values that lanes receive, and whether their source was within its segment. The registers of a lane that does not
+/// participate are read as they are.
 pub fn shuffle(mode: Shuffle, from: &Lanes, by: &Lanes, clamp: &Lanes) -> (Lanes, Lanes) {
     let (mut values, mut valid) = ([0; 32], [0; 32]);
     for lane in 0..32_u64 {
@@ -43,7 +43,7 @@ pub fn shuffle(mode: Shuffle, from: &Lanes, by: &Lanes, clamp: &Lanes) -> (Lanes
     (values, valid)
 }
 
-/// `vote.sync` of predicates among `members`.
+/// Computes `vote.sync` of the predicates of `members`.
 pub fn vote(mode: Vote, from: &Lanes, members: u32) -> u64 {
     let ballot = each(members).fold(0, |ballot, lane| ballot | (from[lane] as u32 & 1) << lane);
     match mode {
@@ -54,7 +54,7 @@ pub fn vote(mode: Vote, from: &Lanes, members: u32) -> u64 {
     }
 }
 
-/// `match.any.sync.b32`: which members hold what a lane holds.
+/// Computes `match.any.sync.b32`: for each lane the members with the same value.
 pub fn matching(from: &Lanes, members: u32) -> Lanes {
     std::array::from_fn(|lane| {
         let same = each(members).filter(|&other| from[other] as u32 == from[lane] as u32);
@@ -62,7 +62,7 @@ pub fn matching(from: &Lanes, members: u32) -> Lanes {
     })
 }
 
-/// `movmatrix`: the transpose of a matrix of 8 × 8 numbers of 16 bits, two of a row in each lane.
+/// Computes `movmatrix`: the transpose of a matrix of 8 × 8 16-bit elements. Each lane holds two elements of a row.
 pub fn transposed(from: &Lanes) -> Lanes {
     let number =
         |row: usize, column: usize| from[row * 4 + column / 2] >> (16 * (column % 2)) & 0xffff;
@@ -87,7 +87,7 @@ mod tests {
             (values[27], valid[27], values[28], valid[28]),
             (31, 1, 28, 0)
         );
-        // Segments of eight.
+        // Segments of eight lanes.
         let segments = [(24 << 8) | 31; 32];
         let (values, _) = shuffle(Shuffle::Index, &from, &[2; 32], &segments);
         assert_eq!([values[1], values[9], values[31]], [2, 10, 26]);

@@ -1,4 +1,4 @@
-//! Fragments (`wmma`). Where their numbers lie in registers is ours: number `e`, row by row, is in lane `e % 32`.
+//! Fragments (`wmma`). Their register layout is our own: element `e`, row-major, is in lane `e % 32`.
 
 use half::f16;
 
@@ -9,7 +9,7 @@ use super::warp::Warp;
 use crate::error::Fault;
 use crate::ptx::{Address, Decoded, Reader, Slot, Space, Type};
 
-/// A matrix in registers whose places only the instructions on it know (PTX ISA, section 9.7.14.4).
+/// A matrix in registers with an opaque layout (PTX ISA, section 9.7.14.4).
 struct Fragment {
     rows: usize,
     columns: usize,
@@ -17,7 +17,7 @@ struct Fragment {
     slots: Vec<Slot>,
 }
 
-/// A fragment's place in memory: its first number, numbers from one row or column to the next, and which of them.
+/// A fragment in memory: the address of its first element, the distance between rows or columns, and which of the two.
 struct FragmentPlace {
     space: Space,
     at: Address,
@@ -25,7 +25,7 @@ struct FragmentPlace {
     by_rows: bool,
 }
 
-/// `wmma`: loads, stores and products of fragments.
+/// Decodes `wmma`: loads, stores and products of fragments.
 pub fn fragments(reader: &mut Reader) -> Decoded<Op> {
     let Some([rows, columns, depth]) = shape(reader) else {
         return reader.unknown();
@@ -66,7 +66,7 @@ pub fn fragments(reader: &mut Reader) -> Decoded<Op> {
     })
 }
 
-/// A fragment of rows, columns and bytes of an element, for which registers have room.
+/// Reads a fragment with these rows, columns and bytes per element. The registers must have room for it.
 fn fragment(reader: &mut Reader, [rows, columns, element_bytes]: [usize; 3]) -> Decoded<Fragment> {
     let slots = reader.slots()?;
     match [2, 4].contains(&element_bytes) && rows * columns <= 32 * slots.len() * 4 / element_bytes
@@ -88,7 +88,7 @@ fn fragment_product(reader: &mut Reader, [rows, columns, depth]: [usize; 3]) -> 
         () => Element::F16,
     };
     let of_factors = element.bytes();
-    // Types of the result and of what is added stand before and behind those of the factors.
+    // The types of the result and of the accumulator stand before and after those of the operands.
     let shape_at = reader
         .modifiers
         .iter()
@@ -109,7 +109,7 @@ fn fragment_product(reader: &mut Reader, [rows, columns, depth]: [usize; 3]) -> 
     }))
 }
 
-/// Of a number the lane, the register and the bits below it there.
+/// Returns the lane, the register and the bit offset of an element.
 fn place_of(fragment: &Fragment, index: usize) -> (usize, usize, usize) {
     let each = 4 / fragment.element_bytes;
     let (lane, at) = (index % 32, index / 32);
@@ -128,7 +128,7 @@ fn put(warp: &mut Warp, fragment: &Fragment, index: usize, bits: u32) {
     *held = *held & !mask | u64::from(bits) << low & mask;
 }
 
-/// The address of each number.
+/// Returns the address of each element.
 fn addresses(warp: &Warp, fragment: &Fragment, place: &FragmentPlace) -> Vec<u64> {
     let (rows, columns) = (fragment.rows as u64, fragment.columns as u64);
     let dense = if place.by_rows { columns } else { rows };
@@ -148,7 +148,7 @@ fn addresses(warp: &Warp, fragment: &Fragment, place: &FragmentPlace) -> Vec<u64
 
 /// # Errors
 ///
-/// [`Fault`] where a device would stop.
+/// [`Fault`] for invalid accesses.
 fn load(
     warp: &mut Warp,
     cube: &mut Cube,
@@ -165,7 +165,7 @@ fn load(
 
 /// # Errors
 ///
-/// [`Fault`] where a device would stop.
+/// [`Fault`] for invalid accesses.
 fn store(
     warp: &mut Warp,
     cube: &mut Cube,
@@ -179,7 +179,7 @@ fn store(
     Ok(())
 }
 
-/// The product of two fragments, and a third.
+/// Multiplies two fragments and adds a third.
 fn multiply(
     warp: &mut Warp,
     element: Element,

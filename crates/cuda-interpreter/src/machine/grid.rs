@@ -1,4 +1,4 @@
-//! A launch: cubes in the order of their index, several of them side by side, and turns for their warps.
+//! Runs a launch: cubes in the order of their index, several at a time, with their warps taking turns.
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -18,7 +18,7 @@ struct Running<'a> {
 ///
 /// # Errors
 ///
-/// [`Stopped`] where a device would stop, or wait for ever.
+/// [`Stopped`] for a fault or a deadlock.
 pub fn run<'a>(launch: &'a Launch<'a>, settings: Settings) -> Result<(), Stopped> {
     let [x, y, z] = launch.cubes.map(u64::from);
     let (total, mut next) = (x * y * z, 0);
@@ -85,7 +85,7 @@ pub fn run<'a>(launch: &'a Launch<'a>, settings: Settings) -> Result<(), Stopped
     Ok(())
 }
 
-/// One of the copies that are under way, at every second time.
+/// Takes a random pending copy, with probability 1/2.
 fn take<T>(pending: &mut Vec<T>, turns: &mut ChaCha8Rng) -> Option<T> {
     if pending.is_empty() || turns.random_bool(0.5) {
         return None;
@@ -126,14 +126,14 @@ fn deadlock(running: &Running) -> Stopped {
     stopped(&running.cube, 0, 0, fault)
 }
 
-/// Runs a warp for at most `turn` instructions. Returns how many there were.
+/// Runs a warp for at most `turn` instructions. Returns how many it ran.
 fn turn_of(cube: &mut Cube, warp: &mut Warp, turn: u64) -> Result<u64, Stopped> {
     let mut ran = 0;
     'groups: while ran < turn {
         let Some(index) = warp.choose(cube) else {
             break;
         };
-        // The place where others of the warp are, up to which this group goes on alone.
+        // The next location of another group of the warp, up to which this group runs alone.
         let others = warp
             .groups
             .iter()

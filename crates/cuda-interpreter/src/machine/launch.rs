@@ -1,20 +1,20 @@
-//! What is launched, and how it runs.
+//! Launches and their settings.
 
 use super::Kernel;
 use super::memory::Regions;
 
-/// How cubes and warps take turns.
+/// Scheduling of cubes and warps.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Of the order in which warps and copies go on.
+    /// Seed of the order of warps and copies.
     pub seed: u64,
-    /// Cubes that run side by side.
+    /// Number of cubes that run at a time.
     pub resident: usize,
-    /// Instructions of a warp before another may go on.
+    /// Number of instructions of a warp before another may run.
     pub turn: u32,
-    /// Instructions without any store, arrival or end after which a launch is given up.
+    /// Number of instructions without any store, arrival or end after which a launch is aborted.
     pub patience: u64,
-    /// Whether races for shared memory stop a kernel.
+    /// True if races in shared memory stop a kernel.
     pub watches_races: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Tensor cores: products of tiles in half precision, and how their operands lie in registers and shared memory (PTX
+//! Tensor cores: products of low-precision tiles, and the layout of their operands in registers and shared memory (PTX
 //! ISA, sections 9.7.14 and 9.7.15).
 
 use blocksparse::Quantization;
@@ -12,10 +12,10 @@ use super::warp::Warp;
 use crate::error::Fault;
 use crate::ptx::{Decoded, Lanes, Reader, Slot, Space};
 
-/// Rows of a warp's tile.
+/// Number of rows of a warp's tile.
 const ROWS: usize = 16;
 
-/// Numbers that tensor cores multiply.
+/// Element types of tensor cores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Element {
     F16,
@@ -34,7 +34,7 @@ impl Element {
     }
 }
 
-/// The element that both operands of a product have, of sums in f32.
+/// Returns the element type of both operands of a product with f32 sums.
 fn element(reader: &Reader) -> Decoded<Element> {
     let kinds: Vec<&str> = reader
         .modifiers
@@ -57,7 +57,7 @@ fn element(reader: &Reader) -> Decoded<Element> {
     }
 }
 
-/// Rows, columns and depth: `m64n128k16`.
+/// Returns rows, columns and depth: `m64n128k16`.
 pub fn shape(reader: &Reader) -> Option<[usize; 3]> {
     reader.modifiers.iter().find_map(|text| {
         let (rows, rest) = text.strip_prefix('m')?.split_once('n')?;
@@ -70,18 +70,18 @@ pub fn shape(reader: &Reader) -> Option<[usize; 3]> {
     })
 }
 
-/// The value of a number of a tile.
+/// Returns the value of an element.
 pub fn number(element: Element, bits: u32) -> f32 {
     match element {
         Element::F16 => f16::from_bits(bits as u16).to_f32(),
         Element::BF16 => bf16::from_bits(bits as u16).to_f32(),
-        // Ten bits of a fraction are left.
+        // Ten bits of the fraction remain.
         Element::TF32 => f32::from_bits(bits & !0x1fff),
         Element::E4M3 => Quantization::Fp8E4m3.decode(bits as u8),
     }
 }
 
-/// The numbers of a left operand in registers, by row and depth: 16 bytes of depth are two registers' columns.
+/// Returns a left operand in registers, by depth and row. Two registers hold the columns of 16 bytes of depth.
 fn left_of(warp: &Warp, element: Element, slots: &[Slot]) -> Vec<[f32; ROWS]> {
     let each = 4 / element.bytes();
     let mut numbers = vec![[0.0; ROWS]; slots.len() / 2 * 4 * each];
@@ -98,7 +98,7 @@ fn left_of(warp: &Warp, element: Element, slots: &[Slot]) -> Vec<[f32; ROWS]> {
     numbers
 }
 
-/// `mma.sync` with 16 rows and 8 columns (PTX ISA, section 9.7.14).
+/// Decodes `mma.sync` with 16 rows and 8 columns (PTX ISA, section 9.7.14).
 pub fn product(reader: &mut Reader) -> Decoded<Op> {
     let element = element(reader)?;
     let Some([16, 8, depth]) = shape(reader) else {
@@ -149,7 +149,7 @@ fn multiply(
     }
 }
 
-/// A matrix in shared memory as a descriptor tells of it (PTX ISA, section 9.7.15.5.1).
+/// A matrix in shared memory given by a descriptor (PTX ISA, section 9.7.15.5.1).
 struct Described {
     start: u64,
     leading: u64,
@@ -157,7 +157,7 @@ struct Described {
     swizzle: Swizzle,
     row_bytes: u64,
     element: Element,
-    /// Whether consecutive numbers run along rows or columns of the sums, not along depth.
+    /// True if consecutive elements run along rows or columns of the sums rather than along depth.
     transposed: bool,
 }
 
@@ -186,12 +186,12 @@ impl Described {
         })
     }
 
-    /// The address of a number, in a row or column of the sums and at a depth.
+    /// Returns the address of an element, given its row or column of the sums and its depth.
     fn place(&self, line: u64, depth: u64) -> u64 {
         let size = self.element.bytes() as u64;
         let (unit, pitch) = (16 / size, self.row_bytes);
         let offset = match (self.transposed, self.swizzle) {
-            // Eight lines of sixteen bytes are a core matrix: of depth, or of lines.
+            // A core matrix has eight rows of sixteen bytes, along depth or along rows or columns of the sums.
             (false, Swizzle::None) => {
                 line / 8 * self.stride
                     + line % 8 * pitch
@@ -222,13 +222,13 @@ impl Described {
             races.read_by_product(warp, address, size)?;
         }
         let place = part(&mut cube.shared, Space::Shared, address, size)?;
-        // SAFETY: `part` gives so many bytes.
+        // SAFETY: `part` has checked the bounds of the access.
         let bits = unsafe { read(place, size) } as u32;
         Ok(number(self.element, bits))
     }
 }
 
-/// The left operand of a warpgroup's product.
+/// Left operand of a warpgroup product.
 enum Left {
     Described(Slot),
     Registers(Vec<Slot>),
@@ -243,7 +243,7 @@ struct GroupProduct {
     right: Slot,
     adds: Slot,
     signs: [Slot; 2],
-    /// Whether the rows of the operands run along the dimension of the sums.
+    /// Whether the rows of each operand run along the dimension of the sums.
     transposed: [Option<Slot>; 2],
 }
 
@@ -257,7 +257,7 @@ pub fn group_product(reader: &mut Reader) -> Decoded<Op> {
             Ok(())
         }));
     }
-    // Until at most so many groups of products are under way.
+    // Waits until at most so many groups of products are pending.
     if reader.has("wait_group") {
         let left = reader.slot()?;
         return Ok(Op::then(move |warp, cube, _| match &mut cube.races {
@@ -304,7 +304,7 @@ pub fn group_product(reader: &mut Reader) -> Decoded<Op> {
     }))
 }
 
-/// `wgmma.mma_async`: the sixteen rows of a warpgroup's 64 that are a warp's. The result is there at once.
+/// Computes `wgmma.mma_async` for a warp's sixteen rows of the warpgroup's 64. The result is available immediately.
 ///
 /// # Errors
 ///
@@ -361,7 +361,7 @@ fn multiply_group(warp: &mut Warp, cube: &mut Cube, product: &GroupProduct) -> R
     Ok(())
 }
 
-/// Which of a warp's sums a lane's register holds.
+/// Returns the index of the sum that a lane's register holds.
 fn place_of(register: usize, lane: usize, columns: usize) -> usize {
     let row = lane / 4 + register / 2 % 2 * 8;
     row * columns + register / 4 * 8 + lane % 4 * 2 + register % 2

@@ -1,9 +1,9 @@
-//! Spaces of memory: windows of the generic space, bounds and alignment.
+//! Memory spaces: windows of the generic space, bounds and alignment.
 
 use crate::error::Fault;
 use crate::ptx::Space;
 
-/// An address's space and its place there.
+/// Splits an address into its space and its offset there.
 pub fn placed(space: Space, address: u64) -> (Space, u64) {
     if space != Space::Generic && address >> 56 == 0 {
         return (space, address);
@@ -17,9 +17,9 @@ pub fn placed(space: Space, address: u64) -> (Space, u64) {
     }
 }
 
-/// The parts of the host's memory that stand for a device's.
+/// The parts of host memory that serve as device memory.
 pub struct Regions {
-    /// Start and end, in order.
+    /// Start and end of each region, sorted.
     sorted: Vec<(u64, u64)>,
 }
 
@@ -54,7 +54,7 @@ pub fn out_of_bounds(space: Space, address: u64, bytes: usize) -> Fault {
 
 /// # Errors
 ///
-/// [`Fault::Misaligned`] if `address` is no multiple of `bytes`.
+/// [`Fault::Misaligned`] if `address` is not a multiple of `bytes`.
 pub fn check_alignment(space: Space, address: u64, bytes: usize) -> Result<(), Fault> {
     if address.is_multiple_of(bytes as u64) {
         return Ok(());
@@ -66,11 +66,11 @@ pub fn check_alignment(space: Space, address: u64, bytes: usize) -> Result<(), F
     })
 }
 
-/// The bytes of `held` from an offset on.
+/// Returns a pointer to `bytes` bytes of `held` at an offset.
 ///
 /// # Errors
 ///
-/// [`Fault::OutOfBounds`] beyond its end.
+/// [`Fault::OutOfBounds`] beyond the end.
 pub fn part(held: &mut [u8], space: Space, offset: u64, bytes: usize) -> Result<*mut u8, Fault> {
     let end = offset.checked_add(bytes as u64);
     match end.is_some_and(|end| end <= held.len() as u64) {
@@ -84,7 +84,7 @@ pub fn part(held: &mut [u8], space: Space, offset: u64, bytes: usize) -> Result<
 /// `size` bytes, at most 8, can be read there.
 pub unsafe fn read(place: *const u8, size: usize) -> u64 {
     let mut bytes = [0; 8];
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::ptr::copy_nonoverlapping(place, bytes.as_mut_ptr(), size) };
     u64::from_le_bytes(bytes)
 }
@@ -93,6 +93,6 @@ pub unsafe fn read(place: *const u8, size: usize) -> u64 {
 ///
 /// `size` bytes, at most 8, can be written there.
 pub unsafe fn write(place: *mut u8, size: usize, value: u64) {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), place, size) };
 }

@@ -1,4 +1,4 @@
-//! A device: grids of cubes, their warps, and the memories they reach.
+//! The machine: grids of cubes, their warps, and memory.
 
 mod bulk;
 mod copies;
@@ -35,7 +35,7 @@ pub struct Module {
     pub arrays: Vec<Box<[u8]>>,
 }
 
-/// An entry of a module.
+/// An entry point of a module.
 pub struct Kernel {
     pub name: String,
     pub parameters: Vec<Parameter>,
@@ -43,7 +43,7 @@ pub struct Kernel {
     slots: Slot,
     constants: HashMap<u64, Slot>,
     specials: Vec<(Slot, Special)>,
-    /// Bytes of shared memory up to its dynamic part.
+    /// Bytes of shared memory before the dynamic part.
     static_shared: usize,
     local_bytes: usize,
 }
@@ -55,7 +55,7 @@ pub struct Parameter {
 
 struct Instruction {
     op: op::Op,
-    /// The predicate under which lanes take part, and whether it has to be false.
+    /// The predicate that selects participating lanes, and whether it is negated.
     guard: Option<(Slot, bool)>,
     line: u32,
 }

@@ -1,4 +1,4 @@
-//! An instruction as it is run.
+//! Executable instructions.
 
 use super::Instruction;
 use super::cube::Cube;
@@ -6,7 +6,7 @@ use super::warp::{Flow, Warp, each};
 use crate::error::Fault;
 use crate::ptx::Slot;
 
-/// Threads that an instruction finds: those that are here, and those of them that take part.
+/// Threads at an instruction: those that have arrived, and those of them that participate.
 #[derive(Clone, Copy)]
 pub struct Active {
     pub here: u32,
@@ -16,7 +16,7 @@ pub struct Active {
 type Run = dyn Fn(&mut Warp, &mut Cube, Active) -> Result<Flow, Fault> + Send + Sync;
 
 pub struct Op {
-    /// The registers that arithmetic, stores and shuffles read.
+    /// Registers that arithmetic, stores and shuffles read.
     reads: Vec<Slot>,
     run: Box<Run>,
 }
@@ -31,7 +31,7 @@ impl Op {
         }
     }
 
-    /// To another instruction, by its number.
+    /// Creates a jump to an instruction, by index.
     pub fn jump(to: u32) -> Self {
         Self::new(move |_, _, active| {
             let lanes = active.lanes;
@@ -43,21 +43,21 @@ impl Op {
         Self::new(|_, _, _| Ok(Flow::Next))
     }
 
-    /// What some threads do, before the next instruction.
+    /// Creates an operation of the participating threads that continues with the next instruction.
     pub fn then(
         run: impl Fn(&mut Warp, &mut Cube, u32) -> Result<(), Fault> + Send + Sync + 'static,
     ) -> Self {
         Self::new(move |warp, cube, active| run(warp, cube, active.lanes).map(|()| Flow::Next))
     }
 
-    /// What they do one after the other.
+    /// Creates an operation that the participating threads execute one after another.
     pub fn by_lane(
         run: impl Fn(&mut Warp, &mut Cube, usize) -> Result<(), Fault> + Send + Sync + 'static,
     ) -> Self {
         Self::then(move |warp, cube, lanes| each(lanes).try_for_each(|lane| run(warp, cube, lane)))
     }
 
-    /// What all threads of a warp do together.
+    /// Creates an operation that all threads of a warp execute together.
     pub fn whole(
         run: impl Fn(&mut Warp, &mut Cube, u32) -> Result<(), Fault> + Send + Sync + 'static,
     ) -> Self {
@@ -67,7 +67,7 @@ impl Op {
         })
     }
 
-    /// What the threads of a warp that a register names do together, once all that are alive are here.
+    /// Creates an operation that the threads named by a register execute together, once all of them that are alive have arrived.
     pub fn together(
         members: Slot,
         run: impl Fn(&mut Warp, u32, u32) + Send + Sync + 'static,
@@ -87,11 +87,11 @@ impl Op {
         Self { reads, ..self }
     }
 
-    /// Runs it for the threads that its instruction's guard lets take part.
+    /// Runs the operation for the threads that the guard selects.
     ///
     /// # Errors
     ///
-    /// [`Fault`] for what a device would not do.
+    /// [`Fault`] for an invalid operation.
     pub fn run(&self, warp: &mut Warp, cube: &mut Cube, active: Active) -> Result<Flow, Fault> {
         if let Some(races) = &cube.races {
             let mut reads = self.reads.iter();
@@ -101,7 +101,7 @@ impl Op {
     }
 }
 
-/// The threads of a group that an instruction's guard lets take part.
+/// Returns the threads of a group that an instruction's guard selects.
 pub fn guarded(warp: &Warp, instruction: &Instruction, lanes: u32) -> u32 {
     let Some((slot, negated)) = instruction.guard else {
         return lanes;

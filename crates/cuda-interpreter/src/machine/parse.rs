@@ -1,4 +1,4 @@
-//! Modules of PTX, read: declarations, scopes and labels. What an instruction does is for `decode`.
+//! Parses PTX modules: declarations, scopes and labels. `decode` handles instructions.
 
 use std::collections::HashMap;
 
@@ -8,18 +8,18 @@ use super::{Instruction, Kernel, Module, Parameter};
 use crate::error::Unread;
 use crate::ptx::{Argument, Slot, Special, Token, Type, number, stripped, tokens};
 
-/// Where shared memory begins. What lies below is the device's own on Hopper.
+/// Start of shared memory. On Hopper the bytes below are reserved.
 const SHARED_START: usize = 1024;
-/// Dynamic shared memory begins at a multiple of this, which is what bulk copies with swizzling ask for.
+/// Alignment of dynamic shared memory, as swizzled bulk copies require.
 const DYNAMIC_ALIGNMENT: usize = 1024;
 
-/// What `_` is, which nobody reads.
+/// Slot of `_`, which is never read.
 const SINK: Slot = 0;
 
 impl Module {
     /// # Errors
     ///
-    /// [`Unread`] for text that is no PTX, and for instructions that are not known here.
+    /// [`Unread`] for text that is not PTX, and for unknown instructions.
     pub fn parse(text: &str) -> Result<Self, Unread> {
         let bare = stripped(text);
         let mut parser = Parser::new(tokens(&bare));
@@ -35,7 +35,7 @@ struct Parser<'a> {
     symbols: HashMap<&'a str, u64>,
     static_shared: usize,
     module: Module,
-    /// The one that is being read.
+    /// The kernel being parsed.
     kernel: Kernel,
     scopes: Vec<Scope<'a>>,
     open: Vec<usize>,
@@ -126,7 +126,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// An integer, in two's complement.
+    /// Parses an integer in two's complement.
     fn signed(&mut self) -> Result<u64, Unread> {
         let negative = self.takes("-");
         let value = self.integer()? as u64;
@@ -137,7 +137,7 @@ impl<'a> Parser<'a> {
         })
     }
 
-    /// A variable's alignment, name and bytes, behind its state space: `.align 16 .b8 name[64]`.
+    /// Parses a variable's alignment, name and bytes after its state space: `.align 16 .b8 name[64]`.
     fn variable(&mut self) -> Result<(usize, &'a str, usize), Unread> {
         let (mut align, mut kind) = (0, Type::Bits(8));
         while self.peek().starts_with('.') {
@@ -161,7 +161,7 @@ impl<'a> Parser<'a> {
         Ok((align.max(kind.bytes()), name, count * kind.bytes()))
     }
 
-    /// Places of shared variables, wherever they are declared. The dynamic one lies behind the others.
+    /// Assigns addresses to shared variables, wherever they are declared. The dynamic one comes after the others.
     fn shared_symbols(&mut self) -> Result<(), Unread> {
         let mut dynamic = Vec::new();
         while self.at < self.tokens.len() {
@@ -303,7 +303,7 @@ impl<'a> Parser<'a> {
                 }
             }
         }
-        // A kernel may end without a word.
+        // A kernel may end without an `exit`.
         code.push(Instruction {
             op: self.decode("exit", Vec::new(), 0)?,
             guard: None,
@@ -426,7 +426,7 @@ impl<'a> Parser<'a> {
         held
     }
 
-    /// Where the value of a register, a number or a name lies.
+    /// Parses an operand and returns the slot of its value: a register, a number or a name.
     fn slot(&mut self) -> Result<Slot, Unread> {
         let text = self.peek();
         if text == "-" || number(text).is_some() {

@@ -1,16 +1,16 @@
-//! Bulk copies that are under way.
+//! Pending bulk copies.
 
 use super::races::Clock;
 use super::tensor_map::TensorMap;
 
-/// What becomes of what a bulk copy brings.
+/// How a bulk copy writes its data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     Replace,
     AddF32,
 }
 
-/// Which way a bulk copy goes.
+/// Direction of a bulk copy.
 #[derive(Clone, Copy, Debug)]
 pub enum Way<At> {
     /// To shared memory, counted by a barrier.
@@ -20,20 +20,20 @@ pub enum Way<At> {
     Out(Effect),
 }
 
-/// What a copy moves outside of shared memory.
+/// Operand of a copy outside of shared memory.
 pub enum Moved {
     Bytes(u64, usize),
-    /// A map, and the coordinates of a box.
+    /// A map and the coordinates of a box.
     Box(TensorMap, Vec<i32>),
 }
 
-/// A copy, and who asked for it.
+/// A copy and its issuer.
 pub struct Pending {
     pub shared: u64,
     pub outside: Moved,
     pub way: Way<u64>,
-    /// The warp and the lane that asked for it.
+    /// The warp and the lane that issued it.
     pub thread: (usize, usize),
-    /// What it knew then, where races are watched for, and where in the text it was.
+    /// Clock of the issuer and line in the text at that time, if races are detected.
     pub asked: Option<(Clock, u32)>,
 }

@@ -1,59 +1,59 @@
-//! Races for shared memory: accesses that nothing orders.
+//! Detects races in shared memory: accesses that are not ordered.
 //!
-//! Warps and the two directions of the copy engine are *actors*, each with a clock of what it knows of the others
-//! (vector clocks; Mattern, 1989). Barriers hand clocks on: who arrives tells what it knows, and who has waited knows
-//! it. An access is a race if the actor does not know of one before it that it must come after: of a write, or, where
-//! it writes itself, of a read. What tensor cores and the copy engine read has to be fenced besides
-//! (`fence.proxy.async`) if threads wrote it, and products read until they are waited for.
+//! Warps and the two directions of the copy engine are *actors*. Each has a clock of what it knows of the others
+//! (vector clocks; Mattern, 1989). Barriers transfer clocks: arrival publishes the actor's clock, and a wait merges the
+//! published clocks. An access is a race if the actor does not know of an earlier access that must precede it: a write, or, if
+//! the access itself is a write, a read. Data that threads wrote must also be fenced (`fence.proxy.async`) before tensor cores and the
+//! copy engine read it. Products read until they are waited for.
 //!
-//! Threads of a warp are one actor, so what they do to each other is not seen, and neither is global memory.
+//! The threads of a warp are one actor, so races between them are not detected. Global memory is not checked either.
 
 use std::collections::HashMap;
 
 use crate::error::Fault;
 use crate::ptx::Slot;
 
-/// Bytes that are watched together.
+/// Granularity of race detection in bytes.
 const CELL: u64 = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     Read,
     Write,
-    /// Reads and writes that other such do not disturb.
+    /// Reads and writes that do not conflict with other atomics.
     Atomic,
-    /// Of tensor cores or the copy engine.
+    /// A read by tensor cores or the copy engine.
     AsyncRead,
 }
 
-/// What an actor knows: of each actor, the last of its times.
+/// An actor's knowledge: for each actor, the last time that it knows.
 pub type Clock = Vec<u32>;
 
 /// The last write to a cell.
 #[derive(Clone, Copy, Default)]
 struct Written {
     by: usize,
-    /// The writer's time, from 1.
+    /// The writer's time, starting at 1.
     at: u32,
     line: u32,
     atomic: bool,
 }
 
-/// A barrier, by its number or its address in shared memory.
+/// A barrier, named by number or given by its address in shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Meeting {
     Named(u64),
     Counted(u64),
 }
 
-/// What a barrier hands on.
+/// The clocks that a barrier transfers.
 #[derive(Clone, Default)]
 struct Handed {
     arriving: Clock,
     released: Clock,
 }
 
-/// Products that are waited for together: cells that they read, and registers that they add to.
+/// Products that are waited for together: the cells that they read and the registers to which they add.
 #[derive(Clone, Default)]
 struct Group {
     cells: Vec<usize>,
@@ -63,15 +63,15 @@ struct Group {
 pub struct Races {
     warps: usize,
     clocks: Vec<Clock>,
-    /// What each warp knew when it fenced last.
+    /// Clock of each warp at its last fence.
     fenced: Vec<Clock>,
     handed: HashMap<Meeting, Handed>,
     written: Vec<Written>,
     /// Time and line of each actor's last read of each cell.
     read: Vec<[u32; 2]>,
-    /// What products of each warp have that were not waited for, by groups.
+    /// Pending products of each warp, by group.
     products: Vec<Vec<Group>>,
-    /// Where in the text the accesses come from.
+    /// Line in the text of the current access.
     pub line: u32,
 }
 
@@ -101,12 +101,12 @@ impl Races {
         }
     }
 
-    /// The actor that copies into shared memory.
+    /// Returns the actor that copies into shared memory.
     pub fn loads(&self) -> usize {
         self.warps
     }
 
-    /// The actor that copies out of it.
+    /// Returns the actor that copies out of shared memory.
     pub fn stores(&self) -> usize {
         self.warps + 1
     }
@@ -123,11 +123,11 @@ impl Races {
         }
     }
 
-    /// An access by a warp.
+    /// Checks and records an access by a warp.
     ///
     /// # Errors
     ///
-    /// [`Fault::Race`].
+    /// [`Fault::Race`] if it is a race.
     pub fn access(
         &mut self,
         warp: usize,
@@ -141,11 +141,11 @@ impl Races {
         found
     }
 
-    /// An access by an actor that knows so much.
+    /// Checks and records an access by an actor with a given clock.
     ///
     /// # Errors
     ///
-    /// [`Fault::Race`].
+    /// [`Fault::Race`] if it is a race.
     pub fn check(
         &mut self,
         actor: usize,
@@ -155,7 +155,7 @@ impl Races {
         access: Access,
     ) -> Result<(), Fault> {
         let actors = self.clocks.len();
-        // Engines take many copies at once: what one has done another need not know.
+        // An engine processes many copies concurrently: one copy does not know of another.
         let is_own = |by: usize| by == actor && actor < self.warps;
         for cell in (place / CELL) as usize..((place + bytes as u64).div_ceil(CELL)) as usize {
             let Some(&written) = self.written.get(cell) else {
@@ -198,7 +198,7 @@ impl Races {
         Ok(())
     }
 
-    /// Whether the writer fenced after the write, or the reader since it knows of it.
+    /// Returns whether the writer fenced after the write, or the reader since it knew of the write.
     fn is_fenced(&self, reader: usize, written: Written) -> bool {
         let fenced = |warp: usize| {
             self.fenced
@@ -226,14 +226,14 @@ impl Races {
         )))
     }
 
-    /// A warp's next time begins: what it did so far others may know of.
+    /// Advances a warp's time: other actors may now know of its past accesses.
     fn tick(&mut self, actor: usize) -> u32 {
         let time = &mut self.clocks[actor][actor];
         *time += 1;
         *time - 1
     }
 
-    /// `fence.proxy.async`.
+    /// Records a `fence.proxy.async` of a warp.
     pub fn fence(&mut self, warp: usize) {
         self.fenced[warp].clone_from(&self.clocks[warp]);
         self.tick(warp);
@@ -245,7 +245,7 @@ impl Races {
         self.tick(warp);
     }
 
-    /// All that a barrier waits for have arrived.
+    /// Completes a phase: all expected threads have arrived.
     pub fn pass(&mut self, at: Meeting) {
         let handed = self.handed.entry(at).or_default();
         handed.released = std::mem::take(&mut handed.arriving);
@@ -257,13 +257,13 @@ impl Races {
         }
     }
 
-    /// A time of its own for a copy that was asked for by one who knew so much.
+    /// Assigns a new time to a copy whose issuer had this clock.
     pub fn begin_copy(&mut self, engine: usize, mut asked: Clock) -> Clock {
         asked[engine] = self.tick(engine);
         asked
     }
 
-    /// A copy into shared memory tells its barrier.
+    /// Signals the barrier of a copy into shared memory.
     pub fn end_load(&mut self, address: u64, clock: &Clock) {
         let engine = self.loads();
         let mut told = vec![0; clock.len()];
@@ -272,7 +272,7 @@ impl Races {
         join(&mut handed.arriving, &told);
     }
 
-    /// A warp has waited for its copies out of shared memory.
+    /// Records that a warp has waited for its copies out of shared memory.
     pub fn wait_stores(&mut self, warp: usize) {
         let engine = self.stores();
         let time = self.clocks[engine][engine] - 1;
@@ -280,11 +280,11 @@ impl Races {
         *known = (*known).max(time);
     }
 
-    /// A product reads so many bytes, until it is waited for.
+    /// Records that a product reads these bytes until it is waited for.
     ///
     /// # Errors
     ///
-    /// [`Fault::Race`].
+    /// [`Fault::Race`] if it is a race.
     pub fn read_by_product(&mut self, warp: usize, place: u64, bytes: usize) -> Result<(), Fault> {
         self.access(warp, place, bytes, Access::AsyncRead)?;
         let cells = (place / CELL) as usize..((place + bytes as u64).div_ceil(CELL)) as usize;
@@ -296,14 +296,14 @@ impl Races {
         self.products[warp].last_mut().expect("a group is open")
     }
 
-    /// A product adds to registers until it is waited for.
+    /// Records that a product adds to registers until it is waited for.
     pub fn hold_registers(&mut self, warp: usize, sums: &[Slot]) {
         self.open_group(warp).sums.extend(sums);
     }
 
     /// # Errors
     ///
-    /// [`Fault::Race`] if a product that nobody has waited for adds to the register.
+    /// [`Fault::Race`] if a pending product adds to the register.
     pub fn check_register(&self, warp: usize, slot: Slot) -> Result<(), Fault> {
         match self.products[warp]
             .iter()
@@ -320,13 +320,13 @@ impl Races {
         self.products[warp].push(Group::default());
     }
 
-    /// All but so many groups of products are over: what they read was read until now.
+    /// Completes all but `left` groups of products. What they read counts as read until now.
     ///
     /// # Errors
     ///
-    /// [`Fault::Race`] if somebody wrote there meanwhile.
+    /// [`Fault::Race`] if their operands were overwritten in the meantime.
     pub fn wait_products(&mut self, warp: usize, left: usize) -> Result<(), Fault> {
-        // The open group is the last.
+        // The last group is the open one.
         let ended = (self.products[warp].len() - 1).saturating_sub(left);
         let mut cells: Vec<usize> = self.products[warp]
             .drain(..ended)

@@ -1,5 +1,5 @@
-//! Tensor maps: what bulk copies of boxes go by. The driver writes them and kernels only hand them on, so their 128
-//! bytes are our own.
+//! Tensor maps, which describe bulk copies of boxes. Kernels only pass on what the driver writes, so the 128
+//! bytes have our own format.
 
 use crate::error::Fault;
 
@@ -7,11 +7,11 @@ pub const BYTES: usize = 128;
 const RANKS: usize = 5;
 const MAGIC: u64 = 0x7061_6d5f_736e_6574;
 
-/// Bits of an address in shared memory that are exchanged, so that rows fall into different banks.
+/// Bits of a shared memory address that are exchanged so that rows fall into different banks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Swizzle {
     None,
-    /// Rows of so many bytes, in units of 16.
+    /// Rows of this many bytes, swizzled in units of 16 bytes.
     Rows(u64),
 }
 
@@ -24,11 +24,11 @@ impl Swizzle {
         }
     }
 
-    /// Where a byte lies.
+    /// Returns the swizzled address of a byte.
     pub fn place(self, address: u64) -> u64 {
         match self {
             Self::None => address,
-            // Units of 16 bytes within rows of 128 are exchanged by the row's number.
+            // Units of 16 bytes within rows of 128 bytes are exchanged according to the row's index.
             Self::Rows(bytes) => address ^ (address >> 7 & (bytes / 16 - 1)) << 4,
         }
     }
@@ -38,13 +38,13 @@ impl Swizzle {
 pub struct TensorMap {
     pub address: u64,
     pub element_bytes: usize,
-    /// Elements, the fastest dimension first.
+    /// Number of elements per dimension, the fastest first.
     pub sizes: Vec<u64>,
-    /// Bytes from one to the next, of every dimension.
+    /// Distance between elements in bytes, per dimension.
     pub strides: Vec<u64>,
     pub window: Vec<u64>,
     pub swizzle: Swizzle,
-    /// Whether elements outside are NaN instead of 0.
+    /// True if elements out of bounds are NaN instead of 0.
     pub nan_outside: bool,
 }
 
@@ -62,7 +62,7 @@ impl TensorMap {
             | u64::from(self.nan_outside) << 32;
         words[2] = self.address;
         for dim in 0..self.sizes.len() {
-            // Boxes have at most 256 elements a dimension.
+            // Boxes have at most 256 elements per dimension.
             words[3 + dim] = self.sizes[dim] | self.window[dim] << 40;
             words[8 + dim] = self.strides[dim];
         }
@@ -75,7 +75,7 @@ impl TensorMap {
 
     /// # Errors
     ///
-    /// [`Fault::TensorMap`] for bytes that are no map.
+    /// [`Fault::TensorMap`] for bytes that are not a map.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, Fault> {
         let word = |at: usize| {
             let part = bytes[8 * at..8 * at + 8]
@@ -104,12 +104,12 @@ impl TensorMap {
         self.window.iter().product::<u64>() as usize * self.element_bytes
     }
 
-    /// Calls `each` for every element of the box at `coordinates`: its place within the box, and its address where it
-    /// lies inside of the tensor.
+    /// Calls `each` for every element of the box at `coordinates` with its offset within the box, and its address if it
+    /// lies inside the tensor.
     ///
     /// # Errors
     ///
-    /// That of the first call with one.
+    /// The first error of `each`.
     pub fn each<E>(
         &self,
         coordinates: &[i32],

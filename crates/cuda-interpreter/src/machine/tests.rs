@@ -1,4 +1,4 @@
-//! Kernels written out in PTX, whose results are known.
+//! Runs kernels written in PTX whose results are known.
 
 use super::Module;
 use super::grid::run;
@@ -7,8 +7,8 @@ use super::memory::Regions;
 use super::tensor_map::{Swizzle, TensorMap};
 use crate::error::{Fault, Stopped};
 
-/// A kernel that gets the address of its output, with `body` behind what all of them begin with: `%out`, and `%mine`,
-/// where a thread has four bytes.
+/// Returns a kernel with `body` after the common prologue, which defines `%out`, the output, and `%mine`, the address
+/// of a thread's four bytes.
 fn text(body: &str) -> String {
     format!(
         ".version 9.0
@@ -80,7 +80,7 @@ fn fault(body: &str, threads: u32) -> Fault {
 
 #[test]
 fn threads_that_part_meet_again() {
-    // Every thread counts to its number; then all of a warp add up what they counted.
+    // Every thread counts up to its index. Then all threads of a warp add up their counts.
     let counts = output(
         "mov.u32 %r1, 0;
         $again: setp.ge.u32 %p1, %r1, %tid;
@@ -117,7 +117,7 @@ fn a_scope_has_registers_and_labels_of_its_own() {
     assert_eq!(found, [10]);
 }
 
-/// A thread writes its number to shared memory and reads its neighbour's from the other warp.
+/// Returns a body in which each thread writes its index to shared memory and reads that of its neighbour in the other warp.
 fn exchange(between: &str) -> String {
     format!(
         "mov.u32 %r1, dynamic;
@@ -137,7 +137,7 @@ fn a_barrier_is_waited_at_and_a_missing_one_shows() {
     let neighbours: Vec<u32> = (0..64).map(|thread| thread ^ 32).collect();
     assert_eq!(output(&exchange("bar.sync 0;"), 64), neighbours);
     assert_eq!(output(&exchange("bar.sync 1, 64;"), 64), neighbours);
-    // What nobody wrote is NaN.
+    // Memory that was not written is NaN.
     let found = output(&exchange(""), 64);
     assert!(found.contains(&u32::MAX), "{found:?}");
 }
@@ -173,7 +173,7 @@ fn what_a_device_would_not_do_stops_a_kernel() {
         fault("st.shared.u32 [dynamic+4096], %tid;", 1),
         Fault::OutOfBounds { .. }
     ));
-    // One warp of two comes.
+    // Only one of two warps arrives.
     let alone = "setp.lt.u32 %p1, %tid, 32; @%p1 bar.sync 1, 64; bar.sync 0;";
     assert!(
         matches!(fault(alone, 64), Fault::Deadlock(_)),
@@ -199,8 +199,8 @@ fn what_is_not_known_is_told_with_its_line() {
     assert!(Module::parse(&text("add.s32 %r1, %r2, %nothing;")).is_err());
 }
 
-/// A warp brings a box of 8 rows and 16 columns of f32 (a row of 64 bytes, swizzled), and each lane reads a number of
-/// the second row, or of the first where it does not wait.
+/// Returns a body in which a warp copies a box of 8 rows and 16 columns of f32 (rows of 64 bytes, swizzled). Each lane reads an element of
+/// the second row, or of the first if it does not wait.
 fn boxed(wait: &str) -> String {
     format!(
         "setp.ne.u32 %p1, %tid, 0;
@@ -230,10 +230,10 @@ fn boxed(wait: &str) -> String {
 fn a_box_arrives_where_swizzling_puts_it_and_late() {
     let wait = "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [%r2], 0; @done bra DONE; \
                 bra AGAIN; DONE: }";
-    // The tensor lies behind the output: 8 rows of 20 numbers.
+    // The tensor follows the output: 8 rows of 20 elements.
     let brought = |body: &str, seed: u64| {
         let mut held: Vec<u32> = (0..32 + 160).collect();
-        // Rows of 20 numbers have 80 bytes, and boxes want multiples of 16.
+        // Rows of 20 elements have 80 bytes; boxes require multiples of 16.
         let map = TensorMap {
             address: held[32..].as_ptr() as u64,
             element_bytes: 4,
@@ -247,7 +247,7 @@ fn a_box_arrives_where_swizzling_puts_it_and_late() {
             .unwrap_or_else(|stopped| panic!("{stopped}"));
         held[..16].to_vec()
     };
-    // Row 2 of the box is row 3 of the tensor, a column to the left. Its units of 16 bytes are exchanged in pairs.
+    // Row 2 of the box is row 3 of the tensor, shifted left by a column. Its units of 16 bytes are exchanged in pairs.
     let expected: Vec<u32> = (0..16)
         .map(|at| if at == 0 { 0 } else { 32 + 3 * 20 + at - 1 })
         .collect();
@@ -293,7 +293,7 @@ fn copies_arrive_when_they_are_waited_for() {
 
 #[test]
 fn a_product_of_tensor_cores_is_that_of_loops() {
-    // Row r of the left holds r + 1 at depth r, and the right is its transpose's first columns: small whole numbers.
+    // All elements are small integers or halves, so sums are exact.
     let body = "shr.u32 %r1, %tid, 2;
         and.b32 %r2, %tid, 3;
         shl.b32 %r2, %r2, 1;
@@ -307,7 +307,7 @@ fn a_product_of_tensor_cores_is_that_of_loops() {
             {%f4, %f4, %f4, %f4};
         cvt.rzi.u32.f32 %r5, %f6;
         st.global.u32 [%mine], %r5;";
-    // left[row][k] = row (k < 8), k - 8 (k >= 8), with rows from 8 on those of 8 less; right[k][column] = k (k < 8),
+    // left[row][k] = row (k < 8), k - 8 (k >= 8), where row is taken modulo 8; right[k][column] = k (k < 8),
     // column (k >= 8).
     let expected: Vec<u32> = (0..32)
         .map(|lane| {
@@ -320,7 +320,7 @@ fn a_product_of_tensor_cores_is_that_of_loops() {
     assert_eq!(output(body, 32), expected);
 }
 
-/// The race of a kernel, in words.
+/// Returns the message of a kernel's race, if it has one.
 fn race(body: &str, threads: u32) -> Option<String> {
     let mut held: Vec<u32> = vec![0; 1024];
     let settings = Settings {
@@ -342,23 +342,23 @@ fn accesses_that_nothing_orders_are_races() {
     assert_eq!(race(&exchange("bar.sync 0;"), 64), None);
     assert_eq!(race(&exchange("bar.sync 1, 64;"), 64), None);
     let found = race(&exchange(""), 64).expect("a barrier is missing");
-    // Whichever came first.
+    // Either order is possible.
     assert!(
         found.contains(" at line") && found.contains("by warp"),
         "{found}"
     );
-    // A barrier in front of the reads, and none behind them.
+    // A barrier before the reads and none after them.
     let again = exchange("bar.sync 0;") + "st.shared.u32 [%r3], %r5;";
     assert!(race(&again, 64).is_some());
     let again = exchange("bar.sync 0;") + "bar.sync 0; st.shared.u32 [%r3], %r5;";
     assert_eq!(race(&again, 64), None);
-    // Additions to one place.
+    // Atomic additions to one location.
     let added = "red.shared.add.u32 [dynamic], %tid;";
     assert_eq!(race(added, 64), None);
     assert!(race("st.shared.u32 [dynamic], %tid;", 64).is_some());
 }
 
-/// A warp writes 512 bytes, and its first lane sends them out; then it writes there again.
+/// Returns a body in which a warp writes 512 bytes, its first lane sends them, and then the warp writes there again.
 fn sent(fence: &str, wait: &str) -> String {
     format!(
         "shl.b32 %r1, %tid, 2;

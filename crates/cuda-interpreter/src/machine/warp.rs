@@ -1,7 +1,7 @@
-//! A warp: registers, and threads that go their own ways and meet again.
+//! A warp: registers, and threads that diverge and reconverge.
 //!
-//! Threads at the same place run together. Of several places the first in the text goes on first, so that threads which
-//! parted meet where their ways do. A group that goes back in the text is left for others from time to time, since it
+//! Threads at the same instruction run together. Of several groups, the one that is first in the text runs first, so that diverged
+//! threads reconverge. A group that jumps back yields to the others from time to time, since it
 //! may wait for them.
 
 use super::cube::Cube;
@@ -11,16 +11,16 @@ use super::races::{Access, Meeting};
 use crate::error::Fault;
 use crate::ptx::{Address, Lanes, Place, Slot, Space, Special};
 
-/// What a group of threads waits for.
+/// Reason why a group of threads waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wait {
-    /// A round of a barrier by number, and where whether any thread said so goes.
+    /// The end of a round of a named barrier, and the register that receives whether any predicate was true.
     Barrier {
         id: u64,
         round: u64,
         any: Option<Slot>,
     },
-    /// Other threads of the warp, to come to the same place.
+    /// Other threads of the warp that have to arrive at the same instruction.
     Others,
 }
 
@@ -29,11 +29,11 @@ pub struct Group {
     pub at: u32,
     pub lanes: u32,
     pub wait: Option<Wait>,
-    /// How often it went back in the text while another group of the warp was left behind.
+    /// Number of backward jumps while another group of the warp was left behind.
     pub rounds: u32,
 }
 
-/// Rounds after which another group goes first for once.
+/// Number of such jumps after which another group runs first once.
 const ROUNDS: u32 = 4096;
 
 impl Group {
@@ -51,10 +51,10 @@ impl Group {
     }
 }
 
-/// What comes after an instruction.
+/// Continuation after an instruction.
 pub enum Flow {
     Next,
-    /// To a place, for some of the threads.
+    /// Some threads jump to an instruction.
     Jump {
         to: u32,
         lanes: u32,
@@ -64,13 +64,13 @@ pub enum Flow {
     },
     /// The next instruction, after a wait.
     Wait(Wait),
-    /// The same instruction, when others have come.
+    /// The same instruction, once others have arrived.
     Again,
-    /// The next instruction, when others have had their turn.
+    /// The next instruction, after others had their turn.
     Yield,
 }
 
-/// A copy that is under way: where to, and what.
+/// A pending copy: its destination and its data.
 pub struct Copied {
     pub to: u64,
     pub bytes: Vec<u8>,
@@ -80,7 +80,7 @@ pub struct Warp {
     pub number: usize,
     pub groups: Vec<Group>,
     pub registers: Vec<Lanes>,
-    /// Groups of `cp.async` of each thread that were closed, and the one that is open.
+    /// Closed groups of `cp.async` of each thread, and the open group.
     pub copies: Vec<(Vec<Vec<Copied>>, Vec<Copied>)>,
     local: Vec<u8>,
     local_bytes: usize,
@@ -128,7 +128,7 @@ impl Warp {
         self.groups.iter().fold(0, |all, group| all | group.lanes)
     }
 
-    /// Tells clocks how many instructions there were.
+    /// Sets clock registers to the number of instructions.
     pub fn tick(&mut self, launch: &Launch, instructions: u64) {
         for &(slot, special) in &launch.kernel.specials {
             if matches!(special, Special::Clock) {
@@ -141,7 +141,7 @@ impl Warp {
         &self.registers[slot as usize]
     }
 
-    /// The value that a whole warp has of a register: that of its first thread of `lanes`.
+    /// Returns a register value that is uniform in the warp: that of the first thread of `lanes`.
     pub fn uniform(&self, slot: Slot, lanes: u32) -> u64 {
         self.registers[slot as usize][lanes.trailing_zeros() as usize]
     }
@@ -161,11 +161,11 @@ impl Warp {
         self.registers[at.base as usize][lane].wrapping_add_signed(at.offset)
     }
 
-    /// Where bytes lie that a thread reads or writes.
+    /// Returns a pointer to bytes that a thread reads or writes.
     ///
     /// # Errors
     ///
-    /// [`Fault`] where a device would stop: outside of what there is, or not aligned.
+    /// [`Fault`] for accesses that are out of bounds or misaligned.
     pub fn place(
         &mut self,
         cube: &mut Cube,
@@ -210,7 +210,7 @@ impl Warp {
         }
     }
 
-    /// What a thread reads of a space, at most 8 bytes.
+    /// Reads at most 8 bytes from a space for a thread.
     ///
     /// # Errors
     ///
@@ -222,7 +222,7 @@ impl Warp {
         lane: usize,
     ) -> Result<u64, Fault> {
         let place = self.place(cube, from, lane, Access::Read)?;
-        // SAFETY: `place` gives so many bytes.
+        // SAFETY: `place` has checked the bounds of the access.
         Ok(unsafe { read(place, from.2) })
     }
 
@@ -237,12 +237,12 @@ impl Warp {
         value: u64,
     ) -> Result<(), Fault> {
         let place = self.place(cube, to, lane, Access::Write)?;
-        // SAFETY: `place` gives so many bytes.
+        // SAFETY: `place` has checked the bounds of the access.
         unsafe { write(place, to.2, value) };
         Ok(())
     }
 
-    /// The group that goes on next: of those that can the first in the text, which others at the same place join.
+    /// Returns the group that runs next: the runnable group that is first in the text, joined by others at the same instruction.
     pub fn choose(&mut self, cube: &mut Cube) -> Option<usize> {
         for group in &mut self.groups {
             if let Some(Wait::Barrier { id, round, any }) = group.wait
@@ -274,7 +274,7 @@ impl Warp {
         index
     }
 
-    /// Groups at the same place become one. Those that wait for each other there need not any more.
+    /// Merges groups at the same instruction and ends their waits for each other there.
     fn join(&mut self) {
         let mut index = 0;
         while index < self.groups.len() {
@@ -304,7 +304,7 @@ impl Warp {
     }
 }
 
-/// The numbers of the lanes of a mask.
+/// Iterates over the lanes of a mask.
 pub fn each(lanes: u32) -> impl Iterator<Item = usize> {
     let mut left = lanes;
     std::iter::from_fn(move || {

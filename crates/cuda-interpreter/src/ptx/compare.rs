@@ -20,7 +20,7 @@ macro_rules! holds {
         })
     };
 }
-/// The relation of a name. Those that end in `u` hold where a number is missing, too.
+/// Selects the relation of a name. Relations that end in `u` also hold if an operand is NaN.
 macro_rules! relation {
     ($name:expr, $value:expr) => {
         match $name {
@@ -43,7 +43,7 @@ macro_rules! relation {
     };
 }
 
-/// The predicate that a comparison makes of two registers.
+/// Returns the predicate of a comparison of two registers.
 pub fn comparison(modifiers: &[&str], kind: Type) -> Option<fn(&Lanes, &Lanes) -> Lanes> {
     let name = *modifiers.first()?;
     match kind {

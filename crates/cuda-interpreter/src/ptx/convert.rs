@@ -9,7 +9,7 @@ use super::instruction::Pure;
 use super::lanes::{by_float, by_integer, by_type, lanes};
 use super::numbers::{BF16, F16, F32, F32Down, F32Saturated, F32Up, F32Zero, F64, Float, Rounding};
 
-/// The conversion to the first of two types, or of two numbers to a pair in half precision.
+/// Returns the conversion to the first of two types, or of two numbers to a pair in half precision.
 pub fn conversion(modifiers: &[&str], to: Type, from: Type) -> Option<Pure> {
     let has = |modifier: &str| modifiers.contains(&modifier);
     if has("relu") || has("satfinite") {
@@ -23,7 +23,7 @@ pub fn conversion(modifiers: &[&str], to: Type, from: Type) -> Option<Pure> {
     } else {
         rounding
     };
-    // Floats out of an integer's range become its ends, and NaN 0.
+    // Floats outside of an integer's range are clamped to it, and NaN becomes 0.
     macro_rules! whole {
         ($From:ident, |$value:ident| $to:expr) => {
             match rounding {
@@ -63,7 +63,7 @@ pub fn conversion(modifiers: &[&str], to: Type, from: Type) -> Option<Pure> {
         (false, false) if (from, to) == (Type::F32, Type::F32) && has_whole(modifiers) => {
             whole!(F32, |value| F32::bits(value))
         }
-        // f64 holds all of every other float and of 32-bit integers.
+        // f64 represents all other floats and all 32-bit integers exactly.
         (false, false) => {
             by_float!((from, Rounding::Nearest), From => by_float!((to, to_f32), To => {
                 lanes!(|x| To::bits(From::of(x)))

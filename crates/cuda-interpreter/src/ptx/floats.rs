@@ -1,4 +1,4 @@
-//! Floating-point numbers (PTX ISA, sections 9.7.3 to 9.7.5).
+//! Floating-point instructions (PTX ISA, sections 9.7.3 to 9.7.5).
 
 use super::Type;
 use super::instruction::Pure;
@@ -7,7 +7,7 @@ use super::numbers::{
     BF16, F16, F32, F32Down, F32Saturated, F32Up, F32Zero, F64, Float, Rounding, greater, lesser,
 };
 
-/// What `name` with its modifiers computes of floating-point numbers.
+/// Returns the floating-point function of `name` with its modifiers.
 pub fn float(name: &str, modifiers: &[&str], kind: Type) -> Option<Pure> {
     let has = |modifier: &str| modifiers.contains(&modifier);
     let rounding = match has("sat") {
@@ -15,7 +15,7 @@ pub fn float(name: &str, modifiers: &[&str], kind: Type) -> Option<Pure> {
         false => modifiers.iter().find_map(|text| Rounding::named(text)),
     };
     let rounding = rounding.unwrap_or(Rounding::Nearest);
-    /// A function of numbers, of both halves of pairs.
+    /// Defines a function of numbers, applied to both halves of pairs.
     macro_rules! numbers {
         (|$($x:ident),+| $value:expr) => {
             match kind {
@@ -45,7 +45,7 @@ pub fn float(name: &str, modifiers: &[&str], kind: Type) -> Option<Pure> {
         "mul" => numbers!(|a, b| a * b),
         "div" => numbers!(|a, b| a / b),
         "fma" | "mad" if kind == Type::F64 => numbers!(|a, b, c| a.mul_add(b, c)),
-        // Products of narrower numbers are exact.
+        // Products of narrower numbers are exact in f64.
         "fma" | "mad" => numbers!(|a, b, c| a * b + c),
         "copysign" => numbers!(|a, b| b.copysign(a)),
         "min" if has("NaN") => numbers!(|a, b| or_nan(lesser, a, b)),

@@ -1,4 +1,4 @@
-//! Functions of registers alone, by their names.
+//! Functions of registers alone, by name.
 
 use super::Type;
 use super::floats::float;
@@ -6,7 +6,7 @@ use super::instruction::Pure;
 use super::integers::{bits, integer};
 use super::lanes::lanes;
 
-/// What `name` with its modifiers computes of registers alone.
+/// Returns the function of registers of `name` with its modifiers.
 pub fn pure(name: &str, modifiers: &[&str], kinds: &[Type]) -> Option<Pure> {
     let kind = *kinds.last()?;
     match name {

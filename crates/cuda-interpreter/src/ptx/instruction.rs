@@ -1,15 +1,15 @@
-//! Operands of instructions: places in a warp's registers.
+//! Operands of instructions: slots in a warp's registers.
 
-/// A warp's values of one register.
+/// Values of one register in all lanes.
 pub type Lanes = [u64; 32];
 
-/// A register's place, a constant's or a special register's.
+/// Index of a register, a constant or a special register.
 pub type Slot = u32;
 
 /// A function of two numbers.
 pub type Binary = fn(u64, u64) -> u64;
 
-/// A function of registers alone, over all lanes at once.
+/// A function of registers alone, applied to all lanes at once.
 #[derive(Clone, Copy)]
 pub enum Pure {
     One(fn(&Lanes) -> Lanes),
@@ -28,7 +28,7 @@ impl Pure {
         }
     }
 
-    /// Its values over as many operands as it has.
+    /// Applies the function to as many operands as it has.
     pub fn over(self, [a, b, c, d]: [&Lanes; 4]) -> Lanes {
         match self {
             Self::One(function) => function(a),
@@ -38,7 +38,7 @@ impl Pure {
         }
     }
 
-    /// Its value of single numbers.
+    /// Applies the function to single numbers.
     pub fn once(self, [a, b, c]: [u64; 3]) -> u64 {
         self.over([&[a; 32], &[b; 32], &[c; 32], &[0; 32]])[0]
     }
@@ -54,7 +54,7 @@ pub enum Space {
 }
 
 impl Space {
-    /// What generic addresses of the space have above their offsets. Global memory is the host's, whose addresses end below.
+    /// Returns the high bits of generic addresses of the space. Global addresses are host addresses, which have none.
     pub fn window(self) -> u64 {
         match self {
             Self::Shared => 1 << 56,
@@ -71,7 +71,7 @@ pub struct Address {
     pub offset: i64,
 }
 
-/// Where a thread is.
+/// Position of a thread.
 pub struct Place {
     pub thread: [u32; 3],
     pub threads: [u32; 3],
@@ -82,7 +82,7 @@ pub struct Place {
     pub dynamic_shared: u32,
 }
 
-/// What a special register holds (PTX ISA, section 10).
+/// Content of a special register (PTX ISA, section 10).
 #[derive(Clone, Copy)]
 pub enum Special {
     Axis(fn(&Place) -> [u32; 3], usize),
@@ -96,7 +96,7 @@ impl Special {
             let of: fn(&Place) -> [u32; 3] = match family {
                 "%tid" => |at| at.thread,
                 "%ntid" => |at| at.threads,
-                // A cube without a cluster is a cluster of its own.
+                // A cube without a cluster is its own cluster.
                 "%ctaid" | "%clusterid" => |at| at.cube,
                 "%nctaid" | "%nclusterid" => |at| at.cubes,
                 "%cluster_ctaid" => |_| [0; 3],

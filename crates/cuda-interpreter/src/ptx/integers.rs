@@ -1,6 +1,6 @@
-//! Integers and bits (PTX ISA, sections 9.7.1, 9.7.2 and 9.7.8).
+//! Integer and bit instructions (PTX ISA, sections 9.7.1, 9.7.2 and 9.7.8).
 //!
-//! A register holds 64 bits. What a narrower type leaves above is never read.
+//! A register holds 64 bits. The bits above a narrower type are never read.
 #![expect(
     clippy::unnecessary_cast,
     reason = "a function stands for every width, that of registers included"
@@ -16,7 +16,7 @@ fn both(low: u64, high: u64) -> u64 {
     low & LOW | high << 32
 }
 
-/// What `name` with its modifiers computes of integers.
+/// Returns the integer function of `name` with its modifiers.
 pub fn integer(name: &str, modifiers: &[&str], kind: Type) -> Option<Pure> {
     let has = |modifier: &str| modifiers.contains(&modifier);
     let wide = has("wide");
@@ -59,7 +59,7 @@ fn high<T: Into<i128>>(a: T, b: T, bits: u32) -> u64 {
     (a.into().wrapping_mul(b.into()) >> bits) as u64
 }
 
-/// What `name` computes of bits.
+/// Returns the bit function of `name`.
 pub fn bits(name: &str, kind: Type, modifiers: &[&str]) -> Option<Pure> {
     let wide = kind.bytes() == 8;
     let has = |modifier: &str| modifiers.contains(&modifier);
@@ -74,7 +74,7 @@ pub fn bits(name: &str, kind: Type, modifiers: &[&str]) -> Option<Pure> {
             by_integer!(kind, T => lanes!(|a, by| (a as T).checked_shl(by as u32).unwrap_or(0) as u64))
         }
         "shr" => by_integer!(kind, T => lanes!(|a, by| {
-            // Signs fill what is left beyond the width.
+            // Shifts beyond the width fill with the sign.
             (a as T >> (by as u32).min(T::BITS - 1) >> u32::from(by as u32 >= T::BITS)) as u64
         })),
         "popc" if wide => lanes!(|a| a.count_ones().into()),

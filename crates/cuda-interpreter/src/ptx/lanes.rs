@@ -1,4 +1,4 @@
-//! Functions of one lane's registers, as functions of all lanes, and for every type that an instruction names.
+//! Lifts functions of one lane to functions of all lanes, and dispatches on the types that an instruction names.
 
 macro_rules! lanes {
     (|$a:ident| $value:expr) => {
@@ -22,7 +22,7 @@ macro_rules! lanes {
         })
     };
 }
-/// `$body` with `$T` the one of the types on the right whose pattern matches.
+/// Evaluates `$body` with `$T` as the type whose pattern matches.
 macro_rules! by_type {
     ($kind:expr, $T:ident => $body:expr, $($pattern:pat => $type:ty;)*) => {
         match $kind {
@@ -36,7 +36,7 @@ macro_rules! by_type {
         }
     };
 }
-/// `$body` with `$T` the integer that a type is.
+/// Evaluates `$body` with `$T` as the integer type.
 macro_rules! by_integer {
     ($kind:expr, $T:ident => $body:expr) => {
         by_type! {
@@ -52,7 +52,7 @@ macro_rules! by_integer {
         }
     };
 }
-/// `$body` with `$T` the [`Float`](super::numbers::Float) that a type and how it is rounded are.
+/// Evaluates `$body` with `$T` as the [`Float`](super::numbers::Float) of a type and a rounding mode.
 macro_rules! by_float {
     ($kind:expr, $T:ident => $body:expr) => {
         by_type! {

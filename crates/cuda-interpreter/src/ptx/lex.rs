@@ -1,13 +1,13 @@
 //! Tokens of PTX text.
 
-/// A word, a number or a sign, and the line it stands in, from 1.
+/// A word, a number or a symbol, and its line, starting at 1.
 #[derive(Clone, Copy, Debug)]
 pub struct Token<'a> {
     pub text: &'a str,
     pub line: u32,
 }
 
-/// `text` with comments blanked, and without debug information: lines of `.loc` and `.file`, and all from the first
+/// Blanks comments and removes debug information: lines of `.loc` and `.file`, and everything from the first
 /// section on.
 pub fn stripped(text: &str) -> String {
     let mut bare = String::with_capacity(text.len());
@@ -41,7 +41,7 @@ pub fn stripped(text: &str) -> String {
     lines
 }
 
-/// The tokens of stripped text. A word holds what names, numbers and opcodes do, `::` included.
+/// Returns the tokens of stripped text. A word contains the characters of names, numbers and opcodes, including `::`.
 pub fn tokens(text: &str) -> Vec<Token<'_>> {
     let bytes = text.as_bytes();
     let is_word = |at: usize| {
@@ -70,7 +70,7 @@ pub fn tokens(text: &str) -> Vec<Token<'_>> {
     tokens
 }
 
-/// What a number in PTX says: an integer in two's complement, or the bits of a float.
+/// Parses a PTX number: an integer in two's complement, or the bits of a float.
 pub fn number(text: &str) -> Option<u64> {
     if let Some(bits) = text.strip_prefix("0f").or(text.strip_prefix("0F")) {
         return u32::from_str_radix(bits, 16).ok().map(u64::from);

@@ -1,4 +1,4 @@
-//! PTX text: its words, types and operands, and functions of registers alone.
+//! PTX text: tokens, types and operands, and functions of registers alone.
 
 mod compare;
 mod convert;

@@ -1,9 +1,9 @@
-//! Floating-point numbers as registers hold them.
+//! Floating-point numbers in registers.
 
 use blocksparse::Quantization;
 use half::{bf16, f16};
 
-/// Of numbers beyond ±448 the nearest of these.
+/// Converts to E4M3. Numbers beyond ±448 saturate.
 fn f32_to_e4m3(value: f32) -> u8 {
     match value.is_nan() {
         true => 0x7f,
@@ -11,14 +11,14 @@ fn f32_to_e4m3(value: f32) -> u8 {
     }
 }
 
-/// Which representable number takes a result's place.
+/// Rounding of a result to a representable number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
     Nearest,
     Zero,
     Down,
     Up,
-    /// Between 0 and 1. NaN becomes 0.
+    /// Clamped to `[0, 1]`. NaN becomes 0.
     Saturated,
 }
 
@@ -34,7 +34,7 @@ impl Rounding {
     }
 }
 
-/// A type whose numbers are computed with in f64: sums, products and quotients of narrower ones come out as if they were rounded once.
+/// A type that is computed in f64: sums, products and quotients of narrower numbers are then rounded once.
 pub trait Float {
     fn of(bits: u64) -> f64;
     fn bits(value: f64) -> u64;
@@ -58,7 +58,7 @@ macro_rules! floats {
     };
 }
 
-// The last four are f32 that are rounded in other ways.
+// The last four are f32 with other rounding modes.
 floats! {
     F64: |bits| f64::from_bits(bits), |value| value.to_bits();
     F16: |bits| f16::from_bits(bits as u16), |value| f16::from_f32(value as f32).to_bits();
@@ -71,7 +71,7 @@ floats! {
     F32Saturated: |bits| f32::from_bits(bits as u32), |value| rounded(value, Rounding::Saturated).to_bits();
 }
 
-/// `exact` as an f32.
+/// Rounds to an f32.
 fn rounded(exact: f64, rounding: Rounding) -> f32 {
     let nearest = exact as f32;
     let off = f64::from(nearest) - exact;
@@ -86,7 +86,7 @@ fn rounded(exact: f64, rounding: Rounding) -> f32 {
     }
 }
 
-/// Of two numbers the lesser, or the one that is one.
+/// Returns the lesser of two numbers, or the one that is not NaN.
 pub fn lesser(a: f64, b: f64) -> f64 {
     match (a.is_nan(), b.is_nan()) {
         (true, _) => b,
@@ -96,7 +96,7 @@ pub fn lesser(a: f64, b: f64) -> f64 {
     }
 }
 
-/// Of two numbers the greater, or the one that is one.
+/// Returns the greater of two numbers, or the one that is not NaN.
 pub fn greater(a: f64, b: f64) -> f64 {
     -lesser(-a, -b)
 }

@@ -1,8 +1,8 @@
-//! An instruction as it is written.
+//! Reads the operands of an instruction.
 
 use super::instruction::{Address, Slot, Space};
 
-/// An operand as it is written.
+/// An operand as written.
 #[derive(Clone, Debug)]
 pub enum Argument {
     Slot(Slot),
@@ -12,10 +12,10 @@ pub enum Argument {
     Tensor(Slot, i64, Vec<Slot>),
 }
 
-/// What was read, or what is not known here, in words.
+/// The decoded value, or a message about what is unknown.
 pub type Decoded<T> = Result<T, String>;
 
-/// An opcode and the operands that are left to read.
+/// An opcode and its unread operands.
 pub struct Reader<'a> {
     pub opcode: &'a str,
     pub modifiers: Vec<&'a str>,
@@ -35,7 +35,7 @@ impl Reader<'_> {
         self.modifiers.contains(&modifier)
     }
 
-    /// What the modifier that the instruction has stands for.
+    /// Returns the meaning of the modifier that the instruction has.
     pub fn one_of<T: Copy>(&self, meanings: &[(&str, T)]) -> Decoded<T> {
         let found = meanings.iter().find(|(name, _)| self.has(name));
         found.map_or_else(|| self.unknown(), |&(_, meaning)| Ok(meaning))
@@ -60,7 +60,7 @@ impl Reader<'_> {
         }
     }
 
-    /// A result, and a second one behind `|`.
+    /// Reads a result, and a second one after `|`.
     pub fn pair(&mut self) -> Decoded<(Slot, Option<Slot>)> {
         match self.arguments.next() {
             Some(Argument::Slot(slot)) => Ok((slot, None)),
@@ -69,7 +69,7 @@ impl Reader<'_> {
         }
     }
 
-    /// One register or several.
+    /// Reads one register or several.
     pub fn slots(&mut self) -> Decoded<Vec<Slot>> {
         match self.arguments.next() {
             Some(Argument::Slot(slot)) => Ok(vec![slot]),

@@ -1,6 +1,6 @@
 //! Fundamental types of PTX (PTX ISA, section 5.2).
 
-/// What an instruction takes its operands for.
+/// Type of an instruction's operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Type {
     Bits(u32),
@@ -16,7 +16,7 @@ pub enum Type {
 }
 
 impl Type {
-    /// The type that a modifier names, if it names one.
+    /// Returns the type that a modifier names, if any.
     pub fn named(text: &str) -> Option<Self> {
         Some(match text {
             "b8" => Self::Bits(8),
@@ -60,7 +60,7 @@ impl Type {
         matches!(self, Self::Bits(_) | Self::Unsigned(_) | Self::Signed(_))
     }
 
-    /// The lowest of `value`'s bits that the type has.
+    /// Returns the low bits of `value` that belong to the type.
     pub fn truncate(self, value: u64) -> u64 {
         match self.bytes() {
             8 => value,
@@ -68,7 +68,7 @@ impl Type {
         }
     }
 
-    /// An integer's value, its sign carried to 64 bits where it has one.
+    /// Returns an integer's value, sign-extended to 64 bits if it is signed.
     pub fn widen(self, value: u64) -> i128 {
         let value = self.truncate(value);
         let unused = 64 - 8 * self.bytes() as u32;

@@ -9,7 +9,7 @@ use crate::base::prelude::*;
 use crate::base::values::{AccumulatedInputs, AccumulatedOutput, AttentionInputs, LayoutTensors};
 use crate::options::AttentionOptions;
 
-/// Chunk by chunk: `p = exp(s − lse)`, summed over the rows of each block for the columns, and skewed and summed for the diagonals
+/// Computes `p = exp(s − lse)` chunk by chunk, sums it over the rows of each block for the columns, and skews and sums it for the diagonals
 /// ([`diagonals_of`]).
 pub(crate) fn attention_sums<B: Backend>(
     inputs: AccumulatedInputs<B>,
@@ -18,7 +18,7 @@ pub(crate) fn attention_sums<B: Backend>(
     queries: Range<usize>,
 ) -> AccumulatedOutput<B> {
     let lse = inputs.lse;
-    // The values do not matter.
+    // The values are not used.
     let inputs = AttentionInputs {
         v: inputs.k.clone(),
         q: inputs.q,
@@ -27,7 +27,7 @@ pub(crate) fn attention_sums<B: Backend>(
     };
     let problem = Problem::<B>::new(&inputs, layout, options);
     let tiles = problem.tile_inputs(inputs);
-    // Rows without keys have no weights; whatever their lse is, ∞ must not enter.
+    // Rows without keys have no weights. Their lse may be infinite and must not enter.
     let empty = B::float_is_inf(lse.clone(), layout.blocked.dtype().into());
     let lse = Array::<B>(lse).fill(empty, 0.0);
     let lse = problem.tile(lse.reshape([problem.batch, problem.heads, problem.seq_q, 1]));
@@ -61,12 +61,12 @@ pub(crate) fn attention_sums<B: Backend>(
 }
 
 impl<B: Backend> Problem<'_, B> {
-    /// Columns of blocks over all heads.
+    /// Returns the number of block columns over all heads.
     fn num_columns(&self) -> usize {
         self.batch * self.heads * self.kv_blocks
     }
 
-    /// 1 for queries that count, 0 for others, if there are any in the chunk: `[T, b, 1]`.
+    /// Returns `[T, b, 1]` with 1 for included queries and 0 for others, or `None` if the chunk has no excluded queries.
     fn counted_rows(&self, chunk: &Chunk, queries: &Range<usize>) -> Option<Array<B>> {
         let rows = chunk.rows(self.b);
         let counts = rows.map(|row| queries.contains(&row) || row >= self.seq_q);

@@ -1,12 +1,12 @@
-//! Sums over diagonals: of blocks, of positions, and the gradient of the biases of distances.
+//! Sums over diagonals of blocks and of positions, and the gradient of the relative bias.
 
 use super::gather::Problem;
 use crate::base::prelude::*;
 
-/// Sums over the diagonals of blocks `[blocks, b · b]`: element `b − 1 + r − c` of `[blocks, 2 · b − 1]`.
+/// Sums the diagonals of blocks `[blocks, b · b]`: diagonal `r − c` goes to element `b − 1 + r − c` of `[blocks, 2 · b − 1]`.
 ///
-/// With its columns turned round and padded to `2 · b`, a block read in rows of `2 · b − 1` has each of its rows one place further to the right than the
-/// one above: diagonals are columns.
+/// The columns of a block are reversed and padded to `2 · b`. Read in rows of `2 · b − 1`, each row of the block is then shifted right by one relative to the
+/// row above, so diagonals become columns.
 pub(super) fn diagonals_of<B: Backend>(blocks: Array<B>, b: usize) -> Array<B> {
     let count = blocks.shape()[0];
     let turned = blocks.reshape([count, b, b]).flip(2);
@@ -18,12 +18,13 @@ pub(super) fn diagonals_of<B: Backend>(blocks: Array<B>, b: usize) -> Array<B> {
 }
 
 impl<B: Backend> Problem<'_, B> {
-    /// Diagonals of blocks over all heads.
+    /// Returns the number of diagonals of blocks over all heads.
     pub fn num_diagonals(&self) -> usize {
         self.batch * self.heads * (self.q_blocks + self.kv_blocks - 1)
     }
 
-    /// Diagonals of blocks `[batch · heads · lines, 2 · b − 1]` to `[batch, heads, seq_q + seq_kv − 1]`: a diagonal of positions crosses two of them.
+    /// Converts sums per diagonal of blocks, `[batch · heads · lines, 2 · b − 1]`, to `[batch, heads, seq_q + seq_kv − 1]`. A diagonal of positions crosses two
+    /// diagonals of blocks.
     pub fn untile_diagonals(&self, diagonals: Array<B>) -> Array<B> {
         let (rows, b) = (self.batch * self.heads, self.b);
         let lines = self.num_diagonals() / rows;
@@ -37,7 +38,7 @@ impl<B: Backend> Problem<'_, B> {
         sums.narrow(2, first..first + self.seq_q + self.seq_kv - 1)
     }
 
-    /// Diagonals of blocks as the gradient of the biases of distances.
+    /// Converts sums per diagonal of blocks to the gradient of the relative bias.
     pub fn distances_of(&self, diagonals: Array<B>) -> Array<B> {
         let [heads, width] = self.relative;
         let reach = width / 2;
@@ -46,9 +47,9 @@ impl<B: Backend> Problem<'_, B> {
             sums = sums.sum_dim(1);
         }
         let length = self.seq_q + self.seq_kv - 1;
-        // Element x is of `key − query = seq_q − 1 − x`: turned round, of `x + 1 − seq_kv`.
+        // Element x belongs to `key − query = seq_q − 1 − x`; reversed, to `x + 1 − seq_kv`.
         let sums = sums.reshape([heads, length]).flip(1);
-        // As many distances as the table has, or more, on each side.
+        // Pads each side to at least the distances of the table.
         let zeros = |missing: usize| (missing > 0).then(|| self.zeros([heads, missing]));
         let [before, behind] = [self.seq_kv, self.seq_q].map(|side| reach.saturating_sub(side - 1));
         let parts = [zeros(before), Some(sums), zeros(behind)];
@@ -57,7 +58,7 @@ impl<B: Backend> Problem<'_, B> {
             return sums.sum_dim(1);
         }
         let length = length + before + behind;
-        // Distances beyond the reach belong to the outermost.
+        // Distances beyond the reach are added to the outermost entries.
         let first = self.seq_kv - 1 + before - reach;
         let last = first + width - 1;
         let part = |columns| sums.clone().narrow(1, columns);

@@ -1,4 +1,4 @@
-//! Between `[batch, heads, seq, dim]` tensors and the tiles of a chunk.
+//! Conversions between `[batch, heads, seq, dim]` tensors and the tiles of a chunk.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use crate::options::AttentionOptions;
 use crate::upload;
 use crate::weights;
 
-/// Scores in memory at a time, at most (one tile may have more).
+/// Maximum number of scores in memory at a time (one tile may have more).
 const CHUNK_SCORES: usize = 1 << 20;
 
-/// One call: its sizes, options and plan.
+/// Sizes, options and plan of a call.
 pub(super) struct Problem<'a, B: Backend> {
     pub batch: usize,
     pub heads: usize,
@@ -37,29 +37,29 @@ pub(super) struct Problem<'a, B: Backend> {
     pub softcap: Option<f64>,
     pub alibi: Option<Arc<[f64]>>,
     dropout: Option<Dropout>,
-    /// Shape of the bias, if there is one.
+    /// Shape of the bias, or zeros.
     bias: [usize; 4],
-    /// Shape of the biases of distances, if there are any.
+    /// Shape of the relative bias, or zeros.
     pub relative: [usize; 2],
     pub device: Device<B>,
-    /// The dtype everything is computed in.
+    /// Dtype of all computations.
     pub dtype: FloatDType,
     layout: &'a LayoutTensors<B>,
     plan: Arc<Plan>,
-    /// For each distinct pattern, the (batch entry, head) pairs that use it.
+    /// The (batch entry, head) pairs that use each distinct pattern.
     users: Vec<Vec<(usize, usize)>>,
-    /// `[batch entry][head]`: first stored block.
+    /// `[batch entry][head]`: index of the first stored block.
     weight_offsets: Vec<Vec<usize>>,
 }
 
-/// The inputs as rows of tiles: `[tiles, b · dim]`. `q` carries the scale.
+/// The inputs as tiles, one per row: `[tiles, b · dim]`. `q` is already scaled.
 pub(super) struct TiledInputs<B: Backend> {
     pub q: Array<B>,
     pub k: Array<B>,
     pub v: Array<B>,
     /// One row per block: `[blocks, rows · b]`.
     pub bias: Option<Array<B>>,
-    /// The biases of distances, all heads in a row.
+    /// The relative bias of all heads, flattened.
     pub relative: Option<Array<B>>,
 }
 
@@ -130,7 +130,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         self.batch * self.kv_heads * self.kv_blocks
     }
 
-    /// The plan's groups, cut so that a chunk's scores stay small.
+    /// Splits the plan's groups into chunks with a bounded number of scores.
     pub fn chunks(&self) -> impl Iterator<Item = Chunk<'_>> {
         self.plan.groups.iter().flat_map(|group| {
             let Group { shape, tiles } = group;
@@ -166,7 +166,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         upload::indices::<B>(&self.device, indices)
     }
 
-    /// In the dtype everything is computed in.
+    /// Casts to the dtype of all computations.
     pub fn accumulate(&self, x: FloatTensor<B>) -> Array<B> {
         Array::<B>(x).cast(self.dtype)
     }
@@ -183,43 +183,43 @@ impl<'a, B: Backend> Problem<'a, B> {
         }
     }
 
-    /// `[batch, heads, seq, dim]` to `[tiles, b · dim]`.
+    /// Converts `[batch, heads, seq, dim]` to `[tiles, b · dim]`.
     pub fn tile(&self, x: Array<B>) -> Array<B> {
         tile(x, self.b)
     }
 
-    /// Tiles of queries to `[batch, heads, seq_q, dim]`.
+    /// Converts tiles of queries to `[batch, heads, seq_q, dim]`.
     pub fn untile_queries(&self, x: Array<B>) -> Array<B> {
         untile(x, [self.batch, self.heads, self.seq_q], self.b)
     }
 
-    /// Tiles of keys to `[batch, kv_heads, seq_kv, dim]`.
+    /// Converts tiles of keys to `[batch, kv_heads, seq_kv, dim]`.
     pub fn untile_keys(&self, x: Array<B>) -> Array<B> {
         untile(x, [self.batch, self.kv_heads, self.seq_kv], self.b)
     }
 
-    /// `[T, b, dim]`
+    /// Gathers the chunk's queries: `[T, b, dim]`.
     pub fn gather_queries(&self, tiles: &Array<B>, chunk: &Chunk) -> Array<B> {
         let dim = tiles.shape()[1] / self.b;
         let rows = (tiles.clone()).select(0, self.indices(chunk.query_tiles(self)));
         rows.reshape([chunk.tiles.len(), self.b, dim])
     }
 
-    /// `[T, L·b, dim]`
+    /// Gathers the chunk's keys or values: `[T, L·b, dim]`.
     pub fn gather_keys(&self, tiles: &Array<B>, chunk: &Chunk) -> Array<B> {
         let dim = tiles.shape()[1] / self.b;
         let rows = (tiles.clone()).select(0, self.indices(chunk.key_tiles(self)));
         rows.reshape([chunk.tiles.len(), chunk.shape.entries * self.b, dim])
     }
 
-    /// Adds `rows` (reshaped to the target's width) to the target's rows `places`, in order.
+    /// Adds `rows`, reshaped to the target's width, to the rows `places` of the target, in order.
     pub fn add_rows(&self, target: Array<B>, places: Vec<i32>, rows: Array<B>) -> Array<B> {
         let rows = rows.reshape([places.len(), target.shape()[1]]).0;
         let (places, add) = (self.indices(places), IndexingUpdateOp::Add);
         Array::<B>(B::float_select_assign(target.0, 0, places, rows, add))
     }
 
-    /// The pairs of the chunk's partial blocks that are not computed: `[T, b, P·b]`.
+    /// Returns the masked pairs of the chunk's partial blocks: `[T, b, P·b]`.
     pub fn blocked(&self, chunk: &Chunk) -> BoolTensor<B> {
         let (tiles, partial, b) = (chunk.tiles.len(), chunk.shape.partial, self.b);
         let masks = self.indices(chunk.entries(|_, entry| entry.mask as i32, partial));
@@ -229,7 +229,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         B::bool_reshape(blocked, Shape::new([tiles, b, partial * b]))
     }
 
-    /// `key − query` of each pair, as positions: `[T, b, L·b]`.
+    /// Returns `key − query` of each pair in positions: `[T, b, L·b]`.
     fn distances(&self, chunk: &Chunk) -> IntTensor<B> {
         let (tiles, b) = (chunk.tiles.len(), self.b as i32);
         let offset = self.seq_kv as i32 - self.seq_q as i32;
@@ -243,7 +243,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         B::int_sub(keys, queries)
     }
 
-    /// `slope · |distance|` of each pair: `[T, b, L·b]`.
+    /// Returns `slope · |distance|` of each pair: `[T, b, L·b]`.
     pub fn alibi_penalty(&self, slopes: &[f64], chunk: &Chunk) -> Array<B> {
         let distances = B::int_abs(self.distances(chunk));
         let slopes: Vec<f64> = (chunk.tiles.iter())
@@ -253,7 +253,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         Array::<B>(B::int_into_float(distances, self.dtype)) * slopes
     }
 
-    /// The bias of each pair's distance: `[T, b, L·b]`.
+    /// Returns the relative bias of each pair: `[T, b, L·b]`.
     pub fn gather_relative(&self, table: &Array<B>, chunk: &Chunk) -> Array<B> {
         let [heads, width] = self.relative;
         let reach = (width / 2) as i32;
@@ -267,7 +267,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         table.clone().select(0, places).reshape(shape)
     }
 
-    /// Returns dropout's factors of the probabilities, if there is any: `[T, b, L·b]`.
+    /// Returns the dropout factors of the probabilities, `[T, b, L·b]`, or `None` without dropout.
     pub fn dropout_factors(&self, chunk: &Chunk) -> Option<Array<B>> {
         let dropout = self.dropout?;
         let dropout = Dropout::new(dropout.probability, dropout.seed.value());
@@ -288,7 +288,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         Some(self.numbers(factors, shape))
     }
 
-    /// Blocks of queries that the bias tells apart, and rows of each.
+    /// Returns the number of query blocks with separate biases, and the rows of each.
     fn bias_blocks(&self) -> [usize; 2] {
         match self.bias[2] {
             1 => [1, 1],
@@ -296,7 +296,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         }
     }
 
-    /// `[batch or 1, heads or 1, seq_q or 1, seq_kv]` to one row per block, ragged ends padded with zeros.
+    /// Converts `[batch or 1, heads or 1, seq_q or 1, seq_kv]` to one row per block, with ragged ends padded with zeros.
     fn tile_bias(&self, bias: Array<B>) -> Array<B> {
         let ([batch, heads, ..], b) = (self.bias, self.b);
         let [blocks, rows] = self.bias_blocks();
@@ -306,7 +306,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         bias.swap(2, 3).reshape([blocks, rows * b])
     }
 
-    /// The inverse of [`Self::tile_bias`].
+    /// Inverts [`Self::tile_bias`].
     pub fn untile_bias(&self, rows_of_blocks: Array<B>) -> Array<B> {
         let ([batch, heads, seq_q, seq_kv], b) = (self.bias, self.b);
         let [blocks, rows] = self.bias_blocks();
@@ -316,13 +316,13 @@ impl<'a, B: Backend> Problem<'a, B> {
         bias.narrow(2, 0..seq_q).narrow(3, 0..seq_kv)
     }
 
-    /// The bias of each pair: `[T, b, L·b]`, or `[T, 1, L·b]` if all queries share it.
+    /// Returns the bias of each pair: `[T, b, L·b]`, or `[T, 1, L·b]` if all queries share it.
     pub fn gather_bias(&self, bias: &Array<B>, chunk: &Chunk) -> Array<B> {
         let [_, rows] = self.bias_blocks();
         self.gather_blocks(bias, chunk.bias_places(self), rows, chunk)
     }
 
-    /// Blocks of as many `rows`, those of a tile beside each other: `[T, rows, L·b]`.
+    /// Gathers blocks of `rows` rows, with the blocks of a tile side by side: `[T, rows, L·b]`.
     fn gather_blocks(
         &self,
         blocks: &Array<B>,
@@ -336,7 +336,7 @@ impl<'a, B: Backend> Problem<'a, B> {
         blocks.reshape([tiles, rows, entries * b])
     }
 
-    /// Gradients of the scores `[T, b, L·b]` as those of the bias: one row per block, summed over queries if all share it.
+    /// Converts gradients of the scores, `[T, b, L·b]`, to gradients of the bias: one row per block, summed over queries if they share the bias.
     pub fn bias_rows(&self, ds: Array<B>, chunk: &Chunk) -> Array<B> {
         let (tiles, entries) = (chunk.tiles.len(), chunk.shape.entries);
         match self.bias[2] {
@@ -345,46 +345,46 @@ impl<'a, B: Backend> Problem<'a, B> {
         }
     }
 
-    /// Queries of the chunk with nothing to attend to: `[T, b, 1]`.
+    /// Returns which queries of the chunk have no allowed key: `[T, b, 1]`.
     pub fn empty_rows(&self, chunk: &Chunk) -> BoolTensor<B> {
         recording::doom_by_upload(&self.device, "indices of the reference");
         let rows: Vec<bool> = (chunk.tiles.iter())
             .flat_map(|placed| placed.tile.empty_rows.iter().copied())
             .collect();
         let shape = [chunk.tiles.len(), self.b, 1];
-        // As the backend stores bools, which is how it stores the layout's.
+        // In the backend's storage type for bools, which is that of the layout's tensor.
         let rows = TensorData::new(rows, shape).convert_dtype(self.layout.blocked.dtype());
         B::bool_from_data(rows, &self.device)
     }
 
-    /// Rows and width of the stored weights: `[batch · blocks, b²]`.
+    /// Returns the number of rows and the width of the stored weights as a matrix: `[batch · blocks, b²]`.
     pub fn weight_rows(&self) -> [usize; 2] {
         let [batch, blocks, b, _] = weights::shape(&self.layout.host, self.batch);
         [batch * blocks, b * b]
     }
 
-    /// `[T, b, L·b]` to one row per block, `[T·L, b²]`.
+    /// Converts `[T, b, L·b]` to one row per block, `[T·L, b²]`.
     pub fn split_blocks(&self, p: Array<B>, chunk: &Chunk) -> Array<B> {
         let (tiles, entries, b) = (chunk.tiles.len(), chunk.shape.entries, self.b);
         let p = p.reshape([tiles, b, entries, b]).swap(1, 2);
         p.reshape([tiles * entries, b * b])
     }
 
-    /// The inverse of [`Self::split_blocks`] on the stored weights.
+    /// Gathers stored weights to `[T, b, L·b]`, the inverse of [`Self::split_blocks`].
     pub fn gather_weights(&self, weights: &Array<B>, chunk: &Chunk) -> Array<B> {
         self.gather_blocks(weights, chunk.weight_places(self), self.b, chunk)
     }
 }
 
 impl Chunk<'_> {
-    /// Row of each tile in the tiled queries.
+    /// Returns the row of each tile in the tiled queries.
     pub fn query_tiles<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
         let place =
             |p: &Placed| (p.batch * problem.heads + p.head) * problem.q_blocks + p.tile.q_block;
         self.tiles.iter().map(|p| place(p) as i32).collect()
     }
 
-    /// Row of each key block of each tile in the tiled keys.
+    /// Returns the row of each key block of each tile in the tiled keys.
     pub fn key_tiles<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
         let group = problem.heads / problem.kv_heads;
         let place = |p: &Placed, entry: &TileEntry| {
@@ -394,7 +394,7 @@ impl Chunk<'_> {
         self.entries(place, self.shape.entries)
     }
 
-    /// The tiles that have one of `queries`, if there are any.
+    /// Returns the tiles that contain one of `queries`, if there are any.
     pub fn with_queries(self, queries: &Range<usize>, b: usize) -> Option<Self> {
         let has = |placed: &Placed| {
             let first = placed.tile.q_block * b;
@@ -407,7 +407,7 @@ impl Chunk<'_> {
         })
     }
 
-    /// The query of each row of each tile.
+    /// Returns the query of each row of each tile.
     pub fn rows(&self, b: usize) -> impl Iterator<Item = usize> {
         self.tiles.iter().flat_map(move |placed| {
             let first = placed.tile.q_block * b;
@@ -415,7 +415,7 @@ impl Chunk<'_> {
         })
     }
 
-    /// Row of each key block of each tile among the columns of blocks of all heads.
+    /// Returns the row of each key block of each tile among the block columns of all heads.
     pub fn column_places<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
         let place = |p: &Placed, entry: &TileEntry| {
             let head = p.batch * problem.heads + p.head;
@@ -424,7 +424,7 @@ impl Chunk<'_> {
         self.entries(place, self.shape.entries)
     }
 
-    /// Row of each block of each tile among the diagonals of blocks of all heads.
+    /// Returns the row of each block of each tile among the block diagonals of all heads.
     pub fn diagonal_places<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
         let lines = problem.q_blocks + problem.kv_blocks - 1;
         let place = |p: &Placed, entry: &TileEntry| {
@@ -435,7 +435,7 @@ impl Chunk<'_> {
         self.entries(place, self.shape.entries)
     }
 
-    /// Row of each block of each tile in the tiled bias.
+    /// Returns the row of each block of each tile in the tiled bias.
     pub fn bias_places<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
         let [batch, heads, ..] = problem.bias;
         let [blocks, _] = problem.bias_blocks();
@@ -447,7 +447,7 @@ impl Chunk<'_> {
         self.entries(place, self.shape.entries)
     }
 
-    /// Row of each block of each tile in the stored weights.
+    /// Returns the row of each block of each tile in the stored weights.
     pub fn weight_places<B: Backend>(&self, problem: &Problem<B>) -> Vec<i32> {
         let host = &problem.layout.host;
         let [_, blocks, ..] = weights::shape(host, problem.batch);
@@ -459,7 +459,7 @@ impl Chunk<'_> {
         self.entries(place, self.shape.entries)
     }
 
-    /// `place` of the first `count` entries of each tile.
+    /// Returns `place` of the first `count` entries of each tile.
     fn entries(&self, place: impl Fn(&Placed, &TileEntry) -> i32, count: usize) -> Vec<i32> {
         (self.tiles.iter())
             .flat_map(|p| p.tile.entries[..count].iter().map(|entry| place(p, entry)))

@@ -1,8 +1,7 @@
-//! Block-sparse attention in Burn primitives: what every backend without kernels of its own runs, and
-//! what kernels are checked against.
+//! Block-sparse attention in Burn primitives. It runs on every backend without kernels, and kernels are checked against it.
 //!
-//! Query tiles of `b` rows that see equally many key blocks, `L`, form a batch; the key blocks of each
-//! are gathered side by side, and everything is a batched dense product:
+//! Query tiles of `b` rows that see the same number `L` of key blocks form a batch. The key blocks of each tile are gathered side by side, so everything is a
+//! batched dense product:
 //!
 //! ```text
 //! q  [T, b, d]   k, v  [T, L·b, d]
@@ -16,8 +15,8 @@
 //! dQ = dS · k                     dK += dSᵀ · q     dV += pᵀ · dO
 //! ```
 //!
-//! A chunk of tiles is in memory at a time, so memory is O(n · d) plus a constant (plus the weights, if
-//! they are stored). Sums run in a fixed order: the same input gives the same bits.
+//! One chunk of tiles is in memory at a time, so memory is O(n · d) plus a constant (plus the weights, if they are stored). Sums have a fixed order: the same
+//! input gives the same bits.
 
 mod attention_sums;
 mod diagonals;
@@ -112,7 +111,7 @@ pub(crate) fn backward<B: Backend>(
     let grad_out = problem.accumulate(grads.out);
     let mut delta = (grad_out.clone() * problem.accumulate(output.out)).sum_dim(3);
     if let OptFloat::Some(grad_lse) = grads.lse {
-        // A row without keys has p = 0; whatever the gradient is there, 0 · ∞ must not enter.
+        // A row without keys has p = 0. Whatever its gradient is, 0 · ∞ must not enter.
         let empty = B::float_is_inf(output.lse, layout.blocked.dtype().into());
         let grad_lse = Array::<B>(grad_lse).fill(empty, 0.0);
         let shape = delta.shape();
@@ -138,7 +137,7 @@ pub(crate) fn backward<B: Backend>(
         let delta = problem.gather_queries(&delta, &chunk);
         let (p, tanh) = match &weights {
             Some(weights) => {
-                // The softcap's derivative needs the scores; the weights alone are not enough.
+                // The derivative of the softcap needs the scores; weights alone are not enough.
                 let tanh = options
                     .softcap
                     .and_then(|_| scores(&problem, q.clone(), k.clone(), None, &chunk).tanh);
@@ -169,7 +168,7 @@ pub(crate) fn backward<B: Backend>(
         if let Some(tanh) = tanh {
             ds = ds * (-(tanh.clone() * tanh) + 1.0);
         }
-        // q carries the scale already; dq needs it once more, k does not carry it.
+        // `q` already includes the scale, `k` does not, so dQ needs it once more.
         let dq_rows = ds.clone().matmul(k) * problem.scale;
         let dk_rows = ds.transpose().matmul(q);
         dq = problem.add_rows(dq, chunk.query_tiles(&problem), dq_rows);

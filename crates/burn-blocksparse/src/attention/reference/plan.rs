@@ -1,10 +1,10 @@
-//! What the reference computes: query tiles grouped so that every group is one batch of equal matrices.
+//! Groups query tiles so that each group is one batch of equally shaped matrices.
 
 use std::collections::BTreeMap;
 
 use blocksparse::{BlockLayout, BlockMask, FULL};
 
-/// Query tiles (one per distinct pattern and block row) with equally many key blocks.
+/// Query tiles (one per distinct pattern and block row) with the same number of key blocks.
 #[derive(Debug)]
 pub(crate) struct Group {
     pub shape: GroupShape,
@@ -13,11 +13,11 @@ pub(crate) struct Group {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct GroupShape {
-    /// Key blocks of each tile.
+    /// Number of key blocks of each tile.
     pub entries: usize,
-    /// Number of them, the first ones, that need their element mask.
+    /// Number of leading key blocks that need their element mask.
     pub partial: usize,
-    /// True if some query of a tile has no key at all.
+    /// True if some query of a tile has no key.
     pub empty_rows: bool,
 }
 
@@ -25,9 +25,9 @@ pub(crate) struct GroupShape {
 pub(crate) struct Tile {
     pub pattern: usize,
     pub q_block: usize,
-    /// Partial blocks first, each part ascending.
+    /// Partial blocks, then full ones, each ascending.
     pub entries: Vec<TileEntry>,
-    /// Per query of the tile: nothing to attend to. Empty unless the group has such rows.
+    /// Whether each query of the tile has no key. Empty unless the group has such rows.
     pub empty_rows: Vec<bool>,
 }
 
@@ -35,11 +35,11 @@ pub(crate) struct Tile {
 pub(crate) struct TileEntry {
     pub kv_block: u32,
     pub mask: u32,
-    /// Place in the row, key blocks ascending: where stored weights keep this block.
+    /// Index within the row, with key blocks ascending. Stored weights use it.
     pub rank: u32,
 }
 
-/// The groups of a layout, in a fixed order. Block rows without any key block are in none.
+/// The groups of a layout in a fixed order. Block rows without key blocks are in no group.
 #[derive(Debug)]
 pub(crate) struct Plan {
     pub groups: Vec<Group>,

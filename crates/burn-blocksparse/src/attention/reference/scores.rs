@@ -1,4 +1,4 @@
-//! The scores of a chunk, and what is made of a row of them.
+//! The scores of a chunk, and reductions of their rows.
 
 use super::gather::{Chunk, Problem, TiledInputs};
 use crate::base::prelude::*;
@@ -6,11 +6,11 @@ use crate::base::prelude::*;
 pub(super) struct Scores<B: Backend> {
     /// Scaled, softcapped, biased and masked scores `[T, b, L·b]`.
     pub s: Array<B>,
-    /// tanh(score / softcap), not masked.
+    /// tanh(score / softcap), unmasked.
     pub tanh: Option<Array<B>>,
 }
 
-/// `q` `[T, b, d]` (scaled), `k` `[T, L·b, d]`.
+/// Computes the scores of `q` `[T, b, d]` (scaled) and `k` `[T, L·b, d]`.
 pub(super) fn scores<B: Backend>(
     problem: &Problem<B>,
     q: Array<B>,
@@ -50,18 +50,18 @@ pub(super) fn scores<B: Backend>(
     Scores { s, tanh }
 }
 
-/// Row-wise softmax; rows without keys are zero.
+/// Computes the row-wise softmax. Rows without keys are zero.
 pub(super) fn softmax<B: Backend>(problem: &Problem<B>, s: Array<B>, chunk: &Chunk) -> Array<B> {
     let of = |s: Array<B>| Array::<B>(B::softmax(s.0, 2));
     if !chunk.shape.empty_rows {
         return of(s);
     }
-    // A softmax over −∞ alone would be NaN: such rows take any finite score and are zeroed after.
+    // A softmax over −∞ alone would be NaN, so such rows get a finite score and are zeroed afterwards.
     let empty = B::bool_expand(problem.empty_rows(chunk), s.shape());
     of(s.fill(empty.clone(), 0.0)).fill(empty, 0.0)
 }
 
-/// `max(s)` of each row, `[T, b]`; −∞ in rows without keys.
+/// Returns `max(s)` of each row, `[T, b]`; −∞ in rows without keys.
 pub(super) fn largest_scores<B: Backend>(
     problem: &Problem<B>,
     s: Array<B>,
@@ -70,7 +70,7 @@ pub(super) fn largest_scores<B: Backend>(
     rows_of(problem, s.max_dim(2), chunk)
 }
 
-/// `ln Σ exp(s)` of each row, `[T, b]`, of its largest score and its weights: the largest weight is `exp(max(s) − lse)`.
+/// Computes `ln Σ exp(s)` of each row, `[T, b]`, from its largest score and its weights: the largest weight is `exp(max(s) − lse)`.
 pub(super) fn log_sum_exp<B: Backend>(
     problem: &Problem<B>,
     largest: Array<B>,
@@ -82,7 +82,7 @@ pub(super) fn log_sum_exp<B: Backend>(
     rows_of(problem, largest - weight, chunk)
 }
 
-/// A number of each row, `[T, b, 1]`, as `[T, b]`; −∞ in rows without keys, where a maximum may be anything.
+/// Reshapes one number per row, `[T, b, 1]`, to `[T, b]`, and sets rows without keys, whose maximum is arbitrary, to −∞.
 fn rows_of<B: Backend>(problem: &Problem<B>, mut rows: Array<B>, chunk: &Chunk) -> Array<B> {
     if chunk.shape.empty_rows {
         rows = rows.fill(problem.empty_rows(chunk), f64::NEG_INFINITY);

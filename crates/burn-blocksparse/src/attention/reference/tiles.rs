@@ -1,9 +1,9 @@
-//! Positions in blocks.
+//! Conversions between positions and blocks.
 
 use crate::base::prelude::*;
 use crate::upload::indices;
 
-/// `[batch, heads, seq, dim]` to `[tiles, b · dim]` for blocks of `b`, the ragged end padded with zeros.
+/// Converts `[batch, heads, seq, dim]` to `[tiles, b · dim]` for blocks of `b`, with the ragged end padded with zeros.
 pub(crate) fn tile<B: Backend>(x: Array<B>, b: usize) -> Array<B> {
     let [batch, heads, seq, dim] = x.dims();
     let padded = seq.next_multiple_of(b);
@@ -11,7 +11,7 @@ pub(crate) fn tile<B: Backend>(x: Array<B>, b: usize) -> Array<B> {
     x.reshape([batch * heads * (padded / b), b * dim])
 }
 
-/// Zeros at the end of a dimension, so that it has `length`.
+/// Pads a dimension with zeros at the end, to `length`.
 pub(crate) fn pad<B: Backend>(x: Array<B>, dim: usize, length: usize) -> Array<B> {
     let mut shape = x.shape();
     if shape[dim] == length {
@@ -22,7 +22,7 @@ pub(crate) fn pad<B: Backend>(x: Array<B>, dim: usize, length: usize) -> Array<B
     Array::cat([x, padding], dim)
 }
 
-/// The inverse of [`tile`].
+/// Inverts [`tile`].
 pub(crate) fn untile<B: Backend>(
     x: Array<B>,
     [batch, heads, seq]: [usize; 3],
@@ -37,16 +37,16 @@ pub(crate) fn untile<B: Backend>(
     }
 }
 
-/// Rows that are made in another order than they lie in, and are put in place at the end.
+/// Rows that are computed in another order than they are stored in, and reordered at the end.
 pub(crate) struct Scattered<B: Backend> {
-    /// The first is a row for places that nothing is made for.
+    /// The first part is one row for places without a result.
     parts: Vec<Array<B>>,
     made: usize,
     row_of: Vec<i32>,
 }
 
 impl<B: Backend> Scattered<B> {
-    /// So many rows, which are as `none` where nothing is made.
+    /// Creates `rows` rows, which equal `none` where nothing is pushed.
     pub fn new(none: Array<B>, rows: usize) -> Self {
         Self {
             parts: vec![none],
@@ -55,7 +55,7 @@ impl<B: Backend> Scattered<B> {
         }
     }
 
-    /// Takes the rows of some places.
+    /// Adds the rows of some places.
     pub fn push(&mut self, places: &[i32], rows: Array<B>) {
         for (row, &place) in (self.made..).zip(places) {
             self.row_of[place as usize] = row as i32;
