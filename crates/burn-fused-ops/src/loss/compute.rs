@@ -79,8 +79,8 @@ pub(crate) fn forward<B: Backend, L: Losses<B>>(
     }
 }
 
-/// Computes the logits of all positions in chunks, and the gradients that `task` wants. `of_x` makes the stored part of the gradient with respect to x from
-/// each chunk; `of_rows` maps x's rows for the gradient with respect to the weight.
+/// Computes the logits of all positions in chunks, and the gradients that `task` wants. `of_x` maps each chunk's gradient with respect to x to what is
+/// returned; `of_rows` maps x's rows before the product for the gradient with respect to the weight.
 fn in_chunks<B: Backend, L: Losses<B>>(
     losses: &mut L,
     x: &FloatTensor<B>,
