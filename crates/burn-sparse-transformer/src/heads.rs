@@ -132,7 +132,7 @@ pub(crate) fn rotate_first(
     })
 }
 
-/// Rotates back: moves rows rotated at a position to one that is lower by `by`.
+/// Rotates backwards: heads rotated for position p become heads rotated for p − `by`.
 pub fn rotate_back(rope: &RotaryEncoding, x: Tensor<4>, by: &Positions) -> Result<Tensor<4>> {
     let dtype = x.dtype();
     turned(rope, x, by, dtype, true)

@@ -109,7 +109,7 @@ impl SparseMultiHeadAttention {
         Ok(seen.heads)
     }
 
-    /// Returns whether keys are chosen by content with parameters outside the heads.
+    /// Returns whether keys are chosen by content from projected heads alone.
     #[doc(hidden)]
     pub fn chooses(&self) -> bool {
         self.kind().chooses()

@@ -113,13 +113,13 @@ impl Precision {
         LinearOptions::default().dtype(self.dtype(x.dtype()))
     }
 
-    /// `x · W`, without the layer's bias, in the dtype of the products.
+    /// Returns `x · W`, without the layer's bias, in the dtype of the products.
     pub(crate) fn product(self, layer: &Linear, x: Tensor<3>) -> Result<Tensor<3>, OpError> {
         let options = self.options(&x);
         linear(x, layer.weight.val(), &options)
     }
 
-    /// `f(x · gate) ∘ (x · up)` in the dtype of the products.
+    /// Returns `f(x · gate) ∘ (x · up)` in the dtype of the products.
     pub(crate) fn gated(
         self,
         gate: &Linear,
@@ -131,7 +131,7 @@ impl Precision {
         gated_linear(x, gate.weight.val(), up.weight.val(), activation, &options)
     }
 
-    /// The products of several layers, and their bias, by heads.
+    /// Projects to heads with several layers and their concatenated bias.
     pub(crate) fn by_heads(
         self,
         layers: &[&Linear],
@@ -144,13 +144,13 @@ impl Precision {
         qkv_proj(x, weights, bias, parts, &options)
     }
 
-    /// `x · W` of what heads see, without the layer's bias, in the dtype of the products.
+    /// Returns `x · W` for heads' outputs, without the layer's bias, in the dtype of the products.
     pub(crate) fn merged(self, layer: &Linear, x: Tensor<4>) -> Result<Tensor<3>, OpError> {
         let options = LinearOptions::default().dtype(self.dtype(x.dtype()));
         out_proj(x, layer.weight.val(), &options)
     }
 
-    /// [`Self::merged`] with its bias.
+    /// [`Self::merged`] with the layer's bias.
     pub(crate) fn merged_linear(self, layer: &Linear, x: Tensor<4>) -> Result<Tensor<3>, OpError> {
         let bias = layer.bias.as_ref().map(Param::val);
         bias_activation(self.merged(layer, x)?, bias, Activation::None)
@@ -169,7 +169,7 @@ impl fmt::Display for Precision {
     }
 }
 
-/// The products of `layers` with their biases, each by so many heads: `[batch, heads, seq, width]`.
+/// Projects with `layers` and their biases to the given numbers of heads: `[batch, heads, seq, width]`.
 pub(crate) fn project_heads<const N: usize>(
     precision: Precision,
     layers: [&Linear; N],
