@@ -76,7 +76,7 @@ impl RoutingHeadsConfig {
             ensure_positive("heads", heads)?;
             ensure_positive("head_dim", head_dim)?;
             let clusters = self.clusters(context)?;
-            // Means have length 1 on average.
+            // Standard deviation that gives means a length of about 1.
             let std = 1.0 / (head_dim as f64).sqrt();
             let normal = Initializer::Normal { mean: 0.0, std };
             let means: Param<Tensor<3>> = normal.init([heads, clusters, head_dim], device);
