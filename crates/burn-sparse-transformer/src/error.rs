@@ -143,7 +143,7 @@ pub(crate) use or_panics;
 /// Upper bound of widths, lengths and counts, so that products of two do not overflow.
 const MAX_SIZE: usize = 1 << 30;
 
-/// Checks that a size is at least 1 and at most [`MAX_SIZE`].
+/// Checks that a size is at least 1 and at most 2³⁰.
 pub fn ensure_positive(argument: &'static str, value: usize) -> Result<()> {
     ensure! {
         value > 0 => argument, "at least 1", value;

@@ -250,7 +250,7 @@ fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
     trainer.sync()?;
     let stepped = Usage::of(&device);
     let start_up_s = began.elapsed().as_secs_f64();
-    // With recording, the fourth iteration after the first is captured.
+    // With --graph the fourth iteration is recorded; timing begins later.
     let untimed = args.untimed.unwrap_or(if args.graph { 5 } else { 2 });
     for _ in 1..untimed {
         trainer.iterate()?;

@@ -127,7 +127,7 @@ impl Strategy {
         Ok(strategy)
     }
 
-    /// Describes the strategy; `first` precedes it.
+    /// Describes the strategy; `first` is the name of the first device.
     pub fn describe(&self, first: &str) -> String {
         match self {
             Self::Nccl { .. } => "gradients added by NCCL".to_owned(),
