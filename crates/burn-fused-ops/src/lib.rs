@@ -6,7 +6,7 @@
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
-// Without kernels the arguments of plans are unused. Without backends the macro makes no match arm from the backend traits.
+// Without kernels the arguments of plans are unused. Without backends the macro generates no match arm from the backend traits.
 #![cfg_attr(not(feature = "cube"), allow(unused_variables))]
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 

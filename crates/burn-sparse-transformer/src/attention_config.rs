@@ -46,8 +46,8 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Number of key and value heads, a divisor of `n_heads`; fewer than `n_heads` is grouped-query
     /// attention, 1 is multi-query attention. Default: `n_heads`.
     pub n_kv_heads: Option<usize>,
-    /// Width of the query projection over all heads; a key head is as wide as a query head. Default: `d_model`. The paper's half-size models use `d_model /
-    /// 2`.
+    /// Width of the query projection over all heads; a key head is as wide as a query head. Default: `d_model`. The paper's half-size models use
+    /// `d_model / 2`.
     pub d_key: Option<usize>,
     /// Width of all heads' values. Default: `d_model`.
     pub d_value: Option<usize>,

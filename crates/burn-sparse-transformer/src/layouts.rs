@@ -7,8 +7,8 @@ use burn_blocksparse::{BlockLayout, LayoutError, LayoutShape, Pattern};
 use crate::TransformerError;
 use crate::error::Result;
 
-/// Most layouts that are cached by default, see [`Layouts::keep`]. Training, evaluation and decoding each need one at a time; decoding requests a new `(1,
-/// n)` at every step and would grow the list without bound.
+/// Most layouts that are cached by default, see [`Layouts::keep`]. Training, evaluation and decoding each need one at a time; decoding requests a new
+/// `(1, n)` at every step and would grow the list without bound.
 const KEPT: usize = 8;
 
 /// A pattern, and the layouts built from it so far, by sequence lengths.

@@ -18,8 +18,8 @@
 //! [`SparseAttention`], a module without parameters, is for models with their own projections and KV cache. Every `forward` and `init` panics with the text
 //! of the error that its `try_forward` or `try_init` returns.
 //!
-//! [`SparseMultiHeadAttention::from_dense`] and [`SparseTransformerEncoder::from_dense`] make trained modules of burn-nn sparse; see `cargo run -p
-//! burn-sparse-transformer --example convert`.
+//! [`SparseMultiHeadAttention::from_dense`] and [`SparseTransformerEncoder::from_dense`] make trained modules of burn-nn sparse; see
+//! `cargo run -p burn-sparse-transformer --example convert`.
 //!
 //! # From burn-nn
 #![doc = ""]

@@ -129,9 +129,9 @@ impl SparseTransformerConfig {
     or_panics! {
         /// Creates the model, with parameters that are initialised on first use.
         ///
-        /// The initialisation is the paper's (§6), with its scale of 0.125 by default (`init_scale`): tokens `N(0, 0.125 / √d)`, positions `N(0, 0.125 /
-        /// √(2d))` (`√(3d)` for images), other weights `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by `1 / √(2 ·
-        /// n_layers)`, biases 0, and the output matrix 0.
+        /// The initialisation is the paper's (§6), with its scale of 0.125 by default (`init_scale`): tokens `N(0, 0.125 / √d)`, positions
+        /// `N(0, 0.125 / √(2d))` (`√(3d)` for images), other weights `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by
+        /// `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
         pub fn init(&self, device: &Device) -> SparseTransformer;
 
         /// # Errors

@@ -40,7 +40,7 @@ impl Room {
         }
     }
 
-    /// Checks that `bytes` fit; `what` takes them, in the error.
+    /// Checks that `bytes` fit; the error says that `what` needs them.
     fn check(&self, bytes: f64, what: impl Display) -> Result<()> {
         let gibibytes = |bytes: f64| bytes / f64::from(1 << 30);
         ensure!(

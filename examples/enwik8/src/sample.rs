@@ -324,7 +324,7 @@ struct Sample<'a> {
     /// Bytes that were read or written.
     seen: [bool; 256],
     written: Vec<u8>,
-    /// Bytes already output: those that cannot be part of a stop text.
+    /// Number of bytes already output. Later ones may be part of a stop text.
     given: usize,
     has_stopped: bool,
     /// Index of the prompt and what was written, with drafts.

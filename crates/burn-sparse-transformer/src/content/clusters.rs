@@ -20,8 +20,8 @@ pub(super) struct Clusters {
 }
 
 impl Clusters {
-    /// Assigns to each mean the `width` most similar tokens, the earlier ones on ties; NaN is the lowest similarity. `similarities` is `[batch, heads,
-    /// clusters, length]`, without autodiff, and `width` at most the length.
+    /// Assigns to each mean the `width` most similar tokens, the earlier ones on ties; NaN is the lowest similarity. `similarities` is
+    /// `[batch, heads, clusters, length]`, without autodiff, and `width` at most the length.
     ///
     /// On devices with kernels nothing is sorted or read back.
     pub fn new(similarities: Tensor<4>, width: usize) -> Result<Self> {

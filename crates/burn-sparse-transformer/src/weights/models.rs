@@ -8,8 +8,8 @@ use crate::{Factorization, Pattern, SparseMultiHeadAttentionConfig, SparseTransf
 /// positions, for [`KeyMap::gpt2`](super::KeyMap::gpt2). The original attention is `Pattern::causal()`; any other causal pattern makes the trained model
 /// sparse.
 ///
-/// The arguments are called `n_embd`, `n_head`, `n_layer`, `n_positions` and `vocab_size` in the configuration of `transformers`. The inner width is `4 ·
-/// d_model` and the norms' epsilon 1e-5, as in all of OpenAI's models.
+/// The arguments are called `n_embd`, `n_head`, `n_layer`, `n_positions` and `vocab_size` in the configuration of `transformers`. The inner width is
+/// `4 · d_model` and the norms' epsilon 1e-5, as in all of OpenAI's models.
 ///
 /// ```
 /// use burn::module::Module;

@@ -61,16 +61,16 @@ pub struct EpilogueTensors<'a> {
     pub second: Option<&'a Handle>,
     /// Output, `[plan.total_rows(), columns]` in f32: sums of a gradient over 64 rows each. Required for gradients planned with sums, absent otherwise.
     pub totals: Option<&'a Handle>,
-    /// Rows of a batch entry, and the number of heads of each part. Required for heads, absent otherwise. The parts are contiguous in one buffer: `[batch,
-    /// heads, seq, dim]` each.
+    /// Rows of a batch entry, and the number of heads of each part. Required for heads, absent otherwise. The parts are contiguous in one buffer:
+    /// `[batch, heads, seq, dim]` each.
     pub heads: Option<(usize, [usize; 3])>,
     /// Columns that each row sees. Required for sums of exponentials, sums over columns and top-k choices, absent otherwise. Sums of exponentials are
     /// `[batch, rows, columns / run]` in f32; tiles without a visible column are not written. For choices the columns are scores, the first row is at
     /// position `first`, and the result is `[batch, rows, most]` in i32.
     pub seen: Option<SeenColumns>,
-    /// Base-2 logarithms of the rows' sums of exponentials, `[batch, rows]`, f32. Required for sums over columns, absent otherwise. The result is `[batch,
-    /// tiles of columns, 2, line_elements]` in f32, one for each 64 rows; a matrix whose first logarithm is [`UNWANTED`](crate::kernels::linear::UNWANTED) or
-    /// more is not written.
+    /// Base-2 logarithms of the rows' sums of exponentials, `[batch, rows]`, f32. Required for sums over columns, absent otherwise. The result is
+    /// `[batch, tiles of columns, 2, line_elements]` in f32, one for each 64 rows; a matrix whose first logarithm is
+    /// [`UNWANTED`](crate::kernels::linear::UNWANTED) or more is not written.
     pub logs: Option<&'a Handle>,
 }
 

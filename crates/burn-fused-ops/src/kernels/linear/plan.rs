@@ -82,8 +82,8 @@ impl ProductRequest {
         })
     }
 
-    /// Returns the request for one product in half precision, with contiguous rows in both the left factor, `[rows, depth]`, and the right one, `[depth,
-    /// cols]`.
+    /// Returns the request for one product in half precision, with contiguous rows in both the left factor, `[rows, depth]`, and the right one,
+    /// `[depth, cols]`.
     pub fn plain(bf16: bool, [rows, cols, depth]: [usize; 3]) -> Self {
         Self {
             bf16,

@@ -79,10 +79,10 @@ fn load_heads(
     }
 }
 
-/// Computes a product. `a` and `b` are maps `[1, batch, rows, columns]` with contiguous columns, transposed where an [`Order`] says so; `a` is a map `[batch,
-/// heads, seq, 64]` if the tile says so. `out` is `[batch, parts, rows, columns]` in words, or what the epilogue states. `second` is its second output and
-/// `before` its additional input, in the same layout; `totals` is `[tiles along the rows · 2, columns]`. `seen` is read only if the epilogue restricts
-/// columns. For line sums `bias` holds the rows' logarithms, `[batch, rows]`.
+/// Computes a product. `a` and `b` are maps `[1, batch, rows, columns]` with contiguous columns, transposed where an [`Order`] says so; `a` is a map
+/// `[batch, heads, seq, 64]` if the tile says so. `out` is `[batch, parts, rows, columns]` in words, or what the epilogue states. `second` is its second
+/// output and `before` its additional input, in the same layout; `totals` is `[tiles along the rows · 2, columns]`. `seen` is read only if the epilogue
+/// restricts columns. For line sums `bias` holds the rows' logarithms, `[batch, rows]`.
 #[cube(launch_unchecked)]
 pub fn product<S: Size, W: Size>(
     a: &TensorMap<u32, Tiled>,

@@ -46,7 +46,7 @@ pub struct MatrixView {
 /// Columns of a head of a factor laid out by heads: a slab holds one head.
 pub const HEAD: usize = SLAB;
 
-/// Least multiple of the sequence of such a factor if its columns are the depth: the rows of a tile.
+/// The sequence of such a factor must be a multiple of this if its columns are the depth: the rows of a tile.
 pub const HEAD_ROWS: usize = ROWS;
 
 impl MatrixView {

@@ -142,8 +142,9 @@ fn scale_parts<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Takes the step of all `tensors`: `g ← factor · g`, `m ← β₁ m + (1 − β₁) g`, `v ← β₂ v + (1 − β₂) g²`, `p ← p (1 − η λ) − η (m / (1 − β₁ᵗ)) / (√(v / (1 −
-/// β₂ᵗ)) + ε)`. `control` holds η, 1 − β₁ᵗ, 1 − β₂ᵗ and five more elements, `factor` one element, all of type `accumulator`, like the moments.
+/// Takes the step of all `tensors`: `g ← factor · g`, `m ← β₁ m + (1 − β₁) g`, `v ← β₂ v + (1 − β₂) g²`,
+/// `p ← p (1 − η λ) − η (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)`. `control` holds η, 1 − β₁ᵗ, 1 − β₂ᵗ and five more elements, `factor` one element, all of
+/// type `accumulator`, like the moments.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if a tensor has more elements than the device indexes, or the device binds too few buffers.

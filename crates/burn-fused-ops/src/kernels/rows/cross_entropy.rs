@@ -80,8 +80,8 @@ fn gradient_of<A: Float, N: Size>(
     result
 }
 
-/// Computes `stats[position] = (−log softmax(logits)[target], 1)`, `(0, 0)` if the target is ignored, and the gradient with respect to the logits, `softmax −
-/// onehot`.
+/// Computes `stats[position] = (−log softmax(logits)[target], 1)`, `(0, 0)` if the target is ignored, and the gradient with respect to the logits,
+/// `softmax − onehot`.
 ///
 /// `logits` are `[rows, vocab]` of the positions from `first` on; `targets` and `stats` cover all positions.
 #[cube(launch_unchecked, address_type = "dynamic")]

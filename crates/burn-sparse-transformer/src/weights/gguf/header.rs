@@ -114,7 +114,7 @@ struct Source<R> {
 }
 
 impl<R: Read> Source<R> {
-    /// Reads `count` names, each followed by a value. `what` names an entry without a name in errors, `before` precedes a name.
+    /// Reads `count` names, each followed by a value. Errors refer to an unreadable name by `what` and its index, and to others by `before` and the name.
     fn named<T>(
         &mut self,
         count: u64,

@@ -40,8 +40,8 @@ fn lengths(
     }
 }
 
-/// Computes `out = x · W` (or `x · Wᵀ`) as planned, with a weight packed by [`pack_blocks`](crate::kernels::linear::blocks::pack_blocks): `out` is `[rows,
-/// columns]`, contiguous, in the type of x.
+/// Computes `out = x · W` (or `x · Wᵀ`) as planned, with a weight packed by [`pack_blocks`](crate::kernels::linear::blocks::pack_blocks): `out` is
+/// `[rows, columns]`, contiguous, in the type of x.
 ///
 /// # Errors
 /// [`KernelError::Factor`] if x differs from the plan or its rows are not contiguous. Nothing is launched then.

@@ -163,8 +163,8 @@ fn load_rows(
 
 /// Computes a product. `a` and `b` are maps `[1, 1, rows, columns]`, and `entries` holds columns of `b`. For a gathered product, `a` is the packed weight,
 /// `[slabs · 64, 64]`, `b` the matrix it is multiplied with, `starts` the slab offset of each group, and `out` is `[rows, columns]` in words. For the
-/// gradient with respect to the weight, `a` is x, `b` the gradient with respect to the result, `starts` the first input of each tile, and `out` is `[parts,
-/// elements]`.
+/// gradient with respect to the weight, `a` is x, `b` the gradient with respect to the result, `starts` the first input of each tile, and `out` is
+/// `[parts, elements]`.
 #[cube(launch_unchecked)]
 pub fn product<S: Size, W: Size>(
     a: &TensorMap<u32, Tiled>,
