@@ -208,7 +208,7 @@ impl Targets {
         let (cell, side) = (cell_of(layout), SLAB / cell_of(layout));
         let unions = unions(layout, Direction::Backward);
         let halves = layout.block() / cell;
-        // Returns the columns of cells of a tile.
+        // Columns of cells of a tile.
         let wide = |cols: usize| {
             if halves == 2 {
                 cols / cell
