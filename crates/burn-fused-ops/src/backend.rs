@@ -1,4 +1,4 @@
-//! Backend traits, and the values that cross them: for crates that serve another backend, not for users of the ops.
+//! Backend traits and the values in their signatures: for crates that add a backend, not for users of the ops.
 
 pub use crate::embedding::ops::EmbeddingOps;
 pub use crate::linear::ops::LinearOps;

@@ -1,9 +1,9 @@
-//! What kernels make, where they run.
+//! Choice between kernels and reference implementations.
 
 use blocksparse_cubecl::KernelError;
 use burn_blocksparse::internal::cube::uses_reference;
 
-/// What `run` makes. None where kernels are left out, or do not take the call: plans say so.
+/// Returns the result of `run`. Returns `None` if kernels are turned off or do not support the call; plans say which.
 pub(crate) fn by_kernels<T>(run: impl FnOnce() -> Result<T, KernelError>) -> Option<T> {
     match uses_reference() {
         true => None,

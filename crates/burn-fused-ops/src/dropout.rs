@@ -6,9 +6,9 @@ use crate::norm::check_dropout;
 use crate::norm::ops::NormOps;
 use burn_blocksparse::internal::prelude::*;
 
-/// Dropout of `x`, `[.., width]`: elements are retained with probability `1 − probability`, and then divided by that; the others become 0
-/// (Srivastava et al., 2014, with the division at training). Which are kept follows of the seed, the site and the place alone ([`ElementDropout`]), so
-/// the backward pass makes the mask again, and nothing is kept for it. `add_norm` drops a branch itself.
+/// Dropout of `x`, `[.., width]`: each element is kept with probability `1 − probability` and divided by it; the others become 0 (Srivastava et al., 2014,
+/// with the division at training). The mask depends only on the seed, the site and the element's position ([`ElementDropout`]), so the backward pass computes
+/// it again and nothing is stored. `add_norm` applies dropout to a branch itself.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -37,7 +37,7 @@ pub fn dropout<const D: usize>(
 /// Returns the plan of [`dropout`](dropout()) for these arguments.
 ///
 /// # Errors
-/// As [`dropout`](dropout()).
+/// Those of [`dropout`](dropout()).
 pub fn explain<const D: usize>(x: &Tensor<D>, dropout: &ElementDropout) -> Result<OpPlan, OpError> {
     check(x, dropout)?;
     let sizes = matrix(&x.shape());

@@ -1,4 +1,4 @@
-//! What calls without options of their own will run; the others have `explain` on their options.
+//! Plans of the ops that have no options. The other ops have `explain` on their options.
 
 pub use crate::dropout::explain as dropout;
 pub use crate::embedding::explain as embedding;

@@ -1,11 +1,12 @@
-//! Fused training ops for Burn: norms, linear layers, MLP, embedding, loss and AdamW, in few launches, with their gradients. They know no attention.
+//! Fused training ops for Burn with their gradients, in few launches: norms, linear layers, MLP, embedding, loss and AdamW. This crate knows nothing of
+//! attention.
 //!
-//! On GPUs they run kernels (products on tensor cores with what follows them, rows in one pass), elsewhere Burn's own operations; `explain` on the
-//! options of each op says which.
+//! GPUs run kernels: products on tensor cores with fused epilogues, and one pass over rows. Other devices run Burn's own operations. The `explain` method on
+//! an op's options says which.
 #![recursion_limit = "256"]
 #![warn(missing_docs)]
 #![warn(clippy::undocumented_unsafe_blocks)]
-// Without kernels nobody asks what they would run; and what the macro makes of the backend traits has no arm without backends.
+// Without kernels the arguments of plans are unused. Without backends the macro generates no match arm from the backend traits.
 #![cfg_attr(not(feature = "cube"), allow(unused_variables))]
 #![allow(deprecated)] // Burn deprecates its NdArray backend; we serve it while it exists.
 

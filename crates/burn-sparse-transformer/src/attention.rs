@@ -27,22 +27,22 @@ const INPUT_AXES: [&str; 3] = ["batch", "seq", "d_model"];
 /// context = concat_h(softmax(q_h k_hᵀ / √d_k over the allowed keys) v_h) W_output + b_output
 /// ```
 ///
-/// where `q_h` and `k_h` may be normalised and rotated before (`qk_norm`, `rope`).
+/// where `q_h` and `k_h` may be normalised and rotated first (`qk_norm`, `rope`).
 ///
-/// Its parameters have the names and shapes of burn-nn's module, so that a `MultiHeadAttention` record
-/// loads into it; those of `qk_norm`, `relative_reach` and `sinks` come on top. The layout of a pair of sequence lengths is built once and kept for reuse.
+/// Its parameters have the names and shapes of burn-nn's module, so that a `MultiHeadAttention` record loads into it; `qk_norm`, `relative_reach` and `sinks`
+/// add parameters. The layout of a pair of sequence lengths is built once and reused.
 ///
-/// Should be created with [`SparseMultiHeadAttentionConfig`](crate::SparseMultiHeadAttentionConfig).
+/// Create it with [`SparseMultiHeadAttentionConfig`](crate::SparseMultiHeadAttentionConfig).
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct SparseMultiHeadAttention {
-    /// `d_model` to `n_heads · d_k`.
+    /// Projection from `d_model` to `n_heads · d_k`.
     pub query: Linear,
-    /// `d_model` to `n_kv_heads · d_k`.
+    /// Projection from `d_model` to `n_kv_heads · d_k`.
     pub key: Linear,
-    /// `d_model` to `n_kv_heads · d_v`, where `d_v` is `d_model / n_heads` unless there is a `d_value` or a `head_dim`.
+    /// Projection from `d_model` to `n_kv_heads · d_v`, where `d_v` is `d_model / n_heads` unless `d_value` or `head_dim` is set.
     pub value: Linear,
-    /// `n_heads · d_v` to `d_model`.
+    /// Projection from `n_heads · d_v` to `d_model`.
     pub output: Linear,
     /// Norm of each query head.
     pub query_norm: Option<HeadNorm>,
@@ -50,13 +50,13 @@ pub struct SparseMultiHeadAttention {
     pub key_norm: Option<HeadNorm>,
     /// Rotation of queries and keys; no parameters.
     pub rope: Option<RotaryEncoding>,
-    /// Biases of distances, `[n_heads, 2 · reach + 1]`: see [`AttentionTensors::relative_bias`].
+    /// Relative position biases, `[n_heads, 2 · reach + 1]`: see [`AttentionTensors::relative_bias`].
     pub relative_bias: Option<Param<Tensor<2>>>,
     /// Sink logits, `[n_heads]`: see [`AttentionTensors::sinks`].
     pub sinks: Option<Param<Tensor<1>>>,
-    /// Heads that choose by content, after those of the pattern.
+    /// Heads that choose keys by content, after those of the pattern.
     pub content: Option<ContentHeads>,
-    /// Attention dropout. Its masks are not drawn from the backend's generator but depend on a seed, see [`SparseMhaInput::dropout_seed`].
+    /// Attention dropout. Its masks are not drawn from the backend's generator but are a function of a seed, see [`SparseMhaInput::dropout_seed`].
     pub dropout: Dropout,
     #[module(skip)]
     pub(crate) seeds: Seeds,
@@ -86,20 +86,19 @@ pub struct SparseMultiHeadAttention {
 pub struct SparseMhaOutput {
     /// `[batch, seq_q, d_model]`, in the query's dtype.
     pub context: Tensor<3>,
-    /// To be added to the loss, `[1]`, where the pass is one of training: the [commitment](crate::content::RoutingOutput::commitment) of heads that choose by
-    /// clusters, or the loss of an indexer that chooses keys ([`DsaStage`](crate::dsa::DsaStage)).
+    /// Auxiliary loss, `[1]`, to add to the loss in training: the [commitment](crate::content::RoutingOutput::commitment) of heads that choose by clusters,
+    /// or the loss of an indexer that chooses keys ([`DsaStage`](crate::dsa::DsaStage)).
     pub aux_loss: Option<Tensor<1>>,
-    /// Choice of keys of a layer that gives or takes one, for [`SparseMhaInput::choice`] of the next layer.
+    /// Choice of keys of a layer that shares one, for [`SparseMhaInput::choice`] of the next layer.
     pub choice: Option<SharedChoice>,
 }
 
 impl SparseMultiHeadAttention {
     or_panics! {
-        /// Attention of each query to the keys its pattern allows.
+        /// Computes attention of each query to the keys that its pattern allows.
         ///
-        /// With `seq_q ≠ seq_kv` the queries are the last positions: query `i` sits at
-        /// `i + seq_kv − seq_q`. A query with nothing to attend to contributes zeros, so that its output
-        /// is the output projection's bias; that of padding is 0.
+        /// With `seq_q ≠ seq_kv` the queries are the last positions: query `i` is at `i + seq_kv − seq_q`. A query without keys gets the output projection's
+        /// bias; a query that is padding gets 0.
         ///
         /// # Shapes
         /// - input: `[batch, seq_q, d_model]`, `[batch, seq_kv, d_model]`
@@ -107,18 +106,18 @@ impl SparseMultiHeadAttention {
         pub fn forward(&self, input: SparseMhaInput) -> SparseMhaOutput;
 
         /// # Errors
-        /// If the shapes do not fit the module or each other, there is no layout for these lengths, a position is past the end of
-        /// `rope`, or there is padding next to heads that choose by content, or beside a selection padding that is not at the end of self-attention's sequences; such
-        /// heads also refuse a bias, and queries that are not the keys' tokens.
+        /// If the shapes do not match the module or each other, there is no layout for these lengths, or a position is past the end of `rope`. Also if there
+        /// is padding and heads choose by content, or a selection meets padding that is not at the end of self-attention's sequences. Heads that choose by
+        /// content also refuse a bias, and queries that are not the keys' tokens.
         pub fn try_forward { self.finish_seen(self.context(input)?) }
     }
 
-    /// [`Self::forward`] without the output's bias, and with nothing done about padding.
+    /// [`Self::forward`] without the output's bias, and without zeros at padding.
     pub(crate) fn forward_projected(&self, input: SparseMhaInput) -> Result<Projected> {
         self.project_seen(self.context(input)?)
     }
 
-    /// What the heads see.
+    /// Computes the heads' outputs.
     pub(crate) fn context(&self, input: SparseMhaInput) -> Result<(Seen, Call)> {
         self.context_with(input, None)
     }
@@ -134,15 +133,15 @@ impl SparseMultiHeadAttention {
         Ok((self.handing_on(seen), call))
     }
 
-    /// Without a choice that nobody takes, which would take memory.
+    /// Drops a choice that no layer takes, to free its memory.
     pub(crate) fn handing_on(&self, mut seen: Seen) -> Seen {
         seen.aside.choice = (seen.aside.choice).filter(|_| self.choice_sharing.is_some());
         seen
     }
 
     or_panics! {
-        /// [`Self::forward`], which also returns the attention weights of the kept blocks: after biases, before dropout, and with sinks or
-        /// the quiet softmax less than 1 in all.
+        /// [`Self::forward`] that also returns the attention weights of the kept blocks: after biases, before dropout. With sinks or the quiet softmax, rows
+        /// sum to less than 1.
         pub fn forward_with_weights(&self, input: SparseMhaInput) -> (SparseMhaOutput, BlockSparseTensor);
 
         pub fn try_forward_with_weights {
@@ -157,12 +156,11 @@ impl SparseMultiHeadAttention {
     }
 
     or_panics! {
-        /// Self-attention of several sequences that lie one after the other in one, without padding: in each of them the pattern holds,
-        /// and `rope` counts, as if it stood alone.
+        /// Self-attention of several sequences concatenated without padding: the pattern holds, and `rope` counts, in each of them as if it stood alone.
         ///
         /// # Shapes
         /// - `x`: `[1, total, d_model]`
-        /// - `cu_seqlens`: where the sequences begin, and `total`: `[0, n_0, n_0 + n_1, …, total]`, as FlashAttention's
+        /// - `cu_seqlens`: offsets of the sequences, and `total`: `[0, n_0, n_0 + n_1, …, total]`, as in FlashAttention
         /// - `context`: `[1, total, d_model]`
         ///
         /// ```
@@ -178,11 +176,11 @@ impl SparseMultiHeadAttention {
         pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> SparseMhaOutput;
 
         /// # Errors
-        /// If the shape does not fit, `cu_seqlens` does not rise from 0 to `total`, or a sequence is longer than `rope`'s table.
+        /// If the shape does not match, `cu_seqlens` does not increase from 0 to `total`, or a sequence is longer than `rope`'s table.
         pub fn try_forward_packed { self.finish_seen(self.packed_context(SparseMhaInput::self_attn(x), cu_seqlens)?) }
     }
 
-    /// What heads see of packed sequences.
+    /// Computes the heads' outputs for packed sequences.
     pub(crate) fn packed_context(
         &self,
         input: SparseMhaInput,
@@ -200,22 +198,22 @@ impl SparseMultiHeadAttention {
         self.layouts.pattern()
     }
 
-    /// Number of query heads.
+    /// Returns the number of query heads.
     pub fn n_heads(&self) -> usize {
         self.n_heads
     }
 
-    /// Number of key and value heads.
+    /// Returns the number of key and value heads.
     pub fn n_kv_heads(&self) -> usize {
         self.n_kv_heads
     }
 
-    /// Block size of the pattern.
+    /// Returns the block size of the pattern.
     pub fn block_size(&self) -> usize {
         self.layouts.block_size()
     }
 
-    /// The layout that [`Self::forward`] uses for `seq_q` queries and `seq_kv` keys.
+    /// Returns the layout that [`Self::forward`] uses for `seq_q` queries and `seq_kv` keys.
     ///
     /// # Errors
     /// If there is no layout for these lengths.
@@ -223,9 +221,9 @@ impl SparseMultiHeadAttention {
         self.layouts.get(&Request::new(seq_q, seq_kv))
     }
 
-    /// Caches the `most` recently used layouts, by lengths, padding and documents, for this module and all that share its
-    /// layouts: its copies and, in a model, the blocks with the same pattern. The default is 8. A server whose
-    /// requests have more lengths than that builds layouts again and again. 0 keeps none.
+    /// Caches the `most` recently used layouts, by lengths, padding and documents, for this module and all that share its layouts: its copies and, in a
+    /// model, the blocks with the same pattern. The default is 8. A server whose requests have more lengths than that rebuilds layouts again and again. 0
+    /// keeps none.
     pub fn keep_layouts(&self, most: usize) {
         self.layouts.keep(most);
     }
@@ -235,7 +233,7 @@ impl SparseMultiHeadAttention {
         d_query / self.n_heads
     }
 
-    /// The lengths `(seq_q, seq_kv)`, once every shape fits.
+    /// Checks all shapes and returns the lengths `(seq_q, seq_kv)`.
     pub(crate) fn check(&self, input: &SparseMhaInput) -> Result<(usize, usize)> {
         self.check_input("query", &input.query)?;
         let [batch, seq_q, _] = input.query.dims();
@@ -247,13 +245,13 @@ impl SparseMultiHeadAttention {
         Ok((seq_q, seq_kv))
     }
 
-    /// `x` must be `[batch, seq, d_model]` and not empty.
+    /// Checks that `x` is `[batch, seq, d_model]` and not empty.
     pub(crate) fn check_input(&self, name: &'static str, x: &Tensor<3>) -> Result<()> {
         let expected = [None, None, Some(self.d_model)];
         ensure_shape(name, x.dims(), expected, INPUT_AXES)
     }
 
-    /// A call and the layout that it asks for, once its input is in order; nothing is computed yet. `cached` keys precede the input's.
+    /// Checks an input and returns its call and the layout request. Computes nothing on the device. `cached` keys precede the input's.
     pub(crate) fn prepare(&self, input: &SparseMhaInput, cached: usize) -> Result<(Call, Request)> {
         let (seq_q, new) = self.check(input)?;
         let unwanted = input.options.choice.is_some() && !self.takes_choice();
@@ -302,12 +300,12 @@ impl SparseMultiHeadAttention {
         Ok((Call::at(input, positions)?, request))
     }
 
-    /// Queries, keys and values by heads, normalised and rotated.
+    /// Projects to queries, keys and values by heads, normalised and rotated.
     pub(crate) fn project(&self, input: SparseMhaInput, call: &Call) -> Result<Heads> {
         let [key_heads, value_heads] = self.kv_heads();
         let same_rows = input.is_self_attention();
         let [query, key, value] = match same_rows {
-            // One product, whose result is read once.
+            // One product for all three, so that the input is read once.
             true => {
                 let layers = [&self.query, &self.key, &self.value];
                 let heads = [self.n_heads, key_heads, value_heads];
@@ -349,7 +347,7 @@ impl SparseMultiHeadAttention {
         Ok((call.options.results).of(attention, self.options.weights)?)
     }
 
-    /// The attention of a call.
+    /// Builds the attention call.
     pub(crate) fn call_of<'a>(
         &self,
         [query, key, value]: Heads,
@@ -363,7 +361,7 @@ impl SparseMultiHeadAttention {
             .options(options)
     }
 
-    /// Sinks and biases of a call.
+    /// Returns sinks and biases of a call.
     pub(crate) fn tensors_of(&self, query: &Tensor<4>, call: &Call) -> AttentionTensors {
         let mut tensors = AttentionTensors::default();
         tensors.sinks = self.sink_logits();
@@ -372,7 +370,7 @@ impl SparseMultiHeadAttention {
         tensors
     }
 
-    /// The options of a call, with dropout where burn-nn's module would drop.
+    /// Returns the options of a call. Dropout is active where burn-nn's module would drop.
     pub(crate) fn options_of(&self, query: &Tensor<4>, call: &Call) -> AttentionOptions {
         let options = self.options.clone();
         let seed = || {
@@ -394,7 +392,7 @@ impl SparseMultiHeadAttention {
         training_dropout(&self.dropout, seed)
     }
 
-    /// Queries or keys `[batch, heads, seq, d_k]`, normalised and rotated.
+    /// Normalises and rotates queries or keys `[batch, heads, seq, d_k]`.
     fn place(
         &self,
         x: Tensor<4>,
@@ -404,7 +402,7 @@ impl SparseMultiHeadAttention {
         self.place_by(rotate, x, norm, positions)
     }
 
-    /// [`Self::place`] with a way of rotating: [`rotate`] or [`rotate_apart`](crate::heads::rotate_apart).
+    /// [`Self::place`] with a given rotation: [`rotate`] or [`rotate_apart`](crate::heads::rotate_apart).
     pub(crate) fn place_by(
         &self,
         rotate: impl FnOnce(&RotaryEncoding, Tensor<4>, &Positions, DType) -> Result<Tensor<4>>,
@@ -427,14 +425,14 @@ impl SparseMultiHeadAttention {
         })
     }
 
-    /// The output projection of what the heads see, without its bias.
+    /// Projects the heads' outputs, without the bias.
     pub(crate) fn output_product(&self, context: Tensor<4>) -> Result<Projected> {
         let x = (self.precision).merged(&self.output, context)?;
         let bias = self.output.bias.as_ref().map(Param::val);
         Ok(Projected::new(x, bias))
     }
 
-    /// [`Self::output_product`] with what else heads give.
+    /// [`Self::output_product`] with auxiliary loss and choice.
     pub(crate) fn project_seen(&self, (seen, _): (Seen, Call)) -> Result<Projected> {
         Ok(Projected {
             aside: seen.aside,
@@ -442,7 +440,7 @@ impl SparseMultiHeadAttention {
         })
     }
 
-    /// [`Self::finish`] with what else heads give.
+    /// [`Self::finish`] with auxiliary loss and choice.
     pub(crate) fn finish_seen(&self, (seen, call): (Seen, Call)) -> Result<SparseMhaOutput> {
         Ok(SparseMhaOutput {
             aux_loss: seen.aside.aux_loss,
@@ -459,7 +457,7 @@ impl SparseMultiHeadAttention {
         self.padded(self.precision.linear(&self.output, joined)?, call)
     }
 
-    /// The result of a call, with zeros for queries that are padding.
+    /// Casts the result of a call and sets queries that are padding to 0.
     fn padded(&self, context: Tensor<3>, call: &Call) -> Result<SparseMhaOutput> {
         let context = context.cast(call.dtype);
         Ok(SparseMhaOutput {

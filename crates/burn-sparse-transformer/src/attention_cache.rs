@@ -1,4 +1,4 @@
-//! Attention to what a cache holds, and where a cache may stop.
+//! Attention to cached positions, and the positions where a cache may stop.
 
 use burn_blocksparse::layout::LastUse;
 
@@ -10,12 +10,12 @@ use crate::{
 
 impl SparseMultiHeadAttention {
     or_panics! {
-        /// Attention of new positions to themselves and to those in `cache`, for autoregressive decoding.
+        /// Computes attention of new positions to themselves and to those in `cache`, for autoregressive decoding.
         ///
-        /// The keys and values of `input` are appended to the cache, keys normalised and rotated; its queries are the last positions of
-        /// what the cache then holds. Feeding a sequence in pieces gives what [`Self::forward`] gives for the whole. That needs pieces that end where
-        /// no earlier query sees a later key: anywhere with a causal pattern, with others where [`Pattern::allows_boundary`](crate::Pattern::allows_boundary) says so; the end
-        /// of a sequence is up to [`Self::forward_cache_last`]. After an error the cache is as it was.
+        /// The keys and values of `input` are appended to the cache, keys normalised and rotated; its queries are the last positions in the cache then.
+        /// Feeding a sequence in pieces gives the same as [`Self::forward`] for the whole, provided that pieces end where no earlier query sees a later key:
+        /// anywhere with a causal pattern, with others where [`Pattern::allows_boundary`](crate::Pattern::allows_boundary) says so. Use
+        /// [`Self::forward_cache_last`] for the end of a sequence. After an error the cache is unchanged.
         ///
         /// # Shapes
         /// - input: `[batch, new, d_model]`, new positions only
@@ -23,8 +23,8 @@ impl SparseMultiHeadAttention {
         pub fn forward_cache(&self, input: SparseMhaInput, cache: &mut SparseMhaCache) -> SparseMhaOutput;
 
         /// # Errors
-        /// As [`Self::try_forward`]; also if the batch differs from the cache's, or the cache is full; [`TransformerError::Boundary`] if the cache
-        /// cannot stop where the input begins or ends; and if later tokens take part in what earlier ones see, by a selection or by heads that choose by content.
+        /// Those of [`Self::try_forward`]; also if the batch differs from the cache's, or the cache is full. [`TransformerError::Boundary`] if the cache
+        /// cannot stop where the input begins or ends. Also if a selection or heads that choose by content let later tokens change what earlier ones see.
         pub fn try_forward_cache { self.finish_seen(self.cached_context(input, cache, false)?) }
     }
 
@@ -35,7 +35,7 @@ impl SparseMultiHeadAttention {
         pub fn try_forward_cache_last { self.finish_seen(self.cached_context(input, cache, true)?) }
     }
 
-    /// That a cache may stop at a position.
+    /// Checks that a cache may stop at a position.
     fn check_boundary(&self, position: usize) -> Result<()> {
         let pattern = self.layouts.pattern();
         let last = match pattern.furthest_key(self.n_heads, position) {
@@ -50,7 +50,7 @@ impl SparseMultiHeadAttention {
         })
     }
 
-    /// What heads see of new positions and a cache; with `last` a sequence may end there.
+    /// Computes the heads' outputs for new positions and a cache. With `last`, a sequence may end there.
     pub(crate) fn cached_context(
         &self,
         input: SparseMhaInput,

@@ -19,8 +19,8 @@ use crate::{HeadNorm, Precision, QkNorm, RopeScaling, SparseMultiHeadAttention};
 
 /// Configuration of [`SparseMultiHeadAttention`].
 ///
-/// Fields that burn-nn's `MultiHeadAttentionConfig` also has keep their names, meanings and defaults, but for `dropout`, which is 0 (Child et
-/// al., 2019, §5.4: it would complicate recomputation). There is no `min_float`: what the pattern leaves out is never computed.
+/// Fields that burn-nn's `MultiHeadAttentionConfig` also has keep their names, meanings and defaults, except `dropout`, which is 0 (Child et al., 2019, §5.4:
+/// it would complicate recomputation). There is no `min_float`: masked pairs are never computed.
 ///
 /// A configuration whose pattern is a callback ([`Pattern::from_fn`]) works, but does not serialize.
 #[derive(Config, Debug)]
@@ -30,13 +30,13 @@ pub struct SparseMultiHeadAttentionConfig {
     pub d_model: usize,
     /// Number of query heads.
     pub n_heads: usize,
-    /// The pattern: which query attends to which key, per head.
+    /// Pattern: which query attends to which key, per head.
     pub pattern: Pattern,
-    /// Selection of keys by content, among those of the pattern; `moba` and `quest` need a causal or dense one. Default: none.
+    /// Selection of keys by content among those of the pattern; `moba` and `quest` need a causal or dense one. Default: none.
     pub selection: Option<Selection>,
     /// Content-based heads: some (`routing`, `lsh`; their queries are also their keys), or all (`nsa`, `dsa`, `msa`). Default: none.
     pub content: Option<ContentAttention>,
-    /// With `content`: number of heads that use the pattern, the first ones. Default: half of them.
+    /// With `content`: number of heads that use the pattern, which come first. Default: half of them.
     pub local_heads: Option<usize>,
     /// Role in sharing a choice with other layers, with a `selection`, `dsa` or `msa`. Default: the layer chooses for itself alone.
     pub choice_sharing: Option<ChoiceSharing>,
@@ -46,17 +46,17 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Number of key and value heads, a divisor of `n_heads`; fewer than `n_heads` is grouped-query
     /// attention, 1 is multi-query attention. Default: `n_heads`.
     pub n_kv_heads: Option<usize>,
-    /// Width of the query projection, over all heads; the key projection has as much per head.
-    /// Default: `d_model`. The paper's half-size models use `d_model / 2`.
+    /// Width of the query projection over all heads; a key head is as wide as a query head. Default: `d_model`. The paper's half-size models use
+    /// `d_model / 2`.
     pub d_key: Option<usize>,
-    /// Width of all heads' values, where that is not `d_model`.
+    /// Width of all heads' values. Default: `d_model`.
     pub d_value: Option<usize>,
-    /// Width of a query, key and value head, where that is not the width of the input divided by the number of heads, as in Qwen3; the output projection is
+    /// Width of a query, key and value head, if it is not the width of the input divided by the number of heads, as in Qwen3; the output projection is then
     /// `n_heads · head_dim` to `d_model`. Default: `d_key / n_heads`, and `d_model / n_heads` for values.
     pub head_dim: Option<usize>,
     /// Bounds the scores to ±`softcap` with a tanh before the softmax. Default: no bound.
     pub softcap: Option<f64>,
-    /// Skips tiles of queries and keys whose scores are below the largest ones of their rows by more than this, in training and in prompts
+    /// Skips tiles of queries and keys whose scores are below the maxima of their rows by more than this, in training and in prompts
     /// ([`AttentionOptions::softmax_threshold`]). Default: nothing is skipped.
     pub softmax_threshold: Option<f64>,
     /// Factor of the scores. Default: `1 / √d_k`.
@@ -68,7 +68,7 @@ pub struct SparseMultiHeadAttentionConfig {
     pub rope_scaling: Option<RopeScaling>,
     /// Normalisation of every query and key head, before the rotation. Default: none.
     pub qk_norm: Option<QkNorm>,
-    /// Added to the variance, or to the mean square, in `qk_norm`.
+    /// Term added to the variance, or to the mean square, in `qk_norm`.
     #[config(default = 1e-6)]
     pub qk_norm_eps: f64,
     /// Attention dropout probability in training, in `[0, 1)`.
@@ -77,12 +77,12 @@ pub struct SparseMultiHeadAttentionConfig {
     /// True if scores get ALiBi's biases, `−slope · |distance|`, with the slopes of Press et al. (2022).
     #[config(default = false)]
     pub alibi: bool,
-    /// Reach of learned biases, one for each head and distance; larger distances share the last one. They begin at 0. Default: none.
+    /// Reach of learned biases per head and distance; larger distances share the last one. They are initialised to 0. Default: none.
     pub relative_reach: Option<usize>,
-    /// True if each head learns the score of a further key whose value is 0, from 0 on.
+    /// True if each head learns the logit of a sink: a further key whose value is 0. Initialised to 0.
     #[config(default = false)]
     pub sinks: bool,
-    /// True if the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit stays 0.
+    /// True if the softmax is burn-nn's quiet one, whose denominator has a further `exp(0)`: a sink whose logit is fixed at 0.
     #[config(default = false)]
     pub quiet_softmax: bool,
     /// True if attention probabilities are stored for the backward pass instead of recomputed.
@@ -91,7 +91,7 @@ pub struct SparseMultiHeadAttentionConfig {
     /// Dtype of the projections and of the attention.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
-    /// How the four projections are initialised.
+    /// Initialisation of the four projections.
     #[config(
         default = "Initializer::KaimingUniform{gain: 1.0 / f64::sqrt(3.0), fan_out_only: false}"
     )]
@@ -116,8 +116,8 @@ impl SparseMultiHeadAttentionConfig {
         pub fn init(&self, device: &Device) -> SparseMultiHeadAttention;
 
         /// # Errors
-        /// If a value is out of its range, widths, heads, pattern and selection do not fit each other, options exclude each other, or the device does not
-        /// compute in `precision`. The error names the argument.
+        /// If a value is out of its range, widths, heads, pattern and selection do not match, options exclude each other, or the device does not support
+        /// `precision`. The error names the argument.
         pub fn try_init {
             self.validate()?;
             let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;
@@ -184,7 +184,7 @@ impl SparseMultiHeadAttentionConfig {
     }
 
     or_panics! {
-        /// Layers of a model that is not this crate's: each with parameters of its own, all with one table of rotations and one set of layouts.
+        /// Creates the layers of another crate's model: each has its own parameters, all share one rotation table and one set of layouts.
         ///
         /// ```
         /// use burn::tensor::Device;
@@ -198,7 +198,7 @@ impl SparseMultiHeadAttentionConfig {
         pub fn try_init_many {
             self.validate()?;
             let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads(), self.block_size)?;
-            // Tables that the first layer's take the place of are one row long.
+            // Tables that the first layer's table replaces have one row.
             let mut later = self.clone();
             if let Some(rope) = &mut later.rope {
                 rope.max_sequence_length = 1;
@@ -290,7 +290,7 @@ impl SparseMultiHeadAttentionConfig {
     }
 }
 
-/// The tables of rotations of a model's first layer, which the others share.
+/// Rotation tables of a model's first layer, which the others share.
 #[derive(Default)]
 pub(crate) struct RopeTables {
     heads: Option<RotaryEncoding>,
@@ -298,7 +298,7 @@ pub(crate) struct RopeTables {
 }
 
 impl RopeTables {
-    /// Keeps the tables of a first layer, and gives them to any other.
+    /// Stores the tables of a first layer, and replaces those of any other.
     pub(crate) fn share_with(&mut self, layer: &mut SparseMultiHeadAttention) {
         let share = |kept: &mut Option<RotaryEncoding>, own: &mut Option<RotaryEncoding>| {
             if let Some(table) = own.take() {

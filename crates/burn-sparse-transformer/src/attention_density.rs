@@ -1,4 +1,4 @@
-//! How much of the attention there could be a layer computes.
+//! The share of possible attention that a layer computes.
 
 use burn_blocksparse::layout::PaddingMask;
 use burn_sparse_select::{Budget, Rule, Selection};
@@ -8,9 +8,9 @@ use crate::selected::is_by_query;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, TransformerError};
 
 impl SparseMultiHeadAttention {
-    /// The share of the pairs of queries and keys that [`Self::forward`] attends to for this input, of those that causal attention has, or dense attention if
-    /// the pattern is not causal, over all batch entries and heads: from 0 to 1, padding left out. It counts single pairs, whether a pattern or a selection
-    /// keeps them, so patterns and methods compare. **Waits for the device** where a selection chooses by blocks of queries.
+    /// Returns the share of query-key pairs that [`Self::forward`] attends to for this input, relative to causal attention, or to dense attention if the
+    /// pattern is not causal. It is taken over all batch entries and heads, from 0 to 1, without padding. Single pairs are counted, whether a pattern or a
+    /// selection keeps them, so patterns and methods are comparable. **Waits for the device** if a selection chooses by blocks of queries.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -30,7 +30,7 @@ impl SparseMultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// As [`Self::forward`], if heads choose in different ways or by [`content`](crate::content), and if the device gives nothing back.
+    /// Those of [`Self::forward`]; also if heads choose in different ways or by [`content`](crate::content), or the device returns no data.
     pub fn attention_density(&self, input: SparseMhaInput) -> Result<f64> {
         self.kind().ensure_replaceable()?;
         let (_, request) = self.prepare(&input, 0)?;
@@ -40,7 +40,7 @@ impl SparseMultiHeadAttention {
             Some(selection) if is_by_query(selection) => {
                 ensure! { causal =>
                 "pattern", "causal where every query chooses for itself", self.pattern(); }
-                // What a query sees lies before it, and padding behind: each entry is as if it were alone.
+                // A query sees earlier keys only and padding comes last, so each entry counts as if it were alone.
                 let of = |sizes| pairs_by_query(selection, sizes).map(|pairs| pairs as f64);
                 let kept = match self.cut(selection, &request)?.lengths {
                     None => of(sizes)?,
@@ -68,7 +68,7 @@ impl SparseMultiHeadAttention {
     }
 }
 
-/// Pairs of one sequence of which each query keeps a number of blocks of its own.
+/// Counts the pairs of one sequence when each query keeps its own fixed number of blocks.
 fn pairs_by_query(selection: &Selection, [seq_q, seq_kv]: [usize; 2]) -> Result<u64> {
     let Rule { keep, forced, .. } = selection.rule();
     let keep = match keep {
@@ -91,7 +91,7 @@ fn pairs_by_query(selection: &Selection, [seq_q, seq_kv]: [usize; 2]) -> Result<
         .sum())
 }
 
-/// Pairs of one sequence that causal attention has, or dense attention.
+/// Counts the pairs of one sequence under causal or dense attention.
 fn pairs([seq_q, seq_kv]: [usize; 2], causal: bool, padding: &PaddingMask) -> u64 {
     let is_real = |of: &Option<Vec<bool>>, at: usize| of.as_ref().is_none_or(|real| real[at]);
     let mut keys_before = vec![0; seq_kv + 1];

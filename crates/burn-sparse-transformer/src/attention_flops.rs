@@ -1,19 +1,19 @@
-//! Operations of attention layers.
+//! Operation counts of attention layers.
 
 use crate::SparseMultiHeadAttention;
 use crate::error::Result;
 use crate::linear::linear_flops;
 
 impl SparseMultiHeadAttention {
-    /// Operations of the four projections for one position, forward: two per weight.
+    /// Returns the operations of the four projections for one position, forward: two per weight.
     pub fn matmul_flops_per_token(&self) -> u64 {
         let layers = [&self.query, &self.key, &self.value, &self.output];
         let layers: u64 = layers.map(linear_flops).iter().sum();
         layers + self.kind().matmul_flops_per_token()
     }
 
-    /// Operations of the attention itself for one sequence, forward: four per allowed pair and
-    /// channel when keys and values are equally wide (q·k and p·v). With a selection these are the pairs that it chooses from; of `dsa` and `msa` the scores of the indexer are in it.
+    /// Returns the operations of the attention itself for one sequence, forward: four per allowed pair and channel when keys and values are equally wide (q·k
+    /// and p·v). With a selection, all pairs that it chooses from are counted. With `dsa` and `msa`, the scores of the indexer are included.
     ///
     /// # Errors
     /// If there is no layout for this length.

@@ -30,13 +30,13 @@ pub struct SparseTransformerBlockConfig {
     pub d_model: usize,
     /// Number of query heads.
     pub n_heads: usize,
-    /// The pattern: which query attends to which key, per head.
+    /// Pattern: which query attends to which key, per head.
     pub pattern: Pattern,
-    /// Selection of keys by content, among those of the pattern; `moba` and `quest` need a causal or dense one. Default: none.
+    /// Selection of keys by content among those of the pattern; `moba` and `quest` need a causal or dense one. Default: none.
     pub selection: Option<Selection>,
-    /// Content-based heads, in addition to the pattern's or in their place. Default: all heads are the pattern's.
+    /// Content-based heads, in addition to the pattern's or instead of them. Default: all heads use the pattern.
     pub content: Option<ContentAttention>,
-    /// With `content`: how many heads are the pattern's. With as many as `n_heads` there is no `content`. Default: half of them.
+    /// With `content`: number of heads that use the pattern. If it is `n_heads`, there is no `content`. Default: half of them.
     pub local_heads: Option<usize>,
     /// Role in sharing a choice of keys with other layers. Default: the layer chooses for itself alone.
     pub choice_sharing: Option<ChoiceSharing>,
@@ -49,7 +49,7 @@ pub struct SparseTransformerBlockConfig {
     pub d_key: Option<usize>,
     /// Inner size of the feed-forward network. Default: `4 · d_model`.
     pub d_ff: Option<usize>,
-    /// Retained blocks of the feed-forward network's weights. Default: all, as dense weights.
+    /// Kept blocks of the feed-forward network's weights. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
     /// Activation of the feed-forward network. Default: the paper's, `x · sigmoid(1.702 x)`.
     pub activation: Option<FeedForwardActivation>,
@@ -58,11 +58,11 @@ pub struct SparseTransformerBlockConfig {
     pub dropout: f64,
     /// Bounds the attention scores to ±`softcap`. Default: no bound.
     pub softcap: Option<f64>,
-    /// Skips tiles of the attention whose scores are below the largest ones by more than this. Default: none.
+    /// Skips tiles of the attention whose scores are below the maxima by more than this. Default: none.
     pub softmax_threshold: Option<f64>,
-    /// Options of the attention that the paper does not have. Default: nothing.
+    /// Further options of the attention, which the paper does not have. Default: none.
     pub attention: Option<BlockAttentionConfig>,
-    /// Longest sequence, in positions, which `rope_theta` of `attention` needs to know.
+    /// Longest sequence, in positions. Required with `rope_theta` of `attention`.
     pub context: Option<usize>,
     /// True if attention probabilities are stored for the backward pass instead of recomputed.
     #[config(default = false)]
@@ -70,11 +70,10 @@ pub struct SparseTransformerBlockConfig {
     /// Dtype of the matmuls and of the attention; the residual stream has the input's.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
-    /// Number of blocks `N` in the model this block is for. The initial weights of the two layers that
-    /// write into the residual stream are scaled by `1 / √(2N)`.
+    /// Number of blocks `N` of the model. The initial weights of the two layers that write into the residual stream are scaled by `1 / √(2N)`.
     #[config(default = 1)]
     pub n_layers: usize,
-    /// Added to the variance in the layer norms.
+    /// Term added to the variance in the layer norms.
     #[config(default = 1e-5)]
     pub layer_norm_eps: f64,
     /// Initial weights have a standard deviation of `init_scale / √d_input`; 0.125 is the paper's.
@@ -90,10 +89,8 @@ impl SparseTransformerBlockConfig {
         pub fn init(&self, device: &Device) -> SparseTransformerBlock;
 
         /// # Errors
-        /// As [`SparseMultiHeadAttentionConfig::init`]; also if `d_ff` or `n_layers` is 0, `dropout` is
-        /// outside `[0, 1)`, `layer_norm_eps` or `init_scale` is not positive, `feed_forward_sparsity` gives no layout for
-        /// `d_model` and `d_ff`, or there is `rope_theta`, but
-        /// no `context`.
+        /// Those of [`SparseMultiHeadAttentionConfig::init`]; also if `d_ff` or `n_layers` is 0, `dropout` is outside `[0, 1)`, `layer_norm_eps` or
+        /// `init_scale` is not positive, `feed_forward_sparsity` has no layout for `d_model` and `d_ff`, or `rope_theta` is set without `context`.
         pub fn try_init {
             self.validate()?;
             let layouts = Layouts::new(self.pattern.clone(), self.pattern_heads()?, self.block_size)?;
@@ -127,7 +124,7 @@ impl SparseTransformerBlockConfig {
         })
     }
 
-    /// The inner (0) or the outer layer (1) of the feed-forward network.
+    /// Creates the inner (0) or outer layer (1) of the feed-forward network.
     fn feed_forward_linear(
         &self,
         matrix: u64,
@@ -148,7 +145,7 @@ impl SparseTransformerBlockConfig {
         })
     }
 
-    /// The attention, with the paper's initialisation in place of burn-nn's.
+    /// Creates the attention with the paper's initialisation instead of burn-nn's.
     fn init_attention(
         &self,
         layouts: Layouts,
@@ -190,7 +187,7 @@ impl SparseTransformerBlockConfig {
         }
     }
 
-    /// Of heads that are not the pattern's.
+    /// Returns the content-based heads, if any.
     fn content(&self) -> Result<Option<ContentAttention>> {
         match (&self.content, self.context) {
             (Some(_), _) if self.local_heads == Some(self.n_heads) => Ok(None),
@@ -225,10 +222,9 @@ impl SparseTransformerBlockConfig {
 /// H + a + b
 /// ```
 ///
-/// The parameters have the names of burn-nn's `TransformerEncoderLayer`; note that with `norm_first` that
-/// layer puts its `norm_2` before the attention.
+/// The parameters have the names of burn-nn's `TransformerEncoderLayer`. With `norm_first`, however, that layer applies its `norm_2` before the attention.
 ///
-/// Should be created with [`SparseTransformerBlockConfig`].
+/// Create it with [`SparseTransformerBlockConfig`].
 #[derive(Module, Debug)]
 pub struct SparseTransformerBlock {
     /// Self-attention.
@@ -239,7 +235,7 @@ pub struct SparseTransformerBlock {
     pub pwff: FeedForward,
     /// Layer norm before the feed-forward network.
     pub norm_2: LayerNorm,
-    /// At the end of both residual branches; nowhere else.
+    /// Dropout at the end of both residual branches; there is no other.
     pub dropout: Dropout,
     layer_norm_eps: f64,
     #[module(skip)]
@@ -257,14 +253,14 @@ impl SparseTransformerBlock {
         pub fn forward(&self, x: Tensor<3>) -> Tensor<3>;
 
         /// # Errors
-        /// If the shape does not fit, or the pattern has no layout for `seq`.
+        /// If the shape does not match, or the pattern has no layout for `seq`.
         pub fn try_forward {
             let pass = self.pass(x.is_autodiff());
             self.step(Stream::new(x), pass)?.finish()
         }
     }
 
-    /// [`Self::forward`] on a stream that may have a branch pending, with `pass` in place of the block's own.
+    /// [`Self::forward`] on a stream that may have a pending branch, with `pass` instead of the block's own.
     pub(crate) fn step(&self, stream: Stream, mut pass: Pass) -> Result<Stream> {
         let shard = pass.shard.take();
         let attend = |input| match &shard {
@@ -303,11 +299,11 @@ impl SparseTransformerBlock {
     }
 
     or_panics! {
-        /// Applies the block to several sequences that lie one after the other in one.
+        /// Applies the block to several sequences concatenated without padding.
         ///
         /// # Shapes
         /// - input and output: `[1, total, d_model]`
-        /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`]
+        /// - `cu_seqlens`: see [`SparseMultiHeadAttention::forward_packed`]
         pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3>;
 
         pub fn try_forward_packed {
@@ -342,7 +338,7 @@ impl SparseTransformerBlock {
         stream.norm(norm, self.layer_norm_eps, dtype)
     }
 
-    /// One more pass, which drops something if it is one of training.
+    /// Returns the next pass, with dropout if `training`.
     pub(crate) fn pass(&self, training: bool) -> Pass {
         match training {
             true => self.pass_of(self.seeds.next()),
@@ -354,28 +350,28 @@ impl SparseTransformerBlock {
         Pass::new(&self.mha, &self.dropout, seed)
     }
 
-    /// Operations of the matrix products outside attention for one position, forward.
+    /// Returns the operations of the matrix products outside attention for one position, forward.
     pub fn matmul_flops_per_token(&self) -> u64 {
         self.mha.matmul_flops_per_token() + self.pwff.matmul_flops_per_token()
     }
 }
 
-/// What one pass of a block drops and computes again.
+/// Dropout and recomputation of one pass of a block.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Pass {
     pub(crate) attention: CallOptions,
-    /// Of both branches: a probability and a seed.
+    /// Dropout of both branches: probability and seed.
     pub(crate) branches: Option<(f64, Seed)>,
-    /// Rows of both branches that come before these: of a part of a batch.
+    /// Rows of the batch before this part of it.
     pub(crate) first_row: u32,
     /// True if the backward pass computes the feed-forward network's first product again.
     pub(crate) mlp: bool,
-    /// Whose rows these are, of sequences that several devices share.
+    /// Shard that the rows belong to, if several devices share sequences.
     pub(crate) shard: Option<ShardOfBlock>,
 }
 
 impl Pass {
-    /// One of training, of a layer with this attention and this dropout of its branches.
+    /// Returns a training pass of a layer with this attention and this dropout of its branches.
     pub(crate) fn new(mha: &SparseMultiHeadAttention, branches: &Dropout, seed: Seed) -> Self {
         Self {
             attention: CallOptions {
@@ -388,7 +384,7 @@ impl Pass {
         }
     }
 
-    /// Of the branch of the attention (0) or of the feed-forward network (1).
+    /// Returns the dropout of the branch of the attention (0) or of the feed-forward network (1).
     pub(crate) fn branch(&self, site: u32) -> Option<ElementDropout> {
         (self.branches).map(|(probability, seed)| {
             ElementDropout::new(probability, seed, site).with_first_row(self.first_row)

@@ -4,8 +4,8 @@ use burn::nn::RotaryEncodingConfig;
 use crate::error::{Result, ensure};
 use crate::{QkNorm, SparseMultiHeadAttentionConfig};
 
-/// Options of the attention of a [`SparseTransformerBlock`](crate::SparseTransformerBlock), or of all blocks of a
-/// [`SparseTransformer`](crate::SparseTransformer), that the paper's does not have. Everything is off by default.
+/// Options that the paper's attention does not have, for a [`SparseTransformerBlock`](crate::SparseTransformerBlock) or all blocks of a
+/// [`SparseTransformer`](crate::SparseTransformer). All are off by default.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -43,15 +43,15 @@ pub struct BlockAttentionConfig {
     pub sinks: bool,
     /// Normalisation of every query and key head. Default: none.
     pub qk_norm: Option<QkNorm>,
-    /// Added to the variance, or to the mean square, in `qk_norm`.
+    /// Term added to the variance, or to the mean square, in `qk_norm`.
     #[config(default = 1e-6)]
     pub qk_norm_eps: f64,
-    /// Base of rotary position embeddings, `θ` of Su et al. (2021), who take 10,000. Default: no rotation.
+    /// Base of rotary position embeddings, `θ` of Su et al. (2021), who use 10,000. Default: no rotation.
     pub rope_theta: Option<f64>,
 }
 
 impl BlockAttentionConfig {
-    /// `config` with these options; `context` is the length of the table of rotations.
+    /// Adds these options to `config`; `context` is the length of the rotation table.
     pub(crate) fn apply(
         &self,
         config: SparseMultiHeadAttentionConfig,
@@ -59,7 +59,7 @@ impl BlockAttentionConfig {
     ) -> Result<SparseMultiHeadAttentionConfig> {
         let known = self.rope_theta.is_none() || context.is_some();
         ensure! { known => "context", "given with rope_theta", "none"; }
-        // No heads are an error of the attention's.
+        // The attention reports `n_heads = 0` as an error.
         let d_k = (config.d_key.unwrap_or(config.d_model)).checked_div(config.n_heads);
         let rope = self.rope_theta.zip(context).map(|(theta, context)| {
             RotaryEncodingConfig::new(context, d_k.unwrap_or(0)).with_theta(theta as f32)

@@ -1,4 +1,4 @@
-//! Attention of one block, where devices share a sequence.
+//! Attention of one block when devices share a sequence.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::heads::Positions;
 use crate::stream::Projected;
 use crate::{SparseMhaInput, SparseMultiHeadAttention};
 
-/// What one block needs of a shard.
+/// Shard and positions of one block.
 #[derive(Clone, Debug)]
 pub(crate) struct ShardOfBlock {
     pub(crate) shard: Arc<SequenceShard>,
@@ -18,7 +18,7 @@ pub(crate) struct ShardOfBlock {
 }
 
 impl SparseMultiHeadAttention {
-    /// What the rows of a shard see of the whole sequence, without the output's bias.
+    /// Computes attention of the rows of a shard to the whole sequence, without the output's bias.
     pub(crate) fn forward_shard(
         &self,
         input: SparseMhaInput,

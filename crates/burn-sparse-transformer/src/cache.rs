@@ -9,8 +9,7 @@ const FIRST_CAPACITY: usize = 64;
 
 /// Keys and values of the positions seen so far, for [`crate::SparseMultiHeadAttention::forward_cache`].
 ///
-/// New positions are written into buffers that double when they are full: appending one position
-/// costs no copy of the earlier ones, amortised.
+/// New positions are written into buffers that double when they are full: appending a position copies no earlier one, amortised.
 #[derive(Clone, Debug, Default)]
 #[must_use]
 pub struct SparseMhaCache {
@@ -18,19 +17,19 @@ pub struct SparseMhaCache {
     buffers: Option<[Tensor<4>; 2]>,
     len: usize,
     context: Option<usize>,
-    /// Of native sparse attention.
+    /// Caches of native sparse attention.
     branches: Option<Box<BranchCaches>>,
-    /// Keys of an indexer, of DeepSeek sparse attention.
+    /// Keys of the indexer of DeepSeek sparse attention.
     index: Option<Box<SparseMhaCache>>,
 }
 
 impl SparseMhaCache {
-    /// An empty cache that grows without bound.
+    /// Returns an empty cache that grows without bound.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// An empty cache for at most `context` positions.
+    /// Returns an empty cache for at most `context` positions.
     pub fn with_context(context: usize) -> Self {
         Self::with_most(Some(context))
     }
@@ -42,22 +41,22 @@ impl SparseMhaCache {
         }
     }
 
-    /// Positions in the cache.
+    /// Returns the number of positions in the cache.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Returns whether the cache holds no position.
+    /// Returns whether the cache is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Capacity of the buffers, in positions.
+    /// Returns the capacity of the buffers, in positions.
     pub fn capacity(&self) -> usize {
         (self.buffers.as_ref()).map_or(0, |[key, _]| key.dims()[2])
     }
 
-    /// Forgets every position from `len` on; nothing if there are fewer. The buffers stay.
+    /// Drops every position from `len` on; does nothing if there are fewer. The buffers keep their capacity.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
         if let Some(branches) = &mut self.branches {
@@ -68,7 +67,7 @@ impl SparseMhaCache {
         }
     }
 
-    /// Forgets everything and frees the buffers. The next input may have another batch.
+    /// Drops all positions and frees the buffers. The next input may have another batch size.
     pub fn clear(&mut self) {
         self.buffers = None;
         self.branches = None;
@@ -76,7 +75,7 @@ impl SparseMhaCache {
         self.len = 0;
     }
 
-    /// What the other branches of native sparse attention keep, of compressed blocks of `block` tokens, one every `stride`.
+    /// Returns the caches of the other branches of native sparse attention, for compressed blocks of `block` tokens, one every `stride`.
     pub(crate) fn branches(&mut self, block: usize, stride: usize) -> &mut BranchCaches {
         let empty = || Self::with_most(self.context);
         (self.branches).get_or_insert_with(|| Box::new(BranchCaches::new(empty, block, stride)))
@@ -91,7 +90,7 @@ impl SparseMhaCache {
         Some(buffers.map(|x| x.narrow(2, 0, self.len)))
     }
 
-    /// The length after `new` more positions of keys `[batch, kv_heads, _, width]`, if they fit.
+    /// Checks that `new` more positions of keys `[batch, kv_heads, _, width]` fit, and returns the new length.
     pub(crate) fn check(&self, [batch, kv_heads, width]: [usize; 3], new: usize) -> Result<usize> {
         if let Some([key, _]) = &self.buffers {
             let [cached, cached_heads, _, cached_width] = key.dims();
@@ -113,20 +112,19 @@ impl SparseMhaCache {
         }
     }
 
-    /// Writes keys and values `[batch, kv_heads, new, width]` after the present ones and returns all
-    /// of them, `[batch, kv_heads, len, width]`.
+    /// Writes keys and values `[batch, kv_heads, new, width]` after the present ones and returns all of them, `[batch, kv_heads, len, width]`.
     pub(crate) fn append(&mut self, pair: [Tensor<4>; 2]) -> [Tensor<4>; 2] {
         let [_, _, new, _] = pair[0].dims();
         let (start, end) = (self.len, self.len + new);
         let capacity = self.capacity_for(end);
-        // The buffers are moved out, so that no second handle keeps the write from being in place.
+        // The buffers are moved out, so that no second handle prevents an in-place write.
         let mut old = self.buffers.take().into_iter().flatten();
         let buffers = pair.map(|new| write(old.next(), new, start, capacity));
         self.len = end;
         (self.buffers.insert(buffers).clone()).map(|x| x.narrow(2, 0, end))
     }
 
-    /// The present capacity if `len` positions fit, or at least twice of it, within the context.
+    /// Returns the present capacity if `len` positions fit, else at least twice that, within the context.
     fn capacity_for(&self, len: usize) -> usize {
         let capacity = self.capacity();
         if len <= capacity {
@@ -137,7 +135,7 @@ impl SparseMhaCache {
     }
 }
 
-/// `chunk` written into `buffer` from position `start` on, in a buffer of `capacity` positions.
+/// Writes `chunk` into `buffer` from position `start` on, in a buffer of `capacity` positions.
 fn write(buffer: Option<Tensor<4>>, chunk: Tensor<4>, start: usize, capacity: usize) -> Tensor<4> {
     let [batch, heads, new, width] = chunk.dims();
     let buffer = match buffer {
@@ -157,13 +155,12 @@ fn write(buffer: Option<Tensor<4>>, chunk: Tensor<4>, start: usize, capacity: us
     buffer.slice_assign([0..batch, 0..heads, start..start + new, 0..width], chunk)
 }
 
-/// Cache of [`crate::SparseTransformer::forward_cache`]: keys and values of every block, and the
-/// position reached.
+/// Cache of [`crate::SparseTransformer::forward_cache`]: keys and values of every block, and the current position.
 ///
-/// For a batch whose sequences all have the same length. It keeps every key; a `KvPool` of `burn-paged-attention` is for sequences of unequal lengths that come and
-/// go, and keeps the keys that the patterns reach.
+/// For a batch of sequences of equal length. It keeps every key. A `KvPool` of `burn-paged-attention` serves sequences of unequal lengths that come and go,
+/// and keeps only keys that the patterns reach.
 ///
-/// Made by [`crate::SparseTransformer::new_cache`].
+/// Created by [`crate::SparseTransformer::new_cache`].
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct SparseTransformerCache {
@@ -179,7 +176,7 @@ impl SparseTransformerCache {
         }
     }
 
-    /// What `run` makes of `new` positions from the first that is not here on, by the caches of a model's blocks. After an error the cache is as it was.
+    /// Runs `run` for `new` positions with the first new position and the caches of a model's blocks. After an error the cache is unchanged.
     pub(crate) fn advance<T>(
         &mut self,
         blocks: usize,
@@ -197,12 +194,12 @@ impl SparseTransformerCache {
         result
     }
 
-    /// Positions seen so far, which is the position of the next token.
+    /// Returns the number of positions so far, which is the position of the next token.
     pub fn position(&self) -> usize {
         self.position
     }
 
-    /// Goes back to `position`, forgetting the tokens from there on; nothing if it is not that far.
+    /// Returns to `position` and drops the tokens from there on; does nothing if the cache is shorter.
     pub fn truncate(&mut self, position: usize) {
         self.position = self.position.min(position);
         for block in &mut self.blocks {
@@ -210,7 +207,7 @@ impl SparseTransformerCache {
         }
     }
 
-    /// Back to the first position; the next tokens may have another batch.
+    /// Returns to the first position; the next tokens may have another batch size.
     pub fn clear(&mut self) {
         self.position = 0;
         for block in &mut self.blocks {
@@ -224,7 +221,7 @@ mod tests {
     use super::*;
     use burn::tensor::{Device, TensorData};
 
-    /// `[1, 1, len, 2]`, counting from `first`.
+    /// Returns `[1, 1, len, 2]`, counting from `first`.
     fn chunk(first: usize, len: usize) -> Tensor<4> {
         let values: Vec<f32> = (2 * first..2 * (first + len)).map(|v| v as f32).collect();
         Tensor::from_data(TensorData::new(values, [1, 1, len, 2]), &Device::flex())

@@ -1,4 +1,4 @@
-//! What a call of the attention computes.
+//! Parameters of an attention call.
 
 use burn::tensor::{Bool, DType, Tensor};
 use burn_blocksparse::layout::PaddingMask;
@@ -12,7 +12,7 @@ use crate::shared_choice::Aside;
 /// Queries, keys and values.
 pub(crate) type Heads = [Tensor<4>; 3];
 
-/// What a call computes, decided before it.
+/// Parameters of a call, determined before it runs.
 pub(crate) struct Call {
     pub(crate) query: Positions,
     pub(crate) key: Positions,
@@ -23,7 +23,7 @@ pub(crate) struct Call {
 }
 
 impl Call {
-    /// One of projected heads of a dtype.
+    /// Returns the call for projected heads of a dtype.
     pub(crate) fn of_heads(dtype: DType) -> Self {
         Self {
             query: Positions::From(0),
@@ -34,7 +34,7 @@ impl Call {
         }
     }
 
-    /// One whose queries and keys are the same rows, at these positions.
+    /// Returns the call for queries and keys that are the same rows, at these positions.
     pub(crate) fn at(input: &SparseMhaInput, positions: Positions) -> Result<Self> {
         Ok(Self {
             query: positions.clone(),
@@ -43,7 +43,7 @@ impl Call {
         })
     }
 
-    /// One whose positions count from 0.
+    /// Returns the call for positions from 0 on.
     pub(crate) fn new(input: &SparseMhaInput, padding: &[PaddingMask]) -> Result<Self> {
         Ok(Self {
             padding: padded_queries(padding, &input.query.device())?,
@@ -53,11 +53,11 @@ impl Call {
     }
 }
 
-/// What a layer's heads see.
+/// Outputs of a layer's heads.
 pub struct Seen {
     /// `[batch, heads, seq, d_v]`.
     pub heads: Tensor<4>,
-    /// For the loss, and the layers behind.
+    /// Auxiliary loss, and choice for later layers.
     pub aside: Aside,
 }
 

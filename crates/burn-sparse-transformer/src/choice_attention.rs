@@ -1,4 +1,4 @@
-//! Attention to a choice, the layer's own or that of an earlier one.
+//! Attention to a choice of keys, the layer's own or that of an earlier layer.
 
 use burn_sparse_select::token_sparse_attention;
 
@@ -8,7 +8,7 @@ use crate::shared_choice::{ChoiceSharing, Chosen, SharedChoice};
 use crate::{SparseMultiHeadAttention, TransformerError};
 
 impl SharedChoice {
-    /// What heads of a layer see of the keys, with the choice.
+    /// Computes the outputs of a layer's heads with this choice.
     pub(crate) fn attend(
         self,
         mha: &SparseMultiHeadAttention,
@@ -37,7 +37,7 @@ impl SharedChoice {
 }
 
 impl Call {
-    /// What heads of a layer see that takes the choice of an earlier one, and hands it on.
+    /// Computes the outputs of a layer that takes the choice of an earlier one, and passes the choice on.
     pub(crate) fn taken_by(&self, mha: &SparseMultiHeadAttention, heads: Heads) -> Result<Seen> {
         self.taken()?.clone().attend(mha, heads, self)
     }
@@ -50,7 +50,7 @@ impl Call {
 }
 
 impl SparseMultiHeadAttention {
-    /// Returns the layer's role in sharing a choice; none if it chooses for itself alone.
+    /// Returns the layer's role in sharing a choice; `None` if it chooses for itself alone.
     pub fn choice_sharing(&self) -> Option<ChoiceSharing> {
         self.choice_sharing
     }

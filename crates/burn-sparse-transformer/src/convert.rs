@@ -1,4 +1,4 @@
-//! From burn-nn's modules to these: the same weights, a pattern in place of masks.
+//! Conversion of burn-nn's modules: the same weights, a pattern instead of masks.
 
 use burn::nn::attention::MultiHeadAttention;
 use burn_blocksparse::Pattern;
@@ -8,12 +8,12 @@ use crate::layouts::Layouts;
 use crate::{SparseMultiHeadAttention, SparseMultiHeadAttentionConfig};
 
 impl SparseMultiHeadAttention {
-    /// burn-nn's attention with a pattern: the parameters of `mha`, shared and under their identities, so that an optimizer's state
-    /// for them holds on. With [`Pattern::dense`] the output is the same up to rounding. So is the probability of dropout, but not its
-    /// masks, which come of seeds ([`SparseMhaInput::dropout_seed`](crate::SparseMhaInput::dropout_seed)).
+    /// Converts burn-nn's attention. The parameters of `mha` are shared and keep their ids, so that an optimizer's state for them remains valid. With
+    /// [`Pattern::dense`] the output is the same up to rounding. Dropout has the same probability, but its masks are functions of seeds
+    /// ([`SparseMhaInput::dropout_seed`](crate::SparseMhaInput::dropout_seed)).
     ///
     /// # Errors
-    /// If `mha`'s projections are not square, or the pattern does not fit its heads and the block size.
+    /// If `mha`'s projections are not square, or the pattern does not match its heads and the block size.
     ///
     /// ```
     /// use burn::nn::attention::MultiHeadAttentionConfig;
@@ -61,10 +61,10 @@ impl SparseMultiHeadAttention {
         Ok(sparse)
     }
 
-    /// The same module with another pattern.
+    /// Returns the same module with another pattern.
     ///
     /// # Errors
-    /// If the pattern does not fit the heads, the block size or the module's selection.
+    /// If the pattern does not match the heads, the block size or the module's selection.
     pub fn with_pattern(self, pattern: Pattern, block_size: usize) -> Result<Self> {
         self.kind().check_pattern(&pattern)?;
         let layouts = Layouts::new(pattern, self.pattern_heads(), block_size)?;

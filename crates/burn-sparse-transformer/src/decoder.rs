@@ -1,4 +1,4 @@
-//! A model whose attention a caller computes, so that it decodes from caches that this crate does not know.
+//! Models whose attention the caller computes, so that they decode from caches that this crate does not know.
 
 pub use crate::heads::Positions;
 
@@ -10,13 +10,13 @@ use crate::error::Result;
 use crate::stream::Stream;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer};
 
-/// Callback by which a [`Decoder`] runs each layer's attention: the layer's number, its attention and what it reads, `[batch, seq, d_model]`, give what its heads see,
-/// `[batch, heads, seq, d_v]`.
+/// Callback with which a [`Decoder`] runs each layer's attention. It gets the layer's index, its attention and its input, `[batch, seq, d_model]`, and
+/// returns the heads' outputs, `[batch, heads, seq, d_v]`.
 pub type Attend<'a> =
     dyn FnMut(usize, &SparseMultiHeadAttention, Tensor<3>) -> Result<Tensor<4>> + 'a;
 
-/// A model that leaves its attention to the caller: dense, from a cache, or from the pages of `burn-paged-attention`, which decodes, evicts and
-/// generates text with it.
+/// Model that leaves its attention to the caller: dense, from a cache, or from the pages of `burn-paged-attention`, which decodes, evicts and generates text
+/// with it.
 ///
 /// ```
 /// use burn::module::Module;
@@ -73,11 +73,11 @@ pub type Attend<'a> =
 /// # Ok::<(), TransformerError>(())
 /// ```
 pub trait Decoder: Module {
-    /// The attention of its layers, first to last.
+    /// Returns the attention of its layers, first to last.
     fn attentions(&self) -> Vec<&SparseMultiHeadAttention>;
 
-    /// What stands after the last layer, `[batch, seq, d_model]`, of tokens `[batch, seq]` at positions: for models that embed them. Calls `attend` once for each
-    /// layer, in their order.
+    /// Returns the output of the last layer, `[batch, seq, d_model]`, for tokens `[batch, seq]` at positions, which only models with position embeddings
+    /// read. Calls `attend` once for each layer, in order.
     fn hidden(
         &self,
         tokens: Tensor<2, Int>,
@@ -85,13 +85,13 @@ pub trait Decoder: Module {
         attend: &mut Attend,
     ) -> Result<Tensor<3>>;
 
-    /// Logits `[batch, seq, vocab_size]` of some rows of what [`Self::hidden`] gives.
+    /// Returns the logits `[batch, seq, vocab_size]` of rows of [`Self::hidden`]'s output.
     fn logits(&self, hidden: Tensor<3>) -> Result<Tensor<3>>;
 
-    /// Size of the vocabulary.
+    /// Returns the size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
-    /// Positions that there are, if that is not up to the rotations of its layers.
+    /// Returns the number of positions, unless the layers' rotation tables determine it.
     fn max_positions(&self) -> Option<usize> {
         None
     }

@@ -6,8 +6,7 @@ use burn_blocksparse::{Dropout as WeightDropout, Seed};
 
 static MODULES: AtomicU64 = AtomicU64::new(0);
 
-/// Seeds of a module's dropout, one for each of its calls. Those of two modules have nothing to do with each other; clones share
-/// theirs.
+/// Seeds of a module's dropout, one for each of its calls. Seeds of two modules are unrelated; clones share theirs.
 #[derive(Clone, Debug)]
 pub(crate) struct Seeds {
     module: u64,
@@ -36,7 +35,7 @@ pub(crate) fn training_dropout(
     dropped(dropout).map(|probability| WeightDropout::new(probability, seed()))
 }
 
-/// The probability of a module's dropout, if it drops anything.
+/// Returns the probability of a module's dropout, if it is active.
 pub(crate) fn dropped(Dropout { prob, training }: &Dropout) -> Option<f64> {
     (*prob > 0.0 && training.is_enabled()).then_some(*prob)
 }

@@ -3,21 +3,20 @@ use burn::tensor::{Device, Int, Tensor};
 
 use crate::init;
 
-/// Learned position embeddings of a sequence seen as a matrix (Child et al., 2019, §5.3).
+/// Learned position embeddings of a sequence arranged as a matrix (Child et al., 2019, §5.3).
 ///
-/// Position `i` is row `i / width`, column `i mod width`; its embedding is the sum of its row's and its
-/// column's (`n_emb = 2`). With the width of the attention's stride, a row of the matrix is a window of
-/// the pattern.
+/// Position `i` is in row `i / width` and column `i mod width`; its embedding is the sum of its row's and its column's (`n_emb = 2`). If the width is the
+/// attention's stride, a row of the matrix is a window of the pattern.
 ///
-/// In a picture whose pixels have `channels` bytes, a column is a pixel's: `(i mod width) / channels`, and
-/// `(i mod width) mod channels` is a channel with an embedding of its own (`n_emb = 3`).
+/// In an image whose pixels have `channels` bytes, a column is that of a pixel, `(i mod width) / channels`, and the channel `(i mod width) mod channels` has
+/// its own embedding (`n_emb = 3`).
 #[derive(Module, Debug)]
 pub struct PositionEmbedding {
-    /// `[rows, d_model]`, `rows = ⌈context / width⌉`.
+    /// Row embeddings, `[rows, d_model]`, `rows = ⌈context / width⌉`.
     pub row: Param<Tensor<2>>,
-    /// `[width, d_model]`, or with channels `[width / channels, d_model]`.
+    /// Column embeddings, `[width, d_model]`, or with channels `[width / channels, d_model]`.
     pub column: Param<Tensor<2>>,
-    /// `[channels, d_model]`, in pictures.
+    /// Channel embeddings of images, `[channels, d_model]`.
     pub channel: Option<Param<Tensor<2>>>,
 }
 
@@ -39,7 +38,7 @@ impl PositionEmbedding {
         }
     }
 
-    /// `[width, d_model]`: what is added to each row's embedding.
+    /// Returns what is added to each row's embedding, `[width, d_model]`.
     fn columns(&self) -> Tensor<2> {
         let column = self.column.val();
         let Some(channel) = &self.channel else {
@@ -50,7 +49,7 @@ impl PositionEmbedding {
         pixels.reshape([self.width(), d_model])
     }
 
-    /// Embeddings of the positions `start..start + len`.
+    /// Returns the embeddings of the positions `start..start + len`.
     ///
     /// # Shapes
     /// - output: `[1, len, d_model]`
@@ -61,8 +60,7 @@ impl PositionEmbedding {
         let column = self.columns();
         let [width, d_model] = column.dims();
         let (first, last) = (start / width, (start + len).div_ceil(width));
-        // Whole rows of the matrix as a broadcast sum: its backward is two reductions, where looking
-        // up every position would scatter.
+        // Whole rows of the matrix as a broadcast sum: its backward pass is two reductions, where a lookup of every position would scatter.
         let rows = self.row.val().narrow(0, first, last - first);
         let matrix = rows.unsqueeze_dim::<3>(1) + column.unsqueeze_dim::<3>(0);
         matrix
@@ -70,7 +68,7 @@ impl PositionEmbedding {
             .narrow(1, start - first * width, len)
     }
 
-    /// Embeddings of positions that need not follow each other, `[positions]`.
+    /// Returns the embeddings of arbitrary positions, `[positions]`.
     ///
     /// # Shapes
     /// - output: `[positions, d_model]`
@@ -81,7 +79,7 @@ impl PositionEmbedding {
         self.row.val().select(0, rows) + self.columns().select(0, columns)
     }
 
-    /// Columns of the matrix that positions are arranged in.
+    /// Returns the number of columns of the matrix of positions.
     pub(crate) fn width(&self) -> usize {
         let [width, _] = self.column.dims();
         let channels = self.channel.as_ref().map_or(1, |channel| channel.dims()[0]);
@@ -118,7 +116,7 @@ mod tests {
                     assert!((value - expected).abs() < 1e-7, "position {i}");
                 }
             }
-            // As a cache asks for them.
+            // As a cache requests them.
             let place = Tensor::<1, Int>::from_ints([2 * width as i32 + 7], &device);
             let at = embedding.at(&place).unsqueeze::<3>().into_data();
             at.assert_eq(&embedding.forward(2 * width + 7, 1).into_data(), true);

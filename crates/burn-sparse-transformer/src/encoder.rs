@@ -16,9 +16,9 @@ use crate::{
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct SparseTransformerEncoderConfig {
-    /// Everything but the pattern.
+    /// burn-nn's configuration: everything but the pattern.
     pub encoder: TransformerEncoderConfig,
-    /// The pattern: which query attends to which key, per head.
+    /// Pattern: which query attends to which key, per head.
     pub pattern: Pattern,
     /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
@@ -27,12 +27,12 @@ pub struct SparseTransformerEncoderConfig {
 
 impl SparseTransformerEncoderConfig {
     or_panics! {
-        /// Creates the module, initialised as burn-nn's.
+        /// Creates the module, initialised like burn-nn's.
         pub fn init(&self, device: &Device) -> SparseTransformerEncoder;
 
         /// # Errors
-        /// As [`SparseTransformerEncoder::from_dense`]; also if a size is 0 or the heads do not divide the width, `dropout` is outside
-        /// `[0, 1)`, or `layer_norm_eps` is not positive.
+        /// Those of [`SparseTransformerEncoder::from_dense`]; also if a size is 0 or the heads do not divide the width, `dropout` is outside `[0, 1)`, or
+        /// `layer_norm_eps` is not positive.
         pub fn try_init {
             let encoder = &self.encoder;
             let (d_model, n_heads) = (encoder.d_model, encoder.n_heads);
@@ -47,13 +47,13 @@ impl SparseTransformerEncoderConfig {
     }
 }
 
-/// burn-nn's `TransformerEncoder` with a pattern in place of the mask: the same layers, post-norm or pre-norm, with the same parameters
-/// under the same names, so that its records load.
+/// burn-nn's `TransformerEncoder` with a pattern instead of the mask: the same layers, post-norm or pre-norm, with the same parameters under the same names,
+/// so that its records load.
 ///
-/// Should be created with [`SparseTransformerEncoderConfig`], or from a module with [`Self::from_dense`].
+/// Create it with [`SparseTransformerEncoderConfig`], or from a module with [`Self::from_dense`].
 #[derive(Module, Debug)]
 pub struct SparseTransformerEncoder {
-    /// First to last.
+    /// Layers, first to last.
     pub layers: Vec<SparseTransformerEncoderLayer>,
 }
 
@@ -75,7 +75,7 @@ impl SparseTransformerEncoderInput {
         }
     }
 
-    /// Sets which positions are padding: see [`SparseMhaInput::mask_pad`](crate::SparseMhaInput::mask_pad). It is read from its device once.
+    /// Sets which positions are padding: see [`SparseMhaInput::mask_pad`](crate::SparseMhaInput::mask_pad). The mask is read from its device once.
     ///
     /// # Shapes
     /// - `mask`: `[batch, seq]`, `true` = padding
@@ -84,7 +84,7 @@ impl SparseTransformerEncoderInput {
         self
     }
 
-    /// Padding at the end: batch entry `b` has `lengths[b]` real positions; all later ones are padding.
+    /// Sets padding at the end: batch entry `b` has `lengths[b]` real positions; all later ones are padding.
     pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
         self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
         self
@@ -92,11 +92,11 @@ impl SparseTransformerEncoderInput {
 }
 
 impl SparseTransformerEncoder {
-    /// burn-nn's encoder with a pattern: the parameters of `encoder`, shared. With [`Pattern::dense`] the output is the same up to
-    /// rounding, and so are the probabilities of dropout.
+    /// Converts burn-nn's encoder: shares its parameters and adds a pattern. With [`Pattern::dense`] the output is the same up to rounding, and dropout has
+    /// the same probabilities.
     ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::from_dense`](crate::SparseMultiHeadAttention::from_dense), or if there are no layers.
+    /// Those of [`SparseMultiHeadAttention::from_dense`](crate::SparseMultiHeadAttention::from_dense); also if there are no layers.
     pub fn from_dense(
         encoder: &TransformerEncoder,
         pattern: Pattern,
@@ -112,11 +112,11 @@ impl SparseTransformerEncoder {
         })
     }
 
-    /// The same module computing in another precision: with [`Precision::Bf16`] products and attention are in bf16, parameters, the stream and
-    /// norms' statistics stay what they are.
+    /// Returns the same module in another precision. With [`Precision::Bf16`] products and attention are in bf16; parameters, the stream and the norms'
+    /// statistics are unchanged.
     ///
     /// # Errors
-    /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the parameters' device does not compute in it.
+    /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the parameters' device does not support it.
     pub fn with_precision(mut self, precision: Precision) -> Result<Self> {
         for layer in &mut self.layers {
             precision.check(&layer.norm_1.gamma.device())?;
@@ -125,10 +125,10 @@ impl SparseTransformerEncoder {
         Ok(self)
     }
 
-    /// The same module with another pattern in every layer.
+    /// Returns the same module with another pattern in every layer.
     ///
     /// # Errors
-    /// If the pattern does not fit the heads and the block size.
+    /// If the pattern does not match the heads and the block size.
     pub fn with_pattern(mut self, pattern: Pattern, block_size: usize) -> Result<Self> {
         let n_heads = self.layers.first().map_or(1, |layer| layer.mha.n_heads());
         let layouts = Layouts::new(pattern, n_heads, block_size)?;
@@ -146,7 +146,7 @@ impl SparseTransformerEncoder {
         pub fn forward(&self, input: SparseTransformerEncoderInput) -> Tensor<3>;
 
         /// # Errors
-        /// As [`SparseMultiHeadAttention::try_forward`](crate::SparseMultiHeadAttention::forward).
+        /// Those of [`SparseMultiHeadAttention::try_forward`](crate::SparseMultiHeadAttention::forward).
         pub fn try_forward {
             let mut stream = Stream::new(input.tensor);
             let padding = input.padding.map(Padding::read);
@@ -161,15 +161,15 @@ impl SparseTransformerEncoder {
     }
 
     or_panics! {
-        /// Applies the layers to several sequences that lie one after the other in one.
+        /// Applies the layers to several sequences concatenated without padding.
         ///
         /// # Shapes
         /// - `x` and output: `[1, total, d_model]`
-        /// - `cu_seqlens`: as [`SparseMultiHeadAttention::forward_packed`](crate::SparseMultiHeadAttention::forward_packed)
+        /// - `cu_seqlens`: see [`SparseMultiHeadAttention::forward_packed`](crate::SparseMultiHeadAttention::forward_packed)
         pub fn forward_packed(&self, x: Tensor<3>, cu_seqlens: &[usize]) -> Tensor<3>;
 
         /// # Errors
-        /// As [`SparseMultiHeadAttention::try_forward_packed`](crate::SparseMultiHeadAttention::forward_packed).
+        /// Those of [`SparseMultiHeadAttention::try_forward_packed`](crate::SparseMultiHeadAttention::forward_packed).
         pub fn try_forward_packed {
             let stream = (self.layers.iter()).try_fold(Stream::new(x), |stream, layer| {
                 layer.residual(stream, |input| {
@@ -181,14 +181,14 @@ impl SparseTransformerEncoder {
     }
 
     or_panics! {
-        /// Applies the layers to new positions, which also attend to those in `caches`: one for each layer, of [`Self::new_caches`].
+        /// Applies the layers to new positions, which also attend to those in `caches`: one for each layer, from [`Self::new_caches`].
         ///
         /// # Shapes
         /// - `x` and output: `[batch, new, d_model]`
         pub fn forward_cache(&self, x: Tensor<3>, caches: &mut [SparseMhaCache]) -> Tensor<3>;
 
         /// # Errors
-        /// As [`SparseMultiHeadAttention::try_forward_cache`](crate::SparseMultiHeadAttention::forward_cache); the caches are then as they were.
+        /// Those of [`SparseMultiHeadAttention::try_forward_cache`](crate::SparseMultiHeadAttention::forward_cache); the caches are unchanged then.
         pub fn try_forward_cache { self.cached(x, caches, false) }
     }
 
@@ -219,7 +219,7 @@ impl SparseTransformerEncoder {
         result
     }
 
-    /// Empty caches for [`Self::forward_cache`].
+    /// Returns empty caches for [`Self::forward_cache`].
     pub fn new_caches(&self) -> Vec<SparseMhaCache> {
         vec![SparseMhaCache::new(); self.layers.len()]
     }

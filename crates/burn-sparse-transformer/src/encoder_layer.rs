@@ -1,4 +1,4 @@
-//! A layer of the encoder: burn-nn's, on the training ops.
+//! Encoder layer: burn-nn's, on the training ops.
 
 use burn::module::Module;
 use burn::nn::activation::Activation as DenseActivation;
@@ -16,21 +16,21 @@ use crate::layouts::Layouts;
 use crate::stream::{Projected, Stream};
 use crate::{Precision, SparseMhaInput, SparseMultiHeadAttention};
 
-/// A layer of [`SparseTransformerEncoder`](crate::SparseTransformerEncoder). As in burn-nn, `norm_2` is the attention's with `norm_first`, and
-/// the feed-forward network's without.
+/// Layer of [`SparseTransformerEncoder`](crate::SparseTransformerEncoder). As in burn-nn, `norm_2` belongs to the attention with `norm_first`, and to the
+/// feed-forward network without it.
 #[derive(Module, Debug)]
 pub struct SparseTransformerEncoderLayer {
     /// Self-attention.
     pub mha: SparseMultiHeadAttention,
     /// Position-wise feed-forward network.
     pub pwff: PositionWiseFeedForward,
-    /// After the attention, or before the feed-forward network.
+    /// Norm after the attention, or before the feed-forward network.
     pub norm_1: LayerNorm,
-    /// After the feed-forward network, or before the attention.
+    /// Norm after the feed-forward network, or before the attention.
     pub norm_2: LayerNorm,
-    /// At the end of both residual branches.
+    /// Dropout at the end of both residual branches.
     pub dropout: Dropout,
-    /// True if the norms come before what they are for.
+    /// True for pre-norm, false for post-norm.
     pub norm_first: bool,
     #[module(skip)]
     epsilons: [f64; 2],
@@ -88,7 +88,7 @@ impl SparseTransformerEncoderLayer {
             let branch = self.feed_forward(normed, inner)?;
             return stream.push(branch, drops.branch(FEED_FORWARD));
         }
-        // What is normed is the stream from there on.
+        // With post-norm, the normed sum becomes the stream.
         let x = stream.finish()?;
         let stream = Stream::new(x.clone()).push(attend(x)?, drops.branch(ATTENTION))?;
         let (_, x) = stream.norm(&self.norm_1, first, own)?;
@@ -98,7 +98,7 @@ impl SparseTransformerEncoderLayer {
         Ok(Stream::new(x))
     }
 
-    /// The network without its last bias; `drop` says what is dropped inside.
+    /// Applies the network without its last bias; `drop` is the dropout inside.
     fn feed_forward(&self, x: Tensor<3>, drop: Option<ElementDropout>) -> Result<Projected> {
         let (linear_inner, linear_outer) = (&self.pwff.linear_inner, &self.pwff.linear_outer);
         let activation = &self.pwff.activation;
@@ -135,7 +135,7 @@ const ATTENTION: u32 = 0;
 const FEED_FORWARD: u32 = 1;
 const INNER: u32 = 2;
 
-/// The activation that does the same, if there is one.
+/// Returns the equivalent activation of the training ops, if there is one.
 fn ours(activation: &DenseActivation) -> Option<Activation> {
     match activation {
         DenseActivation::Identity(_) => Some(Activation::None),
@@ -146,7 +146,7 @@ fn ours(activation: &DenseActivation) -> Option<Activation> {
     }
 }
 
-/// What a norm of burn-nn's adds to the variance. The field is private, but burn-nn prints it.
+/// Returns the epsilon of a burn-nn norm. The field is private, but the norm's display text contains it.
 fn epsilon(norm: &LayerNorm) -> Result<f64> {
     let text = norm.to_string();
     let number = text.split_once("epsilon: ").and_then(|(_, rest)| {

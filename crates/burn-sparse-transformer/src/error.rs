@@ -4,46 +4,46 @@ use burn_blocksparse::{LayoutError, OpError};
 
 use crate::Precision;
 
-/// What most functions of this crate return.
+/// Result type of this crate.
 pub type Result<T, E = TransformerError> = std::result::Result<T, E>;
 
 /// Errors of configurations, inputs and caches.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum TransformerError {
-    /// An argument or a configuration's field is outside its range.
+    /// An argument or a configuration field is out of range.
     #[error("{argument} must be {expected}, got {got}")]
     Argument {
-        /// The argument's or the field's name.
+        /// Name of the argument or field.
         argument: &'static str,
-        /// The expected value.
+        /// Expected value.
         expected: String,
-        /// The actual value.
+        /// Actual value.
         got: String,
     },
-    /// A sequence is longer than a model, a cache or a table of rotations takes.
+    /// A sequence is longer than a model, a cache or a rotation table supports.
     #[error("positions must stay below {context}, {limit}, got positions {start}..{end}")]
     ContextExceeded {
-        /// Number of positions that there may be.
+        /// Number of supported positions.
         context: usize,
-        /// What says so.
+        /// What limits the positions.
         limit: &'static str,
-        /// First position asked for.
+        /// First requested position.
         start: usize,
-        /// One past the last position asked for.
+        /// One past the last requested position.
         end: usize,
     },
-    /// A cache would stop between positions that see each other: rows that were given out would not be those of the whole sequence.
+    /// A cache would stop between positions that see each other: rows already returned would differ from those of the whole sequence.
     #[error(
         "a cache cannot stop at position {position}: queries before it attend to keys {}; {}",
         keys(*.last), stops(*.next)
     )]
     Boundary {
-        /// Where it would stop.
+        /// Position where the cache would stop.
         position: usize,
-        /// The last key that those queries attend to; none: there is always a later one.
+        /// Last key that those queries attend to; `None` if there is always a later one.
         last: Option<usize>,
-        /// The next position to stop at, if the pattern has one.
+        /// Next position where the cache may stop, if the pattern has one.
         next: Option<usize>,
     },
     /// The device cannot compute in the precision of the configuration.
@@ -51,21 +51,21 @@ pub enum TransformerError {
         "precision must be f32 on {device}, which does not compute in {precision}, got {precision}"
     )]
     Precision {
-        /// What was asked for.
+        /// Requested precision.
         precision: Precision,
-        /// The device.
+        /// Device.
         device: String,
     },
-    /// The pattern does not give a layout for the sequence lengths at hand.
+    /// The pattern has no layout for the sequence lengths.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// The attention function refused its inputs.
+    /// The attention function rejected its inputs.
     #[error(transparent)]
     Attention(#[from] OpError),
 }
 
 impl TransformerError {
-    /// [`Self::Argument`]: what must be `expected`, and what came.
+    /// Returns [`Self::Argument`] with what was expected and what was given.
     pub fn argument(
         argument: &'static str,
         expected: impl Into<String>,
@@ -79,7 +79,7 @@ impl TransformerError {
     }
 }
 
-/// Rows of what arguments must be, of this crate's error: see [`blocksparse::ensure`].
+/// [`blocksparse::ensure`] with this crate's error.
 macro_rules! ensure {
     ($($rows:tt)+) => {
         blocksparse::ensure! { $crate::TransformerError; $($rows)+ }
@@ -87,7 +87,7 @@ macro_rules! ensure {
 }
 pub(crate) use ensure;
 
-/// Checks that an argument is absent: `expected` says so.
+/// Checks that an argument is absent; `expected` is the error's text.
 pub fn ensure_none(argument: &'static str, given: bool, expected: &str) -> Result<()> {
     ensure! { !given => argument, expected, "some"; }
     Ok(())
@@ -109,7 +109,7 @@ pub(crate) fn ensure_scores(scale: Option<f64>, softcap: Option<f64>) -> Result<
     ensure_above_zero("softcap", softcap.unwrap_or(1.0))
 }
 
-/// Returns what `try_…` gives, or panics with its error's text: the modules of burn-nn also panic.
+/// Returns the value, or panics with the error's text, as burn-nn's modules do.
 #[track_caller]
 pub fn or_panic<T, E: fmt::Display>(result: Result<T, E>) -> T {
     match result {
@@ -118,7 +118,7 @@ pub fn or_panic<T, E: fmt::Display>(result: Result<T, E>) -> T {
     }
 }
 
-/// A method that panics with the text of its twin's error, and the twin with what is done.
+/// Defines a method that panics with the text of its fallible variant's error, and that variant with the given body.
 macro_rules! or_panics {
     (
         $(#[$doc:meta])* pub fn $name:ident $(<const $dims:ident: usize>)? (&$self:ident $(, $given:ident: $kind:ty)* $(,)?) -> $made:ty;
@@ -140,10 +140,10 @@ macro_rules! or_panics {
 }
 pub(crate) use or_panics;
 
-/// Widths, lengths and counts stay below this, so that what is computed from two of them does not overflow.
+/// Upper bound of widths, lengths and counts, so that products of two do not overflow.
 const MAX_SIZE: usize = 1 << 30;
 
-/// A size that must be at least 1.
+/// Checks that a size is at least 1 and at most 2³⁰.
 pub fn ensure_positive(argument: &'static str, value: usize) -> Result<()> {
     ensure! {
         value > 0 => argument, "at least 1", value;
@@ -163,7 +163,7 @@ pub(crate) fn ensure_multiple(
     ensure_positive(argument, value)
 }
 
-/// A tensor's dimensions, printed as `[2, 16, 64]`.
+/// Checks a tensor's dimensions; errors print them as `[2, 16, 64]`.
 pub fn ensure_shape<const D: usize>(
     argument: &'static str,
     dims: [usize; D],
@@ -178,7 +178,7 @@ pub fn ensure_shape<const D: usize>(
     Ok(())
 }
 
-/// `[batch = 2, seq ≥ 1, d_model = 64]`.
+/// Formats dimensions as `[batch = 2, seq ≥ 1, d_model = 64]`.
 fn describe<const D: usize>(expected: [Option<usize>; D], names: [&'static str; D]) -> String {
     let dims: Vec<String> = names
         .iter()

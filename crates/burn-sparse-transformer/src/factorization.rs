@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, ensure};
 
-/// Use of a factorisation of attention into `p` patterns (Child et al., 2019, §4.2).
+/// Factorisation of attention into `p` patterns (Child et al., 2019, §4.2).
 ///
 /// ```
 /// use burn_sparse_transformer::{Factorization, Pattern};
@@ -24,21 +24,21 @@ use crate::error::{Result, ensure};
 pub enum Factorization {
     /// Layer `r` uses pattern `r mod p`: one kind of attention per block.
     Interleaved(Vec<Pattern>),
-    /// Every head attends to the positions that any of the patterns allows, in one softmax.
+    /// Every head attends to the union of the patterns, in one softmax.
     Merged(Vec<Pattern>),
     /// Head `h` uses pattern `h mod p`; the heads are combined by the output projection.
     MultiHead(Vec<Pattern>),
 }
 
 impl Factorization {
-    /// The `p` patterns.
+    /// Returns the `p` patterns.
     pub fn patterns(&self) -> &[Pattern] {
         let (Self::Interleaved(patterns) | Self::Merged(patterns) | Self::MultiHead(patterns)) =
             self;
         patterns
     }
 
-    /// The pattern of layer `layer`, counted from 0.
+    /// Returns the pattern of layer `layer`, counted from 0.
     ///
     /// # Errors
     /// If there are no patterns.
@@ -61,7 +61,7 @@ impl From<Pattern> for Factorization {
     }
 }
 
-/// A single pattern prints as itself: all layers and heads use it, however it would be combined.
+/// A single pattern prints as itself: all layers and heads use it, however patterns would be combined.
 impl fmt::Display for Factorization {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let [pattern] = self.patterns() {

@@ -1,4 +1,4 @@
-//! The MLP of a block.
+//! Feed-forward network of a block.
 
 use burn::config::Config;
 use burn::module::{
@@ -18,7 +18,7 @@ use crate::error::{Result, or_panics};
 use crate::linear::{BlockSparseLinear, linear_flops};
 use crate::stream::Projected;
 
-/// Retained blocks of feed-forward networks' weights: the same share of both, drawn with different seeds.
+/// Kept blocks of the feed-forward networks' weights: the same share of both weights, drawn with different seeds.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -36,43 +36,43 @@ use crate::stream::Projected;
 #[derive(Config, Debug)]
 #[must_use = "it does nothing until a model is made with it"]
 pub struct FeedForwardSparsity {
-    /// Share of the blocks of each weight that is retained, in `(0, 1]`.
+    /// Share of each weight's blocks that is kept, in `(0, 1]`.
     pub density: f64,
     /// Side of a block: 16, 32, 64 or 128. Divides `d_model` and `d_ff`.
     #[config(default = 64)]
     pub block: usize,
-    /// Pattern of the retained blocks.
+    /// Pattern of the kept blocks.
     #[config(default = "WeightPattern::SmallWorld")]
     pub pattern: WeightPattern,
-    /// Seed of the patterns that are drawn. Matrix `i` of the model (0 and 1 are the first block's) has this one and `i`.
+    /// Seed of random patterns. Matrix `i` of the model (0 and 1 are the first block's) uses `seed + i`.
     #[config(default = 0)]
     pub seed: u64,
 }
 
 impl FeedForwardSparsity {
-    /// That of block `layer` of a model.
+    /// Returns the sparsity of block `layer` of a model.
     pub(crate) fn of_layer(self, layer: usize) -> Self {
         let seed = self.seed.wrapping_add(2 * layer as u64);
         self.with_seed(seed)
     }
 
-    /// The layout of the inner (0) or the outer weight (1).
+    /// Returns the layout of the inner (0) or the outer weight (1).
     pub(crate) fn layout(&self, shape: [usize; 2], matrix: u64) -> Result<WeightLayout> {
         let seed = self.seed.wrapping_add(matrix);
         Ok((self.pattern).layout(shape, self.block, self.density, seed)?)
     }
 }
 
-/// A layer of [`FeedForward`]. Its parameters have the same names either way.
+/// Layer of [`FeedForward`]. Both kinds have the same parameter names.
 #[derive(Clone, Debug)]
 pub enum FeedForwardLinear {
-    /// Every input reaches every output.
+    /// Dense weight.
     Dense(Linear),
-    /// Some blocks of the weight are kept: [`FeedForwardSparsity`].
+    /// Block-sparse weight: [`FeedForwardSparsity`].
     BlockSparse(BlockSparseLinear),
 }
 
-/// The same of a layer of either kind.
+/// Evaluates the same expression for either kind of layer.
 macro_rules! either {
     ($of:expr, $layer:ident => $made:expr) => {
         match $of {
@@ -83,7 +83,7 @@ macro_rules! either {
 }
 
 impl FeedForwardLinear {
-    /// The layer, if it is dense.
+    /// Returns the layer, if it is dense.
     pub fn as_dense(&self) -> Option<&Linear> {
         match self {
             Self::Dense(layer) => Some(layer),
@@ -91,7 +91,7 @@ impl FeedForwardLinear {
         }
     }
 
-    /// The layer to be changed, if it is dense.
+    /// Returns the layer mutably, if it is dense.
     pub fn as_dense_mut(&mut self) -> Option<&mut Linear> {
         match self {
             Self::Dense(layer) => Some(layer),
@@ -99,7 +99,7 @@ impl FeedForwardLinear {
         }
     }
 
-    /// The layer, if it is block sparse.
+    /// Returns the layer, if it is block sparse.
     pub fn as_block_sparse(&self) -> Option<&BlockSparseLinear> {
         match self {
             Self::Dense(_) => None,
@@ -107,12 +107,12 @@ impl FeedForwardLinear {
         }
     }
 
-    /// The bias, `[d_output]`.
+    /// Returns the bias, `[d_output]`.
     pub fn bias(&self) -> Option<&Param<Tensor<1>>> {
         either!(self, layer => layer.bias.as_ref())
     }
 
-    /// `x · W`, without the bias, in `dtype`.
+    /// Returns `x · W`, without the bias, in `dtype`.
     fn product(&self, x: Tensor<3>, dtype: FloatDType) -> Result<Tensor<3>> {
         match self {
             Self::Dense(layer) => {
@@ -143,7 +143,7 @@ impl From<BlockSparseLinear> for FeedForwardLinear {
     }
 }
 
-/// By hand, because what Burn derives for an enum puts the variant's name into the names of parameters.
+/// Implemented by hand: Burn's derive for enums adds the variant's name to parameter names.
 impl Module for FeedForwardLinear {
     fn visit<V: ModuleVisitor>(&self, visitor: &mut V) {
         either!(self, layer => layer.visit(visitor))
@@ -212,7 +212,7 @@ impl From<FeedForwardActivation> for Activation {
     }
 }
 
-/// `W_2 f(W_1 x + b_1) + b_2`, with `f` an activation: `x · sigmoid(1.702 x)` unless the configuration says otherwise.
+/// Feed-forward network `W_2 f(W_1 x + b_1) + b_2` with an activation `f`, by default `x · sigmoid(1.702 x)`.
 ///
 /// The layers have the names of burn-nn's `PositionWiseFeedForward`. There is no dropout inside.
 #[derive(Module, Debug)]
@@ -244,7 +244,7 @@ impl FeedForward {
         }
     }
 
-    /// [`Self::forward`] without its last bias; with `recompute` the backward pass computes the first product again, if both layers are dense.
+    /// [`Self::forward`] without its last bias. With `recompute` the backward pass computes the first product again, if both layers are dense.
     pub(crate) fn forward_projected(&self, x: Tensor<3>, recompute: bool) -> Result<Projected> {
         let (inner, outer) = (&self.linear_inner, &self.linear_outer);
         let dtype = self.precision.dtype(x.dtype());
@@ -267,7 +267,7 @@ impl FeedForward {
         Ok(Projected::new(x, bias))
     }
 
-    /// Operations of both layers for one position, forward: two per weight.
+    /// Returns the operations of both layers for one position, forward: two per weight.
     pub fn matmul_flops_per_token(&self) -> u64 {
         self.linear_inner.flops() + self.linear_outer.flops()
     }

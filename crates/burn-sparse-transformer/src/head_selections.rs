@@ -1,4 +1,4 @@
-//! Heads of a layer that choose their keys in different ways.
+//! Layers whose heads choose their keys in different ways.
 
 use std::fmt;
 use std::str::FromStr;
@@ -16,8 +16,8 @@ use crate::layouts::Request;
 use crate::selected::check_selection;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, TransformerError};
 
-/// A selection for each head of a layer: the heads take them in turn. Written with `/` between them, and `pattern` for heads that
-/// leave it to the layer's pattern, as patterns by head are:
+/// Selections of a layer's heads, which take them in turn. The text form separates them with `/`, and has `pattern` for heads that use the layer's pattern,
+/// like patterns by head:
 ///
 /// ```
 /// use burn_sparse_transformer::HeadSelections;
@@ -33,14 +33,14 @@ use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer, Transfo
 #[serde(into = "String", try_from = "String")]
 pub struct HeadSelections(Vec<Option<Selection>>);
 
-/// What a head without a selection is written as.
+/// Text of a head without a selection.
 const PATTERN: &str = "pattern";
 
 impl HeadSelections {
-    /// The choices that heads take in turn; `None` leaves a head to the pattern.
+    /// Returns selections that heads take in turn; `None` leaves a head to the pattern.
     ///
     /// # Errors
-    /// If there is none.
+    /// If there are none.
     pub fn new(choices: Vec<Option<Selection>>) -> Result<Self> {
         let count = choices.len();
         ensure! { count > 0 => "choices", "at least 1", count; }
@@ -57,7 +57,7 @@ impl HeadSelections {
         self.0.len()
     }
 
-    /// Never.
+    /// Returns `false`: there is always at least one.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -117,7 +117,7 @@ impl TryFrom<String> for HeadSelections {
 }
 
 impl AttentionKind for HeadSelections {
-    /// Heads that choose alike attend together.
+    /// One call of attention for all heads that choose alike.
     fn attend(
         &self,
         mha: &SparseMultiHeadAttention,
@@ -177,8 +177,8 @@ impl AttentionKind for HeadSelections {
 }
 
 impl SparseMultiHeadAttention {
-    /// Sets how each head chooses its keys by content, anew in each call, in place of one choice for all ([`Self::with_selection`]). Heads that choose alike
-    /// are one call of attention, each with a copy of its keys and values.
+    /// Sets how each head chooses its keys by content in each call, instead of one selection for all ([`Self::with_selection`]). Heads that choose alike
+    /// share one call of attention, with a copy of their keys and values.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -193,8 +193,8 @@ impl SparseMultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// If the pattern differs by head, a choice does not serve the pattern, or the module has a selection, heads that choose single keys by content, sinks,
-    /// biases of distances, ALiBi or the quiet softmax.
+    /// If the pattern differs by head, a selection does not support the pattern, or the module has a selection, heads that choose single keys by content,
+    /// sinks, relative position biases, ALiBi or the quiet softmax.
     pub fn with_head_selections(mut self, heads: Option<HeadSelections>) -> Result<Self> {
         if let Some(heads) = &heads {
             self.check_head_selections(heads)?;
@@ -225,10 +225,10 @@ impl SparseMultiHeadAttention {
         Ok(())
     }
 
-    /// Measures each head's selection on an input: see [`Selection::quality`]. A head with the pattern alone has recall 1.
+    /// Measures each head's selection on an input: see [`Selection::quality`]. A head that uses the pattern alone has recall 1.
     ///
     /// # Errors
-    /// As [`Self::with_head_selections`] and [`Self::selection_quality`].
+    /// Those of [`Self::with_head_selections`] and [`Self::selection_quality`].
     pub fn head_selection_quality(
         &self,
         input: SparseMhaInput,
@@ -257,7 +257,7 @@ impl SparseMultiHeadAttention {
     }
 }
 
-/// Some heads' queries, or the keys or values that they share with `group` heads.
+/// Gathers the queries of some heads, or the keys or values that `group` heads share.
 fn of_heads(x: &Tensor<4>, members: &[usize], group: usize) -> Tensor<4> {
     let heads = members.iter().map(|head| {
         let head = head / group;
@@ -267,10 +267,10 @@ fn of_heads(x: &Tensor<4>, members: &[usize], group: usize) -> Tensor<4> {
 }
 
 impl SparseTransformer {
-    /// Measures selections of heads on tokens, an entry for each layer, without changing what the layers compute: per layer and head.
+    /// Measures selections of heads on tokens, one entry for each layer, without changing the layers. Returns the quality per layer and head.
     ///
     /// # Errors
-    /// If there are not as many entries as layers, and as [`SparseMultiHeadAttention::head_selection_quality`].
+    /// If the number of entries is not the number of layers; also those of [`SparseMultiHeadAttention::head_selection_quality`].
     pub fn head_selection_quality(
         &self,
         tokens: Tensor<2, Int>,
@@ -288,11 +288,11 @@ impl SparseTransformer {
         Ok(())
     }
 
-    /// Sets how each head of each layer chooses its keys by content: an entry for each layer, `None` for one that leaves it to its pattern. The layers'
-    /// selections are taken out. Parameters stay as they are.
+    /// Sets how each head of each layer chooses its keys by content: one entry for each layer, `None` for one that uses its pattern. The layers' selections
+    /// are removed. Parameters are unchanged.
     ///
     /// # Errors
-    /// If there are not as many entries as layers, and as [`SparseMultiHeadAttention::with_head_selections`].
+    /// If the number of entries is not the number of layers; also those of [`SparseMultiHeadAttention::with_head_selections`].
     pub fn with_head_selections(self, layers: Vec<Option<HeadSelections>>) -> Result<Self> {
         let mut model = self.with_selections(&[], 0)?;
         model.ensure_layers(layers.len())?;

@@ -1,4 +1,4 @@
-//! What happens to queries and keys between their projection and the scores.
+//! Norms and rotations of queries and keys between projection and scores.
 
 use burn::module::Module;
 use burn::nn::{
@@ -18,7 +18,7 @@ use crate::stream::layer_norm_params;
 
 /// Normalisation of every query and key head, before the rotation (Dehghani et al., 2023, §2).
 ///
-/// Each has one gain per channel that all heads share, one for queries and one for keys.
+/// There is one gain per channel for queries and one for keys, shared by all heads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -29,13 +29,13 @@ pub enum QkNorm {
     Layer,
 }
 
-/// The parameters of a [`QkNorm`], `[d_k]` each.
+/// Parameters of a [`QkNorm`], `[d_k]` each.
 #[derive(Module, Debug)]
 #[non_exhaustive]
 pub enum HeadNorm {
-    /// Of [`QkNorm::Rms`].
+    /// Parameters of [`QkNorm::Rms`].
     Rms(RmsNorm),
-    /// Of [`QkNorm::Layer`].
+    /// Parameters of [`QkNorm::Layer`].
     Layer(LayerNorm),
 }
 
@@ -72,20 +72,20 @@ impl HeadNorm {
     }
 }
 
-/// Where the rows of a tensor sit in their sequence.
+/// Positions of a tensor's rows in their sequences.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Positions {
-    /// One after the other, from this one on.
+    /// Consecutive positions, from this one on.
     From(usize),
-    /// Documents of these lengths, each from 0 on.
+    /// Documents of these lengths, each from position 0 on.
     Documents(Vec<usize>),
-    /// Of every row of every batch entry, `[batch · seq]`; they were checked.
+    /// Position of every row of every batch entry, `[batch · seq]`; checked by the caller.
     Listed(Box<Tensor<1, Int>>),
 }
 
 impl Positions {
-    /// That the table of rotations has them all.
+    /// Checks that the rotation table covers all positions.
     pub(crate) fn check(&self, rope: &RotaryEncoding, seq: usize) -> Result<()> {
         let [context, ..] = rope.freq_complex.dims();
         let (start, end) = match self {
@@ -105,7 +105,7 @@ impl Positions {
     }
 }
 
-/// Rotates the heads `[batch, heads, seq, width]`, in the dtype of the table, as burn-nn's `RotaryEncoding::apply`, and rounds to `dtype`.
+/// Rotates the heads `[batch, heads, seq, width]` in the dtype of the table, like burn-nn's `RotaryEncoding::apply`, and rounds to `dtype`.
 pub(crate) fn rotate(
     rope: &RotaryEncoding,
     x: Tensor<4>,
@@ -115,7 +115,7 @@ pub(crate) fn rotate(
     turned(rope, x, positions, dtype, false)
 }
 
-/// [`rotate`] of the first channels, as many as the table has, in the dtype of `x`.
+/// [`rotate`] for the first channels, as many as the table has, in the dtype of `x`.
 pub(crate) fn rotate_first(
     rope: &Option<RotaryEncoding>,
     x: Tensor<4>,
@@ -132,7 +132,7 @@ pub(crate) fn rotate_first(
     })
 }
 
-/// The other way round: what was rotated at a position as if that were so much less.
+/// Rotates backwards: heads rotated for position p become heads rotated for p − `by`.
 pub fn rotate_back(rope: &RotaryEncoding, x: Tensor<4>, by: &Positions) -> Result<Tensor<4>> {
     let dtype = x.dtype();
     turned(rope, x, by, dtype, true)
@@ -150,7 +150,7 @@ fn turned(
     Ok(rope_op(x, table, positions, dtype.into(), back)?)
 }
 
-/// [`rotate`] of queries and keys of the same rows.
+/// [`rotate`] for queries and keys of the same rows.
 pub(crate) fn rotate_both(
     rope: &RotaryEncoding,
     [query, key]: [Tensor<4>; 2],
@@ -189,8 +189,8 @@ fn of_documents(lengths: &[usize], table: &Tensor<3>) -> Result<Tensor<1, Int>> 
     Ok(Tensor::from_data(TensorData::new(places, [count]), &device))
 }
 
-/// [`rotate`] in some twenty steps. Steps of autodiff run by their depth: after so many, the branches of native sparse attention add up their gradients in
-/// one order, whatever is recomputed.
+/// [`rotate`] in about twenty autodiff steps. Autodiff runs steps by their depth: with that many, the branches of native sparse attention add their gradients
+/// in one order, whatever is recomputed.
 pub(crate) fn rotate_apart(
     rope: &RotaryEncoding,
     x: Tensor<4>,
@@ -224,10 +224,10 @@ pub(crate) fn rotate_apart(
     Ok(rotated.cast(dtype))
 }
 
-/// Beyond 2²⁴ a position is no f32 any more, and angles are made of positions.
+/// Angles are computed from positions in f32, which is exact up to 2²⁴.
 const MAX_POSITIONS: usize = 1 << 24;
 
-/// What would make `config` panic, or not fit heads of width `d_k`.
+/// Checks that `config` does not panic and matches heads of width `d_k`.
 pub(crate) fn validate_rope(config: &RotaryEncodingConfig, d_k: usize) -> Result<()> {
     ensure! {
         (1..=MAX_POSITIONS).contains(&config.max_sequence_length) =>

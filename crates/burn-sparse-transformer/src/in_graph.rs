@@ -1,6 +1,6 @@
 use burn::tensor::Tensor;
 
-/// A tensor without autodiff, with it if another one has it, and with the checkpointing strategy of that.
+/// Puts a tensor without autodiff on the autodiff device if `other` is on one, with its checkpointing strategy.
 pub(crate) fn in_graph_of<const D: usize, const E: usize>(
     other: &Tensor<E>,
     x: Tensor<D>,

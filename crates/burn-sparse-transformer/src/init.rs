@@ -8,7 +8,7 @@ use burn_fused_ops::sparse_linear::WeightLayout;
 
 use crate::linear::{BlockSparseLinear, fans};
 
-/// `W` from `N(0, scale / √d_input)`, `b` = 0.
+/// Initialises `W` from `N(0, scale / √d_input)` and `b` to 0.
 pub(crate) fn linear(d_input: usize, d_output: usize, scale: f64, device: &Device) -> Linear {
     Linear {
         weight: normal([d_input, d_output], scale / (d_input as f64).sqrt(), device),
@@ -16,7 +16,7 @@ pub(crate) fn linear(d_input: usize, d_output: usize, scale: f64, device: &Devic
     }
 }
 
-/// The kept blocks from `N(0, scale / √(inputs that an output sees, on average))`, `b` = 0.
+/// Initialises the kept blocks from `N(0, scale / √(mean inputs of an output))` and `b` to 0.
 pub(crate) fn block_sparse_linear(
     layout: WeightLayout,
     scale: f64,
@@ -28,7 +28,7 @@ pub(crate) fn block_sparse_linear(
     BlockSparseLinear::new(weight, Some(bias), layout, device)
 }
 
-/// `W` = 0 and no bias: every logit starts at 0, every token equally likely.
+/// Initialises `W` to 0 without a bias: all logits start at 0, all tokens equally likely.
 pub(crate) fn zero_linear(d_input: usize, d_output: usize, device: &Device) -> Linear {
     Linear {
         weight: Initializer::Zeros.init([d_input, d_output], device),
@@ -36,7 +36,7 @@ pub(crate) fn zero_linear(d_input: usize, d_output: usize, device: &Device) -> L
     }
 }
 
-/// One of `n_emb` tables that are summed: `N(0, scale / √(d_model · n_emb))`.
+/// Initialises one of `n_emb` tables that are summed: `N(0, scale / √(d_model · n_emb))`.
 pub(crate) fn embedding(
     rows: usize,
     d_model: usize,

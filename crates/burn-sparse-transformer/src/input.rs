@@ -22,16 +22,16 @@ pub struct SparseMhaInput {
     self_attention: bool,
 }
 
-/// What a call is given beside its rows.
+/// Options of a call.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CallOptions {
-    /// Of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
+    /// Bias of the scores, `[batch or 1, heads or 1, seq_q or 1, seq_kv]`.
     pub(crate) bias: Option<Tensor<4>>,
     pub(crate) dropout_seed: Option<Seed>,
-    /// What is dropped, whether or not the device is one of training; none: the module decides.
+    /// Dropout, in training or not; `None` leaves it to the module.
     pub(crate) dropout: Option<Dropout>,
     pub(crate) results: Results,
-    /// Of an earlier layer.
+    /// Choice of an earlier layer.
     pub(crate) choice: Option<SharedChoice>,
 }
 
@@ -39,14 +39,14 @@ pub(crate) struct CallOptions {
 pub(crate) enum Padding {
     /// `[batch, seq_kv]`, `true` = padding.
     Mask(Box<Tensor<2, Bool>>),
-    /// A mask that was read from its device: its shape and values.
+    /// Mask that was read from its device: shape and values.
     Read([usize; 2], Arc<Vec<bool>>),
-    /// The number of real keys of each batch entry; all later ones are padding.
+    /// Number of real keys of each batch entry; all later ones are padding.
     Lengths(Vec<usize>),
 }
 
 impl Padding {
-    /// Off the device, for more than one use.
+    /// Reads a mask from its device, for repeated use.
     pub(crate) fn read(self) -> Self {
         match self {
             Self::Mask(mask) => {
@@ -57,7 +57,7 @@ impl Padding {
         }
     }
 
-    /// Which of `[batch, seq_kv]` keys take part.
+    /// Returns which of `[batch, seq_kv]` keys are real.
     fn keys(&self, batch: usize, seq_kv: usize) -> Result<Vec<Vec<bool>>> {
         let check = |dims| {
             let expected = [Some(batch), Some(seq_kv)];
@@ -118,11 +118,10 @@ impl SparseMhaInput {
         }
     }
 
-    /// Sets which keys are padding, as in burn-nn: nobody attends to them. In self-attention ([`Self::self_attn`]) they are queries,
-    /// too, and their output is 0.
+    /// Sets which keys are padding, as in burn-nn: no query attends to them. In self-attention ([`Self::self_attn`]) the same positions are padding as
+    /// queries too, and their output is 0.
     ///
-    /// The mask becomes part of the layout, so it is read from its device, which waits for what was asked of it before;
-    /// [`Self::lengths`] does not.
+    /// The mask becomes part of the layout, so it is read from its device, which waits for pending work; [`Self::lengths`] does not.
     ///
     /// # Shapes
     /// - `mask`: `[batch, seq_kv]`, `true` = padding; with a cache `seq_kv` includes its positions
@@ -143,15 +142,13 @@ impl SparseMhaInput {
         /// # Shapes
         /// - `bias`: `[batch or 1, n_heads or 1, seq_q or 1, seq_kv]`; with a cache `seq_kv` includes its positions
         bias => options.bias: Some(Tensor<4>),
-        /// Sets the keys that queries attend to: those that an earlier layer chose for the same tokens
-        /// ([`SparseMhaOutput::choice`](crate::SparseMhaOutput::choice)), for a layer that takes them
-        /// ([`ChoiceSharing::Takes`](crate::content::ChoiceSharing::Takes)).
+        /// Sets the keys that queries attend to, for a layer that takes them ([`ChoiceSharing::Takes`](crate::content::ChoiceSharing::Takes)): the choice of
+        /// an earlier layer for the same tokens ([`SparseMhaOutput::choice`](crate::SparseMhaOutput::choice)).
         choice => options.choice: Some(SharedChoice),
     }
 
-    /// Sets the seed of the module's dropout, of which the mask is a function
-    /// ([`burn_blocksparse::Dropout`]), and of the rotations of heads that choose by hashes. Default: another one in every call; rotations of calls that are
-    /// not of training are always the same then.
+    /// Sets the seed of the module's dropout, which determines the mask ([`burn_blocksparse::Dropout`]), and of the rotations of heads that choose by hashes.
+    /// Default: a new seed in every call, but fixed rotations outside of training.
     pub fn dropout_seed(mut self, seed: impl Into<Seed>) -> Self {
         self.options.dropout_seed = Some(seed.into());
         self
@@ -161,7 +158,7 @@ impl SparseMhaInput {
         self.self_attention
     }
 
-    /// What takes part, per batch entry; none: everything, in any batch.
+    /// Returns the padding per batch entry; empty if there is none.
     pub(crate) fn padding(
         &self,
         batch: usize,
@@ -172,7 +169,7 @@ impl SparseMhaInput {
             return Ok(Vec::new());
         };
         let mask = |keys: Vec<bool>| {
-            // Queries are the last positions; those before the first key are no padding.
+            // Queries are the last positions; those before the first key are not padding.
             let is_real = |i: usize| (i + seq_kv).checked_sub(seq_q).is_none_or(|at| keys[at]);
             let queries = (self.self_attention).then(|| (0..seq_q).map(is_real).collect());
             let mut mask = PaddingMask::default().keys(keys);
@@ -184,7 +181,7 @@ impl SparseMhaInput {
     }
 }
 
-/// The queries that are padding, `[batch, seq_q, 1]`; none unless they are the keys' tokens.
+/// Returns the queries that are padding, `[batch, seq_q, 1]`; `None` unless they are the keys' tokens.
 pub(crate) fn padded_queries(
     padding: &[PaddingMask],
     device: &Device,

@@ -1,4 +1,4 @@
-//! Helpers of sister crates. Nothing here is stable.
+//! Helpers for sister crates. Nothing here is stable.
 
 pub use crate::dsa::indexed::Indexed;
 pub use crate::error::{ensure_none, ensure_positive, ensure_shape, or_panic};

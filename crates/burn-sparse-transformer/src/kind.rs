@@ -1,4 +1,4 @@
-//! How the heads of a layer find their keys.
+//! Kinds of attention: how the heads of a layer find their keys.
 
 use burn::module::Content;
 use burn_blocksparse::Pattern;
@@ -8,15 +8,15 @@ use crate::error::{Result, ensure, ensure_none};
 use crate::layouts::Request;
 use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention};
 
-/// What differs between a pattern and the choices by content. What is not said is the pattern's. A new kind implements it in a file of its own and has a row in
+/// Behaviour that differs between a pattern and choices by content. The defaults are those of a pattern. Implement a new kind in its own file and add it to
 /// [`SparseMultiHeadAttention::kind`].
 pub(crate) trait AttentionKind {
-    /// That an input has nothing that the kind does not know.
+    /// Checks that an input has nothing that the kind does not support.
     fn check_input(&self, _: &SparseMhaInput) -> Result<()> {
         Ok(())
     }
 
-    /// What the heads see of an input, with a cache also of the positions in it. After an error the cache may hold some of the input's.
+    /// Computes the heads' outputs for an input, with a cache also over its positions. After an error the cache may hold some positions of the input.
     fn context(
         &self,
         mha: &SparseMultiHeadAttention,
@@ -26,7 +26,7 @@ pub(crate) trait AttentionKind {
         self.attend_projected(mha, input, cache)
     }
 
-    /// [`Self::attend`] of an input's projected heads.
+    /// [`Self::attend`] for an input's projected heads.
     fn attend_projected(
         &self,
         mha: &SparseMultiHeadAttention,
@@ -55,32 +55,32 @@ pub(crate) trait AttentionKind {
         false
     }
 
-    /// Returns whether rows after a sequence's end change nothing of what the others see, without a layout that leaves them out.
+    /// Returns whether rows after a sequence's end do not affect the others, even without a layout that excludes them.
     fn ignores_later_rows(&self) -> bool {
         false
     }
 
-    /// That another pattern can take the place of the layer's.
+    /// Checks that another pattern can replace the layer's.
     fn check_pattern(&self, _: &Pattern) -> Result<()> {
         Ok(())
     }
 
-    /// That a call may choose in its own way.
+    /// Checks that a call may override how keys are chosen.
     fn ensure_replaceable(&self) -> Result<()> {
         Ok(())
     }
 
-    /// That layouts are the pattern's, for calls that know nothing else.
+    /// Checks that the pattern alone determines layouts, for calls that support nothing else.
     fn ensure_pattern(&self) -> Result<()> {
         self.ensure_replaceable()
     }
 
-    /// That tokens that come later change no choice.
+    /// Checks that later tokens do not change a choice.
     fn ensure_decodable(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Pairs that are computed for a sequence, of all heads.
+    /// Returns the number of pairs computed for a sequence, over all heads.
     fn pairs(&self, mha: &SparseMultiHeadAttention, seq: usize) -> Result<u64> {
         Ok(mha.layout(seq, seq)?.allowed_pairs())
     }
@@ -89,7 +89,7 @@ pub(crate) trait AttentionKind {
         0
     }
 
-    /// Operations of its own scores for one sequence, forward.
+    /// Returns the operations of its own scores for one sequence, forward.
     fn score_flops(&self, _seq: usize) -> u64 {
         0
     }
@@ -99,7 +99,7 @@ pub(crate) trait AttentionKind {
     }
 }
 
-/// That an input is self-attention without padding and biases, which heads by content do not know.
+/// Checks that an input is self-attention without padding and biases, which content-based heads do not support.
 pub(crate) fn check_input(name: &str, input: &SparseMhaInput) -> Result<()> {
     let none = format!("none with {name}");
     ensure_none("padding", input.padding.is_some(), &none)?;
@@ -109,7 +109,7 @@ pub(crate) fn check_input(name: &str, input: &SparseMhaInput) -> Result<()> {
     Ok(())
 }
 
-/// With keys and values behind those of a cache, which has them then.
+/// Appends keys and values to a cache, if there is one, and returns all of its keys and values.
 pub(crate) fn appended(cache: Option<&mut SparseMhaCache>, heads: Heads) -> Heads {
     let Some(cache) = cache else { return heads };
     let [query, key, value] = heads;
@@ -117,19 +117,19 @@ pub(crate) fn appended(cache: Option<&mut SparseMhaCache>, heads: Heads) -> Head
     [query, key, value]
 }
 
-/// That a pattern can stand in a layer with heads that choose by content.
+/// Checks that a pattern can be used next to heads that choose by content.
 pub(crate) fn check_causal(pattern: &Pattern) -> Result<()> {
     ensure! { pattern.is_causal() => "pattern", "causal next to content-based heads", pattern; }
     Ok(())
 }
 
-/// Which keys are seen is the pattern's alone.
+/// The pattern alone determines which keys are seen.
 struct ByPattern;
 
 impl AttentionKind for ByPattern {}
 
 impl SparseMultiHeadAttention {
-    /// How the heads find their keys.
+    /// Returns the kind of attention.
     pub(crate) fn kind(&self) -> &dyn AttentionKind {
         if let Some(content) = &self.content {
             return content;

@@ -7,37 +7,37 @@ use burn_blocksparse::{BlockLayout, LayoutError, LayoutShape, Pattern};
 use crate::TransformerError;
 use crate::error::Result;
 
-/// Layouts kept at most, unless [`Layouts::keep`] says otherwise. Training, evaluation and decoding each need one at a time; decoding
-/// asks for a new `(1, n)` at every step and would grow the list without bound.
+/// Most layouts that are cached by default, see [`Layouts::keep`]. Training, evaluation and decoding each need one at a time; decoding requests a new
+/// `(1, n)` at every step and would grow the list without bound.
 const KEPT: usize = 8;
 
-/// One pattern and the layouts built from it so far, by sequence lengths.
+/// A pattern, and the layouts built from it so far, by sequence lengths.
 ///
-/// Clones share what was built: a model's blocks with equal patterns hold clones of one `Layouts`, and
-/// so do the copies that `Module::valid` or an optimizer step make of a model.
+/// Clones share the layouts: a model's blocks with equal patterns hold clones of one `Layouts`, and so do the copies of a model that `Module::valid` or an
+/// optimizer step make.
 #[derive(Clone)]
 pub(crate) struct Layouts {
     pattern: Pattern,
     heads: usize,
     block_size: usize,
     built: Arc<Mutex<Built>>,
-    /// Those of the same pattern in other blocks, or for other numbers of heads.
+    /// Layouts of the same pattern for other numbers of heads and block sizes.
     siblings: Arc<Mutex<LayoutPool>>,
 }
 
-/// The layouts that are kept, and those that threads are building or about to use.
+/// Cached layouts, and those that threads are building or about to use.
 struct Built {
     most: usize,
     /// Least recently used first.
     entries: Vec<(Request, Slot)>,
 }
 
-/// A layout, once it is built. Whoever finds it empty builds it with this lock held and no other: threads that ask for the
-/// same layout wait for it, all others go on.
+/// Layout, once it is built. A thread that finds it empty builds it while it holds this lock and no other: threads that request the same layout wait, all
+/// others proceed.
 type Slot = Arc<Mutex<Option<BlockLayout>>>;
 
 impl Built {
-    /// The slot of `request`, now the most recently used one.
+    /// Returns the slot of `request` and makes it the most recently used one.
     fn slot(&mut self, request: &Request) -> Slot {
         let found = self.entries.iter().position(|(known, _)| known == request);
         let entry = match found {
@@ -50,8 +50,8 @@ impl Built {
         slot
     }
 
-    /// Forgets the least recently used layouts until there are no more than may be kept. Those in use stay, so that they are
-    /// found rather than built again; slots are handed out under the lock of this list only, so none becomes used meanwhile.
+    /// Evicts the least recently used layouts down to the limit. Layouts in use stay, so that they are found and not rebuilt. Slots are handed out under this
+    /// list's lock only, so none becomes used meanwhile.
     fn forget(&mut self) {
         let mut excess = self.entries.len().saturating_sub(self.most);
         self.entries.retain(|(_, slot)| {
@@ -64,16 +64,16 @@ impl Built {
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Request {
-    /// None: those that the layouts are for.
+    /// Number of heads. None: that of the [`Layouts`].
     pub(crate) heads: Option<usize>,
     pub(crate) seq_q: usize,
-    /// The queries are the last ones of so many positions.
+    /// Number of positions; the queries are the last ones.
     pub(crate) seq_kv: usize,
-    /// Where documents begin, in each of which the pattern holds by itself; none: one document.
+    /// Offsets of documents, in each of which the pattern holds by itself; empty for a single document.
     pub(crate) documents: Vec<usize>,
-    /// Global tokens beside the pattern, per batch entry; none: no such tokens, in any batch.
+    /// Global tokens in addition to the pattern, per batch entry; empty if there are none.
     pub(crate) global: Vec<Vec<usize>>,
-    /// What takes part, per batch entry; none: everything, in any batch.
+    /// Padding, per batch entry; empty if there is none.
     pub(crate) restrictions: Vec<PaddingMask>,
 }
 
@@ -95,16 +95,16 @@ impl Request {
 impl Layouts {
     pub(crate) fn new(pattern: Pattern, heads: usize, block_size: usize) -> Result<Self> {
         let layouts = Self::unchecked(pattern, heads, block_size);
-        // The smallest layout meets every check that does not depend on the lengths.
+        // The smallest layout triggers every check that does not depend on the lengths.
         layouts.build(&Request::new(1, 1))?;
         Ok(layouts)
     }
 
-    /// Layouts whose requests name their heads.
+    /// Returns layouts whose requests state the number of heads.
     pub(crate) fn of_any_heads(pattern: Pattern, block_size: usize) -> Result<Self> {
         let layouts = Self::unchecked(pattern, 1, block_size);
         match layouts.build(&Request::new(1, 1)) {
-            // Other numbers of heads may fit.
+            // Other numbers of heads may match.
             Ok(_)
             | Err(TransformerError::Layout(LayoutError::Pattern {
                 argument: "heads", ..
@@ -138,7 +138,7 @@ impl Layouts {
         self.block_size
     }
 
-    /// The layouts of the same pattern for so many heads, in blocks of this size.
+    /// Returns the layouts of the same pattern for `heads` heads and blocks of `block_size`.
     pub(crate) fn of_shape(&self, heads: usize, block_size: usize) -> Result<Self> {
         if self.block_size == block_size && self.heads == heads {
             return Ok(self.clone());
@@ -159,7 +159,7 @@ impl Layouts {
         drop(slot);
         let mut built = self.built();
         if layout.is_err() {
-            // A request that nothing can be built for takes no layout's place.
+            // A request that cannot be built evicts no layout.
             (built.entries).retain(|(known, _)| known != request);
         }
         built.forget();
@@ -225,7 +225,7 @@ impl fmt::Debug for Layouts {
     }
 }
 
-/// Layouts of which there is one for each pattern, number of heads and block size.
+/// Layouts, one for each pattern, number of heads and block size.
 #[derive(Default)]
 pub(crate) struct LayoutPool(Vec<Layouts>);
 
@@ -313,7 +313,7 @@ mod tests {
         let built = Arc::new(Mutex::new(Vec::new()));
         let seen = Arc::clone(&built);
         let pattern = Pattern::from_fn("counted", move |_, i, j| {
-            // The last query and key of each layout.
+            // Last query and key of each layout.
             if i == j && i % 8 == 7 {
                 seen.lock().unwrap().push(i);
             }
@@ -377,13 +377,12 @@ mod tests {
             assert_eq!(layouts.get(&padded).unwrap().batch(), Some(1));
             let layout = layouts.get(&packed).unwrap();
             assert!(layout.to_dense(0)[8][0] && !layout.to_dense(0)[9][0]);
-            // The two, and the layout without padding.
+            // Both, and the layout without padding.
             assert_eq!(built(&layouts), 3);
         }
     }
 
-    /// A batch of another length every step: what is built is used, and what is kept stays bounded. The time is in
-    /// `docs/dev/benchmark-tables.md`.
+    /// A batch of another length every step: layouts are reused, and the cache stays bounded. The time is in `docs/dev/benchmark-tables.md`.
     #[test]
     fn a_hundred_lengths_in_a_row() {
         let layouts = Layouts::new(Pattern::fixed(128, 32), 8, 32).unwrap();

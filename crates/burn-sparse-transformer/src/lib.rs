@@ -1,9 +1,7 @@
-//! Sparse Transformer layers for [Burn](burn): attention over a [`Pattern`] where burn-nn's attends to
-//! everything, the residual block around it, and the model of "Generating Long Sequences with Sparse
-//! Transformers" (Child et al., 2019, [arXiv:1904.10509](https://arxiv.org/abs/1904.10509)).
+//! Sparse Transformer layers for [Burn](burn): attention over a [`Pattern`] instead of burn-nn's dense attention, the residual block around it, and the model
+//! of "Generating Long Sequences with Sparse Transformers" (Child et al., 2019, [arXiv:1904.10509](https://arxiv.org/abs/1904.10509)).
 //!
-//! [`SparseMultiHeadAttention`] takes the place of burn-nn's `MultiHeadAttention`: the same parameters, the
-//! same records, a pattern instead of a mask.
+//! [`SparseMultiHeadAttention`] replaces burn-nn's `MultiHeadAttention`: the same parameters, the same records, a pattern instead of a mask.
 //!
 //! ```
 //! use burn::tensor::{Device, Distribution, Tensor};
@@ -17,18 +15,18 @@
 //! assert_eq!(y.dims(), [2, 512, 64]);
 //! ```
 //!
-//! [`SparseAttention`], a module without parameters, is for models that have projections and a KV cache of their own. Every `forward` and `init`
-//! panics with the text of the error that its `try_forward` or `try_init` returns.
+//! [`SparseAttention`], a module without parameters, is for models with their own projections and KV cache. Every `forward` and `init` panics with the text
+//! of the error that its `try_forward` or `try_init` returns.
 //!
-//! Trained modules of burn-nn become sparse with [`SparseMultiHeadAttention::from_dense`] and
-//! [`SparseTransformerEncoder::from_dense`]; `cargo run -p burn-sparse-transformer --example convert` shows it.
+//! [`SparseMultiHeadAttention::from_dense`] and [`SparseTransformerEncoder::from_dense`] make trained modules of burn-nn sparse; see
+//! `cargo run -p burn-sparse-transformer --example convert`.
 //!
 //! # From burn-nn
 #![doc = ""]
 #![doc = include_str!("../from-burn-nn.md")]
 //!
-//! With the feature `store`, `weights` loads what other programs trained, and writes what they read: safetensors, PyTorch's state dicts, GPT-2's and
-//! Longformer's names. It reads llama.cpp's GGUF files.
+//! With the feature `store`, `weights` reads and writes files of other programs: safetensors, PyTorch's state dicts, GPT-2's and Longformer's names. It also
+//! reads llama.cpp's GGUF files.
 //!
 //! # Which item for which job
 //! | job | item |
@@ -49,9 +47,8 @@
 //! [`forward_cache`](SparseTransformer::forward_cache) for sampling, and
 //! `loss_and_gradients` (feature `autodiff`) for gradients that store nothing but the residual stream.
 //!
-//! The features `flex`, `ndarray`, `wgpu` and `cuda` enable backends, as in `burn-blocksparse`. An
-//! application must enable them here as well as in `burn`: on a device of any other backend a call is
-//! [`OpError::Backend`], which names the feature.
+//! The features `flex`, `ndarray`, `wgpu` and `cuda` enable backends, as in `burn-blocksparse`. An application must enable them here as well as in `burn`: on
+//! a device of any other backend a call returns [`OpError::Backend`], which names the feature.
 #![warn(missing_docs)]
 
 mod attention;

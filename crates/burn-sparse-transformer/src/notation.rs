@@ -1,8 +1,8 @@
-//! Numbers of heads by content as text.
+//! Text form of the numbers of content-based heads.
 
 use std::{fmt, iter};
 
-/// What a text begins with: a name, and numbers.
+/// Writes a name followed by numbers.
 pub(crate) fn write_numbers(
     f: &mut fmt::Formatter<'_>,
     name: &str,
@@ -15,7 +15,7 @@ pub(crate) fn write_numbers(
     .try_for_each(|(number, before)| write!(f, "{before}{number}"))
 }
 
-/// The numbers that texts begin with, and the words behind them.
+/// Reads the leading numbers, and returns them with the remaining words.
 pub(crate) fn read_numbers<'a, 'b>(texts: &'a [&'b str]) -> Option<(Vec<usize>, &'a [&'b str])> {
     let is_number = |text: &&&str| text.starts_with(|c: char| c.is_ascii_digit());
     let (numbers, words) = texts.split_at(texts.iter().take_while(is_number).count());

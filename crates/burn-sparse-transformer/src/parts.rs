@@ -1,4 +1,4 @@
-//! The parts of a layer, for models and caches that put them together themselves.
+//! Parts of a layer, for models and caches that combine them themselves.
 
 use burn::module::Param;
 use burn::tensor::{FloatDType, Tensor};
@@ -13,19 +13,19 @@ use crate::shared_choice::SharedChoice;
 use crate::{Precision, SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention};
 
 impl SparseMultiHeadAttention {
-    /// Returns the heads' outputs for `x`, `[batch, seq, d_model]`, which [`Self::output_projection`] joins: `[batch, n_heads, seq, d_v]`.
+    /// Returns the heads' outputs for `x`, `[batch, seq, d_model]`: `[batch, n_heads, seq, d_v]`, the input of [`Self::output_projection`].
     ///
     /// # Errors
-    /// As [`Self::try_forward`].
+    /// Those of [`Self::try_forward`].
     pub fn forward_heads(&self, x: Tensor<3>) -> Result<Tensor<4>> {
         let (seen, _) = self.context(SparseMhaInput::self_attn(x))?;
         Ok(seen.heads)
     }
 
-    /// [`Self::forward_heads`] of new positions, to those in `cache` as well.
+    /// [`Self::forward_heads`] for new positions, which also attend to those in `cache`.
     ///
     /// # Errors
-    /// As [`Self::try_forward_cache`].
+    /// Those of [`Self::try_forward_cache`].
     pub fn forward_heads_cache(
         &self,
         x: Tensor<3>,
@@ -35,35 +35,35 @@ impl SparseMultiHeadAttention {
         Ok(seen.heads)
     }
 
-    /// Queries, keys and values of `x`, `[batch, seq, d_model]`, by heads, normalised and rotated.
+    /// Returns queries, keys and values of `x`, `[batch, seq, d_model]`, by heads, normalised and rotated.
     ///
     /// # Errors
-    /// If the parameters do not fit `x`.
+    /// If the parameters do not match `x`.
     pub fn project_heads(&self, x: Tensor<3>, positions: &Positions) -> Result<[Tensor<4>; 3]> {
         let input = SparseMhaInput::self_attn(x);
         let call = Call::at(&input, positions.clone())?;
         self.project(input, &call)
     }
 
-    /// The output projection of what heads see, `[batch, n_heads, seq, d_v]`.
+    /// Applies the output projection to the heads' outputs, `[batch, n_heads, seq, d_v]`.
     ///
     /// # Errors
-    /// If `heads` are not the module's.
+    /// If `heads` do not match the module.
     pub fn output_projection(&self, heads: Tensor<4>) -> Result<Tensor<3>> {
         Ok((self.precision).merged_linear(&self.output, heads)?)
     }
 
-    /// Widths of a key and of a value.
+    /// Returns the widths of a key and of a value.
     pub fn head_widths(&self) -> [usize; 2] {
         [self.d_k(), self.d_v]
     }
 
-    /// Returns the options of its attention. Dropout is a call's.
+    /// Returns the options of its attention. Dropout is set in each call.
     pub fn attention_options(&self) -> &AttentionOptions {
         &self.options
     }
 
-    /// The logits of sinks, `[n_heads]`, if heads have some; those of the quiet softmax are 0.
+    /// Returns the sink logits, `[n_heads]`, if there are sinks; those of the quiet softmax are 0.
     pub fn sink_logits(&self) -> Option<Tensor<1>> {
         match &self.sinks {
             None if self.quiet_softmax => {
@@ -73,18 +73,18 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    /// In what its products are computed.
+    /// Returns the precision of its products.
     pub fn precision(&self) -> Precision {
         self.precision
     }
 
-    /// The dtype of its products.
+    /// Returns the dtype of its products.
     pub fn product_dtype(&self) -> FloatDType {
         self.precision.dtype(self.key.weight.val().dtype())
     }
 
-    /// Attention of the projected heads of whole sequences, all of a length or of these. What rows after a sequence's own see has no meaning.
-    /// A choice is taken from `choice`, or given there, if the layer does so.
+    /// Computes attention of the projected heads of whole sequences, padded to one length if `lengths` are given. Rows after a sequence's end are undefined.
+    /// A layer that takes a choice reads `choice`; one that shares its own writes it.
     #[doc(hidden)]
     pub fn attend_sequences(
         &self,
@@ -96,7 +96,7 @@ impl SparseMultiHeadAttention {
         let mut request = Request::new(seq, seq);
         let (mut call, kind) = (Call::of_heads(heads[0].dtype()), self.kind());
         call.options.choice = choice.take();
-        // Rows behind a sequence are none, and take no part in its choice; where later ones have no part anyway, nothing has to be cut.
+        // Rows past a sequence's end are padding and take no part in its choice. Where later rows cannot affect earlier ones, no restriction is needed.
         if let Some(lengths) = lengths.filter(|_| !kind.ignores_later_rows()) {
             let entry = |&length: &usize| {
                 let real: Vec<bool> = (0..seq).map(|row| row < length).collect();
@@ -109,13 +109,13 @@ impl SparseMultiHeadAttention {
         Ok(seen.heads)
     }
 
-    /// Returns whether keys are chosen by content with parameters of no head.
+    /// Returns whether keys are chosen by content from projected heads alone.
     #[doc(hidden)]
     pub fn chooses(&self) -> bool {
         self.kind().chooses()
     }
 
-    /// The same by the pattern alone, and the log of each row's sum of exponentials, `[batch, n_heads, seq]`.
+    /// Computes [`Self::attend_sequences`] by the pattern alone, and the lse of each row, `[batch, n_heads, seq]`.
     #[doc(hidden)]
     pub fn attend_sequences_with_lse(
         &self,

@@ -1,4 +1,4 @@
-//! Mixed precision (Micikevicius et al., 2018): what is computed in which dtype.
+//! Mixed precision (Micikevicius et al., 2018): the dtype of each computation.
 
 use std::fmt;
 
@@ -14,16 +14,15 @@ use serde::{Deserialize, Serialize};
 use crate::TransformerError;
 use crate::error::Result;
 
-/// The dtype of the blocks' matrix products, of the attention and of the activations between them.
+/// Dtype of the blocks' matrix products, of the attention and of the activations between them.
 ///
-/// The attention function has an option of its own, [`ProductPrecision`], for its products of f32 tensors; [`Tf32`](Self::Tf32) sets it.
+/// The attention function has its own option, [`ProductPrecision`], for its products of f32 tensors; [`Tf32`](Self::Tf32) sets it.
 ///
-/// Parameters keep their own dtype, f32 unless set otherwise, and with them gradients and the
-/// optimizer's state: a weight is rounded when it is used, and its gradient is widened on the way back.
-/// Embeddings, the residual stream, layer norms, logits and the loss are never rounded.
+/// Parameters keep their own dtype, f32 by default, and so do gradients and the optimizer's state: a weight is rounded when it is used, and its gradient is
+/// widened in the backward pass. Embeddings, the residual stream, layer norms, logits and the loss are never rounded.
 ///
-/// bf16 has f32's exponents, so gradients neither overflow nor vanish that would not in f32, and no loss
-/// scaling is needed. (f16 would need it: its smallest normal number is 6e-5.)
+/// bf16 has f32's exponent range, so gradients overflow or vanish only where they would in f32, and no loss scaling is needed. (f16 would need it: its
+/// smallest normal number is 6e-5.)
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -50,22 +49,22 @@ pub enum Precision {
     /// The parameters' dtype throughout.
     #[default]
     F32,
-    /// As [`F32`](Self::F32), but the attention's products may round their factors to tf32, which has f32's exponents and 10 bits of mantissa:
-    /// tensor cores take them. Only NVIDIA GPUs from Ampere on do so; elsewhere the same as [`F32`](Self::F32). It changes nothing
-    /// outside the attention: on CUDA, Burn multiplies f32 matrices in tf32 with either.
+    /// Like [`F32`](Self::F32), but the attention's products may round their factors to tf32, with f32's exponent range and 10 bits of mantissa, for tensor
+    /// cores. Only NVIDIA GPUs from Ampere on do so; elsewhere it equals [`F32`](Self::F32). It changes nothing outside the attention: on CUDA, Burn
+    /// multiplies f32 matrices in tf32 with either.
     Tf32,
     /// bf16, with sums in f32.
     Bf16,
-    /// As [`Bf16`](Self::Bf16), but outside of training the attention's products of patterns may be of FP8 ([`ProductPrecision::Fp8`]): NVIDIA Hopper GPUs
-    /// take them. Elsewhere, and in training, the same as [`Bf16`](Self::Bf16).
+    /// Like [`Bf16`](Self::Bf16), but outside of training the attention's products of patterns may use FP8 ([`ProductPrecision::Fp8`]) on NVIDIA Hopper GPUs.
+    /// Elsewhere, and in training, it equals [`Bf16`](Self::Bf16).
     Fp8,
 }
 
 impl Precision {
-    /// Every precision, the most exact first.
+    /// All precisions, the most exact first.
     pub const ALL: [Self; 4] = [Self::F32, Self::Tf32, Self::Bf16, Self::Fp8];
 
-    /// Its name in configurations: `f32`, `tf32`, `bf16` or `fp8`.
+    /// Returns its name in configurations: `f32`, `tf32`, `bf16` or `fp8`.
     pub fn name(self) -> &'static str {
         match self {
             Precision::F32 => "f32",
@@ -83,7 +82,7 @@ impl Precision {
         }
     }
 
-    /// That of the attention's products.
+    /// Returns the precision of the attention's products.
     pub(crate) fn products(self) -> ProductPrecision {
         match self {
             Precision::Tf32 => ProductPrecision::Tf32,
@@ -102,7 +101,7 @@ impl Precision {
         }
     }
 
-    /// The dtype of the products of tensors of a dtype.
+    /// Returns the dtype of products of tensors of a dtype.
     pub(crate) fn dtype(self, dtype: DType) -> FloatDType {
         match self {
             Precision::F32 | Precision::Tf32 => dtype.into(),
@@ -114,13 +113,13 @@ impl Precision {
         LinearOptions::default().dtype(self.dtype(x.dtype()))
     }
 
-    /// `x · W`, without the layer's bias, in the dtype of the products.
+    /// Returns `x · W`, without the layer's bias, in the dtype of the products.
     pub(crate) fn product(self, layer: &Linear, x: Tensor<3>) -> Result<Tensor<3>, OpError> {
         let options = self.options(&x);
         linear(x, layer.weight.val(), &options)
     }
 
-    /// `f(x · gate) ∘ (x · up)` in the dtype of the products.
+    /// Returns `f(x · gate) ∘ (x · up)` in the dtype of the products.
     pub(crate) fn gated(
         self,
         gate: &Linear,
@@ -132,7 +131,7 @@ impl Precision {
         gated_linear(x, gate.weight.val(), up.weight.val(), activation, &options)
     }
 
-    /// The products of several layers, and their bias, by heads.
+    /// Projects to heads with several layers and their concatenated bias.
     pub(crate) fn by_heads(
         self,
         layers: &[&Linear],
@@ -145,13 +144,13 @@ impl Precision {
         qkv_proj(x, weights, bias, parts, &options)
     }
 
-    /// `x · W` of what heads see, without the layer's bias, in the dtype of the products.
+    /// Returns `x · W` for heads' outputs, without the layer's bias, in the dtype of the products.
     pub(crate) fn merged(self, layer: &Linear, x: Tensor<4>) -> Result<Tensor<3>, OpError> {
         let options = LinearOptions::default().dtype(self.dtype(x.dtype()));
         out_proj(x, layer.weight.val(), &options)
     }
 
-    /// [`Self::merged`] with its bias.
+    /// [`Self::merged`] with the layer's bias.
     pub(crate) fn merged_linear(self, layer: &Linear, x: Tensor<4>) -> Result<Tensor<3>, OpError> {
         let bias = layer.bias.as_ref().map(Param::val);
         bias_activation(self.merged(layer, x)?, bias, Activation::None)
@@ -170,7 +169,7 @@ impl fmt::Display for Precision {
     }
 }
 
-/// The products of `layers` with their biases, each by so many heads: `[batch, heads, seq, width]`.
+/// Projects with `layers` and their biases to the given numbers of heads: `[batch, heads, seq, width]`.
 pub(crate) fn project_heads<const N: usize>(
     precision: Precision,
     layers: [&Linear; N],

@@ -7,11 +7,11 @@
 //! embeddings:          graph of embed(tokens), backward from dH_0
 //! ```
 //!
-//! At any time only the residual stream between segments and the graph of one segment are in memory. Both
-//! runs of a block drop the same, because their masks are a function of a seed.
+//! At any time only the residual stream between segments and the graph of one segment are in memory. Both runs of a block have the same dropout, because
+//! masks are functions of a seed.
 //!
-//! Where the results of attention are kept, the forward pass without a graph leaves them, block by block, and the second run of a block
-//! is given them in place of the first steps of its attention.
+//! If attention results are kept, the forward pass without a graph stores them block by block, and the second run of a block reads them instead of running
+//! the first steps of its attention.
 
 use std::ops::Range;
 
@@ -32,22 +32,22 @@ use crate::stream::Stream;
 use crate::{Recompute, SparseTransformer, SparseTransformerBlock, TransformerShard};
 
 impl SparseTransformer {
-    /// The loss of [`SparseTransformer::loss`] and the gradients of every parameter that requires one.
+    /// Returns the loss of [`SparseTransformer::loss`] and the gradients of every parameter that requires one.
     ///
-    /// `recompute` says what is computed again in the backward pass in place of being kept. The gradients are the same with
-    /// and without, dropout included: what block `k` drops is a function of a hash of `dropout_seed` and `k`, and of the place in
-    /// the tensor; so are the rotations of heads that choose by hashes. The backend's generator of random numbers is left alone.
+    /// `recompute` selects what the backward pass computes again instead of storing it. The gradients do not depend on it, dropout included: the masks of
+    /// block `k` are a function of a hash of `dropout_seed` and `k` and of the element's position, and so are the rotations of heads that choose by hashes.
+    /// The backend's random generator is not used.
     ///
-    /// The commitment losses of heads that choose by clusters, and those of indexers, are in the gradients, and not in the loss that is returned. Means move by
-    /// [`SparseTransformer::ema_update`]. In the warm-up of indexers ([`DsaStage::WarmUp`]) these alone have gradients, nothing is dropped, and one block at a
-    /// time is differentiated, whatever `recompute` says.
+    /// The commitment losses of heads that choose by clusters, and the losses of indexers, are part of the gradients but not of the returned loss.
+    /// [`SparseTransformer::ema_update`] moves the means. In the warm-up of indexers ([`DsaStage::WarmUp`]) only the indexers have gradients, there is no
+    /// dropout, and one block at a time is differentiated, whatever `recompute` says.
     ///
     /// # Shapes
     /// - `tokens`, `targets`: `[batch, seq]`
     /// - loss: `[1]`, without autodiff
     ///
     /// # Errors
-    /// As [`SparseTransformer::loss`]; also if the model is not on an autodiff device.
+    /// Those of [`SparseTransformer::loss`]; also if the model is not on an autodiff device.
     pub fn loss_and_gradients(
         &self,
         tokens: Tensor<2, Int>,
@@ -58,15 +58,15 @@ impl SparseTransformer {
         self.loss_and_gradients_of_part(tokens, targets, 0, dropout_seed, recompute)
     }
 
-    /// [`Self::loss_and_gradients`] of a part of a batch, as one of several devices takes it: of the entries from `first_entry` on. Dropout of both branches of a block
-    /// drops there what it drops in the whole batch, and hashes rotate alike, so that the mean of equal parts' losses and gradients is that of the batch but for
-    /// rounding. What a config drops of attention *weights* is counted from entry 0 in each part.
+    /// [`Self::loss_and_gradients`] for a part of a batch on one of several devices: the entries from `first_entry` on. Dropout of a block's branches and the
+    /// rotations of hashes equal those in the whole batch, so the mean of equal parts' losses and gradients is that of the batch up to rounding. Dropout of
+    /// attention *weights* counts from entry 0 in each part.
     ///
     /// # Shapes
-    /// As [`Self::loss_and_gradients`], with the part's entries as the batch.
+    /// Those of [`Self::loss_and_gradients`], with the part's entries as the batch.
     ///
     /// # Errors
-    /// As [`Self::loss_and_gradients`].
+    /// Those of [`Self::loss_and_gradients`].
     pub fn loss_and_gradients_of_part(
         &self,
         tokens: Tensor<2, Int>,
@@ -80,10 +80,10 @@ impl SparseTransformer {
         Ok((losses.loss, gradients))
     }
 
-    /// [`Self::loss_and_gradients_of_part`] with what layers add to the loss.
+    /// [`Self::loss_and_gradients_of_part`] that also returns the auxiliary loss.
     ///
     /// # Errors
-    /// As [`Self::loss_and_gradients`].
+    /// Those of [`Self::loss_and_gradients`].
     pub fn losses_and_gradients(
         &self,
         tokens: Tensor<2, Int>,
@@ -102,17 +102,17 @@ impl SparseTransformer {
         self.differentiated(tokens, targets, draws, recompute.into())
     }
 
-    /// [`Self::loss_and_gradients`] of one device of several that share sequences: the means of all devices' losses and gradients are those of the whole
-    /// sequences. All devices must call it, each with a model of its own and with the same `recompute`, under which keys cross once more.
+    /// [`Self::loss_and_gradients`] for one of several devices that share sequences: the means of all devices' losses and gradients are those of the whole
+    /// sequences. All devices must call it, each with its own model and with the same `recompute`. With recomputation, keys are exchanged once more.
     ///
     /// # Shapes
     /// - `tokens`, `targets`: `[batch, seq]`, this device's columns: [`TransformerShard::tokens`]
     ///
     /// # Errors
-    /// As [`Self::loss_and_gradients`] and [`Self::try_loss_of_shard`].
+    /// Those of [`Self::loss_and_gradients`] and [`Self::try_loss_of_shard`].
     ///
     /// # Panics
-    /// If another device has ended when gradients are to go back to it.
+    /// If another device has left when gradients are sent back to it.
     pub fn losses_and_gradients_of_shard(
         &self,
         tokens: Tensor<2, Int>,
@@ -122,7 +122,7 @@ impl SparseTransformer {
     ) -> Result<(StepLosses, GradientsParams)> {
         let rows = self.rows_of_shard(&tokens, shard)?;
         let draws = Draws {
-            // Nothing is drawn.
+            // Sharded models have no dropout.
             seed: Seed::Value(0),
             first_row: 0,
             shard: Some(&rows),
@@ -138,11 +138,11 @@ impl SparseTransformer {
         recompute: Recompute,
     ) -> Result<(StepLosses, GradientsParams)> {
         self.check_targets(&tokens, &targets)?;
-        // Before anything is seeded: a parameter drawn between a seed and a mask would change the mask.
+        // Initialise parameters before anything is seeded: a parameter drawn between a seed and a mask would change the mask.
         self.visit(&mut Initialise);
         let device = self.token_embedding.weight.device();
         ensure! { device.is_autodiff() => "the model's device", "an autodiff device", format!("{device:?}"); }
-        // All of them before any is prepared.
+        // Derive all seeds before any is prepared.
         let layers = 0..self.blocks.len() as u64;
         let seeds: Vec<Seed> = layers.map(|layer| draws.seed.derive(layer)).collect();
         if let Some(last) = seeds.last() {
@@ -165,7 +165,7 @@ impl SparseTransformer {
         }
     }
 
-    /// One graph of the whole model; with `mlp` without the first products of feed-forward networks.
+    /// Differentiates the whole model as one graph; with `mlp`, without storing the first products of feed-forward networks.
     fn stored(
         &self,
         tokens: Tensor<2, Int>,
@@ -184,7 +184,7 @@ impl SparseTransformer {
         Ok((losses, gradients))
     }
 
-    /// One graph per segment of blocks, from the last to the first; with `keep` the attention of blocks that run twice is computed once.
+    /// Differentiates one graph per segment of blocks, from the last to the first. With `keep`, the attention of blocks that run twice is computed once.
     fn recomputed(
         &self,
         tokens: Tensor<2, Int>,
@@ -207,7 +207,7 @@ impl SparseTransformer {
             let mut stream = self.segment((x.clone(), choice), range.clone(), draws, &mut kept)?;
             let aux_loss = stream.aside.aux_loss.take();
             let (losses, mut grads) = match later {
-                // The last segment ends in the loss, so its blocks need not run before.
+                // The last segment ends in the loss, so its blocks run only once.
                 None => {
                     let loss = draws.loss(self, stream, targets.clone())?;
                     let losses = StepLosses::new(&loss, aux_loss.as_ref());
@@ -237,7 +237,7 @@ impl SparseTransformer {
         Ok((losses, gradients))
     }
 
-    /// Some blocks, as they are trained; what is kept of their attention goes into the graph.
+    /// Runs some blocks with autodiff; kept attention results move into the graph.
     fn segment(
         &self,
         (x, choice): SegmentInput,
@@ -256,8 +256,8 @@ impl SparseTransformer {
         Ok(stream)
     }
 
-    /// The input of every segment, computed without a graph, with the choice that its first block takes; with `keep` also the results of attention of each
-    /// block that ran for them, and None for the others.
+    /// Computes the input of every segment without a graph, with the choice that its first block takes. With `keep`, also returns the attention results of
+    /// each block that ran, and `None` for the others.
     fn residual_stream(
         &self,
         tokens: Tensor<2, Int>,
@@ -265,15 +265,15 @@ impl SparseTransformer {
         draws: Draws,
         keep: bool,
     ) -> Result<(Vec<SegmentInput>, Vec<Option<AttentionResiduals>>)> {
-        // Shares the parameters' memory. `no_grad` would not do: autodiff registers operations on its
-        // device even when nothing is tracked, and with gradient checkpointing keeps their inputs.
+        // The copy shares the parameters' memory. `no_grad` does not suffice: autodiff registers operations on its device even when nothing is tracked, and
+        // with gradient checkpointing stores their inputs.
         let plain = self.valid();
         let mut inputs = Vec::with_capacity(segments.len());
         let mut kept = vec![None; self.blocks.len()];
         let mut x = draws.embed(&plain, tokens)?;
         let mut choice: Option<SharedChoice> = None;
         for (index, segment) in segments.iter().enumerate() {
-            // Where the first block takes none, it need not live until then.
+            // Dropped early if the segment's first block does not take it.
             choice = choice.filter(|_| self.blocks[segment.start].mha.takes_choice());
             inputs.push((x.clone(), choice.clone()));
             if index + 1 == segments.len() {
@@ -282,7 +282,7 @@ impl SparseTransformer {
             let mut stream = Stream::new(x);
             stream.aside.choice = choice;
             for layer in segment.clone() {
-                // Those of the block that trains: the copy drops nothing of its own.
+                // The pass of the training block: the copy has no dropout of its own.
                 let mut pass = draws.pass(&self.blocks[layer], layer);
                 let slot = Slot::default();
                 if keep {
@@ -301,17 +301,17 @@ impl SparseTransformer {
         self.in_graph(x).require_grad()
     }
 
-    /// A tensor with autodiff, and the checkpointing strategy of the parameters it will meet.
+    /// Puts a tensor on the autodiff device, with the checkpointing strategy of the parameters.
     pub(crate) fn in_graph<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
         in_graph_of(&self.token_embedding.weight.val(), x)
     }
 }
 
-/// Losses of a training step, `[1]` each, without autodiff. Their sum is differentiated.
+/// Losses of a training step, `[1]` each, without autodiff. Gradients are those of their sum.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct StepLosses {
-    /// The mean cross-entropy of the targets.
+    /// Mean cross-entropy of the targets.
     pub loss: Tensor<1>,
     /// Auxiliary loss of all layers: commitments of clusters, or losses of indexers. `None` without either.
     pub aux_loss: Option<Tensor<1>>,
@@ -327,7 +327,7 @@ impl StepLosses {
         losses
     }
 
-    /// Adds what further layers add to the loss.
+    /// Adds the auxiliary loss of further layers.
     pub(crate) fn add(&mut self, aux_loss: Option<&Tensor<1>>) {
         let more = aux_loss.map(|aux_loss| aux_loss.clone().without_autodiff());
         let parts = [self.aux_loss.take(), more].into_iter().flatten();
@@ -335,17 +335,17 @@ impl StepLosses {
     }
 }
 
-/// What a step of training draws from, and which rows it is of.
+/// Seed and rows of a training step.
 #[derive(Clone, Copy)]
 struct Draws<'a> {
     seed: Seed,
-    /// Rows of the batch, all its entries' positions, before those of the call.
+    /// Rows of the batch before those of the call, counting all positions of all entries.
     first_row: u32,
-    /// None: those of whole sequences.
+    /// Shard of the rows; `None` for whole sequences.
     shard: Option<&'a ShardRows<'a>>,
 }
 
-/// What a segment begins with: the residual stream, and the choice of an earlier block, which it takes in both runs.
+/// Input of a segment: the residual stream, and the choice of an earlier block, which both runs take.
 type SegmentInput = (Tensor<3>, Option<SharedChoice>);
 
 impl Draws<'_> {
@@ -379,8 +379,8 @@ impl Draws<'_> {
     }
 }
 
-/// Backward from `output` when its gradient is already known. Burn starts from ones in the shape of the
-/// tensor that it is asked about, so a sum would only add a pass, unless something is added to it.
+/// Runs the backward pass from `output` with a known gradient. Burn starts from ones in the shape of the differentiated tensor, so a sum is needed only if a
+/// loss is added.
 fn backward_from(
     output: Tensor<3>,
     grad_output: Tensor<3>,
@@ -392,7 +392,7 @@ fn backward_from(
     }
 }
 
-/// A loss, and what layers add to it.
+/// Adds the auxiliary loss to a loss.
 fn with_aside(loss: Tensor<1>, aux_loss: Option<Tensor<1>>) -> Tensor<1> {
     match aux_loss {
         Some(aux_loss) => loss + aux_loss,
@@ -401,7 +401,7 @@ fn with_aside(loss: Tensor<1>, aux_loss: Option<Tensor<1>>) -> Tensor<1> {
 }
 
 /// # Panics
-/// If `x` is no leaf of the graph, which would be a defect of this module.
+/// If `x` is not a leaf of the graph, which would be a bug in this module.
 fn input_gradient(x: Tensor<3>, grads: &mut Gradients) -> Tensor<3> {
     x.grad_remove(grads)
         .expect("a leaf that the output depends on has a gradient")
@@ -461,7 +461,7 @@ mod tests {
         shard: None,
     };
 
-    /// What is kept, of two segments.
+    /// Returns the attention results that are kept with two segments.
     fn kept(model: &SparseTransformer, keep: bool) -> Vec<Option<AttentionResiduals>> {
         let tokens = TensorData::new((0..21).map(|i| i % 7).collect::<Vec<i32>>(), [1, 21]);
         let tokens = Tensor::from_data(tokens, &Device::flex());
@@ -486,7 +486,7 @@ mod tests {
         assert!(!kept.out.is_autodiff() && !kept.lse.is_autodiff());
     }
 
-    /// Else the blocks would give the same for whatever is kept.
+    /// Otherwise the output would not depend on what is kept.
     #[test]
     fn blocks_take_what_is_kept() {
         let model = model(false);

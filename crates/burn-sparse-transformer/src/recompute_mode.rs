@@ -1,4 +1,4 @@
-//! What a backward pass computes again.
+//! Modes of activation recomputation.
 
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -12,8 +12,8 @@ use crate::error::Result;
 /// Activation recomputation in the backward pass of [`SparseTransformer::loss_and_gradients`](crate::SparseTransformer). The
 /// gradients are the same.
 ///
-/// As text: `none`, `mlp`, `block` (segments of one), `segment:N`, and the last two with `+attention` for what keeps the results of attention.
-/// Configurations that say `true` or `false` mean `block` and `none`.
+/// As text: `none`, `mlp`, `block` (segments of one), `segment:N`, and the last two followed by `+attention` to keep the attention results. In configurations
+/// `true` and `false` mean `block` and `none`.
 ///
 /// ```
 /// use burn_sparse_transformer::Recompute;
@@ -27,29 +27,28 @@ use crate::error::Result;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Recompute {
-    /// Nothing. Of the feed-forward networks' two inner tensors one is kept in any case.
+    /// Nothing is recomputed. Of the feed-forward networks' two inner tensors one is stored in any case.
     #[default]
     None,
-    /// The first product of each feed-forward network: `d_ff` elements per position and block less are stored. Of no effect on networks of block-sparse
+    /// The first product of each feed-forward network, which stores `d_ff` elements less per position and block. No effect on networks with block-sparse
     /// weights.
     Mlp,
-    /// So many blocks at a time: kept is the residual stream before each segment, `d_model` elements per position, and
-    /// while a segment is differentiated what its blocks keep (Child et al., 2019, §5.4).
+    /// Segments of this many blocks. Stored are the residual stream before each segment, `d_model` elements per position, and the activations of the segment
+    /// that is being differentiated (Child et al., 2019, §5.4).
     Segments(NonZeroUsize),
-    /// As [`Segments`](Self::Segments), but for the attention of each block that runs twice, which is computed once:
-    /// kept are also its output and lse ([`AttentionResiduals`](burn_blocksparse::internal::AttentionResiduals)), `d_model` elements per
-    /// position and block in the dtype of the products, and one f32 of each head. The longer the sequences, the more
-    /// of a block's time is its attention, and the more that saves. A block that stores the weights of attention
-    /// (`store_weights`) computes them again in any case.
+    /// Like [`Segments`](Self::Segments), but the attention of each block that runs twice is computed once. Its output and lse are stored too
+    /// ([`AttentionResiduals`](burn_blocksparse::internal::AttentionResiduals)): `d_model` elements per position and block in the dtype of the products, and
+    /// one f32 per head. The longer the sequences, the larger the share of attention in a block's time, and the more this saves. A block that stores
+    /// attention weights (`store_weights`) recomputes them in any case.
     SegmentsSavingAttention(NonZeroUsize),
 }
 
 impl Recompute {
-    /// Every block by itself.
+    /// Segments of one block.
     pub const BLOCK: Self = Self::Segments(NonZeroUsize::MIN);
 }
 
-/// After the segments whose attention is kept.
+/// Suffix of segments whose attention results are kept.
 const KEEPING: &str = "+attention";
 
 impl From<bool> for Recompute {

@@ -1,4 +1,4 @@
-//! What becomes of the results of attention in a pass that is one of two.
+//! Attention results that one of two passes computes for the other.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -6,22 +6,22 @@ use burn::tensor::Tensor;
 use burn_blocksparse::internal::AttentionResiduals;
 use burn_blocksparse::{OpError, SparseAttentionCall, WeightsMode};
 
-/// What becomes of the results of a call of attention. Nothing of it changes what the call computes.
+/// Source and use of the results of an attention call. The output is the same in all cases.
 #[derive(Clone, Debug, Default)]
 pub(crate) enum Results {
-    /// They are computed, and go where they are needed.
+    /// Computed, and not kept.
     #[default]
     Computed,
-    /// They are computed, and kept for the same call of another pass; not by a call that can be given none.
+    /// Computed, and kept for the same call of another pass. A call that stores its weights keeps nothing.
     #[cfg_attr(not(feature = "autodiff"), expect(dead_code))]
     Kept(Slot),
-    /// They are those that another pass kept.
+    /// Results that another pass kept.
     #[cfg_attr(not(feature = "autodiff"), expect(dead_code))]
     Given(Box<AttentionResiduals>),
 }
 
 impl Results {
-    /// Those of a call; stored weights are not kept.
+    /// Returns the output of a call. Results are not kept if weights are stored.
     pub(crate) fn of(
         &self,
         call: SparseAttentionCall,
@@ -40,7 +40,7 @@ impl Results {
     }
 }
 
-/// Where a call leaves its results.
+/// Slot that a call stores its results in.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Slot(Arc<Mutex<Option<AttentionResiduals>>>);
 
@@ -49,7 +49,7 @@ impl Slot {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(kept);
     }
 
-    /// What was left, which is gone from here then.
+    /// Takes the results out of the slot.
     #[cfg(feature = "autodiff")]
     pub(crate) fn take(&self) -> Option<AttentionResiduals> {
         let mut slot = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! Rotary embeddings that reach further than a model was trained for.
+//! Rotary embeddings for contexts longer than a model was trained for.
 
 use std::f64::consts::PI;
 
@@ -8,45 +8,45 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Result, ensure};
 
-/// Scaling of the frequencies of rotary embeddings, as `transformers` does by its `rope_scaling`.
+/// Scaling of the frequencies of rotary embeddings, like `rope_scaling` of `transformers`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum RopeScaling {
-    /// All frequencies divided by `factor`: position interpolation (Chen et al., 2023).
+    /// Divides all frequencies by `factor`: position interpolation (Chen et al., 2023).
     Linear {
-        /// How many times as far positions reach.
+        /// Factor by which the context grows.
         factor: f64,
     },
-    /// Low frequencies divided by `factor`, high ones as they are, a ramp between them: Llama 3.1.
+    /// Divides low frequencies by `factor`, keeps high ones, with a ramp in between: Llama 3.1.
     Llama3 {
-        /// How many times as far positions reach.
+        /// Factor by which the context grows.
         factor: f64,
-        /// Wavelengths above the original context divided by this are divided by `factor`.
+        /// Frequencies with wavelengths above the original context divided by this are divided by `factor`.
         low_freq_factor: f64,
-        /// Wavelengths below the original context divided by this stay.
+        /// Frequencies with wavelengths below the original context divided by this are kept.
         high_freq_factor: f64,
-        /// The original context.
+        /// Original context.
         original_max_position_embeddings: usize,
     },
-    /// YaRN (Peng et al., 2023): a ramp between dimensions, and scores that are larger.
+    /// YaRN (Peng et al., 2023): a ramp between dimensions, and larger scores.
     Yarn {
-        /// How many times as far positions reach.
+        /// Factor by which the context grows.
         factor: f64,
-        /// The original context.
+        /// Original context.
         original_max_position_embeddings: usize,
-        /// Frequencies that turn so often in the original context stay. The paper's: 32.
+        /// Frequencies with at least this many rotations in the original context are kept. The paper's value is 32.
         #[serde(default = "beta_fast")]
         beta_fast: f64,
-        /// Frequencies that turn no oftener in the original context are divided by `factor`. The paper's: 1.
+        /// Frequencies with at most this many rotations in the original context are divided by `factor`. The paper's value is 1.
         #[serde(default = "beta_slow")]
         beta_slow: f64,
         /// Factor of rotated queries and of rotated keys. Default: `0.1 · ln(factor) + 1`.
         attention_factor: Option<f64>,
     },
-    /// Each frequency divided by a factor of its own, as a GGUF file of Llama 3.1 has them in `rope_freqs.weight`.
+    /// Divides each frequency by its own factor, as in `rope_freqs.weight` of a GGUF file of Llama 3.1.
     Factors {
-        /// As many as there are frequencies: half the width of a head, highest frequency first.
+        /// One factor per frequency, half the width of a head, highest frequency first.
         factors: Vec<f64>,
     },
 }
@@ -60,7 +60,7 @@ fn beta_slow() -> f64 {
 }
 
 impl RopeScaling {
-    /// Checks whether its numbers are in their ranges, for heads of `width`.
+    /// Checks that its values are in range for heads of `width`.
     pub(crate) fn check(&self, width: usize) -> Result<()> {
         let factor = match self {
             Self::Linear { factor } | Self::Llama3 { factor, .. } | Self::Yarn { factor, .. } => {
@@ -104,7 +104,7 @@ impl RopeScaling {
         Ok(())
     }
 
-    /// Of `width / 2` frequencies with base `theta`.
+    /// Returns the `width / 2` scaled frequencies with base `theta`.
     fn frequencies(&self, width: usize, theta: f64) -> Vec<f64> {
         let plain = (0..width / 2).map(|pair| theta.powf(-2.0 * pair as f64 / width as f64));
         match *self {
@@ -129,7 +129,7 @@ impl RopeScaling {
                 beta_slow,
                 ..
             } => {
-                // The dimension that turns so often in the original context.
+                // Dimension that rotates this many times in the original context.
                 let dimension = |turns: f64| {
                     let original = original_max_position_embeddings as f64;
                     width as f64 * (original / (turns * 2.0 * PI)).ln() / (2.0 * theta.ln())
@@ -152,7 +152,7 @@ impl RopeScaling {
         }
     }
 
-    /// What scores are multiplied by. It is not in the table: rotations back would have it again.
+    /// Returns the factor of the scores. It is not in the table, since rotating back would apply it again.
     pub(crate) fn score_factor(&self) -> f64 {
         match *self {
             Self::Yarn {
@@ -167,7 +167,7 @@ impl RopeScaling {
         }
     }
 
-    /// The table of rotations.
+    /// Returns the rotation table.
     pub(crate) fn init(&self, rope: &RotaryEncodingConfig, device: &Device) -> RotaryEncoding {
         let scaled = self.frequencies(rope.d_model, f64::from(rope.theta));
         let scaled: Vec<f32> = scaled
@@ -187,7 +187,7 @@ fn check_factors(factors: &[f64], width: usize) -> Result<()> {
     Ok(())
 }
 
-/// A frequency of which the part `kept` stays and the rest is divided by `factor`.
+/// Interpolates: the share `kept` of a frequency stays, the rest is divided by `factor`.
 fn mixed(frequency: f64, factor: f64, kept: f64) -> f64 {
     frequency * kept + frequency / factor * (1.0 - kept)
 }
@@ -215,7 +215,7 @@ mod tests {
         }
     }
 
-    /// Some frequencies of Llama-3.2-1B and of Qwen2.5 with a factor of 4, by the formulas of `transformers`.
+    /// Frequencies of Llama-3.2-1B and of Qwen2.5 with a factor of 4, by the formulas of `transformers`.
     #[test]
     fn frequencies_are_those_of_transformers() {
         let llama: [(usize, f64); 6] = [

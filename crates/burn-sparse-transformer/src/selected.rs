@@ -14,10 +14,10 @@ use crate::shared_choice::{Chosen, SharedChoice};
 use crate::stream::Stream;
 use crate::{SparseMhaInput, SparseMhaOutput, SparseMultiHeadAttention, SparseTransformer};
 
-/// What a selection chooses from, if that is less than all keys or all earlier ones.
+/// Restriction of a selection's candidates, if it chooses from fewer than all keys or all earlier ones.
 #[derive(Default)]
 pub(crate) struct Cut {
-    /// The pattern's layout, in the selection's blocks and without padding.
+    /// Layout of the pattern, in the selection's blocks and without padding.
     pub(crate) layout: Option<BlockLayout>,
     pub(crate) lengths: Option<Vec<usize>>,
 }
@@ -75,11 +75,11 @@ impl AttentionKind for Selection {
 }
 
 impl SparseMultiHeadAttention {
-    /// Sets how keys are chosen by content, anew in each call; `None` leaves the choice to the pattern, which no layer shares. No parameter belongs to it, so
-    /// a trained module can be tried with any.
+    /// Sets how keys are chosen by content in each call; `None` uses the pattern alone and turns sharing off. It has no parameters, so a trained module can
+    /// be tried with any selection.
     ///
-    /// Blocks are chosen from those that the pattern keeps, forced ones included, and a chosen block has the pairs that it has in the pattern:
-    /// [`Pattern::local`] and a selection choose from a window, and so on. Batch entries with padding at the end choose as they would alone.
+    /// Blocks are chosen from those that the pattern keeps, forced ones included, and a chosen block has the same pairs as in the pattern: with
+    /// [`Pattern::local`], a selection chooses from a window. Batch entries with padding at the end choose as they would alone.
     ///
     /// ```
     /// use burn::tensor::{Device, Distribution, Tensor};
@@ -97,8 +97,8 @@ impl SparseMultiHeadAttention {
     /// ```
     ///
     /// # Errors
-    /// If every query chooses for itself by the selection and the module's pattern is neither causal nor dense attention, a number of the selection is out of
-    /// its range, it counts full layers, which are a model's, or the module has heads that choose by content already.
+    /// If every query chooses for itself by the selection and the module's pattern is neither causal nor dense attention, a parameter of the selection is out
+    /// of range, it sets full layers, which only models have, or the module already has heads that choose by content.
     pub fn with_selection(mut self, selection: Option<Selection>) -> Result<Self> {
         check_selection(self.pattern(), selection.as_ref())?;
         if selection.is_some() {
@@ -111,8 +111,8 @@ impl SparseMultiHeadAttention {
         Ok(self)
     }
 
-    /// [`Self::forward`] over a layout that depends on the projected queries and keys, normalised and rotated, in place of the
-    /// module's pattern: `choose` gets `[batch, n_heads, seq_q, d_k]` and `[batch, n_kv_heads, seq_kv, d_k]`.
+    /// [`Self::forward`] over a layout that depends on the projected queries and keys, normalised and rotated, instead of the module's pattern: `choose` gets
+    /// `[batch, n_heads, seq_q, d_k]` and `[batch, n_kv_heads, seq_kv, d_k]`.
     ///
     /// # Panics
     /// With the text of [`Self::try_forward_choosing`]'s error.
@@ -143,10 +143,10 @@ impl SparseMultiHeadAttention {
         or_panic(self.try_forward_choosing(input, choose))
     }
 
-    /// [`Self::forward_choosing`] that returns its error.
+    /// Fallible variant of [`Self::forward_choosing`].
     ///
     /// # Errors
-    /// As [`Self::try_forward`] and `choose`; also if the input has padding, which the layout would have to leave out.
+    /// Those of [`Self::try_forward`] and `choose`; also if the input has padding, which the layout would have to mask.
     pub fn try_forward_choosing<L>(
         &self,
         input: SparseMhaInput,
@@ -170,10 +170,11 @@ impl SparseMultiHeadAttention {
         self.selection.as_ref()
     }
 
-    /// Returns the layout that [`Self::forward`] would choose for this input, or takes of it, to look at or to measure by [`recall`](burn_sparse_select::recall). `None` without a selection.
+    /// Returns the layout that [`Self::forward`] would choose or take for this input, for inspection or for [`recall`](burn_sparse_select::recall). `None`
+    /// without a selection.
     ///
     /// # Errors
-    /// As [`Self::forward`], and for a selection by which every query chooses for itself: see [`Selection::query_lists`].
+    /// Those of [`Self::forward`]; also if every query chooses for itself by the selection: see [`Selection::query_lists`].
     pub fn chosen(&self, input: SparseMhaInput) -> Result<Option<DeviceLayout>> {
         let Some(selection) = &self.selection else {
             return Ok(None);
@@ -234,7 +235,7 @@ impl SparseMultiHeadAttention {
         SharedChoice::from(chosen).attend(self, heads, call)
     }
 
-    /// What queries choose of keys.
+    /// Chooses keys for queries.
     fn choice_of(
         &self,
         selection: &Selection,
@@ -249,7 +250,7 @@ impl SparseMultiHeadAttention {
         Ok(Chosen::Blocks(Box::new(selection.clone()), lists))
     }
 
-    /// What heads see of blocks that a selection listed for each query, and of its forced ones.
+    /// Attends to blocks that a selection listed for each query, and to its forced ones.
     pub(crate) fn attend_blocks(
         &self,
         [query, key, value]: Heads,
@@ -268,7 +269,7 @@ impl SparseMultiHeadAttention {
         }
         let options = self.options_of(&query, call);
         let (out, _) = selection.attention(query, key, value, lists, options)?;
-        // Queries choose from what comes before them alone, where there is no padding: it is at the end, and sees nothing.
+        // Padding is at the end and later than real keys, so real queries never choose it; the outputs of padded queries are set to 0.
         Ok(match &call.padding {
             Some(padding) => {
                 let padding = padding.clone().unsqueeze_dim::<4>(1);
@@ -279,10 +280,10 @@ impl SparseMultiHeadAttention {
         })
     }
 
-    /// That tokens that come later change no choice.
+    /// Checks that later tokens do not change a choice.
     ///
     /// # Errors
-    /// [`TransformerError::Argument`](crate::TransformerError::Argument) that says what of the module is in the way.
+    /// [`TransformerError::Argument`](crate::TransformerError::Argument) that names the property of the module that prevents decoding.
     pub fn ensure_decodable(&self) -> Result<()> {
         self.kind().ensure_decodable()
     }
@@ -295,10 +296,10 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    /// Measures a selection on an input of this module, for each head: see [`Selection::quality`]. Biases, softcaps and sinks do not count.
+    /// Measures a selection on an input of this module, for each head: see [`Selection::quality`]. Biases, softcaps and sinks are ignored.
     ///
     /// # Errors
-    /// As [`Self::forward`], if the input has padding, and if the device gives nothing back.
+    /// Those of [`Self::forward`]; also if the input has padding, or the device returns no data.
     pub fn selection_quality(
         &self,
         input: SparseMhaInput,
@@ -315,7 +316,7 @@ impl SparseMultiHeadAttention {
     }
 }
 
-/// That a selection can choose in one layer from the pairs that a pattern allows.
+/// Checks that a selection can choose in one layer from the pairs that a pattern allows.
 pub(crate) fn check_selection(pattern: &Pattern, selection: Option<&Selection>) -> Result<()> {
     let Some(selection) = selection else {
         return Ok(());
@@ -327,7 +328,7 @@ pub(crate) fn check_selection(pattern: &Pattern, selection: Option<&Selection>) 
     check_choice(pattern, selection)
 }
 
-/// [`check_selection`] of one that may be a model's.
+/// [`check_selection`] without the check of full layers, for a selection of a model.
 fn check_choice(pattern: &Pattern, selection: &Selection) -> Result<()> {
     selection.check()?;
     ensure! { is_whole(pattern) || !is_by_query(selection) =>
@@ -335,7 +336,7 @@ fn check_choice(pattern: &Pattern, selection: &Selection) -> Result<()> {
     Ok(())
 }
 
-/// Returns whether a pattern leaves out no key, or none but later ones.
+/// Returns whether a pattern masks no keys, or only later ones.
 fn is_whole(pattern: &Pattern) -> bool {
     [Pattern::causal(), Pattern::dense()].contains(pattern)
 }
@@ -360,8 +361,8 @@ fn lengths_of(request: &Request) -> Result<Option<Vec<usize>>> {
     Ok(lengths)
 }
 
-/// The selection of layer `layer`: they take turns, but the first and the last layers have none where a selection says so, the last ones also where the
-/// model does.
+/// Returns the selection of layer `layer`: layers use selections in turn, except the first and last layers that a selection excludes, and the last
+/// `full_last` ones.
 pub(crate) fn of_layer(
     selections: &[Selection],
     layer: usize,
@@ -379,11 +380,11 @@ pub(crate) fn of_layer(
 }
 
 impl SparseTransformer {
-    /// Sets how the layers choose their keys by content, in turn, but for the last `full_last` ones, which leave it to their patterns; none of them does with
-    /// no selections. Heads that chose in different ways do so no longer, and no layers share a choice. Parameters stay as they are.
+    /// Sets how the layers choose their keys by content, in turn, except the last `full_last` ones, which use their patterns; an empty list removes
+    /// selections. This also removes selections per head and the sharing of choices. Parameters are unchanged.
     ///
     /// # Errors
-    /// As [`SparseMultiHeadAttention::with_selection`].
+    /// Those of [`SparseMultiHeadAttention::with_selection`].
     pub fn with_selections(mut self, selections: &[Selection], full_last: usize) -> Result<Self> {
         let n_layers = self.blocks.len();
         for (layer, block) in self.blocks.iter_mut().enumerate() {
@@ -401,11 +402,11 @@ impl SparseTransformer {
         Ok(self)
     }
 
-    /// Measures selections on tokens, for each layer and head: `selection` in all layers, without changing what the layers compute, or without
-    /// one each layer's own, those of its heads among them; a layer without either, or that takes the choice of an earlier one, has no heads in the result.
+    /// Measures selections on tokens, for each layer and head, without changing the layers: `selection` in all layers, or without one each layer's own,
+    /// including those of its heads. A layer without a selection, or that takes an earlier layer's choice, has no heads in the result.
     ///
     /// # Errors
-    /// As [`Self::forward`], and [`SparseMultiHeadAttention::selection_quality`].
+    /// Those of [`Self::forward`] and [`SparseMultiHeadAttention::selection_quality`].
     pub fn selection_quality(
         &self,
         tokens: Tensor<2, Int>,
@@ -421,7 +422,7 @@ impl SparseTransformer {
         })
     }
 
-    /// What `measure` finds of each layer's input, with the layer's number.
+    /// Returns the result of `measure` for each layer's index, attention and input.
     pub(crate) fn quality_by_layer(
         &self,
         tokens: Tensor<2, Int>,

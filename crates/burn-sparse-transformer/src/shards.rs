@@ -1,4 +1,4 @@
-//! Sequences that several devices share: each has its positions of all layers, and of attention the keys that those need.
+//! Sequences that several devices share: each device computes its positions in all layers, and receives the keys that they attend to.
 
 use std::sync::Arc;
 
@@ -11,30 +11,30 @@ use crate::error::{Result, ensure};
 use crate::heads::Positions;
 use crate::{SparseTransformer, SparseTransformerBlock};
 
-/// One device's part of sequences that several devices share, for all layers of a [`SparseTransformer`].
+/// One device's shard of sequences that several devices share, for all layers of a [`SparseTransformer`].
 ///
-/// Each device has a model of its own, a [`fork`](burn::module::Module::fork) of the same one, and a thread of its own, in which all make the same calls in the
-/// same order, forward and backward. The means of all devices' losses and gradients are those of the whole sequences.
+/// Each device has its own model, a [`fork`](burn::module::Module::fork) of the same one, and its own thread. All threads make the same calls in the same
+/// order, forward and backward. The means of all devices' losses and gradients are those of the whole sequences.
 #[derive(Debug)]
 pub struct TransformerShard {
-    /// One for each different layout.
+    /// One shard for each distinct layout.
     shards: Vec<Arc<SequenceShard>>,
-    /// Which of them each block has.
+    /// Index of each block's shard.
     of_blocks: Vec<usize>,
 }
 
-/// Graphs may still hold its shards.
+/// Leaves explicitly: graphs may still hold its shards.
 impl Drop for TransformerShard {
     fn drop(&mut self) {
         self.shards.iter().for_each(|shard| shard.leave());
     }
 }
 
-/// A shard of a batch.
+/// Shard of a batch.
 pub(crate) struct ShardRows<'a> {
     shard: &'a TransformerShard,
     pub(crate) positions: Positions,
-    /// Of the loss over this device's rows in the mean over the devices, if rows are not as many on all of them.
+    /// Weight of this device's mean loss in the mean over the devices, if the devices have different numbers of rows.
     share: Option<f64>,
 }
 
@@ -46,7 +46,7 @@ impl ShardRows<'_> {
         }
     }
 
-    /// What a device's mean loss is in the mean over the devices.
+    /// Weights a device's mean loss for the mean over the devices.
     pub(crate) fn share_of(&self, loss: Tensor<1>) -> Tensor<1> {
         match self.share {
             Some(share) => loss * share,
@@ -56,20 +56,20 @@ impl ShardRows<'_> {
 }
 
 impl TransformerShard {
-    /// The shards of `devices` devices that share sequences of `seq` positions, in order. Each device has the same positions in every layer: the
-    /// pieces of the plan of the layer with the most pairs.
+    /// Returns the shards of `devices` devices that share sequences of `seq` positions, in order. Each device has the same positions in every layer: those
+    /// that the plan of the layer with the most pairs assigns.
     ///
     /// # Errors
-    /// [`TransformerError`](crate::TransformerError) if `seq` exceeds the context; if a layer chooses keys by content, drops anything, or has biases of positions; if a layer's layout cannot
-    /// be shared ([`ShardPlan::new`]).
+    /// [`TransformerError`](crate::TransformerError) if `seq` exceeds the context; if a layer chooses keys by content, has dropout, or has position biases;
+    /// if a layer's layout cannot be shared ([`ShardPlan::new`]).
     pub fn group(model: &SparseTransformer, seq: usize, devices: usize) -> Result<Vec<Self>> {
         Self::group_by(model, seq, devices, &Exchange::default())
     }
 
-    /// As [`Self::group`], with another way for keys to cross. Between processes it is this one's part alone, as of [`SequenceShard::group_by`].
+    /// [`Self::group`] with another exchange of keys. Between processes it returns this process's shard only, like [`SequenceShard::group_by`].
     ///
     /// # Errors
-    /// As [`Self::group`], and if the exchange is of another number of devices.
+    /// Those of [`Self::group`]; also if the exchange has another number of devices.
     pub fn group_by(
         model: &SparseTransformer,
         seq: usize,
@@ -108,20 +108,20 @@ impl TransformerShard {
         Ok(group)
     }
 
-    /// The shard of the first layer, whose positions are those of all.
+    /// Returns the shard of the first layer, whose positions are those of all layers.
     pub fn first(&self) -> &SequenceShard {
         &self.shards[0]
     }
 
-    /// This device's columns of `[batch, seq]` tokens.
+    /// Selects this device's columns of `[batch, seq]` tokens.
     ///
     /// # Panics
-    /// If there are not as many as the sequence has positions.
+    /// If the number of columns is not the sequence's length.
     pub fn tokens(&self, whole: Tensor<2, Int>) -> Tensor<2, Int> {
         self.first().rows(whole, 1)
     }
 
-    /// The positions of this device's rows, `[batch · seq]`.
+    /// Returns the positions of this device's rows, `[batch · seq]`.
     fn positions(&self, batch: usize, device: &Device) -> Positions {
         let shard = self.first();
         let own = shard.plan().positions(shard.rank()).into_iter();
@@ -134,15 +134,15 @@ impl TransformerShard {
 }
 
 impl SparseTransformer {
-    /// This device's part of [`Self::try_loss`] of sequences that several devices share: the mean of all parts is that loss, and gradients likewise. All
-    /// devices must call it, each with a model of its own. `losses_and_gradients_of_shard` also recomputes blocks.
+    /// Returns this device's part of [`Self::try_loss`] for sequences that several devices share: the mean of all parts is that loss, and gradients likewise.
+    /// All devices must call it, each with its own model. `losses_and_gradients_of_shard` also recomputes blocks.
     ///
     /// # Shapes
     /// - `tokens`, `targets`: `[batch, seq]`, this device's columns: [`TransformerShard::tokens`]
     /// - output: `[1]`
     ///
     /// # Errors
-    /// As [`Self::try_loss`]; also if the tokens are not as many as the shard's positions, or another device has ended
+    /// Those of [`Self::try_loss`]; also if the number of tokens is not the shard's number of positions, or another device has left
     /// ([`OpError::Left`](burn_blocksparse::OpError::Left)).
     pub fn try_loss_of_shard(
         &self,
@@ -160,7 +160,7 @@ impl SparseTransformer {
         Ok(rows.share_of(self.head_loss(stream, targets)?))
     }
 
-    /// The rows of a device's tokens, which must be the shard's.
+    /// Returns the rows of a device's tokens, which must match the shard.
     pub(crate) fn rows_of_shard<'a>(
         &self,
         tokens: &Tensor<2, Int>,
@@ -183,7 +183,7 @@ impl SparseTransformer {
 }
 
 impl SparseTransformerBlock {
-    /// That a row's result follows from its position, its keys and nothing else.
+    /// Checks that a row's result depends on its position and its keys only.
     fn check_shareable(&self) -> Result<()> {
         let mha = &self.mha;
         mha.kind().ensure_pattern()?;

@@ -1,4 +1,4 @@
-//! Choices of keys that layers share: one layer chooses, and later ones attend to the same.
+//! Choices of keys that layers share: one layer chooses, and later ones attend to the same keys.
 
 use std::fmt;
 
@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ChoiceSharing {
-    /// It chooses, and its output has the choice for the next layers: [`SparseMhaOutput::choice`](crate::SparseMhaOutput::choice).
+    /// Chooses, and returns the choice for the next layers in its output: [`SparseMhaOutput::choice`](crate::SparseMhaOutput::choice).
     Gives,
-    /// It attends to the choice in its input ([`SparseMhaInput::choice`](crate::SparseMhaInput::choice)), and has no indexer.
+    /// Attends to the choice in its input ([`SparseMhaInput::choice`](crate::SparseMhaInput::choice)), and has no indexer.
     Takes,
 }
 
@@ -27,33 +27,33 @@ impl fmt::Display for ChoiceSharing {
     }
 }
 
-/// Keys that a layer chose, with what attention to them needs: on the device, without autodiff. Clones share them.
+/// Keys that a layer chose, with what attention to them needs, on the device and without autodiff. Clones share memory.
 #[derive(Clone, Debug)]
 pub struct SharedChoice(pub(crate) Chosen);
 
 #[derive(Clone, Debug)]
 pub(crate) enum Chosen {
-    /// Blocks, by blocks of queries.
+    /// Blocks of keys for blocks of queries.
     Layout(DeviceLayout),
-    /// Blocks beside the forced ones of a selection by which every query chooses for itself.
+    /// Blocks for each query, in addition to the forced ones, of a selection by which every query chooses for itself.
     Blocks(Box<Selection>, Option<SelectedBlocks>),
-    /// Blocks beside the own one, of an index branch.
+    /// Blocks of an index branch, in addition to a token's own block.
     Indexed(Msa, Option<SelectedBlocks>),
-    /// Single keys, of an indexer.
+    /// Single keys of an indexer.
     Keys(TokenIndices, DispatchMode),
 }
 
-/// What a layer gives beside what heads see.
+/// Outputs of a layer besides the heads' outputs.
 #[derive(Clone, Debug, Default)]
 pub struct Aside {
-    /// To be added to the loss.
+    /// Auxiliary loss.
     pub aux_loss: Option<Tensor<1>>,
-    /// For the layers behind this one.
+    /// Choice for later layers.
     pub choice: Option<SharedChoice>,
 }
 
 impl Aside {
-    /// With what a later layer gives.
+    /// Combines with the outputs of a later layer.
     pub(crate) fn then(self, later: Self) -> Self {
         let losses = [self.aux_loss, later.aux_loss].into_iter().flatten();
         Self {
@@ -70,7 +70,7 @@ impl From<Chosen> for SharedChoice {
 }
 
 impl SharedChoice {
-    /// The blocks, where blocks of queries chose together.
+    /// Returns the layout, if blocks of queries chose together.
     pub(crate) fn layout(&self) -> Option<&DeviceLayout> {
         match &self.0 {
             Chosen::Layout(layout) => Some(layout),

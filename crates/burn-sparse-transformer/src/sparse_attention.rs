@@ -1,4 +1,4 @@
-//! Attention over a pattern as a module without parameters, for models with projections of their own.
+//! Attention over a pattern as a module without parameters, for models with their own projections.
 
 use burn::config::Config;
 use burn::module::{Content, DisplaySettings, Module, ModuleDisplay};
@@ -19,7 +19,7 @@ use crate::layouts::{Layouts, Request};
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct SparseAttentionConfig {
-    /// The pattern: which query attends to which key, per head.
+    /// Pattern: which query attends to which key, per head.
     pub pattern: Pattern,
     /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
@@ -34,7 +34,7 @@ pub struct SparseAttentionConfig {
     /// Attention dropout probability in training, in `[0, 1)`.
     #[config(default = 0.0)]
     pub dropout: f64,
-    /// Dtype of the attention: with [`Precision::Bf16`] its inputs are rounded to bf16, and the output has the inputs' dtype.
+    /// Dtype of the attention. With [`Precision::Bf16`] its inputs are rounded to bf16; the output has the inputs' dtype.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
 }
@@ -45,8 +45,8 @@ impl SparseAttentionConfig {
         pub fn init(&self, device: &Device) -> SparseAttention;
 
         /// # Errors
-        /// If `block_size` or a parameter of the pattern is out of range, `scale` is not finite, `softcap` is not positive, `dropout` is outside `[0, 1)`,
-        /// or the device does not compute in `precision`.
+        /// If `block_size` or a parameter of the pattern is out of range, `scale` is not finite, `softcap` is not positive, `dropout` is outside `[0, 1)`, or
+        /// the device does not support `precision`.
         pub fn try_init {
             ensure_dropout(self.dropout)?;
             ensure_scores(self.scale, self.softcap)?;
@@ -66,15 +66,15 @@ impl SparseAttentionConfig {
     }
 }
 
-/// Softmax attention of queries to the keys that a [`Pattern`] allows, for a model with its own projections, rotations and KV cache. It replaces the
-/// lines from `repeat_kv` to `softmax · v`. No parameters.
+/// Softmax attention of queries to the keys that a [`Pattern`] allows, for a model with its own projections, rotations and KV cache. It replaces the lines
+/// from `repeat_kv` to `softmax · v`. No parameters.
 ///
-/// The last query sits at the last key: query `i` at position `i + seq_kv − seq_q`. So prompts, chunks of prompts and single tokens after a KV cache
-/// see what they see in the whole sequence. Keys and values may have fewer heads than queries (GQA).
+/// The last query is at the position of the last key: query `i` is at `i + seq_kv − seq_q`. So prompts, chunks of prompts and single tokens after a KV cache
+/// attend to the same keys as in the whole sequence. Keys and values may have fewer heads than queries (GQA).
 ///
-/// Layouts are built once for each (heads, seq_q, seq_kv). Clones share them, and the 8 most recently used are kept
-/// ([`keep_layouts`](Self::keep_layouts)). A cache that grows by a token needs a new one: time for the kept blocks of one row, on a GPU also for its
-/// launch plan. Decoding from pages needs none (`KvPool` and `paged_attention` of `burn-paged-attention`).
+/// A layout is built once for each (heads, seq_q, seq_kv). Clones share layouts, and the 8 most recently used are cached
+/// ([`keep_layouts`](Self::keep_layouts)). A cache that grows by a token needs a new layout, which takes time proportional to the kept blocks of one row, and
+/// on a GPU also a launch plan. Decoding from pages needs none (`KvPool` and `paged_attention` of `burn-paged-attention`).
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -94,11 +94,12 @@ impl SparseAttentionConfig {
 /// assert_eq!(out.dims(), [1, 8, 1, 16]);
 /// ```
 ///
-/// Should be created with [`SparseAttentionConfig`].
+/// Create it with [`SparseAttentionConfig`].
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct SparseAttention {
-    /// Attention dropout, on a device with autodiff. Its masks are not drawn from the backend's generator but depend on a seed, one for each call.
+    /// Attention dropout, active on a device with autodiff. Its masks are not drawn from the backend's generator but are a function of a seed, one for each
+    /// call.
     pub dropout: Dropout,
     #[module(skip)]
     seeds: Seeds,
@@ -113,7 +114,7 @@ pub struct SparseAttention {
 
 impl SparseAttention {
     or_panics! {
-        /// Attention of each query to the keys its pattern allows. A query with no allowed key gives zeros.
+        /// Computes attention of each query to the keys that its pattern allows. A query without allowed keys gets zeros.
         ///
         /// # Shapes
         /// - `q`: `[batch, heads, seq_q, head_dim]`
@@ -123,16 +124,16 @@ impl SparseAttention {
         pub fn forward(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4>;
 
         /// # Errors
-        /// If shapes, dtypes or devices do not fit each other, the pattern gives no layout for these heads and lengths, or the device cannot run the call.
+        /// If shapes, dtypes or devices do not match, the pattern has no layout for these heads and lengths, or the device cannot run the call.
         pub fn try_forward { self.try_forward_with(q, k, v, AttentionTensors::default()) }
     }
 
     or_panics! {
-        /// [`Self::forward`] with sinks or biases, which are parameters of the model around it.
+        /// [`Self::forward`] with sinks or biases, which are parameters of the surrounding model.
         pub fn forward_with(&self, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>, tensors: AttentionTensors) -> Tensor<4>;
 
         /// # Errors
-        /// As [`Self::try_forward`], and if a tensor does not fit the others.
+        /// Those of [`Self::try_forward`]; also if a tensor does not match the others.
         pub fn try_forward_with {
             let mut tensors = tensors;
             let [_, heads, seq_q, _] = q.dims();
@@ -160,10 +161,10 @@ impl SparseAttention {
         }
     }
 
-    /// The layout that [`Self::forward`] uses for these numbers of query heads, queries and keys.
+    /// Returns the layout that [`Self::forward`] uses for these numbers of query heads, queries and keys.
     ///
     /// # Errors
-    /// If the pattern gives no layout for them.
+    /// If the pattern has no layout for them.
     pub fn layout(&self, heads: usize, seq_q: usize, seq_kv: usize) -> Result<BlockLayout> {
         self.layouts
             .get(&Request::new(seq_q, seq_kv).with_heads(heads))
@@ -174,12 +175,12 @@ impl SparseAttention {
         self.layouts.pattern()
     }
 
-    /// Block size of the pattern.
+    /// Returns the block size of the pattern.
     pub fn block_size(&self) -> usize {
         self.layouts.block_size()
     }
 
-    /// Caches the `most` recently used layouts, in all clones. The default is 8. A server whose requests have more lengths than that builds layouts again
+    /// Caches the `most` recently used layouts, in all clones. The default is 8. A server whose requests have more lengths than that rebuilds layouts again
     /// and again. 0 keeps none.
     pub fn keep_layouts(&self, most: usize) {
         self.layouts.keep(most);

@@ -1,4 +1,4 @@
-//! The residual stream, and the branch that is still to be added to it.
+//! Residual stream with a pending branch.
 
 use std::mem::take;
 
@@ -11,10 +11,10 @@ use burn_fused_ops::{
 use crate::error::Result;
 use crate::shared_choice::Aside;
 
-/// What a layer computed and does not add to the stream itself: the addition, its bias, its dropout and the norm that follows are one pass.
+/// Output of a layer that is not yet added to the stream: the addition, the bias, the dropout and the following norm are one pass.
 #[derive(Clone, Debug)]
 pub(crate) struct Projected {
-    /// `[batch, seq, d_model]`, in the dtype of the products.
+    /// Branch, `[batch, seq, d_model]`, in the dtype of the products.
     pub(crate) x: Tensor<3>,
     pub(crate) bias: Option<Tensor<1>>,
     pub(crate) aside: Aside,
@@ -41,7 +41,7 @@ impl Projected {
 pub(crate) struct Stream {
     x: Tensor<3>,
     pending: Option<(Projected, Option<ElementDropout>)>,
-    /// Of the layers so far.
+    /// Auxiliary loss and choice of the layers so far.
     pub(crate) aside: Aside,
 }
 
@@ -58,7 +58,7 @@ impl Stream {
         &self.x
     }
 
-    /// Adds a branch, of which `dropout` drops, at the next norm.
+    /// Adds a branch with dropout at the next norm.
     pub(crate) fn push(
         mut self,
         mut branch: Projected,
@@ -72,7 +72,7 @@ impl Stream {
         })
     }
 
-    /// The stream, and its norm in `dtype`.
+    /// Returns the stream, and its norm in `dtype`.
     pub(crate) fn norm(
         self,
         norm: &LayerNorm,
@@ -83,7 +83,7 @@ impl Stream {
         self.normed(options, layer_norm_params(norm))
     }
 
-    /// The stream, and a norm of it.
+    /// Returns the stream, and its norm with these options and parameters.
     pub(crate) fn normed(
         self,
         mut options: AddNormOptions,

@@ -46,7 +46,7 @@ pub struct SparseTransformerConfig {
     pub d_model: usize,
     /// Number of query heads of each block.
     pub n_heads: usize,
-    /// The attention patterns, and which layers and heads use which. A language model needs causal ones.
+    /// Attention patterns, and which layers and heads use which. A language model needs causal ones.
     pub factorization: Factorization,
     /// Size of the vocabulary. Required: 0 is an error.
     #[config(default = 0)]
@@ -57,37 +57,34 @@ pub struct SparseTransformerConfig {
     /// Number of blocks. Required: 0 is an error.
     #[config(default = 0)]
     pub n_layers: usize,
-    /// Width of the matrix that positions are arranged in for their embeddings, usually the stride of
-    /// the patterns: position `i` has row `i / width` and column `i mod width`. Of no effect without
-    /// `position_embedding`. Default: a power of two near `√context`.
+    /// Width of the matrix that positions are arranged in for their embeddings, usually the stride of the patterns: position `i` is in row `i / width` and
+    /// column `i mod width`. Unused without `position_embedding`. Default: a power of two near `√context`.
     pub embedding_width: Option<usize>,
-    /// Bytes of a pixel, where sequences are pictures, row by row: then `embedding_width` is that of a row, a multiple of
-    /// `embedding_channels`, and a position's embedding is the sum of its row's, its column's and its channel's (§5.3,
-    /// `n_emb = 3`). Default: none, `n_emb = 2`.
+    /// Bytes of a pixel, if sequences are images, row by row. Then `embedding_width` is that of a row, a multiple of `embedding_channels`, and a position's
+    /// embedding is the sum of those of its row, column and channel (§5.3, `n_emb = 3`). Default: none, `n_emb = 2`.
     pub embedding_channels: Option<usize>,
-    /// Selections of keys by content, which layers use in turn, among the keys of their patterns; `moba` and `quest` need causal or dense ones.
-    /// Default: none.
+    /// Selections of keys by content among those of the patterns, which layers use in turn; `moba` and `quest` need causal or dense patterns. Default: none.
     pub selections: Option<Vec<Selection>>,
     /// Content-based heads (Roy et al., 2021; Kitaev et al., 2020; or all heads: Yuan et al., 2025, DeepSeek, 2025, MiniMax, 2026). Patterns must be
     /// causal; local heads use them. Default: none.
     pub content: Option<ContentAttention>,
     /// With `content`: number of heads of each layer that use the pattern, one for all layers or one for each; a layer with `n_heads` of them has no
-    /// others. Default: half of them.
+    /// content-based heads. Default: half of them.
     pub local_heads: Option<Vec<usize>>,
     /// Number of last layers with full attention (MoBA: Lu et al., 2025, §3.2). Default: 0.
     pub full_last_layers: Option<usize>,
-    /// Number of layers that share one choice of keys by content: the first chooses, the next ones attend to the same keys (Bai et al., 2026;
-    /// GLM-5.2). For one selection, `dsa` or `msa`. Layers that take a choice have no indexer; the indexer of the layer that chose learns from that
-    /// layer alone. Groups begin at the first layer that chooses. Default: 1, every layer chooses.
+    /// Number of layers that share one choice of keys by content: the first chooses, the next ones attend to the same keys (Bai et al., 2026; GLM-5.2). Works
+    /// with one selection, `dsa` or `msa`. Layers that take a choice have no indexer; the indexer of the layer that chose learns from that layer alone.
+    /// Groups begin at the first layer that chooses. Default: 1, every layer chooses.
     pub share_every: Option<usize>,
-    /// Side of the blocks the patterns are cut into: 8, 16, 32, 64 or 128.
+    /// Block size of the patterns: 8, 16, 32, 64 or 128.
     #[config(default = 32)]
     pub block_size: usize,
     /// Width of the query projections. Default: `d_model`; the paper's half-size models use half of it.
     pub d_key: Option<usize>,
     /// Width of the feed-forward networks. Default: `4 · d_model`; half-size models use `2 · d_model`.
     pub d_ff: Option<usize>,
-    /// Retained blocks of the feed-forward networks' weights. Default: all, as dense weights.
+    /// Kept blocks of the feed-forward networks' weights. Default: all, as dense weights.
     pub feed_forward_sparsity: Option<FeedForwardSparsity>,
     /// Activation of the feed-forward networks. Default: the paper's, `x · sigmoid(1.702 x)`.
     pub activation: Option<FeedForwardActivation>,
@@ -98,22 +95,23 @@ pub struct SparseTransformerConfig {
     pub dropout: f64,
     /// Bounds the attention scores to ±`softcap`. Default: no bound.
     pub softcap: Option<f64>,
-    /// Skips tiles of the attention whose scores are below the largest ones of their rows by more than this: [`SparseMultiHeadAttentionConfig::softmax_threshold`](crate::SparseMultiHeadAttentionConfig). Default: none.
+    /// Skips tiles of the attention whose scores are below the maxima of their rows by more than this:
+    /// [`SparseMultiHeadAttentionConfig::softmax_threshold`](crate::SparseMultiHeadAttentionConfig). Default: none.
     pub softmax_threshold: Option<f64>,
-    /// Options of the attention of every block that the paper does not have: rotary embeddings, ALiBi, relative position
-    /// biases, sinks, normalised queries and keys, attention dropout. Default: nothing.
+    /// Options of every block's attention that the paper does not have: rotary embeddings, ALiBi, relative position biases, sinks, normalised queries and
+    /// keys, attention dropout. Default: none.
     pub attention: Option<BlockAttentionConfig>,
-    /// True if learned embeddings of positions are added to those of tokens, as in the paper. Default: yes;
-    /// with `Some(false)` a token's place is known from the pattern and from `attention` only.
+    /// True if learned embeddings of positions are added to those of tokens, as in the paper. Default: yes; with `Some(false)` positions are encoded by the
+    /// patterns and by `attention` only.
     pub position_embedding: Option<bool>,
     /// True if attention probabilities are stored for the backward pass instead of recomputed.
     #[config(default = false)]
     pub store_weights: bool,
-    /// Dtype of the blocks' matrix products and attention: mixed precision if it is not f32. Parameters,
-    /// their gradients, the residual stream, layer norms, logits and the loss stay f32.
+    /// Dtype of the blocks' matrix products and attention: mixed precision if it is not f32. Parameters, their gradients, the residual stream, layer norms,
+    /// logits and the loss stay f32.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
-    /// Added to the variance in the layer norms.
+    /// Term added to the variance in the layer norms.
     #[config(default = 1e-5)]
     pub layer_norm_eps: f64,
     /// Initial weights have a standard deviation of `init_scale / √width`; 0.125 is the paper's.
@@ -122,8 +120,7 @@ pub struct SparseTransformerConfig {
 }
 
 impl SparseTransformerConfig {
-    /// The paper's half-size variant: query and key projections of `d_model / 2`, feed-forward networks
-    /// of `2 · d_model` (§5.2).
+    /// Returns the paper's half-size variant: query and key projections of `d_model / 2`, feed-forward networks of `2 · d_model` (§5.2).
     pub fn half_size(self) -> Self {
         let (d_key, d_ff) = (self.d_model / 2, self.d_model.saturating_mul(2));
         self.with_d_key(Some(d_key)).with_d_ff(Some(d_ff))
@@ -132,15 +129,14 @@ impl SparseTransformerConfig {
     or_panics! {
         /// Creates the model, with parameters that are initialised on first use.
         ///
-        /// The initialisation is the paper's (§6), with the paper's scale of 0.125 unless `init_scale` says
-        /// otherwise: tokens `N(0, 0.125 / √d)`, positions `N(0, 0.125 / √(2d))` (`√(3d)` in pictures), other weights
-        /// `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by
+        /// The initialisation is the paper's (§6), with its scale of 0.125 by default (`init_scale`): tokens `N(0, 0.125 / √d)`, positions
+        /// `N(0, 0.125 / √(2d))` (`√(3d)` for images), other weights `N(0, 0.125 / √d_input)` with those that write into the residual stream scaled by
         /// `1 / √(2 · n_layers)`, biases 0, and the output matrix 0.
         pub fn init(&self, device: &Device) -> SparseTransformer;
 
         /// # Errors
-        /// If a size is 0, `embedding_width` exceeds `context`, or a block refuses its part of the
-        /// configuration (see [`SparseTransformerBlockConfig::init`]).
+        /// If a size is 0, `embedding_width` exceeds `context`, or a block rejects its part of the configuration (see
+        /// [`SparseTransformerBlockConfig::init`]).
         pub fn try_init {
             self.validate()?;
             let (context, d_model) = (self.context, self.d_model);
@@ -180,7 +176,7 @@ impl SparseTransformerConfig {
         self.position_embedding.unwrap_or(true)
     }
 
-    /// The blocks; those with equal patterns share their layouts, and all share one table of rotations, and one of indexers'.
+    /// Creates the blocks. Those with equal patterns share their layouts; all share one rotation table, and one of indexers.
     fn init_blocks(&self, device: &Device) -> Result<Vec<SparseTransformerBlock>> {
         let mut pool = LayoutPool::default();
         let mut tables = RopeTables::default();
@@ -197,7 +193,7 @@ impl SparseTransformerConfig {
             .collect()
     }
 
-    /// Configuration of block `layer`, counted from 0.
+    /// Returns the configuration of block `layer`, counted from 0.
     ///
     /// # Errors
     /// If the factorization has no patterns.
@@ -230,14 +226,14 @@ impl SparseTransformerConfig {
         )
     }
 
-    /// How many heads of a layer are the pattern's.
+    /// Returns the number of a layer's heads that use the pattern.
     fn local_heads(&self, layer: usize) -> Option<usize> {
         let heads = self.local_heads.as_deref()?;
-        // One number is that of all layers.
+        // A single number applies to all layers.
         heads.get(layer).or(heads.first()).copied()
     }
 
-    /// The selection of a layer.
+    /// Returns the selection of a layer.
     fn selection(&self, layer: usize) -> Option<Selection> {
         of_layer(
             self.selections.as_deref().unwrap_or_default(),
@@ -247,14 +243,14 @@ impl SparseTransformerConfig {
         )
     }
 
-    /// Whether a layer chooses its keys by content, in a way that others can share.
+    /// Returns whether a layer chooses its keys by content, in a way that others can share.
     fn chooses(&self, layer: usize) -> bool {
         let indexed = (self.content.as_ref()).is_some_and(ContentAttention::has_indexer);
         let indexed = indexed && self.local_heads(layer) != Some(self.n_heads);
         layer < self.n_layers && (indexed || self.selection(layer).is_some())
     }
 
-    /// A layer alone in its group gives its choice to none.
+    /// Returns a layer's role; a layer alone in its group shares with none.
     fn choice_sharing(&self, layer: usize) -> Option<ChoiceSharing> {
         let every = self.share_every.filter(|&every| every > 1)?;
         let first = (0..=layer).find(|&layer| self.chooses(layer))?;
@@ -265,7 +261,7 @@ impl SparseTransformerConfig {
         }
     }
 
-    /// That layers which share a choice would choose alike, from the same keys.
+    /// Checks that layers which share a choice would choose alike, from the same keys.
     fn validate_sharing(&self) -> Result<()> {
         let every = self.share_every.unwrap_or(1);
         ensure_positive("share_every", every)?;
@@ -318,21 +314,20 @@ impl SparseTransformerConfig {
 /// logits = norm(H_N) · W_output
 /// ```
 ///
-/// Token ids must be below the vocabulary's size. They are not checked: reading them would wait for the
-/// device.
+/// Token ids must be below the vocabulary's size. They are not checked: reading them would wait for the device.
 ///
-/// Should be created with [`SparseTransformerConfig`].
+/// Create it with [`SparseTransformerConfig`].
 #[derive(Module, Debug)]
 pub struct SparseTransformer {
-    /// `[vocab_size, d_model]`.
+    /// Token embedding, `[vocab_size, d_model]`.
     pub token_embedding: Embedding,
-    /// Row and column of each position.
+    /// Embeddings of the row and column of each position.
     pub position_embedding: Option<PositionEmbedding>,
-    /// The residual blocks, first to last.
+    /// Residual blocks, first to last.
     pub blocks: Vec<SparseTransformerBlock>,
     /// Layer norm before the output.
     pub norm: LayerNorm,
-    /// `d_model` to `vocab_size`, no bias.
+    /// Projection from `d_model` to `vocab_size`, without bias.
     pub output: Linear,
     context: usize,
     layer_norm_eps: f64,
@@ -342,7 +337,7 @@ pub struct SparseTransformer {
 
 impl SparseTransformer {
     or_panics! {
-        /// Logits of the next token at every position.
+        /// Returns the logits of the next token at every position.
         ///
         /// # Shapes
         /// - `tokens`: `[batch, seq]`, `seq ≤ context`
@@ -360,7 +355,7 @@ impl SparseTransformer {
         self.through_blocks(x, |_, block| block.pass(training))
     }
 
-    /// All blocks, each with what its pass drops.
+    /// Runs all blocks, each with its pass.
     pub(crate) fn through_blocks(
         &self,
         x: Tensor<3>,
@@ -373,11 +368,11 @@ impl SparseTransformer {
     }
 
     or_panics! {
-        /// Logits for new tokens that follow those in `cache`, for autoregressive decoding.
+        /// Returns the logits of new tokens that follow those in `cache`, for autoregressive decoding.
         ///
-        /// Feeding a sequence in pieces gives what [`Self::forward`] gives for the whole; with patterns that are not causal pieces must end where
-        /// every block's pattern allows a boundary ([`Pattern::allows_boundary`](crate::Pattern::allows_boundary)). Call it on [`Module::valid`]'s copy: on an autodiff device the cache would keep the
-        /// graph of every step. After an error the cache is at the position where it was.
+        /// Feeding a sequence in pieces gives the same as [`Self::forward`] for the whole. With patterns that are not causal, pieces must end where every
+        /// block's pattern allows a boundary ([`Pattern::allows_boundary`](crate::Pattern::allows_boundary)). Call it on the copy that [`Module::valid`]
+        /// returns: on an autodiff device the cache would hold the graph of every step. After an error the cache is unchanged.
         ///
         /// # Shapes
         /// - `tokens`: `[batch, new]`
@@ -385,9 +380,8 @@ impl SparseTransformer {
         pub fn forward_cache(&self, tokens: Tensor<2, Int>, cache: &mut SparseTransformerCache) -> Tensor<3>;
 
         /// # Errors
-        /// If `tokens` is empty, a position is past the context, the batch differs from the cache's, or the
-        /// cache was made by a model with another number of blocks; [`TransformerError::Boundary`] if it cannot stop where the tokens begin or
-        /// end.
+        /// If `tokens` is empty, a position is past the context, the batch differs from the cache's, or the cache was created by a model with another number
+        /// of blocks; [`TransformerError::Boundary`] if it cannot stop where the tokens begin or end.
         pub fn try_forward_cache { self.cached(tokens, cache, false) }
     }
 
@@ -415,16 +409,16 @@ impl SparseTransformer {
         self.head_logits(stream)
     }
 
-    /// An empty cache for [`Self::forward_cache`].
+    /// Returns an empty cache for [`Self::forward_cache`].
     pub fn new_cache(&self) -> SparseTransformerCache {
         SparseTransformerCache::new(self.blocks.len(), self.context)
     }
 
     or_panics! {
-        /// Mean cross-entropy of the targets, in nats per token.
+        /// Returns the mean cross-entropy of the targets, in nats per token.
         ///
-        /// The softmax is computed in f32 at least. On an autodiff device the commitment losses of heads that choose by clusters are added, and the losses of
-        /// indexers ([`DsaStage`]): in their warm-up these alone have gradients.
+        /// The softmax is computed in f32 or higher precision. On an autodiff device the commitment losses of heads that choose by clusters and the losses of
+        /// indexers ([`DsaStage`]) are added; in the indexers' warm-up only those have gradients.
         ///
         /// # Shapes
         /// - `tokens`, `targets`: `[batch, seq]`; `targets[b, i]` is the token after `tokens[b, i]`
@@ -432,7 +426,7 @@ impl SparseTransformer {
         pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1>;
 
         /// # Errors
-        /// As [`Self::try_forward`]; also if the shapes differ.
+        /// Those of [`Self::try_forward`]; also if the shapes differ.
         pub fn try_loss {
             self.check_targets(&tokens, &targets)?;
             let mut stream = self.stream(tokens)?;
@@ -448,27 +442,26 @@ impl SparseTransformer {
         }
     }
 
-    /// Longest sequence, in positions.
+    /// Returns the longest sequence, in positions.
     pub fn context(&self) -> usize {
         self.context
     }
 
-    /// Keeps so many layouts per pattern: see [`SparseMultiHeadAttention::keep_layouts`](crate::SparseMultiHeadAttention::keep_layouts).
+    /// Caches up to `most` layouts per pattern: see [`SparseMultiHeadAttention::keep_layouts`](crate::SparseMultiHeadAttention::keep_layouts).
     pub fn keep_layouts(&self, most: usize) {
         for block in &self.blocks {
             block.mha.keep_layouts(most);
         }
     }
 
-    /// Operations of the matrix products outside attention for one token, forward; the backward pass
-    /// has twice as many.
+    /// Returns the operations of the matrix products outside attention for one token, forward; the backward pass has twice as many.
     pub fn matmul_flops_per_token(&self) -> u64 {
         let blocks: u64 = self.blocks.iter().map(|b| b.matmul_flops_per_token()).sum();
         blocks + linear_flops(&self.output)
     }
 
-    /// Operations of all blocks' attention for one sequence of `seq` tokens, forward: the allowed
-    /// pairs only, whatever a kernel computes beside them. With selections these are the pairs that they choose from.
+    /// Returns the operations of all blocks' attention for one sequence of `seq` tokens, forward. Only allowed pairs are counted, whatever else a kernel
+    /// computes. With selections these are the pairs that they choose from.
     ///
     /// # Errors
     /// If a pattern has no layout for `seq`.
@@ -476,7 +469,7 @@ impl SparseTransformer {
         self.blocks.iter().map(|b| b.mha.attention_flops(seq)).sum()
     }
 
-    /// `H_0` of tokens at the positions from `start` on.
+    /// Returns `H_0` of tokens at the positions from `start` on.
     pub(crate) fn embed(&self, tokens: Tensor<2, Int>, start: usize) -> Result<Tensor<3>> {
         let [_, seq] = tokens.dims();
         ensure_shape("tokens", tokens.dims(), [None, None], ["batch", "seq"])?;
@@ -496,7 +489,7 @@ impl SparseTransformer {
         })
     }
 
-    /// The same at any positions.
+    /// Returns `H_0` of tokens at any positions.
     pub(crate) fn embed_at(
         &self,
         tokens: Tensor<2, Int>,
@@ -526,14 +519,14 @@ impl SparseTransformer {
         Ok(embedding(table, tokens.without_autodiff())?)
     }
 
-    /// `norm(H_N)`, in the stream's dtype.
+    /// Returns `norm(H_N)`, in the stream's dtype.
     fn head_input(&self, stream: Stream) -> Result<Tensor<3>> {
         let dtype = stream.x().dtype();
         let (_, x) = stream.norm(&self.norm, self.layer_norm_eps, dtype.into())?;
         Ok(x)
     }
 
-    /// `norm(H_N) · W_output`.
+    /// Returns `norm(H_N) · W_output`.
     pub(crate) fn head_logits(&self, stream: Stream) -> Result<Tensor<3>> {
         let x = self.head_input(stream)?;
         Ok(linear(
@@ -559,7 +552,7 @@ impl SparseTransformer {
     }
 }
 
-/// Mean cross-entropy of targets `[batch, seq]` by the logits `x · weight`, which are not stored.
+/// Returns the mean cross-entropy of targets `[batch, seq]` for the logits `x · weight`, which are not stored.
 pub(crate) fn mean_loss(
     x: Tensor<3>,
     weight: Tensor<2>,
@@ -568,7 +561,7 @@ pub(crate) fn mean_loss(
     let [batch, seq, width] = x.dims();
     let x = x.reshape([batch * seq, width]);
     let targets = targets.without_autodiff().reshape([batch * seq]);
-    // Reading them would wait for the device.
+    // Checking the targets would read them and wait for the device.
     let options = CrossEntropyOptions::default().check_targets(false);
     Ok(linear_cross_entropy(x, weight, targets, &options)?)
 }

@@ -1,4 +1,4 @@
-//! A step of training that the indexers alone learn by.
+//! Training step of the indexers alone.
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
@@ -12,8 +12,8 @@ use crate::stream::Stream;
 use crate::{SparseMhaInput, SparseMultiHeadAttention, SparseTransformer};
 
 impl SparseTransformer {
-    /// The losses of a step in [`DsaStage::WarmUp`](crate::dsa::DsaStage::WarmUp), and the gradients of the indexers' parameters. The model runs without a graph; each
-    /// indexer has one of its own, which is gone before the next layer.
+    /// Returns the losses of a step in [`DsaStage::WarmUp`](crate::dsa::DsaStage::WarmUp), and the gradients of the indexers' parameters. The model runs
+    /// without a graph; each indexer has its own graph, which is freed before the next layer.
     pub(crate) fn warm_up(
         &self,
         tokens: Tensor<2, Int>,
@@ -40,7 +40,7 @@ impl SparseTransformer {
         Ok((StepLosses::new(&loss, sum.as_ref()), gradients))
     }
 
-    /// What the indexer of a layer learns by, of which `plain` is the copy without autodiff; none without one.
+    /// Returns the loss of a layer's indexer, `None` if it has none. `plain` is the layer's copy without autodiff.
     fn indexer_loss(
         &self,
         trained: &SparseMultiHeadAttention,

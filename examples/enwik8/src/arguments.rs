@@ -1,4 +1,4 @@
-//! Values of flags: what is outside the range that a flag allows is an error that names both.
+//! Parsers of flags' values. A value out of range is an error that names the flag and the range.
 
 use std::path::PathBuf;
 
@@ -35,7 +35,7 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
-    /// The device; the checkpoint's path and what it holds.
+    /// Opens the device and the checkpoint, and returns the checkpoint's path too.
     pub fn open(&self) -> Result<(NamedDevice, PathBuf, Checkpoint)> {
         let device = device::open(self.device.as_deref())?;
         let flag = flags::typed(["checkpoint", "run"]);
@@ -49,18 +49,18 @@ impl ModelArgs {
     }
 }
 
-/// Headings of flags that `-h` leaves out and `--help` has.
+/// Headings of flags that `-h` omits and `--help` shows.
 const RARE: [&str; 4] = [CONTENT, IMAGES, SPARSE_MLP, LOG];
-/// Of how layers choose keys.
+/// Flags of content-based attention.
 pub const CONTENT: &str = "Attention by content";
-/// Of pictures.
+/// Flags of images.
 pub const IMAGES: &str = "Images";
-/// Of the feed-forward networks.
+/// Flags of the feed-forward networks.
 pub const SPARSE_MLP: &str = "Block-sparse feed-forward networks";
-/// Of what is measured and stored meanwhile.
+/// Flags of validation, checkpoints and the log.
 pub const LOG: &str = "Validation, checkpoints and log (defaults from the preset)";
 
-/// What all commands have in common.
+/// Applies the settings that all commands share.
 pub fn finished(command: Command) -> Command {
     command.max_term_width(100).mut_subcommands(|command| {
         command.mut_args(|argument| {
@@ -69,7 +69,7 @@ pub fn finished(command: Command) -> Command {
             let takes_values = argument.get_action().takes_values();
             let argument = argument.hide_short_help(is_rare);
             match takes_values {
-                // Otherwise -1 is a flag of its own, and the error names neither the argument nor its range.
+                // Otherwise -1 is parsed as a flag, and the error names neither the argument nor its range.
                 true => argument.allow_negative_numbers(true),
                 false => argument,
             }
@@ -77,13 +77,13 @@ pub fn finished(command: Command) -> Command {
     })
 }
 
-/// The most that a size or a count may be, as in the layers: a product of two of them does not overflow.
+/// Upper bound of sizes and counts, as in the layers: a product of two does not overflow.
 pub const MOST: usize = 1 << 30;
 
-/// The most texts or pictures that are made at once.
+/// Most texts or images that are generated at once.
 pub const MOST_AT_ONCE: usize = 1 << 12;
 
-/// A size or a count that is not 0.
+/// Parses a size or a count that is not 0.
 pub fn positive(text: &str) -> Result<usize, String> {
     number(text, 1, MOST)
 }
@@ -92,7 +92,7 @@ pub fn whole(text: &str) -> Result<usize, String> {
     number(text, 0, MOST)
 }
 
-/// How many texts or pictures to make at once.
+/// Parses the number of texts or images to generate at once.
 pub fn at_once(text: &str) -> Result<usize, String> {
     number(text, 1, MOST_AT_ONCE)
 }
@@ -102,14 +102,14 @@ pub fn seed(text: &str) -> Result<u64, String> {
     number.map_err(|_| format!("must be a whole number, at least 0, at most {}", u64::MAX))
 }
 
-/// A whole number in a range, whose digits may be grouped as in `12_288`.
+/// Parses an integer in a range; digits may be grouped as in `12_288`.
 fn number(text: &str, least: usize, most: usize) -> Result<usize, String> {
     let text = text.replace('_', "");
     let is_whole = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     match text.parse() {
         Ok(number) if (least..=most).contains(&number) => Ok(number),
         Ok(number) if number > most => Err(format!("must be at most {most}")),
-        // More than a word holds.
+        // The number exceeds a word.
         Err(_) if is_whole => Err(format!("must be at most {most}")),
         _ => Err(format!("must be a whole number, at least {least}")),
     }
@@ -123,32 +123,32 @@ pub fn at_least_zero(text: &str) -> Result<f64, String> {
     float(text, ", at least 0", |number| number >= 0.0)
 }
 
-/// A probability or a decay.
+/// Parses a probability or a decay.
 pub fn fraction(text: &str) -> Result<f64, String> {
     let expected = " from 0 up to, not including, 1";
     float(text, expected, |number| (0.0..1.0).contains(&number))
 }
 
-/// A part of everything.
+/// Parses a share above 0.
 pub fn share(text: &str) -> Result<f64, String> {
     float(text, " above 0, at most 1", |number| {
         number > 0.0 && number <= 1.0
     })
 }
 
-/// A part of something, or nothing of it.
+/// Parses a share that may be 0.
 pub fn ratio(text: &str) -> Result<f64, String> {
     float(text, " from 0 to 1", |number| (0.0..=1.0).contains(&number))
 }
 
-/// A finite number that is allowed.
+/// Parses a finite number that `allows` accepts.
 fn float(text: &str, expected: &str, allows: fn(f64) -> bool) -> Result<f64, String> {
     let number = text.parse().ok();
     let number = number.filter(|&number: &f64| number.is_finite() && allows(number));
     number.ok_or_else(|| format!("must be a number{expected}"))
 }
 
-/// A text of at least one character.
+/// Parses a text of at least one character.
 pub fn text(text: &str) -> Result<String, String> {
     match text.is_empty() {
         true => Err("must not be empty".to_owned()),
@@ -163,7 +163,7 @@ pub fn precision(text: &str) -> Result<Precision, String> {
         .ok_or_else(|| "must be f32, tf32, bf16 or fp8".to_owned())
 }
 
-/// `--ff-layout`: the name of a layout of weights.
+/// Parses `--ff-layout`: the name of a layout of weights.
 pub fn weight_pattern() -> impl TypedValueParser<Value = WeightPattern> {
     let names = PossibleValuesParser::new(WeightPattern::all().map(WeightPattern::name));
     names.try_map(|name| name.parse::<WeightPattern>())

@@ -70,11 +70,11 @@ pub struct BenchArgs {
     overrides: Overrides,
 }
 
-/// What `--measure` takes.
+/// Values of `--measure`.
 const SPARSE: &str = "sparse";
 const DENSE: &str = "dense";
 
-/// What one process measures. Times are medians over the iterations, in milliseconds.
+/// Measurements of one process. Times are medians over the iterations, in milliseconds.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Measurement {
     attention: String,
@@ -88,24 +88,24 @@ struct Measurement {
     /// With --graph, how iterations run.
     graph: Option<String>,
     ms: f64,
-    /// Until everything is in the device's queue.
+    /// Time until everything is in the device's queue.
     host_ms: f64,
-    /// Iterations that wait for the device after each part, so their sum is more than `ms`; not with `--parts 0`.
+    /// Times of iterations that wait for the device after each part, so that their sum exceeds `ms`; absent with `--parts 0`.
     parts: Option<Parts>,
-    /// Building the model, the first iteration and the kernels it needs.
+    /// Time to build the model, and of the first iteration and the kernels it compiles.
     start_up_s: f64,
     tokens_per_s: f64,
-    /// Operations of an iteration that the model needs, in 10¹²: what is recomputed or masked counts nothing.
+    /// Operations of an iteration that the model needs, in 10¹². Recomputed and masked ones do not count.
     model_tflop: f64,
     /// `model_tflop` per second over `--peak-tflops`.
     utilisation: Option<f64>,
-    /// Of the last iteration, in nats: two precisions that differ here by more than rounding are not the same training.
+    /// Loss of the last iteration, in nats. Two precisions that differ here by more than rounding do not train alike.
     loss: f64,
     /// Peak resident memory of the process.
     host_bytes: Option<u64>,
     /// Memory the backend has reserved on its device after the last iteration.
     device_bytes: Option<u64>,
-    /// The parts of it.
+    /// Breakdown of that memory.
     memory: Option<Memory>,
 }
 
@@ -113,28 +113,28 @@ struct Measurement {
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Parts {
     gradients: f64,
-    /// With clipping.
+    /// Includes clipping.
     optimizer: f64,
 }
 
-/// What is where in a device's memory, in bytes.
+/// Breakdown of a device's memory, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Memory {
-    /// In use after the model is made.
+    /// Bytes in use after the model is created.
     parameters: u64,
-    /// What the first iteration adds: moments, and layouts.
+    /// Bytes that the first iteration adds: moments, and layouts.
     optimizer: u64,
-    /// What a forward pass keeps for the backward pass; nothing is known of one that is recomputed.
+    /// Bytes that a forward pass stores for the backward pass; unknown with recomputation.
     kept: Option<u64>,
-    /// The rest of what is reserved at the peak: gradients and intermediate results, and gaps between allocations.
+    /// Rest of the memory reserved at the peak: gradients, intermediate results, and gaps between allocations.
     transient: u64,
-    /// After the first of the iterations that are timed.
+    /// Usage after the first timed iteration.
     first: Usage,
-    /// After the last of them.
+    /// Usage after the last timed iteration.
     last: Usage,
 }
 
-/// A device's memory at a time, in bytes.
+/// A device's memory at one time, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Usage {
     in_use: u64,
@@ -142,7 +142,7 @@ struct Usage {
 }
 
 impl Usage {
-    /// Of a device that reports it.
+    /// Returns the usage of a device that reports it.
     fn of(device: &Device) -> Option<Self> {
         let usage = device.memory_pool_usage()?;
         Some(Self {
@@ -250,7 +250,7 @@ fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
     trainer.sync()?;
     let stepped = Usage::of(&device);
     let start_up_s = began.elapsed().as_secs_f64();
-    // With a recording the fourth after the first makes it.
+    // With --graph the fourth iteration is recorded; timing begins later.
     let untimed = args.untimed.unwrap_or(if args.graph { 5 } else { 2 });
     for _ in 1..untimed {
         trainer.iterate()?;
@@ -277,7 +277,7 @@ fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
     let factorization = model::factorization(&config.model)?;
     let parts = trainer.parts(args.parts)?;
     let peak = Usage::of(&device);
-    // After everything else: it may need more memory than an iteration.
+    // Last, because it may need more memory than an iteration.
     let kept = match peak.is_some() && config.recipe.recompute == Recompute::None {
         true => trainer.kept()?,
         false => None,
@@ -323,7 +323,7 @@ fn measure(args: &BenchArgs, is_dense: bool) -> Result<Measurement> {
     })
 }
 
-/// What training needs, without a run's folder.
+/// Training state without a run folder.
 struct Trainer<'a> {
     config: &'a RunConfig,
     device: &'a Device,
@@ -371,7 +371,7 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// One step of training. The loss and the gradients' norm stay on the device.
+    /// Takes one training step. The loss and the gradients' norm stay on the device.
     fn iterate(&mut self) -> Result<Tensor<1>> {
         let batch = self.batch();
         self.training.take(batch)
@@ -381,7 +381,7 @@ impl<'a> Trainer<'a> {
         (self.device.sync()).map_err(|error| anyhow!("{error:?}"))
     }
 
-    /// Medians over iterations that wait after each part.
+    /// Returns medians over iterations that wait after each part.
     fn parts(&mut self, iterations: u32) -> Result<Option<Parts>> {
         if iterations == 0 {
             return Ok(None);
@@ -406,7 +406,7 @@ impl<'a> Trainer<'a> {
         }))
     }
 
-    /// What a forward pass holds for its backward pass, in bytes, on a device that reports its memory.
+    /// Returns the bytes that a forward pass stores for its backward pass, on a device that reports its memory.
     fn kept(&mut self) -> Result<Option<u64>> {
         let Batch {
             tokens, targets, ..
@@ -423,8 +423,8 @@ impl<'a> Trainer<'a> {
         Ok(before.zip(during).map(growth))
     }
 
-    /// The operations of an iteration in 10¹² (a backward pass has twice those of a forward pass), and the share of
-    /// the causal pairs that the first layer computes.
+    /// Returns the operations of an iteration in 10¹² (a backward pass has twice those of a forward pass), and the share of causal pairs that the first layer
+    /// computes.
     fn sizes(&self) -> Result<(f64, f64)> {
         let model = self.training.model()?;
         let context = self.config.model.context;
@@ -465,7 +465,7 @@ fn speed_table(rows: &[Measurement]) -> String {
     table(names, &cells.collect::<Vec<_>>())
 }
 
-/// The device's memory by part, and whether it stays as it is from the first to the last iteration that is timed.
+/// Formats the device's memory by part, and at the first and the last timed iteration.
 fn memory_table(rows: &[Measurement]) -> String {
     let names = "device memory  parameters  optimizer  kept  transient  in use, first  last  reserved, first  last";
     let cells = rows.iter().map(|row| {
@@ -485,7 +485,7 @@ fn memory_table(rows: &[Measurement]) -> String {
     table(names, &cells.collect::<Vec<_>>())
 }
 
-/// Nothing on a device that does not say.
+/// Formats a size in MiB; empty if the device does not report it.
 fn mebibytes(bytes: Option<u64>) -> String {
     bytes.map_or(String::new(), |bytes| {
         format!("{} MiB", thousands(bytes.div_ceil(1 << 20) as usize))

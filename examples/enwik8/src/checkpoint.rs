@@ -3,12 +3,11 @@
 //! ```text
 //! "BSTRAIN1"  crc32: u32   header, model, optimizer lengths: 3 × u64   header (JSON)  model  optimizer
 //! ```
-//! Integers are little-endian; the checksum covers all that follows it. Model and optimizer are Burn records in
-//! Burn's own format. They keep every bit of the weights and of Adam's moments and step counts, and the parameter ids
-//! that connect the two; what they do not hold (step, data order, random generator, configuration) is in the header.
+//! Integers are little-endian; the checksum covers everything after it. Model and optimizer are Burn records. They preserve every bit of the weights and of
+//! Adam's moments and step counts, and the parameter ids that connect the two. The header has the rest: step, data order, random generator, configuration.
 //!
-//! A checkpoint appears under its name only when it is complete and on disk: it is written to a temporary file in the
-//! same folder, synced and renamed. A process killed at any moment leaves the previous checkpoints as they were.
+//! A checkpoint appears under its name only when it is complete and on disk: it is written to a temporary file in the same folder, synced and renamed. A
+//! process killed at any moment leaves the previous checkpoints intact.
 
 use std::fs;
 use std::io::Write;
@@ -25,26 +24,26 @@ use crate::data::{Fingerprint, SamplerState};
 use crate::files::write_atomically;
 
 const MAGIC: &[u8; 8] = b"BSTRAIN1";
-/// Magic, checksum and three lengths.
+/// Bytes of magic, checksum and three lengths.
 const PREAMBLE: usize = 8 + 4 + 3 * 8;
 
-/// What a checkpoint says about itself.
+/// Metadata of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
     /// Version of the program that wrote it.
     pub program: String,
     pub config: RunConfig,
     pub data: Fingerprint,
-    /// Optimizer steps done.
+    /// Number of optimizer steps taken.
     pub step: usize,
-    /// Where the next window comes from.
+    /// Position in the training data.
     pub sampler: SamplerState,
-    /// The best validation so far.
+    /// Best validation so far.
     pub best: Option<Best>,
 }
 
 impl Header {
-    /// Of a run that begins.
+    /// Returns the header of a new run.
     pub fn new(config: RunConfig, data: Fingerprint) -> Self {
         Self {
             program: env!("CARGO_PKG_VERSION").to_owned(),
@@ -59,14 +58,14 @@ impl Header {
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Best {
-    /// Steps done when it was measured.
+    /// Number of steps taken when it was measured.
     pub step: usize,
     pub bits_per_byte: f64,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checkpoint {
-    /// Everything but tensors.
+    /// Metadata.
     pub header: Header,
     /// Burn's module record.
     pub model: Vec<u8>,
@@ -75,7 +74,7 @@ pub struct Checkpoint {
 }
 
 impl Checkpoint {
-    /// Of a model and its optimizer as they are.
+    /// Creates a checkpoint of a model and its optimizer in their present state.
     pub fn new(header: Header, model: SparseTransformer, optimizer: &FusedAdamW) -> Result<Self> {
         let model = model.into_record().into_bytes();
         let step = header.step;
@@ -92,7 +91,7 @@ impl Checkpoint {
         })
     }
 
-    /// Writes the checkpoint so that `path` never holds part of it.
+    /// Writes the checkpoint atomically: `path` never contains a part of it.
     pub fn write(&self, path: &Path) -> Result<()> {
         let header = serde_json::to_vec(&self.header)?;
         let sections: [&[u8]; 3] = [&header, &self.model, &self.optimizer];
@@ -116,7 +115,7 @@ impl Checkpoint {
         .map_err(|error| anyhow!("{}: {error}", path.display()))
     }
 
-    /// The error says whether a file is unreadable, foreign, truncated, corrupted or of another version.
+    /// Reads a checkpoint. The error says whether a file is unreadable, foreign, truncated, corrupted or of another version.
     pub fn read(of: &Path) -> Result<Self> {
         let path = of.display();
         let bytes = fs::read(of).map_err(|error| anyhow!("{path}: {error}"))?;
@@ -147,7 +146,7 @@ impl Checkpoint {
             "{path} is corrupted: its checksum is {found:08x}, but {expected:08x} was written"
         );
 
-        // The lengths sum to no more than the file's, so they fit usize.
+        // The lengths sum to at most the file's, so they fit usize.
         let (header, rest) = bytes[PREAMBLE..].split_at(lengths[0] as usize);
         let (model, optimizer) = rest.split_at(lengths[1] as usize);
         let header = serde_json::from_slice(header).map_err(|error| {
@@ -192,7 +191,7 @@ mod tests {
         }
     }
 
-    /// A folder, a file in it, and the bytes of the checkpoint that is written there.
+    /// Returns a folder, a checkpoint file in it, and its bytes.
     fn written() -> (tempfile::TempDir, std::path::PathBuf, Vec<u8>) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.ckpt");
@@ -252,7 +251,7 @@ mod tests {
             bad[at] ^= 1;
             let words: &[&str] = match at {
                 0..8 => &["is not a checkpoint"],
-                // A length that grew looks like a file that was cut.
+                // A length that grew looks like a truncated file.
                 12..PREAMBLE => &["is corrupted", "is truncated"],
                 _ => &["is corrupted"],
             };

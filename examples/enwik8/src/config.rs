@@ -1,4 +1,4 @@
-//! The configuration of a run: a preset with a user's changes, checked.
+//! Configuration of a run: a preset with a user's changes, checked.
 
 use std::collections::BTreeMap;
 
@@ -19,17 +19,17 @@ use crate::presets::{
 };
 use crate::{flags, pattern, search};
 
-/// All that defines a run besides its data. Stored in the run folder and in every checkpoint.
+/// Definition of a run except its data. Stored in the run folder and in every checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunConfig {
-    /// Where the numbers come from.
+    /// Preset that the values come from.
     pub preset: Preset,
     pub model: ModelConfig,
     pub recipe: Recipe,
 }
 
 impl RunConfig {
-    /// A preset as it is.
+    /// Returns a preset unchanged.
     pub fn of(preset: Preset) -> Self {
         let (mut model, mut recipe) = (ModelConfig::base(preset.task()), Recipe::default());
         for flags in [BASE, preset.flags()] {
@@ -43,7 +43,7 @@ impl RunConfig {
         }
     }
 
-    /// A preset with the user's changes.
+    /// Returns a preset with the user's changes.
     pub fn new(preset: Preset, overrides: &Overrides) -> Result<Self> {
         let mut config = RunConfig::of(preset);
         ensure!(
@@ -58,7 +58,7 @@ impl RunConfig {
         Ok(config)
     }
 
-    /// A stored configuration on resume: only what leaves the past of the run true may change.
+    /// Returns a stored configuration with the changes of a resumed run. Only changes that are consistent with the steps taken are allowed.
     ///
     /// # Errors
     /// Names the first flag that contradicts the run.
@@ -90,7 +90,7 @@ impl RunConfig {
         Ok(wanted)
     }
 
-    /// Optimizer steps of the run on a training split of so many bytes that are predicted.
+    /// Returns the number of optimizer steps of the run, for a training split with `train_bytes` predicted bytes.
     pub fn steps(&self, train_bytes: usize) -> usize {
         match self.recipe.length {
             Length::Steps(steps) => steps,
@@ -101,7 +101,7 @@ impl RunConfig {
         }
     }
 
-    /// The share of the blocks of the feed-forward networks' weights after so many steps; none if they are dense.
+    /// Returns the density of the feed-forward networks' weights after `step` steps; `None` if they are dense.
     pub fn ff_density(&self, step: usize) -> Option<f64> {
         let initial = self.model.ff_weights?.density;
         Some(match &self.recipe.ff_prune {
@@ -110,18 +110,18 @@ impl RunConfig {
         })
     }
 
-    /// Whether layers choose their keys by content after so many steps.
+    /// Returns whether layers choose their keys by content after `step` steps.
     pub fn chooses(&self, step: usize) -> bool {
         let is_over = (self.recipe.selection_until).is_some_and(|until| step >= until);
         self.model.chooses() && !is_over
     }
 
-    /// Bytes predicted in one step.
+    /// Returns the bytes predicted in one step.
     pub fn tokens_per_step(&self) -> usize {
         self.recipe.batch * self.model.context
     }
 
-    /// What a line says of learning rate, dropout and seed.
+    /// Formats learning rate, dropout and seed.
     pub fn rates(&self) -> String {
         format!(
             "lr {}, warm-up {}, dropout {}, seed {}",
@@ -132,7 +132,7 @@ impl RunConfig {
         )
     }
 
-    /// Means of clusters and rotations of hashes are new in every step, where a recording would keep the first ones.
+    /// Rejects --graph with clusters and hashes: their means and rotations change in every step, and a recording would repeat the first ones.
     pub fn check_graph(&self, graph: bool) -> Result<()> {
         match &self.model.content {
             Some(content) if graph && !content.is_whole_layer() => bail!(
@@ -142,7 +142,7 @@ impl RunConfig {
         }
     }
 
-    /// That flags of pictures have pictures, whose size is the context.
+    /// Checks that flags of images are given for images only, whose size determines the context.
     fn check_picture_flags(&self, overrides: &Overrides) -> Result<()> {
         if self.model.pictures.is_none() {
             ensure!(
@@ -160,7 +160,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// That flags of heads that choose by content have such heads.
+    /// Checks that flags of content-based heads are given with such heads only.
     fn check_content_flags(&self, overrides: &Overrides) -> Result<()> {
         let content = self.model.content.as_ref();
         let is_whole = content.is_some_and(ContentAttention::is_whole_layer);
@@ -177,7 +177,7 @@ impl RunConfig {
         self.check_indexers(overrides)
     }
 
-    /// Errors name flags, where those of the layers would name the fields of their configurations.
+    /// Checks the configuration. Errors name flags, where those of the layers would name fields.
     fn check(&self) -> Result<()> {
         let ModelConfig {
             context,
@@ -248,7 +248,7 @@ impl RunConfig {
 }
 
 impl RunConfig {
-    /// That choices of keys by content serve the patterns that they are made within.
+    /// Checks that selections support the patterns they choose from.
     fn check_choices(&self) -> Result<()> {
         let model = &self.model;
         let by_byte = |selection: &&Selection| selection.estimator().grid().query_rows == 1;
@@ -290,7 +290,7 @@ fn check_pattern(text: &str, heads: usize) -> Result<()> {
     }
 }
 
-/// The first field that differs: what it is, and which flag asks for what. Nothing if none does.
+/// Returns the first field that differs, with its flag and the requested value, or `None`.
 fn first_difference(
     stored: &RunConfig,
     asked: &RunConfig,
@@ -319,7 +319,7 @@ fn first_difference(
     })
 }
 
-/// All fields of a configuration by name, and those of what has flags of its own by `name.inner`.
+/// Returns all fields of a configuration by name; fields with flags of their own are `name.inner`.
 pub fn fields(config: &RunConfig) -> BTreeMap<String, Value> {
     let preset = Value::from(config.preset.to_string());
     let mut fields = BTreeMap::from([("preset".to_owned(), preset)]);
@@ -341,7 +341,7 @@ pub fn fields(config: &RunConfig) -> BTreeMap<String, Value> {
     fields
 }
 
-/// A value as a flag takes it.
+/// Formats a value in the syntax of its flag.
 fn shown(value: &Value) -> String {
     match value {
         Value::Null => "none".to_owned(),
@@ -354,7 +354,7 @@ fn shown(value: &Value) -> String {
 
 #[cfg(test)]
 impl RunConfig {
-    /// A preset with the flags of a command line.
+    /// Returns a preset with the flags of a command line.
     pub fn read(preset: Preset, flags: &str) -> Result<Self> {
         Self::new(preset, &Overrides::read(flags))
     }
@@ -366,7 +366,7 @@ mod tests {
 
     use super::*;
 
-    /// The recipe of docs/sparse-or-dense.md, as its flags say it.
+    /// The recipe of docs/sparse-or-dense.md, by its flags.
     #[test]
     fn long_is_the_recipe_of_eighteen_minutes() {
         let paper = RunConfig::read(Preset::Paper, "--batch 4 --dropout 0.3 --init-scale 1 --warmup 200 --lr 7e-4 --recompute none --eval-every 250 --eval-windows 8 --steps 8400").unwrap();
@@ -423,7 +423,7 @@ mod tests {
             .try_init(&burn::tensor::Device::flex())
             .unwrap()
             .num_params();
-        // "59M".
+        // The paper's "59M".
         assert_eq!(parameters / 1_000_000, 59, "{parameters}");
     }
 
@@ -480,7 +480,7 @@ mod tests {
                 (4, 1e-4)
             );
             let flags = Overrides::read(&format!("--attention {content}"));
-            // Half of the heads are local where nothing else is said, in other presets, too.
+            // By default half of the heads are local, in other presets too.
             for preset in [preset, Preset::Small] {
                 let config = RunConfig::new(preset, &flags).unwrap();
                 assert_eq!(config.model.content, model.content);
@@ -521,7 +521,7 @@ mod tests {
         assert_eq!(serde_json::from_str::<RunConfig>(&older).unwrap(), config);
     }
 
-    /// Without a pattern choices are from every earlier byte, and with `--attention sparse` within the preset's.
+    /// Without a pattern selections choose from every earlier byte, with `--attention sparse` from the preset's pattern.
     #[test]
     fn flags_of_choices_arrive() {
         for (flags, pattern) in [("", "causal"), ("--attention sparse", "fixed:32,8")] {
@@ -548,7 +548,7 @@ mod tests {
         assert_eq!(dense, sparse);
     }
 
-    /// Whatever flag contradicts a run is the one that the message names.
+    /// The message names the flag that contradicts the run.
     #[test]
     fn resume_names_the_flag_that_contradicts() {
         let runs = [
@@ -562,7 +562,7 @@ mod tests {
                 "--ff-density 0.5 --ff-prune 0.25 --ff-prune-until 1000",
             ),
         ];
-        // Of each flag the run that it is of, and its arguments.
+        // Each flag, with the index of the run it belongs to and its arguments.
         let nine = format!("9 {}", runs[5].1);
         let flags = [
             (0, "context", "128"),
@@ -640,7 +640,7 @@ mod tests {
             "checkpoint-every",
             "log-every",
         ];
-        // Needs a file: the tests of the program have it.
+        // Needs a file: covered by the tests of the program.
         let known = [&may_change[..], &["selection-file"]].concat();
         for argument in Overrides::augment_args(Command::new("flags")).get_arguments() {
             let name = argument.get_long().unwrap();

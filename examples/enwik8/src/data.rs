@@ -1,4 +1,4 @@
-//! Bytes, their split, and the order in which training sees them.
+//! Bytes, their splits, and their order in training.
 
 use std::fs;
 use std::ops::Range;
@@ -21,10 +21,10 @@ static SAMPLE: &[u8] = include_bytes!("../data/enwik8-1mb");
 /// Length of the full enwik8.
 const ENWIK8_BYTES: usize = 100_000_000;
 
-/// What a checkpoint remembers of its data.
+/// Identity of a checkpoint's data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Fingerprint {
-    /// The file or folder, or nothing for the embedded sample and for the synthetic set of pictures.
+    /// File or folder; `None` for the embedded sample and for the synthetic set of images.
     pub path: Option<PathBuf>,
     pub bytes: usize,
     pub crc32: u32,
@@ -58,12 +58,12 @@ pub struct Corpus {
     bytes: Vec<u8>,
     /// Training, validation and test.
     splits: [Range<usize>; 3],
-    /// What they are like, if they are pictures: `bytes` are records of them.
+    /// Format of the images, if `bytes` are records of images.
     pictures: Option<Pictures>,
 }
 
 impl Corpus {
-    /// Reads `path` of `--data`, or takes the embedded sample, or of pictures the synthetic set.
+    /// Reads the `path` of `--data`, or opens the embedded sample or, for images, the synthetic set.
     pub fn open(path: Option<&Path>, pictures: Option<Pictures>) -> Result<Self> {
         match path {
             Some(_) => Self::read(path, pictures).context("--data"),
@@ -95,7 +95,7 @@ impl Corpus {
             "{} is empty: there is nothing to train on",
             path.display()
         );
-        // An absolute path still leads there when a run is resumed from elsewhere.
+        // An absolute path remains valid when a run is resumed from elsewhere.
         Ok(Corpus::text(Some(std::path::absolute(path)?), bytes))
     }
 
@@ -108,7 +108,7 @@ impl Corpus {
         }
     }
 
-    /// Reopens what a checkpoint was trained on, or what the user names instead.
+    /// Reopens the data of a checkpoint, or what the user names instead.
     pub fn reopen(
         fingerprint: &Fingerprint,
         instead: Option<&Path>,
@@ -120,7 +120,7 @@ impl Corpus {
         }
     }
 
-    /// One line for the user: where the bytes come from.
+    /// Describes the source of the bytes in one line.
     pub fn describe(&self) -> String {
         let path = self.path.as_ref().map(|path| path.display().to_string());
         let (source, unit, record) = match (self.pictures, path) {
@@ -152,7 +152,7 @@ impl Corpus {
         )
     }
 
-    /// What identifies these bytes.
+    /// Returns the identity of these bytes.
     pub fn fingerprint(&self) -> Fingerprint {
         Fingerprint {
             path: self.path.clone(),
@@ -161,7 +161,7 @@ impl Corpus {
         }
     }
 
-    /// Entropy of single bytes, in bits: what a model without any context can reach. Classes do not count.
+    /// Returns the entropy of single bytes, in bits: the best that a model without context can reach. Classes are not counted.
     pub fn order_0_entropy(&self) -> f64 {
         let record = self.pictures.map_or(usize::MAX, Pictures::record);
         let skipped = usize::from(self.pictures.is_some());
@@ -172,7 +172,7 @@ impl Corpus {
         &self.bytes[self.splits[split as usize].clone()]
     }
 
-    /// The bytes of one split, of which one window must fit.
+    /// Returns the bytes of a split, which must hold at least one window.
     ///
     /// # Errors
     /// If the split has fewer than `context + 1` bytes; names the file and the way out.
@@ -197,7 +197,7 @@ impl Corpus {
             thousands(bytes.len()),
             split.name(),
             thousands(context + 1),
-            // The smallest length whose 5% splits hold one window.
+            // Smallest length whose 5% splits hold one window.
             thousands((context + 1) * 20),
         )
     }
@@ -227,19 +227,19 @@ fn order_0_entropy<'a>(bytes: impl IntoIterator<Item = &'a u8>) -> f64 {
         .sum()
 }
 
-/// Where training is in its data: all that is needed to continue with the very next window.
+/// Position of training in its data, sufficient to continue with the next window.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SamplerState {
-    /// Epochs begun so far, less one.
+    /// Number of completed epochs.
     pub epoch: usize,
-    /// Windows of this epoch already used.
+    /// Number of windows of this epoch already used.
     pub used: usize,
-    /// The generator as it was before this epoch was shuffled.
+    /// State of the generator before this epoch was shuffled.
     pub rng: ChaCha8Rng,
 }
 
 impl SamplerState {
-    /// Of a run that begins.
+    /// Returns the state of a new run.
     pub fn new(seed: u64) -> Self {
         SamplerState {
             epoch: 0,
@@ -249,8 +249,8 @@ impl SamplerState {
     }
 }
 
-/// Training windows without replacement: each epoch cuts the bytes into windows of `context + 1`
-/// (successive windows share one byte) from a random phase, or into pictures, and goes through them in random order.
+/// Training windows without replacement. Each epoch cuts the bytes from a random phase into windows of `context + 1` (successive windows share one byte), or
+/// into images, and visits them in random order.
 pub struct Sampler {
     bytes: usize,
     cut: Cut,
@@ -259,12 +259,12 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// Starts a run. `bytes` must exceed the context.
+    /// Begins a run. `bytes` must exceed the context.
     pub fn new(bytes: usize, cut: Cut, seed: u64) -> Self {
         Sampler::resume(bytes, cut, SamplerState::new(seed))
     }
 
-    /// Continues where `state` was taken.
+    /// Continues at `state`.
     pub fn resume(bytes: usize, cut: Cut, state: SamplerState) -> Self {
         let context = cut.context();
         assert!(
@@ -280,18 +280,18 @@ impl Sampler {
         }
     }
 
-    /// What a checkpoint stores.
+    /// Returns the state to store in a checkpoint.
     pub fn state(&self) -> &SamplerState {
         &self.state
     }
 
-    /// The next windows of these bytes: what is read, and what follows each token.
+    /// Returns the next windows of these bytes: tokens and targets.
     pub fn batch(&mut self, bytes: &[u8], windows: usize) -> [TensorData; 2] {
         let starts: Vec<usize> = (0..windows).map(|_| self.next_start()).collect();
         self.cut.data(bytes, &starts)
     }
 
-    /// Where the next window begins.
+    /// Returns the beginning of the next window.
     fn next_start(&mut self) -> usize {
         if self.state.used == self.order.len() {
             self.cut.shuffled(self.bytes, &mut self.state.rng);
@@ -304,7 +304,7 @@ impl Sampler {
     }
 }
 
-/// `1234567` as `1,234,567`.
+/// Formats `1234567` as `1,234,567`.
 pub fn thousands(number: usize) -> String {
     HumanCount(number as u64).to_string()
 }

@@ -1,4 +1,4 @@
-//! Devices by name, limited to the backends that were compiled in.
+//! Devices by name, of the compiled backends.
 
 use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
@@ -6,7 +6,7 @@ use burn_blocksparse::check_device;
 
 type Backend = (&'static str, fn(usize) -> Device);
 
-/// The backends that were compiled in, best first, and their devices by number.
+/// Compiled backends, best first, with their devices by index.
 #[allow(deprecated)] // Burn deprecates its NdArray backend.
 const COMPILED: &[Backend] = &[
     #[cfg(feature = "cuda")]
@@ -19,22 +19,22 @@ const COMPILED: &[Backend] = &[
     ("ndarray", |_| Device::ndarray()),
 ];
 
-/// A device and the name to print for it.
+/// Device with its printed name.
 #[derive(Clone)]
 pub struct NamedDevice {
-    /// E.g. `cuda:0`.
+    /// Name, such as `cuda:0`.
     pub name: String,
     pub device: Device,
 }
 
 impl NamedDevice {
-    /// Whether its memory is the machine's.
+    /// Returns whether its memory is the machine's.
     pub fn is_cpu(&self) -> bool {
         self.name.starts_with("flex") || self.name.starts_with("ndarray")
     }
 }
 
-/// The device of `--device`, or the best that was compiled in.
+/// Opens the device of `--device`, or the best compiled one.
 pub fn open(name: Option<&str>) -> Result<NamedDevice> {
     match name.or(compiled_names().first().copied()) {
         Some(known) => named(known).with_context(|| match name {
@@ -45,7 +45,7 @@ pub fn open(name: Option<&str>) -> Result<NamedDevice> {
     }
 }
 
-/// The device called `name`.
+/// Opens the device called `name`.
 pub fn named(name: &str) -> Result<NamedDevice> {
     let (backend, index) = match name.split_once(':') {
         Some((backend, index)) => (backend, Some(index)),
@@ -80,15 +80,14 @@ pub fn named(name: &str) -> Result<NamedDevice> {
     Ok(NamedDevice { name, device })
 }
 
-/// The backends of this program, best first.
+/// Returns the compiled backends, best first.
 pub fn compiled_names() -> Vec<&'static str> {
     COMPILED.iter().map(|(name, _)| *name).collect()
 }
 
-/// Names `backend` as Burn's default device.
+/// Makes `backend` Burn's default device.
 ///
-/// What Burn puts on its default device would start CUDA for a run on the CPU if both are compiled in. It reads the
-/// default from the environment.
+/// Burn puts some tensors on its default device, which would start CUDA for a run on the CPU if both are compiled. It reads the default from the environment.
 fn prefer(backend: &str) {
     if compiled_names().len() > 1 && std::env::var_os("BURN_DEVICE").is_none() {
         // SAFETY: called from `main`'s thread, before any other thread that reads the environment is started.

@@ -1,4 +1,4 @@
-//! `enwik8 draw`: a picture of a pattern.
+//! `enwik8 draw`: draws a pattern.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use crate::data::thousands;
 use crate::progress::say;
 use crate::{arguments, notation};
 
-/// Longest sequence whose layout is printed as text, in blocks.
+/// Longest sequence, in blocks, whose layout is printed as text.
 const PRINTED_BLOCKS: usize = 96;
 
 /// Draw an attention pattern

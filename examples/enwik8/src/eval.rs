@@ -1,4 +1,4 @@
-//! Bits per byte of a model on held-out bytes.
+//! `enwik8 eval`: bits per byte of a model on held-out bytes.
 
 use std::path::PathBuf;
 
@@ -156,12 +156,12 @@ pub fn run(args: &EvalArgs) -> Result<()> {
     Ok(())
 }
 
-/// A sum of losses.
+/// Sum of losses.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Evaluation {
-    /// Summed over the predicted bytes.
+    /// Sum over the predicted bytes.
     pub nats: f64,
-    /// How many bytes were predicted.
+    /// Number of predicted bytes.
     pub bytes: usize,
 }
 
@@ -174,7 +174,7 @@ impl Evaluation {
         bits(self.loss())
     }
 
-    /// For the log, of a model after so many steps.
+    /// Returns a log entry for a model after `step` steps.
     pub fn after(&self, step: usize) -> Validated {
         Validated {
             step,
@@ -185,13 +185,13 @@ impl Evaluation {
     }
 }
 
-/// How windows are run through a model.
+/// Runs windows through a model.
 pub struct Evaluator<'a> {
-    /// The model, without autodiff.
+    /// Model, without autodiff.
     pub model: &'a SparseTransformer,
-    /// Where it is, without autodiff.
+    /// Device of the model, without autodiff.
     pub device: &'a Device,
-    /// How the bytes are cut.
+    /// Cut of the bytes into windows.
     pub cut: Cut,
     /// Windows per forward pass.
     pub batch: usize,
@@ -227,14 +227,14 @@ impl Evaluator<'_> {
         Ok(total)
     }
 
-    /// −log p of each byte, `[windows · context]`.
+    /// Returns −log p of each byte, `[windows · context]`.
     fn losses(&self, bytes: &[u8], part: &[Window]) -> Result<Vec<f32>> {
         let starts: Vec<usize> = part.iter().map(|window| window.start).collect();
         let [tokens, targets] = self.cut.tensors(bytes, &starts, self.device);
         numbers(losses_of(self.model.try_forward(tokens)?, targets))
     }
 
-    /// The same through a pool, `chunk` bytes a call; `usage` is the largest of a window so far.
+    /// [`Self::losses`] through a pool, `chunk` bytes per call; `usage` is the maximum over the windows so far.
     fn cached(
         &self,
         bytes: &[u8],
@@ -267,7 +267,7 @@ impl Evaluator<'_> {
     }
 }
 
-/// −log p of each byte, `[windows, bytes, 1]`.
+/// Returns −log p of each byte, `[windows, bytes, 1]`.
 fn losses_of(logits: Tensor<3>, targets: Tensor<2, Int>) -> Tensor<3> {
     let log_probabilities = log_softmax(logits, 2);
     log_probabilities.gather(2, targets.unsqueeze_dim(2)).neg()

@@ -1,9 +1,9 @@
-//! Leaving at once.
+//! Immediate exit.
 
 use std::io::{self, Write};
 
-/// Ends the process and leaves out what libraries want to do at its end: the CUDA driver crashes while a thread of the device still works, or waits for kernels
-/// that run, and a sum that waits for a device which is gone runs for ever.
+/// Ends the process without the exit handlers of libraries. The CUDA driver crashes while a device thread still works, or waits for running kernels, and a
+/// collective that waits for a lost device runs forever.
 pub fn at_once(code: i32) -> ! {
     let _ = io::stdout().flush();
     let _ = io::stderr().flush();

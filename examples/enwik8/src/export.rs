@@ -1,4 +1,4 @@
-//! `enwik8 export`: a trained model as files that a program of one's own loads with `burn-sparse-transformer`.
+//! `enwik8 export`: writes a trained model to files that other programs load with `burn-sparse-transformer`.
 
 use std::fs;
 use std::path::PathBuf;
@@ -13,7 +13,7 @@ use crate::files::write_whole;
 use crate::progress::{say, warn};
 use crate::{model, pattern};
 
-/// The `SparseTransformerConfig`. Not `config.json`, which a run's folder has already.
+/// File of the `SparseTransformerConfig`. Not `config.json`, which run folders already have.
 const CONFIG: &str = "model.json";
 
 /// What the parameters are written as.
@@ -83,7 +83,7 @@ pub fn run(args: &ExportArgs) -> Result<()> {
         warn(format!("{note}; in what is written they do"));
     }
     match args.format {
-        // A checkpoint holds the record as Burn writes it.
+        // A checkpoint holds the record in Burn's format.
         Format::Burnpack => write_whole(&weights, &checkpoint.model)?,
         Format::Safetensors => {
             let model = model::restore(&checkpoint, &device.device)?;

@@ -1,4 +1,4 @@
-//! Files that appear when they are whole, and what folders hold.
+//! Atomic writes, and the contents of folders.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-/// Extension of files that are not complete yet.
+/// Extension of incomplete files.
 pub const TEMPORARY: &str = "partial";
 
-/// [`write_atomically`] of all bytes of a file, with an error that names it.
+/// [`write_atomically`] for all bytes of a file; errors name the file.
 pub fn write_whole(path: &Path, bytes: impl AsRef<[u8]>) -> Result<()> {
     write_atomically(path, |file| file.write_all(bytes.as_ref()))
         .with_context(|| format!("cannot write {}", path.display()))
@@ -19,7 +19,7 @@ pub fn write_whole(path: &Path, bytes: impl AsRef<[u8]>) -> Result<()> {
 /// Writes a file under a temporary name in the same folder, syncs it, and renames it to `path`.
 ///
 /// # Errors
-/// Those of the file system; `path` is then as it was.
+/// Those of the file system; `path` is unchanged then.
 pub fn write_atomically(
     path: &Path,
     write: impl FnOnce(&mut File) -> io::Result<()>,
@@ -32,7 +32,7 @@ pub fn write_atomically(
     sync_folder(path)
 }
 
-/// Makes the new name itself survive a power cut, where the system can.
+/// Syncs the folder, if the system can, so that the new name survives a power cut.
 #[cfg(unix)]
 fn sync_folder(path: &Path) -> io::Result<()> {
     match path.parent() {
@@ -46,13 +46,13 @@ fn sync_folder(_: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes a value as JSON where a flag says.
+/// Writes a value as JSON to the path of a flag.
 pub fn write_json(path: &Path, value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value)?;
     fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// The paths in a folder.
+/// Lists the paths in a folder.
 pub fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     fs::read_dir(folder)
         .and_then(|entries| entries.map(|entry| Ok(entry?.path())).collect())

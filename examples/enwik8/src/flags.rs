@@ -1,11 +1,11 @@
-//! What the library calls by one name and the command line by another: errors say the flag.
+//! Translation of the library's names to flags in error messages.
 
 use std::error::Error;
 
 use burn_sparse_transformer::TransformerError;
 use clap::Command;
 
-/// Rules: what must be true, and what to say where it is not.
+/// Rules: a condition that must hold, and the message if it does not.
 macro_rules! ensure_all {
     ($($holds:expr => $text:literal $(, $number:expr)*;)+) => {
         $(anyhow::ensure!($holds, $text $(, $number)*);)+
@@ -13,8 +13,7 @@ macro_rules! ensure_all {
 }
 pub(crate) use ensure_all;
 
-/// Fields and arguments whose flags are called otherwise, or that other flags change, too, which stand behind their own. Every other flag is the name with `-` in
-/// the place of `_`.
+/// Fields and arguments whose flags have other names, or that further flags change (those come last). Every other flag is the name with `-` in place of `_`.
 const FLAGS: [(&str, &[&str]); 31] = [
     ("n_layers", &["layers"]),
     ("n_heads", &["heads"]),
@@ -64,19 +63,19 @@ const FLAGS: [(&str, &[&str]); 31] = [
     ("indexer_rate", &["indexer-lr"]),
 ];
 
-/// The flags that change a field, its own one first; none where that has the field's name and is the only one.
+/// Returns the flags that change a field, its own first; empty if the only flag has the field's name.
 pub fn all_of(name: &str) -> &'static [&'static str] {
     let known = FLAGS.iter().find(|(known, _)| *known == name);
     known.map_or(&[], |(_, flags)| *flags)
 }
 
-/// The flag of a field or an argument, without its dashes.
+/// Returns the flag of a field or an argument, without dashes.
 pub fn of(name: &str) -> String {
     let own = all_of(name).first();
     own.map_or_else(|| name.replace('_', "-"), |flag| (*flag).to_owned())
 }
 
-/// The one of a flag's names that stands on the command line, or else the first.
+/// Returns which of a flag's two names is on the command line, or else the first.
 pub fn typed(names: [&'static str; 2]) -> &'static str {
     let is_typed = |name: &&str| {
         std::env::args().any(|word| {
@@ -87,7 +86,7 @@ pub fn typed(names: [&'static str; 2]) -> &'static str {
     names.into_iter().find(is_typed).unwrap_or(names[0])
 }
 
-/// An error with all that led to it, in which arguments that are flags of the command have their flags' names.
+/// Formats an error with its causes; arguments that are flags of the command are shown as flags.
 pub fn text(error: &anyhow::Error, command: Option<&Command>) -> String {
     let causes: Vec<String> = error
         .chain()
@@ -129,7 +128,7 @@ fn by_flag(cause: &(dyn Error + 'static), command: &Command) -> Option<String> {
     ))
 }
 
-/// The argument of an error about one, what it has to be, and what came: all such errors of the libraries read the same.
+/// Splits an error about an argument into the argument, what is expected, and what was given: all such errors of the libraries have one format.
 fn parts(text: &str) -> Option<(&str, &str, &str)> {
     let (argument, rest) = text.split_once(" must be ")?;
     let (expected, got) = rest.rsplit_once(", got ")?;
@@ -186,12 +185,12 @@ mod tests {
         let layout: anyhow::Error = Pattern::local(8).layout(2, 64, 12).unwrap_err().into();
         let message = text(&layout, Some(&train()));
         assert!(message.starts_with("--block must be "), "{message}");
-        // What no flag of the command is keeps its name.
+        // A name that is no flag of the command is unchanged.
         let message = text(&layout, Some(&Command::new("another")));
         assert!(message.starts_with("block_size must be "), "{message}");
     }
 
-    /// Every field of a configuration that a user can change has a flag of `train`, and nothing is renamed that is no field or argument.
+    /// Every field of a configuration that a user can change has a flag of `train`, and only fields and arguments are renamed.
     #[test]
     fn every_field_has_a_flag() {
         let full = Overrides::read(

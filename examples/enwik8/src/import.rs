@@ -1,4 +1,4 @@
-//! `enwik8 import`: weights that another program trained, as a run that is evaluated, sampled and trained further.
+//! `enwik8 import`: turns another program's weights into a run, to evaluate, sample and train it further.
 
 use std::path::{Path, PathBuf};
 
@@ -71,11 +71,11 @@ pub fn run(args: &ImportArgs) -> Result<()> {
             (config, Corpus::open(args.data.as_deref(), pictures)?)
         }
     };
-    // As when a run begins: what is too short now would be too short to train on.
+    // As at the beginning of a run: data that is too short now is too short to train on.
     corpus.split_for(Split::Validation, config.model.context)?;
     corpus.split_for(Split::Train, config.model.context)?;
     let file = open(&args.weights, args.key.as_deref())?;
-    // A record of Burn's has Burn's names and forms.
+    // A Burn record has Burn's names and forms.
     let map = match ends_in(&args.weights, &["bpk", "burnpack"]) {
         true => KeyMap::default(),
         false => KeyMap::pytorch(),
@@ -85,7 +85,7 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     let device = named.device;
     let model = model::new(&config.model, config.recipe.seed, &device)?;
     let map = match config.dsa_stage(0) {
-        // A dense model has none: its indexers begin anew.
+        // A dense model has no indexers: they are initialised anew.
         Some(_) => map.without_indexers(),
         None => map,
     };
@@ -93,7 +93,7 @@ pub fn run(args: &ImportArgs) -> Result<()> {
     let parameters = model.num_params();
     let header = Header::new(config.clone(), corpus.fingerprint());
     let checkpoint = Checkpoint::new(header, model, &model::optimizer(&config.recipe))?;
-    // Only now that all input is known to be good is anything written.
+    // Nothing is written until all input is checked.
     let folder = RunFolder::create(&args.run, args.overwrite)?;
     folder.write_config(&config)?;
     folder.save(&checkpoint)?;

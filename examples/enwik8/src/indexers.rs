@@ -1,4 +1,4 @@
-//! How far the training of indexers is, of `dsa` and `msa`: a function of the step, so that a resumed run needs no state of it.
+//! Training stage of indexers (`dsa`, `msa`): a function of the step, so that a resumed run needs no state of it.
 //!
 //! ```text
 //! --indexer-from steps     dense attention; the model alone learns
@@ -18,7 +18,7 @@ use crate::overrides::Overrides;
 use crate::presets::Recipe;
 use crate::schedule::Schedule;
 
-/// The model in the stage of its indexers' training that it is in after so many steps.
+/// Sets the stage of the model's indexers after `step` steps.
 pub fn staged(
     model: SparseTransformer,
     config: &RunConfig,
@@ -31,7 +31,7 @@ pub fn staged(
 }
 
 impl RunConfig {
-    /// How far the training of indexers is after so many steps, if layers have some.
+    /// Returns the training stage of indexers after `step` steps, if layers have some.
     pub fn dsa_stage(&self, step: usize) -> Option<DsaStage> {
         let Some(ContentAttention::Dsa(_) | ContentAttention::Msa(_)) = self.model.content else {
             return None;
@@ -44,11 +44,12 @@ impl RunConfig {
         })
     }
 
-    /// The learning rate of a step, counted from 0, of so many. In the warm-up of indexers it is theirs, or the highest, and the model's own goes on behind it.
+    /// Returns the learning rate of a step, counted from 0. In the warm-up of indexers it is theirs, or the peak, and the model's schedule is suspended
+    /// meanwhile.
     pub fn learning_rate(&self, step: usize, steps: usize) -> f64 {
         let from = self.recipe.indexer_from;
         let until = from + self.recipe.indexer_warmup;
-        // Of the steps before.
+        // Number of earlier steps of the indexers' warm-up.
         let by_indexers = |step: usize| step.clamp(from, until) - from;
         if self.dsa_stage(step) == Some(DsaStage::WarmUp) {
             return (self.recipe.indexer_rate).unwrap_or(self.recipe.learning_rate);
@@ -61,7 +62,7 @@ impl RunConfig {
         schedule.learning_rate(step - by_indexers(step))
     }
 
-    /// The stage that begins after a step, and what to tell the user.
+    /// Returns the stage that begins after a step, with a message for the user.
     pub fn stage_begun(&self, step: usize) -> Option<(DsaStage, &'static str)> {
         let stage = self.dsa_stage(step)?;
         let is_new = self.dsa_stage(step - 1) != Some(stage);
@@ -72,13 +73,13 @@ impl RunConfig {
         is_new.then_some((stage, what))
     }
 
-    /// The mean over layers of what indexers learn by, if that is what layers add to the loss.
+    /// Returns the indexers' mean loss over layers, if the auxiliary loss is theirs.
     pub fn indexer_loss(&self, aux_loss: Option<f64>) -> Option<f64> {
         self.dsa_stage(0)?;
         aux_loss.map(|sum| sum / self.model.layers as f64)
     }
 
-    /// What to tell the user of a checkpoint in which indexers do not choose yet.
+    /// Returns a note for the user if the indexers of a checkpoint do not choose yet.
     pub fn stage_note(&self, step: usize) -> Option<String> {
         let stage = self.dsa_stage(step)?;
         (stage != DsaStage::Sparse).then(|| {
@@ -89,7 +90,7 @@ impl RunConfig {
         })
     }
 
-    /// That flags of indexers have some, which choose from all earlier bytes.
+    /// Checks that flags of indexers are given with indexers only, which choose from all earlier bytes.
     pub fn check_indexers(&self, overrides: &Overrides) -> Result<()> {
         let Some(content @ (ContentAttention::Dsa(_) | ContentAttention::Msa(_))) =
             &self.model.content
@@ -113,7 +114,7 @@ impl RunConfig {
         Ok(())
     }
 
-    /// How indexers are trained, if there are some.
+    /// Describes the training of indexers, if there are some.
     pub fn describe_indexers(&self) -> Option<String> {
         let (kept, what) = match &self.model.content {
             Some(ContentAttention::Dsa(dsa)) => (dsa.keep, "KEEP is"),
@@ -186,7 +187,7 @@ mod tests {
             assert_eq!(rate(step + 15), own.learning_rate(step + 10));
         }
         assert!((10..15).all(|step| rate(step) == 1.0));
-        // Their own rate in the warm-up, and nowhere else.
+        // The indexers' rate applies in the warm-up only.
         let own_rate = format!("{flags} --indexer-lr 0.25");
         let own_rate = RunConfig::read(Preset::Tiny, &own_rate).unwrap();
         for step in 0..25 {

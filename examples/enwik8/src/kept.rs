@@ -1,4 +1,4 @@
-//! Which keys a cache keeps: `--cache`, `--budget` and `--slack`.
+//! Keys that a cache keeps: `--cache`, `--budget` and `--slack`.
 
 use anyhow::{Error, Result, anyhow, bail, ensure};
 use burn::tensor::FloatDType;
@@ -13,7 +13,7 @@ use crate::presets::ModelConfig;
 use crate::search::{self, HeadChoices};
 use crate::{arguments, model, notation};
 
-/// The heading of their flags.
+/// Heading of these flags.
 pub const CACHE: &str = "Cache of keys and values";
 
 /// Flags of what is kept.
@@ -65,7 +65,7 @@ fn kv_dtype() -> impl TypedValueParser<Value = KvDtype> {
 }
 
 impl KeptArgs {
-    /// The model with the choice of `--selection` or `--selection-file`, and without one of its own.
+    /// Replaces the model's selection by that of `--selection` or `--selection-file`.
     pub fn chosen(
         &self,
         model: SparseTransformer,
@@ -88,7 +88,7 @@ impl KeptArgs {
         chosen.map_err(|error| self.explained(error.into(), config))
     }
 
-    /// An error of the model or of its pool. Where a flag needs a pattern that the model has not, the flag and what to do instead.
+    /// Explains an error of the model or of its pool. If a flag needs a pattern that the model does not have, the message names the flag and a remedy.
     pub fn explained(&self, error: Error, config: &ModelConfig) -> Error {
         let (of_books, of_layers) = match (error.downcast_ref(), error.downcast_ref()) {
             (Some(PoolError::Cache(CacheError::Argument { argument, .. })), _) => {
@@ -117,7 +117,7 @@ impl KeptArgs {
         )
     }
 
-    /// A pool that keeps keys by `kept`, where a call reads `longest` bytes at most.
+    /// Configures a pool that keeps keys by `kept`, for calls of at most `longest` bytes.
     pub fn pool(&self, config: KvPoolConfig, kept: CachePolicy, longest: usize) -> KvPoolConfig {
         let config = config.with_policy(kept, longest);
         config
@@ -125,7 +125,7 @@ impl KeptArgs {
             .with_positions(self.positions)
     }
 
-    /// What the flags say, if any.
+    /// Returns the policy of the flags, if any.
     pub fn kept(&self) -> Result<Option<CachePolicy>> {
         let kept = self.cache.as_ref().map(|cache| cache.kept);
         let Some(CachePolicy::Evict(mut config)) = kept else {
@@ -137,7 +137,7 @@ impl KeptArgs {
         };
         config.budget = self.budget.unwrap_or(config.budget);
         config.slack = self.slack.unwrap_or(config.slack);
-        // The numbers of --cache by themselves were checked when they were read.
+        // The values of --cache alone were checked when they were parsed.
         config.validate().map_err(|error| match error {
             CacheError::Argument {
                 argument: "capacity",
@@ -153,7 +153,7 @@ impl KeptArgs {
     }
 }
 
-/// `--cache`, as it was typed and read.
+/// `--cache`, as typed and as parsed.
 #[derive(Clone, Debug)]
 struct Cache {
     text: String,
@@ -162,7 +162,7 @@ struct Cache {
 
 fn kept(text: &str) -> Result<Cache, String> {
     let kept = text.parse().map_err(|error| match error {
-        // What came is what clap shows; a policy may have made another number of it.
+        // clap shows the given text; a policy may have derived another number from it.
         CacheError::Argument {
             argument: "cache", ..
         } => notation::policy_expected(text),

@@ -1,4 +1,4 @@
-//! What a run takes of memory at the least, so that sizes no machine has room for are an error before anything is made.
+//! Lower bounds of a run's memory, so that sizes that fit no machine are an error before anything is allocated.
 
 use std::fmt::Display;
 
@@ -11,20 +11,20 @@ use crate::device::NamedDevice;
 use crate::memory::machine_bytes;
 use crate::presets::{Length, ModelConfig};
 
-/// More than any device has, for those that do not say what they have: 16 TiB.
+/// Limit for devices that do not report their memory: 16 TiB, more than any has.
 const MOST_BYTES: f64 = (1_u64 << 44) as f64;
 
-/// The bytes of weights, gradients and AdamW's two moments in f32.
+/// Bytes per parameter: weight, gradient and AdamW's two moments in f32.
 const TRAINED: f64 = 16.0;
 
-/// Memory that there is.
+/// Available memory.
 struct Room {
     bytes: f64,
     whose: &'static str,
 }
 
 impl Room {
-    /// Of a device: a CPU has the machine's.
+    /// Returns the memory of a device: a CPU has the machine's.
     fn of(device: Option<&NamedDevice>) -> Self {
         let is_cpu = device.is_some_and(NamedDevice::is_cpu);
         let bytes = machine_bytes().filter(|_| is_cpu);
@@ -40,7 +40,7 @@ impl Room {
         }
     }
 
-    /// That so many bytes fit; `what` takes them, in an error.
+    /// Checks that `bytes` fit; the error says that `what` needs them.
     fn check(&self, bytes: f64, what: impl Display) -> Result<()> {
         let gibibytes = |bytes: f64| bytes / f64::from(1 << 30);
         ensure!(
@@ -55,7 +55,7 @@ impl Room {
 }
 
 impl RunConfig {
-    /// That the device, or any one if none is named, can hold the model and a step of its training.
+    /// Checks that the device (any device if none is named) can hold the model and a training step.
     pub fn check_memory(&self, device: Option<&NamedDevice>) -> Result<()> {
         let room = Room::of(device);
         let (model, batch) = (&self.model, self.recipe.batch);
@@ -73,17 +73,17 @@ impl RunConfig {
             .map_err(|error| anyhow!("{error}; --recompute keeps less"))
     }
 
-    /// That the device can hold the model's weights.
+    /// Checks that the device can hold the model's weights.
     pub fn check_weights(&self, device: &NamedDevice) -> Result<()> {
         let bytes = 4.0 * least_parameters(&self.model);
         let what = format!("{}: the weights take", widths(&self.model));
         Room::of(Some(device)).check(bytes, what)
     }
 
-    /// That the run has no more steps than can be counted, on a training split of so many bytes that are predicted.
+    /// Checks that the number of steps can be counted, for a training split with `train_bytes` predicted bytes.
     ///
     /// # Errors
-    /// Names `--epochs`; [`MOST`] bounds `--steps` where it is read.
+    /// Names `--epochs`; [`MOST`] bounds `--steps` when it is parsed.
     pub fn check_length(&self, train_bytes: usize) -> Result<()> {
         if let Length::Epochs(epochs) = self.recipe.length {
             let steps = self.steps(train_bytes);
@@ -96,12 +96,12 @@ impl RunConfig {
         Ok(())
     }
 
-    /// Bytes that a step keeps between its passes, of which what every kind of attention has is counted.
+    /// Returns the bytes that a step stores between its passes, counting only what every kind of attention has.
     fn least_kept(&self) -> f64 {
         let model = &self.model;
         let [layers, width] = [model.layers, model.d_model].map(|size| size as f64);
         let tokens = self.recipe.batch as f64 * model.context as f64;
-        // The residual stream, queries and the attention's output; and the feed-forward network's inner width.
+        // The residual stream, queries and the attention's output, and the feed-forward network's inner width.
         let inner = model.d_ff.map_or(4.0 * width, |width| width as f64);
         let numbers = match self.recipe.recompute {
             Recompute::None => layers * (3.0 * width + inner),
@@ -119,7 +119,7 @@ impl RunConfig {
     }
 }
 
-/// The flags that parameters are counted by.
+/// Formats the flags that determine the number of parameters.
 fn widths(model: &ModelConfig) -> String {
     let mut text = format!("--layers {}, --d-model {}", model.layers, model.d_model);
     for (flag, width) in [("d-key", model.d_key), ("d-ff", model.d_ff)] {
@@ -130,7 +130,7 @@ fn widths(model: &ModelConfig) -> String {
     text
 }
 
-/// Parameters that a model has with every kind of attention: projections of queries and of the output, the feed-forward networks and the embedding.
+/// Counts the parameters that every kind of attention has: projections of queries and of the output, the feed-forward networks and the embedding.
 fn least_parameters(model: &ModelConfig) -> f64 {
     let [layers, width] = [model.layers, model.d_model].map(|size| size as f64);
     let queries = model.d_key.map_or(width, |width| width as f64);
@@ -144,7 +144,7 @@ mod tests {
     use super::*;
     use crate::presets::Preset;
 
-    /// No preset is refused where it may fit, and of none more is asked than it has.
+    /// No preset that may fit is rejected, and the bounds are below the actual numbers.
     #[test]
     fn presets_take_more_than_is_counted() {
         for (preset, parameters) in [

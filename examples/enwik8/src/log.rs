@@ -11,7 +11,7 @@ use crate::files::write_atomically;
 use crate::recall::LayerRecall;
 use crate::tensorboard::EventFile;
 
-/// A line of the log. `loss` is in nats per byte, `bits_per_byte` the same in bits.
+/// Line of the log. `loss` is in nats per byte, `bits_per_byte` the same in bits.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum Row {
@@ -19,19 +19,19 @@ pub enum Row {
     Train(Trained),
     /// Validation over a fixed set of windows.
     Validation(Validated),
-    /// What a choice of keys by content keeps of the attention, over one validation window.
+    /// Recall of a selection over one validation window.
     Selection {
         step: usize,
-        /// Each layer that chooses.
+        /// Layers that choose.
         layers: Vec<LayerRecall>,
     },
-    /// The whole validation split, at the end of the run.
+    /// Validation over the whole split, at the end of the run.
     Final(Validated),
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Trained {
-    /// Steps done, this one included.
+    /// Number of steps taken, this one included.
     pub step: usize,
     /// Mean cross-entropy of the batch, before the step.
     pub loss: f64,
@@ -40,7 +40,7 @@ pub struct Trained {
     pub learning_rate: f64,
     /// Global norm of the gradient before clipping.
     pub grad_norm: f64,
-    /// What indexers learn by, where they do: the mean over layers of how far their scores are from the attention, in nats.
+    /// Indexers' loss, if there are any: the mean over layers of the divergence between their scores and the attention, in nats.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub indexer_loss: Option<f64>,
     /// Bytes trained on per second.
@@ -53,12 +53,12 @@ pub struct Validated {
     pub step: usize,
     pub loss: f64,
     pub bits_per_byte: f64,
-    /// Bytes that were predicted.
+    /// Number of predicted bytes.
     pub bytes: usize,
 }
 
 impl Row {
-    /// Steps done when it was written.
+    /// Returns the number of steps taken when it was written.
     pub fn step(&self) -> usize {
         match self {
             Row::Train(of) => of.step,
@@ -70,7 +70,7 @@ impl Row {
 
 #[cfg(test)]
 impl Row {
-    /// A step of half a second, of which a test reads little else.
+    /// Returns a step of half a second for tests.
     pub fn trained(step: usize, bits_per_byte: f64) -> Self {
         Row::Train(Trained {
             step,
@@ -92,15 +92,15 @@ impl Row {
 pub struct Log {
     path: PathBuf,
     file: File,
-    /// The same for TensorBoard.
+    /// TensorBoard's copy of the log.
     events: Option<EventFile>,
 }
 
 impl Log {
-    /// Opens the log of a run that has done `step` steps. Lines of later steps, which a killed
-    /// process may have left after its last checkpoint, are dropped: they will be written again.
+    /// Opens the log of a run that has taken `step` steps. Drops lines of later steps, which a killed process may have left after its last checkpoint: they
+    /// will be written again.
     pub fn open(path: &Path, step: usize) -> Result<Self> {
-        // As they were written, not written anew from their values.
+        // Lines are copied verbatim, not serialised again.
         let kept: Vec<u8> = whole_lines(path)?
             .into_iter()
             .filter(|(_, row)| row.step() <= step)
@@ -133,26 +133,25 @@ impl Log {
         self.events.as_mut()
     }
 
-    /// Waits until all lines are on disk. A checkpoint of their step must not get there before them: a run that is
-    /// resumed from it writes none of them again.
+    /// Waits until all lines are on disk. A checkpoint must not be on disk before the lines up to its step: a run resumed from it does not write them again.
     pub fn sync(&self) -> Result<()> {
         (self.file.sync_data()).with_context(|| format!("cannot write {}", self.path.display()))
     }
 }
 
-/// One system call per line, so that a killed process leaves whole lines but for the last.
+/// Writes a line in one system call, so that a killed process leaves whole lines except perhaps the last.
 fn write_row(file: &mut File, row: &Row) -> std::io::Result<()> {
     let mut line = serde_json::to_vec(row)?;
     line.push(b'\n');
     file.write_all(&line)
 }
 
-/// All whole lines of a log; none if there is no file.
+/// Reads all whole lines of a log; none if the file does not exist.
 pub fn read(path: &Path) -> Result<Vec<Row>> {
     Ok(whole_lines(path)?.into_iter().map(|(_, row)| row).collect())
 }
 
-/// [`read`], each row after its line, which ends with a line feed.
+/// [`read`], with the text of each line, which ends with a line feed.
 fn whole_lines(path: &Path) -> Result<Vec<(Vec<u8>, Row)>> {
     if !path.exists() {
         return Ok(Vec::new());
@@ -161,7 +160,7 @@ fn whole_lines(path: &Path) -> Result<Vec<(Vec<u8>, Row)>> {
     let mut lines = Vec::new();
     for line in BufReader::new(file).split(b'\n') {
         let mut line = line.with_context(|| format!("cannot read {}", path.display()))?;
-        // Only a line that was cut short by a crash does not parse.
+        // Only a line cut short by a crash does not parse.
         if let Ok(row) = serde_json::from_slice::<Row>(&line) {
             line.push(b'\n');
             lines.push((line, row));

@@ -95,11 +95,11 @@ enum Task {
 fn main() -> ExitCode {
     let mut cli = arguments::finished(Cli::command());
     let matches = cli.get_matches_mut();
-    // A mistake ends the program with exit code 2.
+    // Invalid arguments end the program with exit code 2.
     let arguments = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     match dispatch(&arguments.command) {
         Ok(code) => code,
-        // The reader of our output is gone (`| head`): that is its right.
+        // The reader of the output has closed it (`| head`), which is not an error.
         Err(error) if is_broken_pipe(&error) => exit::at_once(0),
         Err(error) => {
             let command = matches.subcommand_name();

@@ -1,4 +1,4 @@
-//! What a run takes of the machine: `resources.json`, so that a report can tell of a process that is gone.
+//! Resources that a run takes: `resources.json`, so that a report can include processes that have ended.
 
 use std::fs;
 use std::path::Path;
@@ -9,19 +9,19 @@ use serde::{Deserialize, Serialize};
 use crate::device::NamedDevice;
 use crate::files::write_whole;
 
-/// Where a run was computed, and the most that any of its processes held.
+/// Device of a run, and the peak memory of its processes.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Resources {
-    /// Of the last process.
+    /// Device of the last process.
     pub device: String,
-    /// Peak resident memory; unknown where there is no `/proc`.
+    /// Peak resident memory; unknown without `/proc`.
     pub process_bytes: Option<u64>,
-    /// What the device's pools reserved; unknown on devices that do not say.
+    /// Memory that the device's pools reserved; unknown on devices that do not report it.
     pub device_bytes: Option<u64>,
 }
 
 impl Resources {
-    /// Of this process, up to now.
+    /// Returns the resources of this process so far.
     pub fn now(device: &NamedDevice) -> Self {
         Self {
             device: device.name.clone(),
@@ -30,12 +30,12 @@ impl Resources {
         }
     }
 
-    /// Of a run's folder; none if it has no such file, or one of another version.
+    /// Reads the resources of a run folder; `None` if the file is missing or of another version.
     pub fn read(path: &Path) -> Option<Self> {
         serde_json::from_slice(&fs::read(path).ok()?).ok()
     }
 
-    /// Stores it, with the larger one of each number that the file has already.
+    /// Stores the resources, with the maximum of each number and the stored one.
     pub fn merge_into(&self, path: &Path) -> Result<()> {
         let earlier = Self::read(path).unwrap_or_default();
         let merged = Self {
@@ -47,19 +47,19 @@ impl Resources {
     }
 }
 
-/// `VmHWM` of this process; nothing where there is no `/proc`.
+/// Returns `VmHWM` of this process; `None` without `/proc`.
 pub fn peak_resident_bytes() -> Option<u64> {
     bytes_of(&fs::read_to_string("/proc/self/status").ok()?, "VmHWM:")
 }
 
-/// The bytes of a line `NAME: N kB`.
+/// Returns the bytes of a line `NAME: N kB`.
 fn bytes_of(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(kibibytes * 1024)
 }
 
-/// The memory of this machine with its swap, or what a control group leaves of it; nothing where there is no `/proc`.
+/// Returns the memory of this machine with its swap, or the limit of its control group; `None` without `/proc`.
 pub fn machine_bytes() -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let swap = bytes_of(&text, "SwapTotal:").unwrap_or(0);

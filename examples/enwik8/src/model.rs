@@ -1,4 +1,4 @@
-//! From a run's configuration and records to Burn modules.
+//! Conversion of a run's configuration and records to Burn modules.
 
 use std::f64::consts::LN_2;
 
@@ -22,33 +22,33 @@ use crate::presets::{FactorizationKind, ModelConfig, Recipe};
 use crate::progress::say;
 use crate::prune::prune;
 
-/// Every byte is a token. In pictures each class is one, too.
+/// Every byte is a token. For images each class is one, too.
 const BYTES: usize = 256;
 
-/// A tensor's numbers on the host.
+/// Reads a tensor's elements to the host.
 pub fn numbers<const D: usize>(x: Tensor<D>) -> Result<Vec<f32>> {
     (x.try_into_vec_as()).map_err(|error| anyhow!("{error:?}"))
 }
 
-/// Rows of numbers on the host.
+/// Reads a matrix's rows to the host.
 pub fn rows(x: Tensor<2>) -> Result<Vec<Vec<f32>>> {
     let [_, width] = x.dims();
     Ok(numbers(x)?.chunks(width).map(<[f32]>::to_vec).collect())
 }
 
-/// A model with random weights that depend on `seed` only.
+/// Creates a model with random weights that depend on `seed` only.
 pub fn new(config: &ModelConfig, seed: u64, device: &Device) -> Result<SparseTransformer> {
     device.seed(seed);
     let model = transformer(config)?
         .try_init(device)?
-        // Weights are drawn here, in order, not on first use.
+        // Draws the weights here, in order, not on first use.
         .materialize();
     let model = choosing(model, config)?;
-    // Burn draws parameter ids at random; counted ids make two models of one seed equal in every byte.
+    // Burn draws parameter ids at random; counted ids make two models of one seed bitwise equal.
     Ok(model.map(&mut CountedIds(0)))
 }
 
-/// The configuration of the layers.
+/// Returns the configuration of the layers.
 pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
     Ok(
         SparseTransformerConfig::new(config.d_model, config.heads, factorization(config)?)
@@ -78,7 +78,7 @@ pub fn transformer(config: &ModelConfig) -> Result<SparseTransformerConfig> {
     )
 }
 
-/// The model with choices of its heads, where the configuration has them.
+/// Applies the configuration's selections per head, if any.
 fn choosing(model: SparseTransformer, config: &ModelConfig) -> Result<SparseTransformer> {
     if config.head_selections.is_empty() {
         return Ok(model);
@@ -87,7 +87,7 @@ fn choosing(model: SparseTransformer, config: &ModelConfig) -> Result<SparseTran
     (model.with_head_selections(layers)).context("--selection-file")
 }
 
-/// How heads of a configuration choose keys where they do it in different ways, each way once, `None` by the pattern, and how many heads do.
+/// Returns the distinct selections of heads, `None` for the pattern, and the number of heads of each.
 pub fn ways_of_heads(config: &ModelConfig) -> Vec<(Option<&Selection>, usize)> {
     let mut found: Vec<(Option<&Selection>, usize)> = Vec::new();
     for layer in &config.head_selections {
@@ -112,7 +112,7 @@ pub fn restore(checkpoint: &Checkpoint, device: &Device) -> Result<SparseTransfo
         false => model.with_selections(&[], 0)?,
     };
     let model = indexers::staged(model, config, checkpoint.header.step)?;
-    // Records hold which blocks are kept, but not how many.
+    // Records store which blocks are kept, but not their number.
     let model = match (
         config.recipe.ff_prune,
         config.ff_density(checkpoint.header.step),
@@ -125,7 +125,7 @@ pub fn restore(checkpoint: &Checkpoint, device: &Device) -> Result<SparseTransfo
         .context("the checkpoint's weights do not fit its configuration")
 }
 
-/// The model without a choice of keys by content, which caches know nothing of: layers see what their patterns allow. Says so, if there was one.
+/// Removes selections, which caches do not support: layers attend by their patterns. Tells the user if there was one.
 pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer> {
     let mut layers = model.blocks.iter().map(|block| &block.mha);
     let of_layer = layers.find_map(|mha| {
@@ -140,7 +140,7 @@ pub fn without_selections(model: SparseTransformer) -> Result<SparseTransformer>
     Ok(model.with_selections(&[], 0)?)
 }
 
-/// Refuses a model whose heads choose by content as pools of pages do not, or in blocks that are no pages.
+/// Rejects a model whose heads choose by content in a way that pools of pages do not support, or in blocks that are not pages.
 pub fn check_cached(config: &ModelConfig) -> Result<()> {
     match &config.content {
         Some(content) if !content.is_prefix_stable() => bail!(
@@ -157,7 +157,7 @@ pub fn check_cached(config: &ModelConfig) -> Result<()> {
     }
 }
 
-/// The paper's optimizer: Adam with decoupled weight decay, and the gradient scaled by its norm over all parameters (§6). The default epsilon of
+/// Returns the paper's optimizer: Adam with decoupled weight decay, and the gradient clipped by its norm over all parameters (§6). The default epsilon of
 /// 1e-5 is not Adam's.
 pub fn optimizer(recipe: &Recipe) -> FusedAdamW {
     FusedAdamWConfig::new()
@@ -169,7 +169,7 @@ pub fn optimizer(recipe: &Recipe) -> FusedAdamW {
         .init()
 }
 
-/// Attention patterns of all layers and heads.
+/// Returns the attention patterns of all layers and heads.
 pub fn factorization(config: &ModelConfig) -> Result<Factorization> {
     let patterns = config
         .patterns
@@ -183,12 +183,12 @@ pub fn factorization(config: &ModelConfig) -> Result<Factorization> {
     })
 }
 
-/// A way of [`ways_of_heads`].
+/// Formats an entry of [`ways_of_heads`].
 pub fn way_text(way: Option<&Selection>) -> String {
     way.map_or_else(|| "the pattern".to_owned(), ToString::to_string)
 }
 
-/// What layers attend to, in short.
+/// Describes the layers' attention in short.
 pub fn attention_text(model: &ModelConfig) -> String {
     if let Some(content) = &model.content {
         if content.is_whole_layer() {
@@ -217,7 +217,7 @@ pub fn attention_text(model: &ModelConfig) -> String {
     }
 }
 
-/// The operations of an optimizer step in 10¹²: a backward pass has twice those of a forward pass.
+/// Returns the operations of an optimizer step in 10¹²: a backward pass has twice those of a forward pass.
 pub fn step_tflop(model: &SparseTransformer, config: &RunConfig) -> Result<f64> {
     let tokens = config.tokens_per_step() as u64;
     let attention = model.attention_flops(config.model.context)? * config.recipe.batch as u64;

@@ -1,4 +1,4 @@
-//! The texts that describe attention and caches: how flags read them, and `enwik8 patterns`, which lists them.
+//! Text forms of attention and caches: their parsing in flags, and `enwik8 patterns`, which lists them.
 
 use std::fmt::Display;
 use std::str::FromStr;
@@ -18,13 +18,13 @@ use crate::progress::program;
 #[command(after_help = list())]
 pub struct PatternsArgs {}
 
-/// What `--attention` takes beside [`ContentAttention::NOTATION`].
+/// Values of `--attention` besides [`ContentAttention::NOTATION`].
 const BY_PATTERN: [&str; 2] = [
     "sparse  the preset's pattern, or --pattern",
     "dense  every earlier byte",
 ];
 
-/// The policies of `--cache`.
+/// Policies of `--cache`.
 const POLICIES: [&str; 9] = [
     "all",
     "reachable  those that the pattern lets later bytes attend to",
@@ -69,7 +69,7 @@ pub fn pattern(text: &str) -> Result<Pattern, String> {
     read("pattern", Pattern::NOTATION, text)
 }
 
-/// `--pattern` as it was written: that is what configurations of runs store.
+/// Checks `--pattern` and returns its text, which configurations of runs store.
 pub fn pattern_text(text: &str) -> Result<String, String> {
     pattern(text).map(|_| text.to_owned())
 }
@@ -82,7 +82,7 @@ pub fn attention(text: &str) -> Result<AttentionKind, String> {
     read("attention", &attention_forms(), text)
 }
 
-/// What is wrong with a text of `--cache`.
+/// Returns what is wrong with a value of `--cache`.
 pub fn policy_expected(text: &str) -> String {
     let unknown = unknown("policy", &POLICIES, text);
     unknown.unwrap_or_else(|| match form_of(text, &POLICIES) {
@@ -91,17 +91,17 @@ pub fn policy_expected(text: &str) -> String {
     })
 }
 
-/// A value of one of the forms.
+/// Parses a value of one of the forms.
 fn read<T: FromStr<Err: Display>>(what: &str, forms: &[&str], text: &str) -> Result<T, String> {
     let error = |error: T::Err| unknown(what, forms, text).unwrap_or_else(|| error.to_string());
     text.parse().map_err(error)
 }
 
-/// What is wrong with a text in which a name is none of the forms', with the form that is most like it.
+/// Returns the error for a text with an unknown name, with the most similar form.
 pub fn unknown(what: &str, forms: &[&str], text: &str) -> Option<String> {
     let mut names = text.split(['/', '+', '&', '(', ')']).map(name_of);
     let name = names.find(|name| !name.is_empty() && form_of(name, forms).is_none())?;
-    // As clap measures and bounds it for flags and commands.
+    // Similarity and threshold of clap for flags and commands.
     let likeness = |form: &&str| strsim::jaro(&name.to_lowercase(), name_of(form));
     let like = forms.iter().filter(|form| likeness(form) > 0.7);
     let like = like.max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
@@ -114,19 +114,19 @@ pub fn unknown(what: &str, forms: &[&str], text: &str) -> Option<String> {
     ))
 }
 
-/// The form that a text is meant to have.
+/// Returns the form that a text is meant to have.
 pub fn form_of<'a>(text: &str, forms: &[&'a str]) -> Option<&'a str> {
     let form = forms.iter().find(|form| name_of(form) == name_of(text))?;
     Some(text_of(form))
 }
 
-/// `fixed` of `fixed:STRIDE,COLUMNS[,VERTS]`.
+/// Returns `fixed` for `fixed:STRIDE,COLUMNS[,VERTS]`.
 fn name_of(form: &str) -> &str {
     let text = form.trim();
     text.split([':', '[', ' ']).next().unwrap_or(text)
 }
 
-/// A form without what is said of it.
+/// Returns a form without its description.
 fn text_of(form: &str) -> &str {
     form.split("  ").next().unwrap_or(form)
 }

@@ -1,4 +1,4 @@
-//! The flags that change a preset.
+//! Flags that change a preset.
 
 use anyhow::Result;
 use burn_sparse_transformer::Selection;
@@ -90,7 +90,7 @@ pub struct Overrides {
 
 impl Args for Overrides {
     fn augment_args(command: Command) -> Command {
-        // Behind those of `Changes` in their headings.
+        // After those of `Changes` in their headings.
         let command = ModelConfig::augment_args_for_update(command.next_display_order(100));
         let command = Changes::augment_args(command).next_display_order(200);
         Recipe::augment_args_for_update(command)
@@ -116,13 +116,13 @@ impl FromArgMatches for Overrides {
 }
 
 impl Overrides {
-    /// Whether a flag was given, by its long name.
+    /// Returns whether a flag was given, by its long name.
     pub fn gives(&self, flag: &str) -> bool {
         let source = self.given.value_source(&flag.replace('-', "_"));
         source == Some(ValueSource::CommandLine)
     }
 
-    /// The same with dense attention, without a pattern and flags of attention by content.
+    /// Returns the same overrides with dense attention, without a pattern and flags of content-based attention.
     pub fn dense(&self) -> Result<Self> {
         let mut given = self.given.clone();
         let flags = Self::augment_args(Command::new("flags"));
@@ -139,7 +139,7 @@ impl Overrides {
         Ok(dense)
     }
 
-    /// Makes the user's changes; nothing is checked.
+    /// Applies the user's changes without checking them.
     pub fn apply(&self, model: &mut ModelConfig, recipe: &mut Recipe) -> Result<()> {
         model.update_from_arg_matches(&self.given)?;
         recipe.update_from_arg_matches(&self.given)?;
@@ -175,21 +175,21 @@ impl Overrides {
             set(&mut routing.means_decay, of.means_decay);
         }
         if !of.pattern.is_empty() {
-            // A picture's row stays one.
+            // For images, the width stays that of a row.
             if model.pictures.is_none() && !self.gives("position-width") {
                 model.position_width = position_width_for(&of.pattern, model.context);
             }
             model.patterns = of.pattern.clone();
         }
         let chooses = !of.selection.is_empty() || of.selection_file.is_some();
-        // With either flag the choice is made within the pattern, that of the preset or the one given.
+        // With either flag the selection chooses within the pattern, the preset's or the given one.
         let keeps_pattern = !of.pattern.is_empty() || of.attention == Some(AttentionKind::Sparse);
         if chooses {
             model.selections = of.selection.clone();
             let file = of.selection_file.clone();
             model.head_selections = file.map_or(Vec::new(), |file| file.layers);
         }
-        // The position embedding stays that of the sparse model, so that the two have the same parameters.
+        // The position embedding stays that of the sparse model, so that both have the same parameters.
         if of.attention == Some(AttentionKind::Dense) || chooses && !keeps_pattern {
             model.patterns = vec![CAUSAL.to_owned()];
             model.factorization = FactorizationKind::Merged;
@@ -215,7 +215,7 @@ impl Changes {
 }
 
 impl Overrides {
-    /// Those of a line of ours.
+    /// Returns the overrides of a line that this program wrote.
     pub fn read(line: &str) -> Self {
         let command = Self::augment_args(Command::new("flags").no_binary_name(true));
         let matches = command.try_get_matches_from(line.split_whitespace());
@@ -230,7 +230,7 @@ fn set<T>(value: &mut T, new: Option<T>) {
     }
 }
 
-/// The first pattern's stride, or a power of two near the square root of the context.
+/// Returns the first pattern's stride, or a power of two near the square root of the context.
 fn position_width_for(patterns: &[String], context: usize) -> usize {
     patterns
         .iter()

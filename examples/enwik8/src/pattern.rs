@@ -1,8 +1,8 @@
-//! What the trainer asks of patterns beyond their notation, which is [`Pattern::NOTATION`].
+//! Properties of patterns beyond [`Pattern::NOTATION`].
 
 use burn_blocksparse::Pattern;
 
-/// The stride of the first strided or fixed part: the natural width of the position matrix (§5.3).
+/// Returns the stride of the first strided or fixed part: the natural width of the position matrix (§5.3).
 pub fn stride(pattern: &Pattern) -> Option<usize> {
     find(pattern, |part| match part {
         &Pattern::Strided { stride } | &Pattern::Fixed { stride, .. } => Some(stride),
@@ -10,7 +10,7 @@ pub fn stride(pattern: &Pattern) -> Option<usize> {
     })
 }
 
-/// Whether a callback decides some pairs: of those nothing is known, not even that they are causal.
+/// Returns whether a callback decides some pairs. Such a pattern is not known to be causal.
 pub fn has_callback(pattern: &Pattern) -> bool {
     find(pattern, |part| {
         matches!(part, Pattern::FromFn(_)).then_some(())
@@ -18,7 +18,7 @@ pub fn has_callback(pattern: &Pattern) -> bool {
     .is_some()
 }
 
-/// What is found in the first part that has it.
+/// Returns the first result of `of` over the parts.
 fn find<T>(pattern: &Pattern, of: fn(&Pattern) -> Option<T>) -> Option<T> {
     match pattern {
         Pattern::Union(parts) | Pattern::Intersection(parts) | Pattern::PerHead(parts) => {
@@ -29,7 +29,7 @@ fn find<T>(pattern: &Pattern, of: fn(&Pattern) -> Option<T>) -> Option<T> {
     }
 }
 
-/// The text of a pattern's pairs without later positions.
+/// Returns the text of a pattern without pairs of later positions.
 pub fn causal_part(text: &str) -> String {
     match text.contains(['+', '/']) {
         true => format!("({text})&causal"),

@@ -1,4 +1,4 @@
-//! `loss.png` and `loss-by-time.png`: bits per byte over steps and over time, drawn from the log.
+//! `loss.png` and `loss-by-time.png`: bits per byte over steps and over time, from the log.
 
 use std::fs;
 use std::ops::Range;
@@ -13,36 +13,36 @@ use crate::log::Row;
 use crate::run::UNFINISHED_PLOT;
 
 const SIZE: (u32, u32) = (1200, 720);
-/// More points than pixels show nothing more.
+/// Most points of a curve: there are not more pixels.
 const MAX_POINTS: usize = 2_000;
 
 const TRAIN_RAW: RGBColor = RGBColor(190, 207, 228);
 const TRAIN: RGBColor = RGBColor(49, 104, 176);
 const VALIDATION: RGBColor = RGBColor(214, 96, 30);
-/// Of what curves are compared with.
+/// Colour of reference lines.
 pub const REFERENCE: RGBColor = RGBColor(90, 90, 90);
-/// Of the lines behind them.
+/// Colour of the grid.
 pub const GRID: RGBColor = RGBColor(226, 226, 226);
 
 type Curve = Vec<(f64, f64)>;
 
-/// What a curve is drawn over.
+/// Horizontal axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Axis {
     Steps,
-    /// Time in steps, in the unit that suits the whole of it: validation and checkpoints do not count.
+    /// Time of the steps, in a suitable unit; validation and checkpoints are not counted.
     Time,
 }
 
-/// What is written around the curves.
+/// Labels of a plot.
 pub struct Frame<'a> {
-    /// Above them.
+    /// Title above the plot.
     pub title: &'a str,
-    /// E.g. `bits per byte`.
+    /// Unit of the vertical axis, such as `bits per byte`.
     pub unit: &'a str,
-    /// The order-0 entropy of the data, for comparison, if the data are at hand.
+    /// Order-0 entropy of the data as a reference, if the data are available.
     pub entropy: Option<f64>,
-    /// To the right.
+    /// Horizontal axis.
     pub axis: Axis,
 }
 
@@ -55,7 +55,7 @@ pub fn draw(path: &Path, frame: &Frame, rows: &[Row]) -> Result<()> {
     written_whole(path, |unfinished| curves.draw(unfinished, frame))
 }
 
-/// A whole picture or the old one: files are rewritten during training.
+/// Draws atomically, since files are rewritten during training: `path` has either the new image or the old one.
 pub fn written_whole(
     path: &Path,
     draw: impl FnOnce(&Path) -> Result<(), Box<dyn std::error::Error>>,
@@ -73,7 +73,7 @@ struct Curves {
     smooth: Curve,
     validation: Curve,
     last: Option<(f64, f64)>,
-    /// What stands below the axis.
+    /// Label of the horizontal axis.
     axis: String,
 }
 
@@ -186,7 +186,7 @@ impl Curves {
 
     fn xs(&self) -> Range<f64> {
         let end = self.raw.last().map_or(1.0, |point| point.0);
-        // A little more, for the last marker and its label.
+        // A margin for the last marker and its label.
         0.0..end.max(1e-3) * 1.01
     }
 
@@ -199,7 +199,7 @@ impl Curves {
     }
 }
 
-/// Seconds of the unit that a run's time is shown in, and its name.
+/// Returns the seconds of the unit that a run's time is shown in, and its name.
 fn time_unit(rows: &[Row]) -> (f64, &'static str) {
     let ms = rows.iter().map(|row| match row {
         Row::Train(of) => of.ms,
@@ -212,7 +212,7 @@ fn time_unit(rows: &[Row]) -> (f64, &'static str) {
     }
 }
 
-/// Mean over a window that grows with the run: a fiftieth of it, at least 5 points.
+/// Returns the moving average over a fiftieth of the run, at least 5 points.
 fn smoothed(curve: &[(f64, f64)]) -> Curve {
     let window = (curve.len() / 50).max(5);
     let mut sum = 0.0;

@@ -1,4 +1,4 @@
-//! `recall.png`: what choices of keys by content keep of each layer's attention, over steps, drawn from the log.
+//! `recall.png`: recall of selections in each layer over steps, from the log.
 
 use std::path::Path;
 
@@ -11,13 +11,13 @@ use crate::log::Row;
 use crate::plot::{GRID, REFERENCE, written_whole};
 use crate::recall::LayerRecall;
 
-/// Of the whole, which has a panel above the other for each quantity.
+/// Size of the image, which stacks one panel per quantity.
 const SIZE: (u32, u32) = (1200, 1240);
 
-/// A quantity of a layer.
+/// Quantity of a layer.
 type Of = fn(&LayerRecall) -> f64;
 
-/// The panels, the first on top.
+/// Panels, from top to bottom.
 const PANELS: [(&str, Of); 3] = [
     ("recall: share of the attention on selected keys", |of| {
         of.recall
@@ -28,10 +28,10 @@ const PANELS: [(&str, Of); 3] = [
     }),
 ];
 
-/// Layers that the legend names, at most: of more, some.
+/// Most layers in the legend; of more, only some are named.
 const NAMED: usize = 8;
 
-/// Draws the measurements of `rows` to `path`; nothing if there are none.
+/// Draws the measurements of `rows` to `path`; does nothing if there are none.
 pub fn draw(path: &Path, title: &str, rows: &[Row]) -> Result<()> {
     match curves(rows, |layer| layer.recall).is_empty() {
         true => Ok(()),
@@ -39,10 +39,10 @@ pub fn draw(path: &Path, title: &str, rows: &[Row]) -> Result<()> {
     }
 }
 
-/// A layer and its values by step.
+/// Layer, and its values by step.
 type LayerCurve = (usize, Vec<(f64, f64)>);
 
-/// Of each layer that was measured.
+/// Returns the curve of each measured layer.
 fn curves(rows: &[Row], of: Of) -> Vec<LayerCurve> {
     let mut curves: Vec<LayerCurve> = Vec::new();
     for row in rows {
@@ -71,7 +71,7 @@ fn panels(path: &Path, title: &str, rows: &[Row]) -> Result<(), Box<dyn std::err
     Ok(())
 }
 
-/// The first layer's colour to the last one's.
+/// Returns a colour between the first layer's and the last one's.
 fn color(layer: usize, layers: usize) -> RGBColor {
     let ends = [RGBColor(49, 104, 176), RGBColor(214, 96, 30)];
     DerivedColorMap::new(&ends).get_color(layer as f64 / (layers.max(2) - 1) as f64)
@@ -92,7 +92,7 @@ fn draw_panel(
         .margin(12)
         .x_label_area_size(48)
         .y_label_area_size(72)
-        // Shares; a little more, so that lines at the ends are seen.
+        // Shares from 0 to 1, with a margin so that lines at the ends are visible.
         .build_cartesian_2d(0.0..end * 1.02, 0.0..1.03f64)?;
     chart
         .configure_mesh()

@@ -1,4 +1,4 @@
-//! Model and recipe of a run, and presets of them.
+//! Model and recipe of a run, and their presets.
 
 pub mod list;
 
@@ -44,13 +44,13 @@ pub enum Preset {
     Cifar,
 }
 
-/// What presets begin with.
+/// Flags that all presets begin with.
 pub const BASE: &str = "--context 256 --layers 2 --heads 4 --d-model 128 --pattern fixed:32,8 --block 16 --init-scale 0.125 \
      --batch 4 --steps 3000 --lr 1e-3 --warmup 150 --weight-decay 0.01 --beta1 0.9 --beta2 0.999 --epsilon 1e-8 --clip 1 --seed 1 \
      --eval-every 250 --eval-windows 32 --checkpoint-every 250 --log-every 50";
 
 impl Preset {
-    /// What its training takes and reaches, where that was measured: docs/training.md and docs/sparse-or-dense.md.
+    /// Returns the measured cost and result of its training, if any: docs/training.md and docs/sparse-or-dense.md.
     pub fn measured(self) -> Option<&'static str> {
         Some(match self {
             Preset::Tiny => "4 min 36 s, 64 MiB on two CPU cores; 2.640 bits per byte",
@@ -68,18 +68,18 @@ impl Preset {
         })
     }
 
-    /// What differs from [`BASE`].
+    /// Returns the flags in addition to [`BASE`].
     pub fn flags(self) -> &'static str {
         match self {
-            // At this width the paper's scale makes learning slow at first: 2.8 bits per byte instead of 2.6 at the end. The second
-            // moment follows a short run faster than the paper's long one.
+            // At this width the paper's scale slows learning at first: 2.8 bits per byte instead of 2.6 at the end. The second moment follows a short run
+            // faster than the paper's long one.
             Preset::Tiny => "--init-scale 1 --beta2 0.99",
-            // With the paper's scale 3.3 bits per byte instead of 2.6 after 1,000 steps.
+            // The paper's scale gives 3.3 bits per byte instead of 2.6 after 1,000 steps.
             Preset::Small => {
                 "--context 2048 --layers 8 --heads 8 --d-model 384 --pattern fixed:128,32 --block 32 --dropout 0.1 --init-scale 1 \
                  --batch 16 --steps 20000 --lr 5e-4 --warmup 1000 --eval-every 500 --checkpoint-every 500"
             }
-            // docs/sparse-or-dense.md has what else was tried. More steps learn 4 MB by heart.
+            // docs/sparse-or-dense.md lists the alternatives that were tried. More steps overfit 4 MB.
             Preset::FourMb => {
                 "--context 4096 --layers 12 --heads 8 --d-model 384 --pattern fixed:128,32 --block 32 --dropout 0.6 --init-scale 1 \
                  --batch 8 --steps 11000 --lr 8e-4 --warmup 500 --weight-decay 0.1 --eval-every 500 --checkpoint-every 500"
@@ -93,12 +93,12 @@ impl Preset {
                  --batch 8 --epochs 80 --lr 0.00035 --warmup 5000 --recompute segment:2 --eval-every 1000 --eval-windows 16 \
                  --checkpoint-every 500"
             }
-            // docs/sparse-or-dense.md has what it reaches.
+            // docs/sparse-or-dense.md has the results.
             Preset::Long => {
                 "--context 12288 --layers 30 --heads 8 --d-model 512 --pattern fixed:128,32 --block 32 --dropout 0.3 --init-scale 1 \
                  --steps 8400 --lr 7e-4 --warmup 200 --eval-windows 8 --checkpoint-every 500"
             }
-            // Shapes, rates and batches of lucidrains' enwik8 scripts of both models. They give no length.
+            // Shapes, rates and batches of lucidrains' enwik8 scripts for both models, which state no length.
             Preset::Routing => {
                 "--context 4096 --layers 6 --heads 8 --d-model 512 --block 32 --position-width 64 --init-scale 1 \
                  --attention routing:128 --local-heads 8,8,8,4,4,4 \
@@ -112,9 +112,9 @@ impl Preset {
             Preset::Shapes => {
                 "--init-scale 1 --picture-size 16 --classes 6 --steps 1500 --warmup 100 --beta2 0.99 --eval-windows 16"
             }
-            // §7.1: 128 layers, 2 heads, d = 256, half-size feed-forward networks and query and key projections, strided
-            // attention, dropout 0.25, learning rate 0.00035, 120 epochs of 48,000 pictures. The paper says neither the stride nor how
-            // the two parts are combined: here a row of the picture, and in turn. The batch is ours.
+            // §7.1: 128 layers, 2 heads, d = 256, half-size feed-forward networks and query and key projections, strided attention, dropout 0.25, learning
+            // rate 0.00035, 120 epochs of 48,000 images. The paper states neither the stride nor how the two parts are combined: here the stride is a row of
+            // the image, and the parts are interleaved. The batch is ours.
             Preset::Cifar => {
                 "--layers 128 --heads 2 --d-model 256 --d-key 128 --d-ff 512 --block 32 --factorization interleaved --dropout 0.25 \
                  --picture-size 32 --classes 10 --batch 16 --epochs 120 --lr 0.00035 --warmup 5000 --recompute segment:4 \
@@ -123,7 +123,7 @@ impl Preset {
         }
     }
 
-    /// What its bytes are.
+    /// Returns the kind of its data.
     pub fn task(self) -> Task {
         match self {
             Preset::Shapes | Preset::Cifar => Task::Images,
@@ -152,14 +152,14 @@ pub enum FactorizationKind {
     MultiHead,
 }
 
-/// `--attention`: what layers attend to.
+/// `--attention`: the kind of attention.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AttentionKind {
     /// The preset's pattern, or --pattern.
     Sparse,
     /// Every earlier position, through the same operation.
     Dense,
-    /// By content in the heads that are not local, or in all of them.
+    /// Content-based, in the heads that are not local or in all of them.
     Content(ContentAttention),
 }
 
@@ -172,7 +172,7 @@ impl FromStr for AttentionKind {
             "dense" => Ok(Self::Dense),
             _ => match text.parse::<ContentAttention>() {
                 Ok(content) => Ok(Self::Content(content)),
-                // The flag says what it is of.
+                // The flag already names the argument.
                 Err(TransformerError::Argument {
                     argument: "content",
                     expected,
@@ -234,7 +234,7 @@ pub struct ModelConfig {
     #[arg(long, value_parser = arguments::above_zero, value_name = "T", help_heading = ATTENTION)]
     #[serde(default)]
     pub softmax_threshold: Option<f64>,
-    // Of the matrix whose row and column embed a position (§5.3).
+    // Width of the matrix whose row and column embed a position (§5.3).
     /// Columns of the position matrix [default: the pattern's stride]
     #[arg(long, value_parser = arguments::positive, value_name = "N")]
     pub position_width: usize,
@@ -259,15 +259,15 @@ pub struct ModelConfig {
     #[arg(long, value_parser = arguments::positive)]
     #[serde(default)]
     pub d_key: Option<usize>,
-    // None: dense ones, as in the paper.
+    // None: dense weights, as in the paper.
     #[arg(skip)]
     #[serde(default)]
     pub ff_weights: Option<FeedForwardWeights>,
-    // How the layers choose their keys by content, in turn. None: by their patterns.
+    // Selections of keys by content, which layers use in turn. Empty: layers use their patterns.
     #[arg(skip)]
     #[serde(default)]
     pub selections: Vec<Selection>,
-    // How each head of each layer chooses its keys by content, in place of that. None: as the layers.
+    // Selections per head of each layer, instead of those. Empty: heads choose like their layers.
     #[arg(skip)]
     #[serde(default)]
     pub head_selections: Vec<HeadSelections>,
@@ -279,15 +279,15 @@ pub struct ModelConfig {
     #[arg(long, value_parser = arguments::positive, value_name = "N", help_heading = CONTENT)]
     #[serde(default)]
     pub share_every: Option<usize>,
-    // How heads that are not local choose single keys by content. None: all heads are the patterns'.
+    // Content-based heads, which choose single keys or blocks. None: all heads use the patterns.
     #[arg(skip)]
     #[serde(default)]
     pub content: Option<ContentAttention>,
-    // Heads of each layer that are the patterns', or of all layers, if there is some. Empty: half of them.
+    // Number of each layer's heads that use the patterns, or one number for all layers. Empty: half of them.
     #[arg(skip)]
     #[serde(default)]
     pub local_heads: Vec<usize>,
-    // What the pictures are like, if the bytes are pictures. None: they are text.
+    // Format of the images, if the bytes are images. None: the bytes are text.
     #[arg(skip)]
     #[serde(default)]
     pub pictures: Option<Pictures>,
@@ -306,11 +306,11 @@ pub enum Task {
     Images,
 }
 
-/// The pattern by which every byte sees all earlier ones.
+/// Pattern with which every byte sees all earlier ones.
 pub const CAUSAL: &str = "causal";
 
 impl ModelConfig {
-    /// Of text, or of pictures, of which presets say how large they are; the rest are [`BASE`]'s flags.
+    /// Returns the common configuration of text or of images, before the flags of [`BASE`] and of the preset, which states the size of images.
     pub fn base(task: Task) -> Self {
         let pictures = Pictures {
             side: 1,
@@ -323,7 +323,7 @@ impl ModelConfig {
         }
     }
 
-    /// With sequences that are pictures: a row is a row of the position matrix, and the stride of the pattern.
+    /// Sets the format of images: a row is a row of the position matrix, and the stride of the pattern.
     pub fn with_pictures(mut self, pictures: Pictures) -> Self {
         let row = pictures.row();
         let parts = ["local", "strided"].map(|part| format!("{part}:{row}"));
@@ -337,24 +337,24 @@ impl ModelConfig {
         self
     }
 
-    /// Whether layers choose keys by content, all heads of one in one way or each in its own.
+    /// Returns whether layers choose keys by content, with one selection or with one per head.
     pub fn chooses(&self) -> bool {
         !self.selections.is_empty() || !self.head_selections.is_empty()
     }
 
-    /// Whether the patterns let every byte see all earlier ones.
+    /// Returns whether the patterns let every byte see all earlier ones.
     pub fn sees_everything(&self) -> bool {
         self.patterns.iter().all(|text| text == CAUSAL)
     }
 
-    /// The choices of keys of layers and heads.
+    /// Iterates over the selections of layers and heads.
     pub fn all_selections(&self) -> impl Iterator<Item = &Selection> {
         let heads = self.head_selections.iter();
         let of_heads = heads.flat_map(|of| (0..of.len()).filter_map(|head| of.of(head)));
         self.selections.iter().chain(of_heads)
     }
 
-    /// What the bytes are.
+    /// Returns the kind of the bytes.
     pub fn task(&self) -> Task {
         match self.pictures {
             None => Task::Text,
@@ -362,7 +362,7 @@ impl ModelConfig {
         }
     }
 
-    /// How the bytes are cut into windows.
+    /// Returns how the bytes are cut into windows.
     pub fn cut(&self) -> Cut {
         match self.pictures {
             None => Cut::from(self.context),
@@ -370,7 +370,7 @@ impl ModelConfig {
         }
     }
 
-    /// What a line says of its size.
+    /// Formats the model's size in a line.
     pub fn sizes(&self) -> String {
         format!(
             "{} layers, {} heads, d_model {}, context {}",
@@ -381,7 +381,7 @@ impl ModelConfig {
         )
     }
 
-    /// What the loss is in: a byte of a picture is a dimension of it.
+    /// Returns the unit of the loss: a byte of an image is one of its dimensions.
     pub fn unit(&self) -> &'static str {
         match self.task() {
             Task::Text => "bits per byte",
@@ -389,7 +389,7 @@ impl ModelConfig {
         }
     }
 
-    /// Beside local heads that see about as many bytes as one that chooses by content; or in all heads, of every earlier byte.
+    /// Sets content-based heads, next to local heads that see about as many bytes, or in all heads with every earlier byte as a candidate.
     pub fn choose_by_content(&mut self, content: ContentAttention) {
         let pattern = match &content {
             content if content.is_whole_layer() => "causal".to_owned(),
@@ -402,18 +402,18 @@ impl ModelConfig {
     }
 }
 
-/// Which blocks of the feed-forward networks' weights are kept.
+/// Kept blocks of the feed-forward networks' weights.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FeedForwardWeights {
     pub density: f64,
     /// Side of a block.
     pub block: usize,
-    /// How the blocks are chosen.
+    /// Pattern of the kept blocks.
     pub layout: WeightPattern,
 }
 
 impl FeedForwardWeights {
-    /// Of a density, with what the flags beside it default to.
+    /// Returns a density with the defaults of the flags for block and layout.
     pub fn new(density: f64) -> Self {
         Self {
             density,
@@ -430,7 +430,7 @@ impl fmt::Display for FeedForwardWeights {
     }
 }
 
-/// §6. Also that of checkpoints from before it could be chosen.
+/// The paper's value (§6), which checkpoints without the field have too.
 fn paper_init_scale() -> f64 {
     0.125
 }

@@ -1,4 +1,4 @@
-//! What the user sees while a run goes on: a bar on a terminal, plain lines elsewhere.
+//! Progress of a run: a bar on a terminal, plain lines elsewhere.
 
 use std::fmt::Display;
 use std::io::{self, IsTerminal, Write};
@@ -10,17 +10,17 @@ use crate::data::thousands;
 use crate::device;
 use crate::log::Trained;
 
-/// Prints a line. A reader that went away (`| head`) must not end a training run.
+/// Prints a line. A reader that has closed the output (`| head`) must not end a training run.
 pub fn say(line: impl Display) {
     let _ = writeln!(io::stdout(), "{line}");
 }
 
-/// Prints a line about something that went wrong but was dealt with.
+/// Prints a warning about a problem that was handled.
 pub fn warn(line: impl Display) {
     let _ = writeln!(io::stderr(), "warning: {line}");
 }
 
-/// How the user calls this program: as `cargo run` with the same backends, if that is how it runs now.
+/// Returns how the user calls this program: `cargo run` with the same backends, if it runs under cargo.
 pub fn program() -> String {
     if std::env::var_os("CARGO_MANIFEST_DIR").is_none() {
         return "enwik8".to_owned();
@@ -35,7 +35,6 @@ pub fn program() -> String {
     }
 }
 
-/// Progress of a run.
 pub struct Progress {
     steps: usize,
     log_every: usize,
@@ -46,7 +45,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Of a run that has done `step` of `steps` steps and prints every `log_every`, with losses in `unit`.
+    /// Creates the progress of a run that has taken `step` of `steps` steps and prints every `log_every`, with losses in `unit`.
     pub fn new(step: usize, steps: usize, log_every: usize, unit: &'static str) -> Self {
         let terminal = io::stdout().is_terminal() && io::stderr().is_terminal();
         Progress {
@@ -58,7 +57,7 @@ impl Progress {
         }
     }
 
-    /// After each step.
+    /// Reports a step.
     pub fn step(&mut self, done: Trained) {
         self.recent.push(done);
         let step = done.step;
@@ -80,7 +79,7 @@ impl Progress {
         }
     }
 
-    /// A line that stays: above the bar if there is one.
+    /// Prints a permanent line, above the bar if there is one.
     pub fn note(&self, line: impl Display) {
         match &self.bar {
             Some(bar) => bar.suspend(|| say(line)),
@@ -97,7 +96,7 @@ impl Drop for Progress {
     }
 }
 
-/// A bar on a terminal for some work, invisible elsewhere.
+/// Returns a bar for some work, invisible without a terminal.
 pub fn plain_bar(what: &str) -> ProgressBar {
     match io::stderr().is_terminal() {
         true => bar(
@@ -114,7 +113,7 @@ fn bar(position: usize, length: usize, template: &str) -> ProgressBar {
         ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::new(length as u64).with_style(style);
     bar.set_position(position as u64);
-    // The time that earlier processes took says nothing about this one.
+    // The time of earlier processes does not predict this one's.
     bar.reset_eta();
     bar
 }
@@ -123,7 +122,7 @@ fn mean(steps: &[Trained], of: fn(&Trained) -> f64) -> f64 {
     steps.iter().map(of).sum::<f64>() / steps.len() as f64
 }
 
-/// Means over steps, of which there is one at least, and the last learning rate.
+/// Formats means over one or more steps, and the last learning rate.
 fn summary(steps: &[Trained], unit: &str) -> String {
     let mean = |of| mean(steps, of);
     let indexers: Vec<f64> = steps.iter().filter_map(|of| of.indexer_loss).collect();
@@ -146,7 +145,7 @@ fn summary(steps: &[Trained], unit: &str) -> String {
     )
 }
 
-/// `75 s` as `1m 15s`.
+/// Formats `75 s` as `1m 15s`.
 pub fn clock(duration: Duration) -> String {
     let seconds = duration.as_secs();
     match seconds {

@@ -1,4 +1,4 @@
-//! When blocks of the feed-forward networks' weights are pruned, and which.
+//! Pruning of blocks of the feed-forward networks' weights.
 
 use std::fmt;
 
@@ -10,15 +10,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::flags::ensure_all;
 
-/// Gradual pruning by magnitude (Zhu and Gupta, "To prune, or not to prune", 2017): between two steps the share of kept blocks falls from the model's to
-/// another, fast at first.
+/// Gradual pruning by magnitude (Zhu and Gupta, "To prune, or not to prune", 2017): between two steps the density falls from the model's to the final one,
+/// fast at first.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Pruning {
-    /// The share of the blocks in the end.
+    /// Final density.
     pub density: f64,
-    /// Steps before anything is pruned.
+    /// Step after which pruning begins.
     pub from: usize,
-    /// Steps after which nothing is pruned any more.
+    /// Step after which pruning ends.
     pub until: usize,
     /// Steps between two prunings.
     pub every: usize,
@@ -33,7 +33,7 @@ impl fmt::Display for Pruning {
 }
 
 impl Pruning {
-    /// That the numbers go together, for weights that begin with this share of their blocks.
+    /// Checks that the numbers match, for weights that begin with the density `initial`.
     pub fn check(&self, initial: f64) -> Result<()> {
         let (density, from, until) = (self.density, self.from, self.until);
         ensure_all! {
@@ -44,7 +44,7 @@ impl Pruning {
         Ok(())
     }
 
-    /// The share of the blocks after so many steps, of weights that begin with `initial`.
+    /// Returns the density after `step` steps, for weights that begin with `initial`.
     pub fn density_after(&self, step: usize, initial: f64) -> f64 {
         let pruned_at = match step {
             step if step >= self.until => self.until,
@@ -60,11 +60,10 @@ impl Pruning {
     }
 }
 
-/// A weight that was pruned, and the places that its blocks had.
+/// Pruned weight, and the previous indices of its blocks.
 pub type Pruned = (ParamId, Vec<usize>);
 
-/// The model with this share of the blocks of its feed-forward networks' weights, those with the largest norms. Weights that keep no more are left as
-/// they are.
+/// Prunes the feed-forward networks' weights to this density by the norms of their blocks. Weights that are not denser are unchanged.
 pub fn prune(
     mut model: SparseTransformer,
     density: f64,

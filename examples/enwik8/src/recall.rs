@@ -1,4 +1,4 @@
-//! What a choice of keys by content keeps of a model's attention.
+//! `enwik8 recall`: share of a model's attention that selections keep.
 
 use std::fs::File;
 use std::io::{Write, stdout};
@@ -46,23 +46,23 @@ pub struct RecallArgs {
 }
 
 impl RecallArgs {
-    /// Whether people are told, too.
+    /// Returns whether a table is printed.
     fn has_table(&self) -> bool {
         !matches!(self.json, Some(None))
     }
 }
 
-/// What is found of a choice; none for all that the pattern lets bytes see.
+/// Results of a selection; without one, of everything that the pattern allows.
 #[derive(Serialize)]
 struct Found {
     selection: Option<String>,
     bits_per_byte: f64,
-    /// Of every layer that chooses, of every head.
+    /// Results of every head of every layer that chooses.
     heads: Vec<Vec<SelectionNumbers>>,
     layers: Vec<LayerRecall>,
 }
 
-/// Of a head.
+/// Results of a head.
 #[derive(Serialize)]
 struct SelectionNumbers {
     recall: f64,
@@ -119,7 +119,7 @@ pub fn run(args: &RecallArgs) -> Result<()> {
             path.display(),
             evaluation.nats
         );
-        // Of the model that sees everything: what the choice would have kept.
+        // Measured on the model that sees everything: what the selection would have kept.
         let heads = choice.heads(&model, &bytes[..context], &device.device)?;
         let bits_per_byte = evaluation.bits_per_byte();
         let everything = match config.model.sees_everything() {
@@ -132,13 +132,13 @@ pub fn run(args: &RecallArgs) -> Result<()> {
     Ok(())
 }
 
-/// A choice that is compared.
+/// Selection to compare.
 enum Choice {
-    /// All that the pattern lets bytes see.
+    /// Everything that the pattern allows.
     Every,
-    /// One for all heads.
+    /// One selection for all heads.
     Alike(Selection),
-    /// One for each head of each layer, from a file.
+    /// One selection for each head of each layer, from a file.
     ByHead(HeadChoices),
 }
 
@@ -160,7 +160,7 @@ impl Choice {
         })
     }
 
-    /// What it keeps of the attention of a model that sees everything, of each layer and head.
+    /// Measures the selection on the attention of a model that sees everything, per layer and head.
     fn heads(
         &self,
         model: &SparseTransformer,
@@ -178,7 +178,7 @@ impl Choice {
     }
 }
 
-/// Where JSON goes, and how errors call it.
+/// Destination of JSON, and its name in errors.
 type Lines = Option<(Box<dyn Write>, String)>;
 
 fn lines(json: Option<&Option<PathBuf>>) -> Result<Lines> {
@@ -248,15 +248,15 @@ fn print(
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LayerRecall {
     pub layer: usize,
-    /// The share of the attention that chosen keys have.
+    /// Share of the attention on the selected keys.
     pub recall: f64,
-    /// The same, as a share of what the best choice of as many would have.
+    /// Recall relative to that of the best selection of as many keys.
     pub ratio: f64,
-    /// Chosen blocks as a share of those that are visible.
+    /// Selected blocks as a share of the visible ones.
     pub density: f64,
 }
 
-/// The mean of recall, ratio and density.
+/// Returns the mean of recall, ratio and density.
 fn mean_of(layer: usize, shares: impl ExactSizeIterator<Item = [f64; 3]>) -> LayerRecall {
     let count = shares.len().max(1) as f64;
     let sums = shares.fold([0.0; 3], |sums, more| [0, 1, 2].map(|i| sums[i] + more[i]));
@@ -269,7 +269,7 @@ fn mean_of(layer: usize, shares: impl ExactSizeIterator<Item = [f64; 3]>) -> Lay
     }
 }
 
-/// Of each layer that has heads which choose.
+/// Returns the means of each layer with heads that choose.
 fn by_layer(heads: &[Vec<SelectionQuality>]) -> Vec<LayerRecall> {
     let shares = |head: &SelectionQuality| [head.recall, head.ratio(), head.density];
     let layers = heads.iter().enumerate();
@@ -279,7 +279,7 @@ fn by_layer(heads: &[Vec<SelectionQuality>]) -> Vec<LayerRecall> {
         .collect()
 }
 
-/// Measures each layer's own choice over a window of bytes; layers without one are left out.
+/// Measures each layer's own selection on a window of bytes; layers without one are omitted.
 pub fn measure(
     model: &SparseTransformer,
     window: &[u8],
@@ -288,7 +288,7 @@ pub fn measure(
     Ok(by_layer(&heads(model, None, window, device)?))
 }
 
-/// Of each layer and head, of `selection` or each layer's own.
+/// Measures `selection`, or each layer's own, per layer and head.
 pub fn heads(
     model: &SparseTransformer,
     selection: Option<&Selection>,
@@ -298,20 +298,20 @@ pub fn heads(
     Ok(model.selection_quality(tokens(window, device), selection)?)
 }
 
-/// A window as a batch of one.
+/// Returns a window as a batch of one.
 fn tokens(window: &[u8], device: &Device) -> Tensor<2, Int> {
     let tokens: Vec<i32> = window.iter().map(|&byte| i32::from(byte)).collect();
     let tokens = TensorData::new(tokens, [1, window.len()]);
     Tensor::from_data(tokens, device)
 }
 
-/// The mean over layers, with as many of them in the place of one's number.
+/// Returns the mean over layers, with the number of layers as `layer`.
 pub fn mean(layers: &[LayerRecall]) -> LayerRecall {
     let shares = |layer: &LayerRecall| [layer.recall, layer.ratio, layer.density];
     mean_of(layers.len(), layers.iter().map(shares))
 }
 
-/// One line of all layers.
+/// Formats all layers in one line.
 pub fn summary(layers: &[LayerRecall]) -> String {
     let mean = mean(layers);
     let of_layers: Vec<String> = (layers.iter())

@@ -1,4 +1,4 @@
-//! `report.md`: a run on one page. Training writes it at its end; `enwik8 report` for any run.
+//! `report.md`: a run on one page. Training writes it at its end; `enwik8 report` writes it for any run.
 
 use std::fmt::Write as _;
 use std::ops::ControlFlow;
@@ -29,15 +29,15 @@ use crate::progress::{clock, program, say, warn};
 use crate::recall::{self, LayerRecall};
 use crate::run;
 
-/// Texts of a report.
+/// Number of sample texts.
 const SAMPLES: usize = 3;
-/// Bytes that the model reads for one, and writes, at most.
+/// Most bytes that the model reads, and writes, for a sample text.
 const PROMPT: usize = 64;
 const WRITTEN: usize = 320;
-/// Pictures of one.
+/// Number of sample images.
 const PICTURES: usize = 9;
 const TEMPERATURE: f64 = 0.8;
-/// Lines of the table of validations, at most.
+/// Most rows of the table of validations.
 const VALIDATIONS: usize = 10;
 
 /// Write a run's report: curves, speed, memory and samples on one page
@@ -80,20 +80,20 @@ pub fn run(args: &ReportArgs) -> Result<()> {
     Ok(())
 }
 
-/// What a report is made of.
+/// Inputs of a report.
 pub struct Report<'a> {
     pub folder: &'a Path,
-    /// That writes the samples.
+    /// Checkpoint that generates the samples.
     pub checkpoint: &'a Checkpoint,
-    /// On which it does.
+    /// Device of the checkpoint.
     pub device: &'a NamedDevice,
-    /// The run's data, if they are at hand.
+    /// The run's data, if available.
     pub corpus: Option<&'a Corpus>,
     pub peak_tflops: Option<f64>,
 }
 
 impl Report<'_> {
-    /// Writes the page and its pictures; where it is.
+    /// Writes the page and its images, and returns its path.
     pub fn write(&self) -> Result<PathBuf> {
         let rows = log::read(&self.folder.join(run::LOG))?;
         let (config, axes) = (&self.checkpoint.header.config, [Axis::Steps, Axis::Time]);
@@ -116,7 +116,7 @@ impl Report<'_> {
         self.corpus.map(Corpus::order_0_entropy)
     }
 
-    /// What the run is, what came out, and what it took: rows of the page's table, where there is something to say.
+    /// Returns the rows of the page's table: configuration, results and cost, as far as they are known.
     fn facts(&self, rows: &[Row], model: &SparseTransformer) -> Result<String> {
         let header = &self.checkpoint.header;
         let config = &header.config;
@@ -174,7 +174,7 @@ impl Report<'_> {
         Ok(text)
     }
 
-    /// Time, speed and memory.
+    /// Returns the rows for time, speed and memory.
     fn cost(&self, speed: &Speed, model: &SparseTransformer) -> Result<Vec<Option<String>>> {
         let resources = Resources::read(&self.folder.join(run::RESOURCES));
         let tflop = model::step_tflop(model, &self.checkpoint.header.config)?;
@@ -209,7 +209,7 @@ impl Report<'_> {
         ])
     }
 
-    /// What choices of keys by content keep, where that was measured.
+    /// Returns the recall of selections, if it was measured.
     fn recall(&self, rows: &[Row]) -> String {
         let last = rows.iter().rev().find_map(|row| match row {
             Row::Selection { step, layers } if !layers.is_empty() => Some((*step, layers)),
@@ -274,7 +274,7 @@ impl Report<'_> {
         Ok(text)
     }
 
-    /// A picture of each class, or of some.
+    /// Generates an image of each class, or of some.
     fn pictures(&self, model: SparseTransformer, pictures: Pictures) -> Result<String> {
         let classes = images::classes(&[], pictures.classes.min(PICTURES), pictures);
         let sampling = Sampling::default().temperature(images::TEMPERATURE).seed(1);
@@ -324,7 +324,7 @@ impl Report<'_> {
         Ok(text)
     }
 
-    /// Beginnings that were held out, evenly spread.
+    /// Returns evenly spaced prompts from held-out data.
     fn prompts(&self, context: usize) -> Vec<Vec<u8>> {
         let bytes = self.corpus.map(|corpus| corpus.split(Split::Validation));
         let length = PROMPT.min(context / 2).max(1);
@@ -352,7 +352,7 @@ impl Report<'_> {
     }
 }
 
-/// Draws the pictures of a run's log.
+/// Draws the plots of a run's log.
 pub fn draw(
     folder: &Path,
     config: &RunConfig,
@@ -377,7 +377,7 @@ pub fn draw(
     plot_recall::draw(&folder.join(run::RECALL), &title, rows)
 }
 
-/// What stands above the page and its pictures.
+/// Returns the title of the page and its plots.
 fn title(config: &RunConfig) -> String {
     format!(
         "enwik8, preset {}: {}",
@@ -386,7 +386,7 @@ fn title(config: &RunConfig) -> String {
     )
 }
 
-/// Some of many values, the last one among them.
+/// Thins out values; the last one is kept.
 fn thinned<T: Copy>(values: &[T]) -> Vec<T> {
     let every = values.len().div_ceil(VALIDATIONS).max(1);
     let mut thinned: Vec<_> = values.iter().rev().step_by(every).copied().collect();
@@ -394,7 +394,7 @@ fn thinned<T: Copy>(values: &[T]) -> Vec<T> {
     thinned
 }
 
-/// How fast steps were.
+/// Speed of the steps.
 struct Speed {
     steps: usize,
     seconds: f64,
@@ -418,13 +418,13 @@ impl Speed {
     }
 }
 
-/// 0 of nothing.
+/// Returns the median, 0 for no values.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
-/// Bytes as a block of code, whatever is in them.
+/// Formats arbitrary bytes as a code block.
 fn fenced(bytes: &[u8]) -> String {
     let text: String = String::from_utf8_lossy(bytes)
         .chars()

@@ -1,5 +1,4 @@
-//! The folder of a run: `config.json`, `log.jsonl`, `resources.json`, event files, the report and its pictures,
-//! `step-*.ckpt` and `best.ckpt`.
+//! Run folder: `config.json`, `log.jsonl`, `resources.json`, event files, the report and its images, `step-*.ckpt` and `best.ckpt`.
 
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
@@ -13,26 +12,26 @@ use crate::progress::{program, warn};
 use crate::tensorboard::is_event_file;
 
 const CONFIG: &str = "config.json";
-/// A line for each step, validation and measurement.
+/// Log with a line for each step, validation and measurement.
 pub const LOG: &str = "log.jsonl";
-/// The loss over steps.
+/// Plot of the loss over steps.
 pub const PLOT: &str = "loss.png";
-/// What [`PLOT`] is called until it is complete.
+/// Name of [`PLOT`] until it is complete.
 pub const UNFINISHED_PLOT: &str = "loss.partial.png";
-/// What the run takes of the machine.
+/// Resources that the run takes.
 pub const RESOURCES: &str = "resources.json";
-/// The run on one page.
+/// Report of the run on one page.
 pub const REPORT: &str = "report.md";
-/// The loss over time.
+/// Plot of the loss over time.
 pub const TIME_PLOT: &str = "loss-by-time.png";
-/// Pictures that the model draws.
+/// Images that the model generates.
 pub const SAMPLES: &str = "samples.png";
-/// What choices of keys keep, over steps.
+/// Plot of the recall of selections over steps.
 pub const RECALL: &str = "recall.png";
 const BEST: &str = "best.ckpt";
 const LOCK: &str = "lock";
 
-/// Every file but checkpoints of steps and event files.
+/// All files except checkpoints of steps and event files.
 const FILES: [&str; 10] = [
     CONFIG,
     LOG,
@@ -46,10 +45,10 @@ const FILES: [&str; 10] = [
     BEST,
 ];
 
-/// Regular checkpoints that are kept, besides the best one.
+/// Number of regular checkpoints to keep, besides the best one.
 const KEPT: usize = 2;
 
-/// A run's folder, locked against a second trainer.
+/// Run folder, locked against a second trainer.
 pub struct RunFolder {
     path: PathBuf,
     /// Held until the process ends, however it ends.
@@ -57,7 +56,7 @@ pub struct RunFolder {
 }
 
 impl RunFolder {
-    /// Makes the folder of a new run.
+    /// Creates the folder of a new run.
     pub fn create(path: &Path, overwrite: bool) -> Result<Self> {
         ensure!(
             !path.is_file(),
@@ -77,7 +76,7 @@ impl RunFolder {
         Ok(folder)
     }
 
-    /// Opens the folder of a run that is to be continued.
+    /// Opens the folder of a run to continue.
     pub fn open(path: &Path) -> Result<Self> {
         ensure!(
             holds_run(path),
@@ -85,7 +84,7 @@ impl RunFolder {
             path.display()
         );
         let folder = RunFolder::lock(path)?;
-        // What a killed process was writing.
+        // Left over by a killed process.
         let files = files_of_run(path)?.into_iter();
         remove(files.filter(|path| is_unfinished(path)))?;
         Ok(folder)
@@ -98,7 +97,7 @@ impl RunFolder {
             Err(TryLockError::WouldBlock) => {
                 bail!("another process is training in {}", path.display())
             }
-            // Some file systems have no locks; training there is still fine.
+            // Some file systems have no locks; training there is still possible.
             Err(TryLockError::Error(_)) | Ok(()) => {}
         }
         Ok(RunFolder {
@@ -111,7 +110,7 @@ impl RunFolder {
         &self.path
     }
 
-    /// Where one of its files is, as [`LOG`].
+    /// Returns the path of one of its files, such as [`LOG`].
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
@@ -122,7 +121,7 @@ impl RunFolder {
         write_whole(&self.path.join(CONFIG), text)
     }
 
-    /// Stores a checkpoint and drops those that are no longer needed.
+    /// Stores a checkpoint and removes those that are no longer needed.
     pub fn save(&self, checkpoint: &Checkpoint) -> Result<()> {
         let name = format!("step-{:08}.ckpt", checkpoint.header.step);
         checkpoint.write(&self.path.join(name))?;
@@ -135,7 +134,7 @@ impl RunFolder {
     }
 }
 
-/// The newest checkpoint of a run that is whole, with a warning of each that is not.
+/// Returns the newest intact checkpoint of a run, with a warning for each damaged one.
 ///
 /// # Errors
 /// If none is usable, with the reason for each.
@@ -167,7 +166,7 @@ pub fn latest_checkpoint(folder: &Path) -> Result<(PathBuf, Checkpoint)> {
     }
 }
 
-/// The checkpoint that a flag names: a file, or a run's folder, whose best one is taken.
+/// Opens the checkpoint that a flag names: a file, or a run folder, whose best one is opened.
 pub fn open_checkpoint(flag: &str, path: &Path) -> Result<(PathBuf, Checkpoint)> {
     if path.is_dir() {
         let best = path.join(BEST);
@@ -190,7 +189,7 @@ pub fn open_checkpoint(flag: &str, path: &Path) -> Result<(PathBuf, Checkpoint)>
     Ok((path.to_owned(), checkpoint))
 }
 
-/// Whether there is anything of a run, all of which a new one would remove.
+/// Returns whether the folder has files of a run, which a new one would remove.
 fn holds_run(folder: &Path) -> bool {
     let holds_file = [CONFIG, LOG, PLOT, BEST]
         .iter()
@@ -198,7 +197,7 @@ fn holds_run(folder: &Path) -> bool {
     holds_file || step_checkpoints(folder).is_ok_and(|found| !found.is_empty())
 }
 
-/// `step-*.ckpt`, newest first.
+/// Lists `step-*.ckpt`, newest first.
 fn step_checkpoints(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut found: Vec<_> = entries(folder)?
         .into_iter()
@@ -216,7 +215,7 @@ fn step_of(path: &Path) -> Option<usize> {
         .ok()
 }
 
-/// Every file that training writes, so that `--overwrite` removes those and no others.
+/// Lists every file that training writes, so that `--overwrite` removes only those.
 fn files_of_run(folder: &Path) -> Result<Vec<PathBuf>> {
     let is_ours = |path: &PathBuf| {
         let name = path

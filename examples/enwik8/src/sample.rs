@@ -1,4 +1,4 @@
-//! `enwik8 sample`: one byte after the other, with a cache of keys and values.
+//! `enwik8 sample`: generates byte by byte with a KV cache.
 
 mod output;
 mod statistics;
@@ -137,7 +137,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         length: args.length,
         drafts: args.speculate.map(PromptLookup::new),
     };
-    // One text is written as it comes, several when all are done.
+    // A single text is written as it is generated, several when all are done.
     let mut output = match prompts.len() {
         1 => Some(Output::open(args.output.as_deref())?),
         _ => None,
@@ -212,7 +212,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     Ok(())
 }
 
-/// Texts under headings.
+/// Prints texts under headings.
 fn print(prompts: &[Vec<u8>], texts: &[Sample]) -> Result<()> {
     for (index, (prompt, text)) in prompts.iter().zip(texts).enumerate() {
         let mut output = Output::open(None)?;
@@ -225,7 +225,7 @@ fn print(prompts: &[Vec<u8>], texts: &[Sample]) -> Result<()> {
 }
 
 impl SampleArgs {
-    /// The prompt of each sample.
+    /// Returns the prompt of each sample.
     fn prompts(&self) -> Result<Vec<Vec<u8>>> {
         let (flag, prompts) = match &self.prompt_file {
             Some(path) => {
@@ -272,7 +272,7 @@ impl SampleArgs {
             .seed(self.seed)
     }
 
-    /// The pool of texts of so many bytes each, which begin with up to `read`.
+    /// Configures the pool for texts of these lengths, which begin by reading up to `read` bytes.
     fn pool(
         &self,
         kept: CachePolicy,
@@ -280,7 +280,7 @@ impl SampleArgs {
         lengths: &[usize],
         read: usize,
     ) -> KvPoolConfig {
-        // A text that does not fit goes on behind the newest half of the context.
+        // A text that exceeds the context continues after the newest half of it.
         let read = match lengths.iter().all(|&length| length <= context) {
             true => read,
             false => read.max(context / 2),
@@ -309,7 +309,7 @@ fn page_size(text: &str) -> Result<usize, String> {
         .ok_or_else(|| "must be 16, 32, 64 or 128".to_owned())
 }
 
-/// What all texts are written by.
+/// Rules that all texts share.
 struct Rules<'a> {
     sampling: Sampling,
     stop: Vec<&'a [u8]>,
@@ -317,17 +317,17 @@ struct Rules<'a> {
     drafts: Option<PromptLookup>,
 }
 
-/// A text that is being written.
+/// Text that is being generated.
 struct Sample<'a> {
     rules: &'a Rules<'a>,
     number: usize,
-    /// Whether a byte was read or written.
+    /// Bytes that were read or written.
     seen: [bool; 256],
     written: Vec<u8>,
-    /// Bytes that are on the output: those before what may become a stop text.
+    /// Number of bytes already output. Later ones may be part of a stop text.
     given: usize,
     has_stopped: bool,
-    /// The prompt and what was written, where there are drafts.
+    /// Index of the prompt and what was written, with drafts.
     index: Option<PromptLookupIndex>,
 }
 
@@ -355,7 +355,7 @@ impl<'a> Sample<'a> {
         !self.has_stopped && self.written.len() < self.rules.length
     }
 
-    /// Draws bytes as long as they are the drafted ones, and one behind: how many were drafted.
+    /// Samples bytes while they equal the draft, and one more. Returns the number of accepted bytes.
     fn check(&mut self, rows: &[Vec<f32>], draft: &[u8]) -> Result<usize> {
         let mut accepted = 0;
         for logits in rows {
@@ -375,10 +375,10 @@ impl<'a> Sample<'a> {
         Ok(accepted)
     }
 
-    /// What may come after the last byte.
+    /// Drafts the next bytes.
     fn draft(&self, room: usize) -> Vec<u8> {
         let draft = self.index.as_ref().map(PromptLookupIndex::draft);
-        // One byte is drawn behind a draft.
+        // One byte is sampled after a draft.
         let room = room.min(self.rules.length - self.written.len() - 1);
         let draft = draft.unwrap_or_default().into_iter();
         draft.take(room).map(|byte| byte as u8).collect()
@@ -397,7 +397,7 @@ impl<'a> Sample<'a> {
         }
     }
 
-    /// What belongs to the text for certain and was not given yet.
+    /// Returns the bytes that certainly belong to the text and were not output yet.
     fn certain(&mut self) -> &[u8] {
         let held = match self.has_stopped {
             true => 0,
@@ -406,7 +406,7 @@ impl<'a> Sample<'a> {
         self.up_to(self.written.len() - held)
     }
 
-    /// What was not given yet.
+    /// Returns all bytes that were not output yet.
     fn rest(&mut self) -> &[u8] {
         self.up_to(self.written.len())
     }
@@ -422,7 +422,7 @@ impl<'a> Sample<'a> {
     }
 }
 
-/// How many of the last bytes may be the beginning of a stop text.
+/// Returns how many of the last bytes may begin a stop text.
 fn held_back(written: &[u8], stop: &[&[u8]]) -> usize {
     let longest = |stop: &&[u8]| {
         (1..stop.len())

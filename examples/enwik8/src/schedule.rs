@@ -1,22 +1,22 @@
 //! Learning rate: linear warm-up, then cosine decay to zero (§6 of the paper).
 //!
-//! A function of the step alone, so that a resumed run needs no scheduler state. (Burn's schedulers compose to the
-//! same curve, and their records would be one more thing to store and restore.)
+//! A function of the step alone, so that a resumed run needs no scheduler state. (Burn's schedulers can produce the same curve, but their records would have
+//! to be stored and restored.)
 
 use std::f64::consts::PI;
 
-/// Rises from `peak / warmup` in the first step to `peak` over `warmup` steps, then falls to 0 at `steps`.
+/// Learning rate that rises from `peak / warmup` in the first step to `peak` over `warmup` steps, then falls to 0 at `steps`.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule {
     pub peak: f64,
     /// Steps of the linear rise.
     pub warmup: usize,
-    /// All steps of the run.
+    /// Total steps of the run.
     pub steps: usize,
 }
 
 impl Schedule {
-    /// The learning rate of step `step`, counted from 0.
+    /// Returns the learning rate of step `step`, counted from 0.
     pub fn learning_rate(&self, step: usize) -> f64 {
         if step < self.warmup {
             return self.peak * (step + 1) as f64 / self.warmup as f64;

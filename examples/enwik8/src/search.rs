@@ -1,4 +1,5 @@
-//! Finds for each head the choice of keys by content that keeps most of its attention (MInference: Jiang et al., 2024, §3), and the file that says so.
+//! `enwik8 search-selection`: finds for each head the selection with the largest recall (MInference: Jiang et al., 2024, §3), and writes the file for
+//! `--selection-file`.
 
 use std::path::PathBuf;
 
@@ -36,29 +37,29 @@ pub struct SearchArgs {
     out: PathBuf,
 }
 
-/// What `--selection-file` reads: for each layer, for each head, how it chooses; `pattern` is all that the layer's pattern lets it see.
+/// Contents of `--selection-file`: a selection for each layer and head; `pattern` is everything that the layer's pattern allows.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 struct SelectionFile {
-    /// Layer, head: the text of a choice.
+    /// Text of the selection, by layer and head.
     layers: Vec<Vec<String>>,
-    /// What they keep, where the choice was made.
+    /// Recall at the time of the search.
     #[serde(default)]
     recall: Vec<Vec<f64>>,
-    /// Chosen blocks as a share of those that are visible.
+    /// Selected blocks as a share of the visible ones.
     #[serde(default)]
     density: Vec<Vec<f64>>,
 }
 
-/// `--selection-file`: how each head of each layer chooses, and where that was read.
+/// `--selection-file`: the selection of each head of each layer, and the file's path.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeadChoices {
     pub path: PathBuf,
-    /// Of each layer.
+    /// Selections of each layer.
     pub layers: Vec<HeadSelections>,
 }
 
 impl HeadChoices {
-    /// The model with these choices in its layers.
+    /// Applies these selections to the model's layers.
     pub fn switched_on(&self, model: SparseTransformer) -> Result<SparseTransformer> {
         let mha = &model.blocks[0].mha;
         check_heads(&self.layers, model.blocks.len(), mha.n_heads())?;
@@ -68,7 +69,7 @@ impl HeadChoices {
     }
 }
 
-/// Reads the value of `--selection-file`.
+/// Parses the value of `--selection-file`.
 pub fn head_choices(text: &str) -> Result<HeadChoices, String> {
     let path = PathBuf::from(text);
     let read = || -> Result<Vec<HeadSelections>> {
@@ -86,7 +87,7 @@ pub fn head_choices(text: &str) -> Result<HeadChoices, String> {
     Ok(HeadChoices { path, layers })
 }
 
-/// That choices are of so many layers and heads.
+/// Checks that there are selections for this number of layers and heads.
 pub fn check_heads(choices: &[HeadSelections], layers: usize, heads: usize) -> Result<()> {
     let got = choices.len();
     ensure!(
@@ -133,18 +134,18 @@ pub fn run(args: &SearchArgs) -> Result<()> {
     files::write_json(&args.out, &file)
 }
 
-/// For each head the candidate of largest recall of those that are sparse enough, ties go to the earlier; the sparsest if none is.
+/// Returns for each head the candidate with the largest recall among those that are sparse enough, the earlier one on ties; the sparsest if none is.
 fn best(found: &[(String, Vec<Vec<SelectionQuality>>)], density: f64) -> SelectionFile {
     let mut file = SelectionFile::default();
     let layers = found.first().map_or(0, |(_, heads)| heads.len());
     for layer in 0..layers {
         let best = (0..found[0].1[layer].len()).filter_map(|head| {
-            // Of equal ones the last is taken: from behind that is the earliest.
+            // `max_by` returns the last maximum: reversed, that is the earliest.
             let all = || {
                 let candidates = found.iter().rev();
                 candidates.map(|(text, heads)| (text, heads[layer][head]))
             };
-            // Rounding of the sum that a density is of.
+            // Tolerance for the rounding of a density's sum.
             let fitting = all().filter(|(_, of)| of.density <= density + 1e-9);
             let fitting = fitting.max_by(|(_, a), (_, b)| a.recall.total_cmp(&b.recall));
             let sparsest = || all().max_by(|(_, a), (_, b)| b.density.total_cmp(&a.density));

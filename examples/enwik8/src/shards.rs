@@ -1,4 +1,4 @@
-//! `enwik8 shards`: what crosses if several devices share a sequence.
+//! `enwik8 shards`: keys that devices exchange if they share a sequence.
 
 use anyhow::Result;
 use burn_blocksparse::{Pattern, ShardPlan};

@@ -1,4 +1,4 @@
-//! Steps of training, run one by one or replayed.
+//! Training steps, run one by one or replayed.
 
 use std::cell::{Ref, RefCell};
 use std::rc::Rc;
@@ -14,18 +14,16 @@ use burn_sparse_transformer::{Recompute, SparseTransformer, StepLosses, Transfor
 use crate::model;
 use crate::prune::prune;
 
-/// A model in training.
 struct State {
-    /// None after a step that failed: the optimizer takes it and updates it in place. Then only the last checkpoint is left, which is what a run continues
-    /// from.
+    /// None after a failed step: the optimizer takes the model and updates it in place. Only the last checkpoint is left then, from which a run continues.
     model: Option<SparseTransformer>,
     optimizer: FusedAdamW,
 }
 
 impl State {
-    /// The optimizer's part of a step; the norm of the gradients, `[1]`.
+    /// Takes the optimizer's part of a step and returns the norm of the gradients, `[1]`.
     fn update(&mut self, gradients: GradientsParams, rate: Rate) -> Result<Tensor<1>> {
-        // Not a clone, which would make the step write another model beside this one.
+        // Moved, not cloned: a clone would make the step write a second model.
         let model = self.model.take().context(NO_MODEL)?;
         let (mut model, norm) = match rate {
             Rate::Of(rate) => self.optimizer.step(rate, model, gradients)?,
@@ -37,55 +35,55 @@ impl State {
     }
 }
 
-/// The learning rate of a step.
+/// Learning rate of a step.
 enum Rate<'a> {
     Of(f64),
-    /// On the device, where replays read it.
+    /// Read from the device, also by replays.
     Prepared(&'a AdamWStepState),
 }
 
-/// What a step is of.
+/// Inputs of a step.
 pub struct Batch {
-    /// `[batch, context]`, each.
+    /// Tokens and targets, `[batch, context]` each.
     pub tokens: TensorData,
     pub targets: TensorData,
     pub dropout_seed: u64,
     pub learning_rate: f64,
 }
 
-/// What becomes of a model between two steps.
+/// Change of a model between two steps.
 #[derive(Clone, Copy)]
 pub enum Change {
-    /// The feed-forward networks' weights are pruned to a share of their blocks; their moments go on.
+    /// Prunes the feed-forward networks' weights to a density; their moments are pruned too.
     Prune(f64),
-    /// No layer chooses keys by content any more.
+    /// Removes selections from all layers.
     SeeEverything,
-    /// Another stage of the indexers' training.
+    /// Sets the training stage of the indexers.
     Stage(DsaStage),
 }
 
-/// A model, its optimizer and how they take steps.
+/// Model and optimizer, and how they take steps.
 pub struct Steps {
     state: Rc<RefCell<State>>,
     device: Device,
     recompute: Recompute,
-    /// Made with the first step.
+    /// Created with the first step.
     replays: Option<Replays>,
     graph: bool,
 }
 
-/// What a step measured.
+/// Measurements of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
     pub loss: f64,
-    /// Of the gradients, before clipping.
+    /// Norm of the gradients before clipping.
     pub grad_norm: f64,
-    /// What all layers add to the loss, if they do.
+    /// Auxiliary loss of all layers, if any.
     pub aux_loss: Option<f64>,
 }
 
 impl Measured {
-    /// A step's numbers on the host: the only wait for the device in a step.
+    /// Reads a step's measurements: the only wait for the device in a step.
     pub fn read(step: Tensor<1>) -> Result<Self> {
         let numbers = model::numbers(step)?;
         Ok(Self {
@@ -96,14 +94,14 @@ impl Measured {
     }
 }
 
-/// A step's numbers, which [`Measured::read`] reads.
+/// Concatenates a step's measurements for [`Measured::read`].
 pub fn numbers(losses: StepLosses, grad_norm: Tensor<1>) -> Tensor<1> {
     let numbers = [losses.loss, grad_norm].into_iter().chain(losses.aux_loss);
     Tensor::cat(numbers.collect(), 0)
 }
 
 impl Steps {
-    /// With `graph` the fourth step is recorded, and from then on replayed, where the device can.
+    /// Creates the steps. With `graph` the fourth step is recorded and replayed from then on, if the device supports it.
     pub fn new(
         model: SparseTransformer,
         optimizer: FusedAdamW,
@@ -130,7 +128,7 @@ impl Steps {
         Ref::map(self.state.borrow(), |state| &state.optimizer)
     }
 
-    /// Takes a step. Its [`numbers`] stay on the device; the next step may write there.
+    /// Takes a step. Its [`numbers`] stay on the device, where the next step may overwrite them.
     pub fn take(&mut self, batch: Batch) -> Result<Tensor<1>> {
         if !self.graph {
             return self.one(batch, || Ok(()));
@@ -149,7 +147,7 @@ impl Steps {
         replays.take(batch, integers)
     }
 
-    /// A step that is not replayed; `between` is called between its gradients and the optimizer.
+    /// Takes a step that is not replayed; calls `between` after the gradients and before the optimizer.
     pub fn one(&self, batch: Batch, between: impl FnOnce() -> Result<()>) -> Result<Tensor<1>> {
         let data = [batch.tokens, batch.targets];
         let (losses, gradients) = self.gradients(data, 0, batch.dropout_seed)?;
@@ -158,7 +156,7 @@ impl Steps {
         Ok(numbers(losses, norm))
     }
 
-    /// The first half of a step, of tokens and targets: the losses and the gradients of a batch, or of a larger one's entries from `first_entry` on.
+    /// Computes the first half of a step, losses and gradients, for a batch or for the entries of a larger one from `first_entry` on.
     pub fn gradients(
         &self,
         data: [TensorData; 2],
@@ -170,7 +168,7 @@ impl Steps {
         Ok(model.losses_and_gradients(tokens, targets, first_entry, dropout_seed, recompute)?)
     }
 
-    /// The first half of a step of one device of several that share windows: of its positions.
+    /// Computes the first half of a step for one of several devices that share windows: for its positions.
     pub fn gradients_of_shard(
         &self,
         data: [TensorData; 2],
@@ -182,13 +180,13 @@ impl Steps {
         Ok(model.losses_and_gradients_of_shard(tokens, targets, shard, self.recompute)?)
     }
 
-    /// The second half, the optimizer's; the norm of the gradients, `[1]`.
+    /// Computes the second half, the optimizer's, and returns the norm of the gradients, `[1]`.
     pub fn update(&self, learning_rate: f64, gradients: GradientsParams) -> Result<Tensor<1>> {
         let mut state = self.state.borrow_mut();
         state.update(gradients, Rate::Of(learning_rate))
     }
 
-    /// Changes the model. What was recorded is of the one before.
+    /// Changes the model, which invalidates the recording.
     pub fn change(&mut self, change: Change) -> Result<()> {
         self.replays = None;
         let mut state = self.state.borrow_mut();
@@ -207,7 +205,7 @@ impl Steps {
         Ok(())
     }
 
-    /// Moves the means of clusters to where the bytes of a batch are.
+    /// Moves the means of clusters to the bytes of a batch.
     pub fn kmeans_init(&self, tokens: TensorData, seed: u64) -> Result<()> {
         let mut state = self.state.borrow_mut();
         let model = state.model.as_mut().context(NO_MODEL)?;
@@ -215,14 +213,14 @@ impl Steps {
         Ok(())
     }
 
-    /// How steps run, where they were to be replayed and it is known: from the fourth on.
+    /// Describes how steps run, if they were to be replayed and it is known: from the fourth on.
     pub fn describe(&self) -> Option<String> {
         let replays = &self.replays.as_ref()?.replayed;
         self::replays(replays.is_recorded(), replays.fallback_reason())
     }
 }
 
-/// Whether steps are replayed, or why not, once it is known.
+/// Returns whether steps are replayed, or why not, once it is known.
 pub fn replays(is_recorded: bool, fallback_reason: Option<&str>) -> Option<String> {
     match (is_recorded, fallback_reason) {
         (true, _) => Some("replays steps: one dispatch for each".to_owned()),
@@ -233,7 +231,7 @@ pub fn replays(is_recorded: bool, fallback_reason: Option<&str>) -> Option<Strin
 
 type Step = Box<dyn FnMut() -> Result<Tensor<1>>>;
 
-/// What replays read, and the recording.
+/// Inputs of replays, and the recording.
 struct Replays {
     tokens: StaticInput<2, Int>,
     targets: StaticInput<2, Int>,

@@ -1,8 +1,8 @@
-//! Tables of text.
+//! Text tables.
 
 use std::iter;
 
-/// Rows under the names of their columns, with two spaces between; the first column is aligned to the left. A column without any value is left out.
+/// Formats rows under their column names, separated by two spaces; the first column is aligned to the left. Empty columns are omitted.
 pub fn table<const N: usize>(names: &str, rows: &[[String; N]]) -> String {
     let mut lines = vec![String::new(); rows.len() + 1];
     for (column, name) in names.split("  ").enumerate() {

@@ -1,15 +1,14 @@
-//! TensorBoard's event files: what `log.jsonl` has, for `tensorboard --logdir`.
+//! TensorBoard's event files: the contents of `log.jsonl`, for `tensorboard --logdir`.
 //!
-//! An event file is a sequence of records, each of which is a protocol buffer `Event` of TensorFlow (`event.proto`,
-//! `summary.proto`).
+//! An event file is a sequence of records, each of which is a protocol buffer `Event` of TensorFlow (`event.proto`, `summary.proto`).
 //!
 //! ```text
 //! length: u64   masked CRC-32C of length: u32   event   masked CRC-32C of event: u32        (little-endian)
 //! ```
 //!
-//! A record is one system call, so that a process that is killed leaves whole records but for the last, which readers
-//! skip. A run that goes on cuts what is later than its checkpoint from the files that it finds, as it does with the log,
-//! and begins a new one, whose first event tells a TensorBoard that is open to forget those steps, too.
+//! A record is written in one system call, so that a killed process leaves whole records except perhaps the last, which readers skip. A resumed run cuts
+//! events later than its checkpoint from existing files, as it does with the log, and begins a new file, whose first event tells a running TensorBoard to
+//! discard those steps, too.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -25,26 +24,26 @@ use crate::log::Row;
 use crate::memory::Resources;
 use crate::recall::mean;
 
-/// What TensorBoard recognises event files by.
+/// Prefix by which TensorBoard recognises event files.
 const PREFIX: &str = "events.out.tfevents.";
-/// Length and its checksum, and the checksum behind the event.
+/// Bytes of the length and its checksum, and of the checksum after the event.
 const HEAD: usize = 8 + 4;
 const TAIL: usize = 4;
 
-/// Whether a file of a run's folder is one of ours.
+/// Returns whether a file of a run folder is an event file.
 pub fn is_event_file(name: &str) -> bool {
     name.starts_with(PREFIX)
 }
 
-/// An event file that grows.
+/// Event file that is appended to.
 pub struct EventFile {
     path: PathBuf,
     file: File,
 }
 
 impl EventFile {
-    /// Begins a file for a run that has done `step` steps, of which `rows` tell. Events of later steps are cut from the
-    /// run's other files; if there are none, the new one begins with `rows`.
+    /// Begins a file for a run that has taken `step` steps, with log `rows`. Events of later steps are cut from the run's other files; if there are none, the
+    /// new one begins with `rows`.
     pub fn create(folder: &Path, step: usize, rows: &[Row]) -> Result<Self> {
         let found = event_files(folder)?;
         found.iter().try_for_each(|path| cut(path, step))?;
@@ -78,7 +77,7 @@ impl EventFile {
         self.append_row(row, now())
     }
 
-    /// Appends what is held after so many steps.
+    /// Appends the memory in use after `step` steps.
     pub fn write_memory(&mut self, step: usize, resources: &Resources) -> Result<()> {
         let mebibytes = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         let known = [
@@ -104,7 +103,7 @@ impl EventFile {
     }
 }
 
-/// Tags and values of a row.
+/// Returns the tags and values of a row.
 fn scalars(row: &Row) -> Vec<(&'static str, f64)> {
     match row {
         Row::Train(of) => {
@@ -124,7 +123,7 @@ fn scalars(row: &Row) -> Vec<(&'static str, f64)> {
     }
 }
 
-/// When rows were written, if the last one is of now and nothing but steps took time: the log has durations only.
+/// Estimates when rows were written, assuming that the last one is from now and only steps took time: the log has durations only.
 fn times(rows: &[Row]) -> Vec<f64> {
     let mut time = now();
     let mut times: Vec<f64> = (rows.iter().rev())
@@ -145,7 +144,7 @@ fn now() -> f64 {
     since.map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// The run's event files, oldest first.
+/// Lists the run's event files, oldest first.
 fn event_files(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut files = entries(folder)?;
     files.retain(|path| {
@@ -161,7 +160,7 @@ fn seconds_of(path: &Path) -> Option<u64> {
     name.split('.').next()?.parse().ok()
 }
 
-/// Cuts a file before its first event of a step after `step`, and before what is no whole record.
+/// Cuts a file before its first event of a step after `step`, and before an incomplete record.
 fn cut(path: &Path, step: usize) -> Result<()> {
     let cut = || -> std::io::Result<()> {
         let bytes = fs::read(path)?;
@@ -180,7 +179,7 @@ fn cut(path: &Path, step: usize) -> Result<()> {
     cut().with_context(|| format!("cannot shorten {}", path.display()))
 }
 
-/// The events of whole records with the right checksums, up to the first one that is not.
+/// Iterates over the events of whole records with correct checksums, up to the first invalid one.
 fn records(bytes: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut rest = bytes;
     std::iter::from_fn(move || {
@@ -201,7 +200,7 @@ fn step_of(event: &[u8]) -> Option<i64> {
     Some(Event::decode(event).ok()?.step)
 }
 
-/// `event.proto`: the fields that are written.
+/// Written fields of `event.proto`.
 #[derive(Clone, PartialEq, Message)]
 struct Event {
     #[prost(double, tag = "1")]
@@ -236,7 +235,7 @@ struct SessionLog {
     status: i32,
 }
 
-/// Of `SessionLog`: what was read of this step and of later ones is void.
+/// Value of `SessionLog`: events of this step and later ones read so far are void.
 const START: i32 = 1;
 
 impl Event {
@@ -271,7 +270,7 @@ fn record(event: &[u8]) -> Vec<u8> {
     record
 }
 
-/// Castagnoli's CRC, rotated and moved by a constant as record files have it: they may hold checksums themselves.
+/// Returns Castagnoli's CRC, rotated and offset by a constant as in record files, which may contain checksums themselves.
 fn masked_crc(bytes: &[u8]) -> u32 {
     (crc32c(bytes).rotate_right(15)).wrapping_add(0xa282_ead8)
 }
@@ -284,7 +283,7 @@ mod tests {
         Row::trained(step, 1.5)
     }
 
-    /// The steps of a file's events.
+    /// Returns the steps of a file's events.
     fn steps(path: &Path) -> Vec<i64> {
         let bytes = fs::read(path).unwrap();
         records(&bytes)
@@ -292,7 +291,7 @@ mod tests {
             .collect()
     }
 
-    /// Bytes that `tensorboard` 2.21's own protocol buffers write for the same event.
+    /// Bytes that the protocol buffers of `tensorboard` 2.21 write for the same event.
     #[test]
     fn events_are_those_of_tensorboards_own_classes() {
         let event = Event::new(1.5, 300).scalars(&[("loss", 2.5), ("lr", 0.001)]);
@@ -302,7 +301,7 @@ mod tests {
         let hex: String = event.iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, expected);
         assert_eq!(step_of(&event), Some(300));
-        // The check value of the catalogues of CRCs, masked.
+        // Check value from CRC catalogues, masked.
         assert_eq!(masked_crc(b"123456789"), 0xc78a_b0e5);
     }
 
@@ -337,7 +336,7 @@ mod tests {
             [&*first.path, &*second.path]
         );
         assert_eq!(steps(&first.path), [0, 1, 2, 3]);
-        // The version, the beginning of a session, and the row.
+        // Version, session start, and the row.
         assert_eq!(steps(&second.path), [0, 4, 4]);
         // Before its first row.
         EventFile::create(folder.path(), 2, &[]).unwrap();

@@ -1,8 +1,8 @@
-//! `enwik8 train`: the loop, top-down.
+//! `enwik8 train`: the training loop, top-down.
 //!
-//! Autodiff, modules and records are Burn's; the optimizer reads and writes the records of Burn's AdamW. The loop is not that of Burn's `Learner`: that one
-//! saves model, optimizer and scheduler at the end of an epoch and builds its data loaders anew, whereas a run here
-//! continues from any step, with the data order and the random numbers it would have had.
+//! Autodiff, modules and records are Burn's; the optimizer reads and writes the records of Burn's AdamW. The loop does not use Burn's `Learner`, which saves
+//! model, optimizer and scheduler at the end of an epoch and rebuilds its data loaders. A run here continues from any step, with the same data order and
+//! random numbers.
 
 mod describe;
 mod finish;
@@ -111,7 +111,7 @@ impl TrainArgs {
         self.preset.unwrap_or(default)
     }
 
-    /// That the flags go together, and the devices can train `config`; the first of these.
+    /// Checks that the flags are consistent and the devices can train `config`; returns the first device.
     fn check(&self, config: &RunConfig, group: &Group) -> Result<NamedDevice> {
         let task = config.model.task();
         ensure!(
@@ -182,15 +182,15 @@ fn train(args: &TrainArgs, group: Group) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A run in memory.
+/// Run in memory.
 struct Session {
-    /// What a checkpoint says of it; the data's order goes on in `sampler`.
+    /// Metadata for checkpoints; the data position advances in `sampler`.
     header: Header,
     steps: usize,
     corpus: Corpus,
     folder: RunFolder,
     group: Group,
-    /// The first of the group, with all their names.
+    /// First device of the group, with the names of all.
     device: NamedDevice,
     training: Training,
     sampler: Sampler,
@@ -212,7 +212,7 @@ impl Session {
         check_lengths(&corpus, &config)?;
         let (seed, device) = (config.recipe.seed, device.device.autodiff());
         let model = indexers::staged(model::new(&config.model, seed, &device)?, &config, 0)?;
-        // Only now that all input is known to be good is anything written.
+        // Nothing is written until all input is checked.
         let folder = RunFolder::create(&args.folder(), args.overwrite)?;
         let optimizer = model::optimizer(&config.recipe);
         let header = Header::new(config, corpus.fingerprint());
@@ -283,7 +283,7 @@ impl Session {
         })
     }
 
-    /// With a model on each device, if there are several.
+    /// Puts a model on each device, if there are several.
     fn spread(self) -> Result<Self> {
         if !self.group.spreads() {
             return Ok(self);
@@ -293,7 +293,7 @@ impl Session {
         Ok(Session { training, ..self })
     }
 
-    /// Whether the evaluation that follows the last step is in the log, too.
+    /// Returns whether the log also has the evaluation after the last step.
     fn is_finished(&self) -> Result<bool> {
         let is_last = |row: &Row| matches!(row, Row::Final(of) if of.step == self.step);
         let rows = log::read(&self.folder.file(run::LOG))?;
@@ -347,7 +347,7 @@ impl Session {
         Ok(())
     }
 
-    /// The validation after the last step, where the step itself was not the last one when it was done.
+    /// Validates after the last step, if that step was not the last one when it was taken.
     fn validate_last_step(&mut self, log: &mut Log, progress: &Progress) -> Result<()> {
         let is_its_own = |row: &Row| matches!(row, Row::Validation(of) if of.step == self.step);
         let rows = log::read(&self.folder.file(run::LOG))?;
@@ -359,18 +359,18 @@ impl Session {
         Ok(())
     }
 
-    /// One optimizer step; `self.step` counts it.
+    /// Takes one optimizer step, counted by `self.step`.
     fn train_step(&mut self) -> Result<Trained> {
         let RunConfig { model, recipe, .. } = &self.header.config;
         let began = Instant::now();
 
         let bytes = self.corpus.split(Split::Train);
         let [tokens, targets] = self.sampler.batch(bytes, recipe.batch);
-        // Before the first step alone: after it they follow the bytes by themselves, and checkpoints hold them.
+        // Only before the first step: later the means follow the bytes, and checkpoints store them.
         let has_means = matches!(model.content, Some(ContentAttention::Routing(_)));
         if self.step == 0 && has_means {
             let seed = step_seed(!recipe.seed, 0);
-            // Of one device: groups refuse models with means.
+            // Single device: groups reject models with means.
             let steps = self.training.steps();
             steps.kmeans_init(tokens.clone(), seed)?;
         }
@@ -406,7 +406,7 @@ impl Session {
         })
     }
 
-    /// Changes the model as far as that comes after the step; what to tell the user.
+    /// Applies the changes due after the step, and returns messages for the user.
     fn change(&mut self) -> Result<Vec<String>> {
         let (config, step) = (&self.config, self.step);
         let density = |step| config.ff_density(step);
@@ -435,7 +435,7 @@ impl Session {
         Ok(notes)
     }
 
-    /// Measures what the choice keeps, if that comes after the step; what to tell the user.
+    /// Measures the recall of selections, if due after the step, and returns a message for the user.
     fn recall(&self, log: &mut Log) -> Result<Option<String>> {
         let due = (self.config.recipe.recall_every).is_some_and(|n| self.step.is_multiple_of(n));
         if !due || !self.config.chooses(self.step) {
@@ -458,7 +458,7 @@ impl Session {
         Ok(Some(note))
     }
 
-    /// The unit of the loss, in short.
+    /// Returns the unit of the loss, in short.
     fn bits(&self) -> &'static str {
         match self.config.model.task() {
             Task::Text => "bits/byte",
@@ -466,8 +466,8 @@ impl Session {
         }
     }
 
-    /// Over a fixed set of windows, always the same. A new best is stored at once, after the line in the log: a run
-    /// may be resumed from it. Returns what to tell the user.
+    /// Validates on a fixed set of windows. A new best is stored at once, after the line in the log, because a run may be resumed from it. Returns a message
+    /// for the user.
     fn validate(&mut self, log: &mut Log) -> Result<String> {
         let bytes = self.corpus.split(Split::Validation).len();
         let plan = (self.config.model.cut()).spread(bytes, self.config.recipe.eval_windows);
@@ -502,7 +502,7 @@ impl Session {
             batch: self.config.recipe.batch,
         };
         let evaluation = evaluator.run(self.corpus.split(Split::Validation), plan, bar)?;
-        // JSON has no number for it.
+        // JSON cannot represent it.
         ensure!(
             evaluation.nats.is_finite(),
             "the validation loss is no longer finite after step {} (loss {}): begin again with a lower --lr or another --seed",
@@ -521,7 +521,7 @@ impl Session {
         Checkpoint::new(header, model, &self.training.steps().optimizer())
     }
 
-    /// What this process and the device hold, for the report and for TensorBoard.
+    /// Records the memory of this process and the device, for the report and for TensorBoard.
     fn measure(&self, log: &mut Log) -> Result<()> {
         let resources = Resources::now(&self.device);
         if let Some(events) = log.events() {
@@ -530,7 +530,7 @@ impl Session {
         resources.merge_into(&self.folder.file(run::RESOURCES))
     }
 
-    /// A picture that cannot be drawn is no reason to lose a run.
+    /// Draws the plots; a failure only warns, so that it does not end a run.
     fn plot(&self) {
         let entropy = Some(self.corpus.order_0_entropy());
         let drawn = log::read(&self.folder.file(run::LOG)).and_then(|rows| {
@@ -543,7 +543,7 @@ impl Session {
     }
 }
 
-/// That all splits are long enough and the run is not too long.
+/// Checks that all splits are long enough and the run is not too long.
 fn check_lengths(corpus: &Corpus, config: &RunConfig) -> Result<()> {
     let context = config.model.context;
     corpus.split_for(Split::Validation, context)?;
@@ -551,7 +551,7 @@ fn check_lengths(corpus: &Corpus, config: &RunConfig) -> Result<()> {
     config.check_length(config.model.cut().predictions(train))
 }
 
-/// A seed for the dropout of one step: SplitMix64's output function over seed and step.
+/// Returns a seed for the dropout of one step: SplitMix64's output function over seed and step.
 fn step_seed(seed: u64, step: usize) -> u64 {
     let mut z = seed ^ (step as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

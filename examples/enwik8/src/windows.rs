@@ -1,4 +1,4 @@
-//! How bytes are cut into windows, and what a model reads of them.
+//! Windows: how bytes are cut, and what a model reads of them.
 
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use rand::RngExt;
@@ -7,21 +7,21 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::images::format::Pictures;
 
-/// A window of `context` bytes, of which the predictions from `first` on are counted.
+/// Window of `context` bytes. Predictions from `first` on are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Window {
-    /// Where it begins.
+    /// Offset of the window.
     pub start: usize,
-    /// First prediction that no earlier window has made.
+    /// First prediction that no earlier window makes.
     pub first: usize,
 }
 
 /// Where windows may begin, and their first token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
-    /// Of text: anywhere; each byte is predicted from those before it.
+    /// Text: windows begin anywhere; each byte is predicted from those before it.
     Text { context: usize },
-    /// Of pictures: at each one's record, whose first byte, the class, becomes a start token.
+    /// Images: windows are records, whose first byte, the class, becomes a start token.
     Pictures(Pictures),
 }
 
@@ -32,7 +32,7 @@ impl From<usize> for Cut {
 }
 
 impl Cut {
-    /// Bytes that are predicted in a window.
+    /// Returns the number of predicted bytes of a window.
     pub fn context(self) -> usize {
         match self {
             Cut::Text { context } => context,
@@ -40,7 +40,7 @@ impl Cut {
         }
     }
 
-    /// How many of `bytes` an epoch predicts, but for those that a window would not fit on.
+    /// Returns how many of `bytes` an epoch predicts, apart from a remainder shorter than a window.
     pub fn predictions(self, bytes: usize) -> usize {
         match self {
             Cut::Text { .. } => bytes,
@@ -48,7 +48,7 @@ impl Cut {
         }
     }
 
-    /// The windows of an epoch in random order; those of text from a random phase on.
+    /// Returns the windows of an epoch in random order; those of text begin at a random phase.
     pub fn shuffled(self, bytes: usize, rng: &mut ChaCha8Rng) -> Vec<usize> {
         let mut starts: Vec<usize> = match self {
             Cut::Text { context } => {
@@ -62,7 +62,7 @@ impl Cut {
         starts
     }
 
-    /// Windows that predict everything once: text as [`sliding_windows`] has it.
+    /// Returns windows that predict everything once; for text see [`sliding_windows`].
     pub fn all(self, bytes: usize, min_context: usize) -> Vec<Window> {
         match self {
             Cut::Text { context } => sliding_windows(bytes, context, min_context),
@@ -70,7 +70,7 @@ impl Cut {
         }
     }
 
-    /// `count` whole windows spread evenly over `bytes`, or all there are.
+    /// Returns `count` whole windows spread evenly over `bytes`, or all if there are fewer.
     pub fn spread(self, bytes: usize, count: usize) -> Vec<Window> {
         let (last, unit, count) = match self {
             Cut::Text { context } if count.saturating_mul(context) >= bytes - 1 => {
@@ -87,7 +87,7 @@ impl Cut {
             .collect()
     }
 
-    /// What is read of windows, and what follows each token, both `[windows, context]`.
+    /// Returns the tokens and the targets of windows, both `[windows, context]`.
     pub fn data(self, bytes: &[u8], starts: &[usize]) -> [TensorData; 2] {
         let context = self.context();
         [0, 1].map(|offset| {
@@ -119,10 +119,10 @@ fn whole(start: usize) -> Window {
     Window { start, first: 0 }
 }
 
-/// Windows that predict each of `bytes` but the first exactly once; those after the first window
-/// with more than `min_context` bytes before them. (The paper's evaluation, §7.)
+/// Returns windows that predict each of `bytes` but the first exactly once; after the first window each prediction has more than `min_context` bytes before
+/// it. (The paper's evaluation, §7.)
 ///
-/// `bytes` must exceed `context`, and `context` exceed `min_context`.
+/// `bytes` must exceed `context`, and `context` must exceed `min_context`.
 fn sliding_windows(bytes: usize, context: usize, min_context: usize) -> Vec<Window> {
     let last = bytes - 1 - context;
     let mut windows = vec![whole(0)];
@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(cut.spread(1_001, 1).len(), 1);
     }
 
-    /// No window has parts of two pictures, and every byte of every picture is predicted, its first one from its class.
+    /// No window has parts of two images, and every byte of every image is predicted, its first one from its class.
     #[test]
     fn each_picture_is_a_window() {
         let pictures = Pictures {

@@ -1,4 +1,4 @@
-//! What `--attention` takes.
+//! Values of `--attention`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use anyhow::{Error, Result, bail};
 use burn_sparse_transformer::llama::Llama;
 use burn_sparse_transformer::{Pattern, Selection};
 
-/// Which keys each query attends to, and how that was typed.
+/// Attention of a model, with its text as typed.
 #[derive(Clone, Debug)]
 pub struct Attention {
     text: String,
@@ -18,9 +18,9 @@ pub struct Attention {
 pub enum Kind {
     /// As the model was trained.
     Dense,
-    /// A pattern in place of the causal one.
+    /// A pattern instead of the causal one.
     Pattern(Pattern),
-    /// Keys chosen by content.
+    /// A selection of keys by content.
     Selection(Selection),
 }
 
@@ -46,7 +46,7 @@ impl FromStr for Attention {
     }
 }
 
-/// `fixed` of `fixed:STRIDE,COLUMNS[,VERTS]`.
+/// Returns `fixed` for `fixed:STRIDE,COLUMNS[,VERTS]`.
 fn name(form: &str) -> &str {
     form.split_once(':').map_or(form, |(name, _)| name)
 }
@@ -68,7 +68,7 @@ impl fmt::Display for Attention {
 }
 
 impl Attention {
-    /// The same weights with this attention.
+    /// Returns the same weights with this attention.
     pub fn of(&self, model: &Llama, block_size: usize) -> Result<Llama> {
         let model = model.clone();
         Ok(match &self.kind {
@@ -78,7 +78,7 @@ impl Attention {
         })
     }
 
-    /// Whether later tokens change what earlier ones attend to, so that prompts alone are read by it.
+    /// Returns whether later tokens change what earlier ones attend to, so that only prompts can be read with it.
     pub fn reads_prompts_alone(&self) -> bool {
         match &self.kind {
             Kind::Dense | Kind::Pattern(_) => false,

@@ -1,4 +1,4 @@
-//! `llama bench`: times of reading prompts and of writing, dense and sparse beside each other.
+//! `llama bench`: times of prompts and of decoding, dense next to sparse.
 
 use std::slice;
 use std::time::Instant;
@@ -121,13 +121,13 @@ pub fn run(args: &BenchArgs) -> Result<()> {
 }
 
 fn tokens(vocab: usize, [batch, seq]: [usize; 2], device: &Device) -> Tensor<2, Int> {
-    // Any tokens do: what they are changes no time but where keys are chosen by content.
+    // Any tokens do: they affect times only where keys are chosen by content.
     let ids = (0..batch * seq).map(|at| (at * 7919 % vocab) as i32);
     let data = TensorData::new::<i32, _>(ids.collect(), [batch, seq]);
     Tensor::from_data(data, device)
 }
 
-/// Milliseconds until the logits after a prompt are there.
+/// Returns the milliseconds until the logits after a prompt are computed.
 fn prompt_ms(model: &Llama, length: usize, args: &BenchArgs, device: &Device) -> Result<f64> {
     let prompt = tokens(model.vocab_size(), [1, length], device);
     let last = || last_logits(model, prompt.clone());
@@ -142,7 +142,7 @@ fn prompt_ms(model: &Llama, length: usize, args: &BenchArgs, device: &Device) ->
     }
 }
 
-/// Logits after the last token, `[batch, vocab_size]`.
+/// Returns the logits after the last token, `[batch, vocab_size]`.
 fn last_logits(model: &Llama, tokens: Tensor<2, Int>) -> Result<Tensor<2>, TransformerError> {
     let hidden = model.try_forward_hidden(tokens)?;
     let [batch, seq, _] = hidden.dims();
@@ -150,7 +150,7 @@ fn last_logits(model: &Llama, tokens: Tensor<2, Int>) -> Result<Tensor<2>, Trans
     Ok(logits.reshape([batch, model.vocab_size()]))
 }
 
-/// Milliseconds until the device has done a call, behind some calls that compile and record.
+/// Returns the milliseconds of each call until the device is done, after `first` calls that compile and record.
 fn times<E>(
     repeats: usize,
     first: usize,
@@ -164,7 +164,7 @@ where
         device.sync()?;
         let begun = Instant::now();
         let logits = call()?;
-        // Reading would not wait: data comes when it is looked at.
+        // Reading would not wait: data is fetched lazily.
         device.sync()?;
         let done = begun.elapsed().as_secs_f64() * 1e3;
         drop(logits);
@@ -176,7 +176,7 @@ where
     (0..repeats).map(|_| once()).collect()
 }
 
-/// Milliseconds of steps of decoding, and why they ran one by one if they did.
+/// Milliseconds of decoding steps, and why they were not replayed, if so.
 struct Steps {
     median: f64,
     mean: f64,
@@ -220,7 +220,7 @@ impl Steps {
     }
 }
 
-/// A step of one token a sequence, with those of a draft that are taken back: the logits behind the token.
+/// Takes a step of one token per sequence, plus a draft that is rolled back, and returns the logits after the token.
 fn step(decoder: &mut GraphDecoder<Llama>, ids: &[SequenceId], drafts: usize) -> Result<Tensor<2>> {
     let steps: Vec<KvStep> = ids.iter().map(|&id| KvStep::new(id, 1 + drafts)).collect();
     let tokens = vec![NEXT; ids.len() * (1 + drafts)];
@@ -236,16 +236,16 @@ fn step(decoder: &mut GraphDecoder<Llama>, ids: &[SequenceId], drafts: usize) ->
     Ok(logits.narrow(1, 0, 1).reshape([batch, vocab]))
 }
 
-/// The token that is written, and steps before those that are timed: they compile and record.
+/// The generated token, and the number of untimed steps that compile and record.
 const NEXT: u32 = 1;
 const WARM_UPS: usize = 5;
 
-/// Tokens that a sequence gets behind its prompt.
+/// Returns the tokens that a sequence gets after its prompt.
 fn written(steps: usize) -> usize {
     WARM_UPS + steps + 1
 }
 
-/// That one more step gives what the whole sequence gives.
+/// Checks that one more step gives the same logits as the whole sequence.
 fn check(
     decoder: &mut GraphDecoder<Llama>,
     length: usize,
@@ -261,7 +261,7 @@ fn check(
     let largest = |x: Tensor<2>| x.abs().max().cast(FloatDType::F32).into_scalar::<f32>();
     let of = largest(whole.clone());
     let error = largest(step.narrow(0, 0, 1) - whole) / of;
-    // Of bf16; a step that reads other keys is off by its size.
+    // Tolerance for bf16; a step that reads other keys differs by more.
     ensure!(
         error < 0.05,
         "a step differs by {error} of the largest logit from the whole sequence"

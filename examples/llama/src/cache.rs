@@ -1,4 +1,4 @@
-//! What `--cache`, `--kv-dtype` and `--slack` take.
+//! Values of `--cache`, `--kv-dtype` and `--slack`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -42,7 +42,7 @@ pub struct CacheArgs {
     slack: Option<usize>,
 }
 
-/// A policy as it was typed.
+/// Policy, with its text as typed.
 #[derive(Clone, Debug)]
 struct Policy {
     text: String,
@@ -58,7 +58,7 @@ impl FromStr for Policy {
     }
 }
 
-/// A cache that is measured.
+/// Cache to measure.
 #[derive(Clone, Debug)]
 pub struct Cache {
     kept: Policy,
@@ -77,7 +77,7 @@ impl fmt::Display for Cache {
 }
 
 impl CacheArgs {
-    /// Every policy with every store; none where no flag asks for a cache.
+    /// Returns every policy with every dtype; none if no flag asks for a cache.
     pub fn caches(&self) -> Result<Vec<Cache>> {
         if self.cache.is_empty() && self.kv_dtype.is_empty() {
             ensure!(self.slack.is_none(), "--slack needs a --cache that evicts");
@@ -118,7 +118,7 @@ impl CacheArgs {
 }
 
 impl Cache {
-    /// A pool with this cache, where a call reads `longest` tokens at most.
+    /// Configures a pool with this cache, for calls of at most `longest` tokens.
     pub fn of(&self, config: KvPoolConfig, longest: usize) -> KvPoolConfig {
         let config = config.with_policy(self.kept.policy, longest);
         config.with_dtype(KvDtype::from(self.store))

@@ -1,4 +1,4 @@
-//! A checkpoint: its configuration, weights and tokenizer.
+//! Checkpoint: configuration, weights and tokenizer.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ impl ModelArgs {
         device::open(self.device.as_deref())
     }
 
-    /// The checkpoint: reads its configuration, of a GGUF file all that stands before the tensors.
+    /// Opens the checkpoint and reads its configuration, or the header of a GGUF file.
     pub fn open(&self) -> Result<Checkpoint<'_>> {
         let is_gguf = self.path.extension().is_some_and(|ending| ending == "gguf");
         ensure!(
@@ -88,16 +88,16 @@ impl ModelArgs {
     }
 }
 
-/// A checkpoint whose weights are read when they are asked for.
+/// Checkpoint whose weights are read on request.
 pub struct Checkpoint<'a> {
     args: &'a ModelArgs,
-    /// What stands before the weights, if the model is a GGUF file.
+    /// Header, if the model is a GGUF file.
     gguf: Option<Gguf>,
     pub config: LlamaConfig,
 }
 
 impl Checkpoint<'_> {
-    /// The model with its weights.
+    /// Returns the model with its weights.
     pub fn load(&self, device: &Device) -> Result<Llama> {
         let config = &self.config;
         let model = config.try_init(device)?;
@@ -112,7 +112,7 @@ impl Checkpoint<'_> {
         Ok(self.cast(weights.load(&model, &map)?))
     }
 
-    /// The model with weights that are drawn: for times, where a checkpoint has only its `config.json`.
+    /// Returns the model with random weights, for times without weight files.
     pub fn random(&self, device: &Device) -> Result<Llama> {
         Ok(self.cast(self.config.try_init(device)?))
     }
@@ -133,7 +133,7 @@ impl Checkpoint<'_> {
     }
 }
 
-/// Parameters in another dtype.
+/// Casts parameters to another dtype.
 struct Cast(FloatDType);
 
 impl ModuleMapper for Cast {

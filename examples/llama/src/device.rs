@@ -1,10 +1,10 @@
-//! Devices by name, of the backends that were compiled in.
+//! Devices by name, of the compiled backends.
 
 use anyhow::{Context, Result, bail};
 use burn::tensor::Device;
 use burn_blocksparse::check_device;
 
-/// The device of `--device`, or the best that was compiled in.
+/// Opens the device of `--device`, or the best compiled one.
 pub fn open(name: Option<&str>) -> Result<Device> {
     let (backend, index) = match name.map(|name| name.split_once(':').unwrap_or((name, "0"))) {
         Some((backend, index)) => {
@@ -38,7 +38,7 @@ const BEST: &str = if cfg!(feature = "cuda") {
     "flex"
 };
 
-/// Memory that the device's pools reserved, or else this process's peak, in GiB.
+/// Returns the memory that the device's pools reserved, or else this process's peak, in GiB.
 pub fn memory(device: &Device) -> Option<f64> {
     let reserved = device.memory_pool_usage().map(|usage| usage.bytes_reserved);
     let bytes = reserved.or_else(|| {

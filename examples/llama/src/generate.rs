@@ -1,4 +1,4 @@
-//! `llama generate`: the model answers, or goes on with a text.
+//! `llama generate`: answers a question or continues a text.
 
 use std::io::{Write, stdout};
 use std::ops::ControlFlow;

@@ -1,4 +1,4 @@
-//! The tokenizer that a GGUF file describes.
+//! Tokenizer of a GGUF file.
 
 use anyhow::{Context, Result, anyhow, bail};
 use burn_sparse_transformer::weights::{Gguf, GgufValue};
@@ -10,16 +10,16 @@ use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer};
 
-/// Kinds of tokens that text does not spell, as the format numbers them: control, and what a user added.
+/// Token types of special tokens in the format: control, and user-defined.
 const SPECIAL: [f64; 2] = [3.0, 4.0];
 
-/// How Llama 3 cuts text before its pairs of bytes.
+/// Pre-tokenization of Llama 3.
 const LLAMA_3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// How Qwen2 does, which takes digits one by one.
+/// Pre-tokenization of Qwen2, which splits digits one by one.
 const QWEN_2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// The tokenizer of a file whose vocabulary is of byte pairs.
+/// Returns the tokenizer of a file with a byte-pair vocabulary.
 pub fn read(gguf: &Gguf) -> Result<Tokenizer> {
     let value = |key: &str| {
         let key = format!("tokenizer.ggml.{key}");
@@ -70,7 +70,7 @@ pub fn read(gguf: &Gguf) -> Result<Tokenizer> {
     Ok(tokenizer)
 }
 
-/// How text is cut before bytes are paired, by the format's name for it.
+/// Returns the pre-tokenizer with this name in the format.
 fn pre_tokenizer(name: &str) -> Result<PreTokenizerWrapper> {
     let bytes = |with_regex| ByteLevel::new(false, true, with_regex).into();
     let by = |regex: &str| -> Result<PreTokenizerWrapper> {

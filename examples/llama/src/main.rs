@@ -53,7 +53,7 @@ fn main() {
     if let Err(error) = run() {
         let _ = std::io::stdout().flush();
         eprintln!("Error: {error:?}");
-        // At once: at a usual end the CUDA driver crashes while a thread of the device still loads weights.
+        // Exits at once: at a normal exit the CUDA driver crashes while a device thread still loads weights.
         signal_hook::low_level::exit(1);
     }
 }

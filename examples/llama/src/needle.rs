@@ -1,4 +1,4 @@
-//! `llama needle`: a number hidden in a long text.
+//! `llama needle`: retrieval of a number hidden in a long text.
 
 use std::path::PathBuf;
 
@@ -46,7 +46,7 @@ pub struct NeedleArgs {
     json: JsonArgs,
 }
 
-/// A prompt and the tokens that answer it.
+/// Prompt, and the tokens that answer it.
 struct Needle {
     prompt: Vec<u32>,
     answer: Vec<u32>,
@@ -95,18 +95,18 @@ pub fn run(args: &NeedleArgs) -> Result<()> {
     Ok(())
 }
 
-/// Whether every token of the answer is the likeliest one, and its bits.
+/// Returns whether every token of the answer is the most likely one, and the answer's bits.
 fn ask(model: &Llama, setting: Setting, needle: &Needle, device: &Device) -> Result<(bool, f64)> {
     let tokens = |ids: &[u32]| {
         let data: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
         Tensor::<2, Int>::from_data(TensorData::new(data, [1, ids.len()]), device)
     };
     let (prompt, answer) = (&needle.prompt, &needle.answer);
-    // What a cache leaves is seen from the prompt's last token on; the answer's last is predicted, not read.
+    // The cache applies from the prompt's last token on; the answer's last token is predicted, not read.
     let (first, behind) = prompt.split_at(prompt.len() - usize::from(setting.cache.is_some()));
     let behind = [behind, &answer[..answer.len() - 1]].concat();
     let config = KvPoolConfig::new(1, prompt.len() + answer.len()).with_chunk(answer.len());
-    // Without a cache a selection reads the prompt only.
+    // Without a cache a selection applies to the prompt only.
     let mut pool = model.new_pool(&match (setting.cache, &setting.attention.kind) {
         (None, Kind::Selection(_)) => config.with_choosing_prompts(),
         _ => setting.pool(config, prompt.len()),
@@ -129,7 +129,7 @@ fn ask(model: &Llama, setting: Setting, needle: &Needle, device: &Device) -> Res
     Ok((is_found, -log / std::f64::consts::LN_2))
 }
 
-/// Plain sentences, without numbers that could be taken for the one that is hidden.
+/// Returns plain sentences without digits, which could be taken for the hidden number.
 fn sentences(text: &str) -> Vec<String> {
     let is_other = |c: char| "[]{}|=<>&;'*#".contains(c) || c.is_ascii_digit();
     let plain = text.replace(is_other, " ");
@@ -174,7 +174,7 @@ fn needle(
     body.insert((depth * body.len() as f64) as usize, &hidden);
     let prompt = prompt(&body.join(" "))?;
     let whole = text.encode(&format!("{prompt} {number}"), special)?;
-    // The space is a token of its own before digits for some tokenizers, and a part of them for others.
+    // For some tokenizers the space before digits is its own token, for others it is part of them.
     for prompt in [format!("{prompt} "), prompt] {
         let prompt = text.encode(&prompt, special)?;
         if whole.starts_with(&prompt) {

@@ -1,4 +1,4 @@
-//! `llama perplexity`: bits a byte of a text, dense and sparse beside each other.
+//! `llama perplexity`: bits per byte of a text, dense next to sparse.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -129,7 +129,7 @@ pub fn run(args: &PerplexityArgs) -> Result<()> {
     Ok(())
 }
 
-/// All tokens of windows, each window in one call.
+/// Scores all tokens of windows, each window in one call.
 fn whole(model: &Llama, windows: &Windows, mut done: impl FnMut()) -> Result<Bits> {
     let mut found = Bits::default();
     for &start in &windows.starts {
@@ -143,7 +143,7 @@ fn whole(model: &Llama, windows: &Windows, mut done: impl FnMut()) -> Result<Bit
     Ok(found)
 }
 
-/// The share of causal pairs that all layers attend to, where it can be counted.
+/// Returns the share of causal pairs that all layers attend to, if it can be counted.
 fn density(model: &Llama, tokens: Tensor<2, Int>) -> Result<Option<f64>> {
     let (mut sum, mut counted) = (0.0, 0);
     model.hidden(tokens, &Positions::From(0), &mut |_, attention, x| {

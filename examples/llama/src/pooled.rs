@@ -1,4 +1,4 @@
-//! Bits of the ends of windows, whose beginnings are in a cache of keys and values.
+//! Bits of the ends of windows whose beginnings are in a KV cache.
 
 use anyhow::{Result, ensure};
 use burn::tensor::activation::log_softmax;
@@ -9,7 +9,7 @@ use burn_sparse_transformer::llama::Llama;
 use crate::rows::Setting;
 use crate::windows::{Bits, Windows};
 
-/// How windows are read: a prompt at once, then some tokens a call, which count.
+/// Partition of windows: a prompt in one call, then `chunk` tokens per call, which are scored.
 pub struct Ends {
     pub prompt: usize,
     pub chunk: usize,
@@ -32,7 +32,7 @@ impl Ends {
         Ok(())
     }
 
-    /// Bits of what stands after the prompts, with the share of earlier keys that the cache lets a call see.
+    /// Returns the bits after the prompts, and the share of earlier keys that the cache lets a call see.
     pub fn bits(
         &self,
         model: &Llama,
@@ -57,7 +57,7 @@ impl Ends {
             let mut sums = Vec::new();
             for first in (self.prompt..windows.length).step_by(self.chunk) {
                 let count = self.chunk.min(windows.length - first);
-                // All windows are as long, and so is what is kept of them.
+                // All windows have the same length, and so the same number of kept keys.
                 let usage = pool.usage(ids[0])?;
                 shares += usage.read_bytes as f64 / usage.all_bytes as f64;
                 calls += 1;

@@ -2,7 +2,7 @@ use std::io::{IsTerminal, stderr};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// A bar of so many steps, which is not shown where nobody looks.
+/// Returns a bar of `steps` steps, hidden without a terminal.
 pub fn bar(steps: usize, what: &str) -> ProgressBar {
     if !stderr().is_terminal() {
         return ProgressBar::hidden();

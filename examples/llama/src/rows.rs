@@ -1,4 +1,4 @@
-//! Rows of a table, and the same as lines of JSON.
+//! Rows of a table, also as lines of JSON.
 
 use std::fs::File;
 use std::io::Write;
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use crate::attention::Attention;
 use crate::cache::Cache;
 
-/// What a row is measured of: an attention, and a cache if it is read through one.
+/// Setting of a row: an attention, and a cache if it is read through one.
 #[derive(Clone, Copy)]
 pub struct Setting<'a> {
     pub attention: &'a Attention,
@@ -20,7 +20,7 @@ pub struct Setting<'a> {
 }
 
 impl Setting<'_> {
-    /// How a row begins.
+    /// Returns the label of a row.
     pub fn label(&self) -> String {
         match self.cache {
             Some(cache) => format!("{}, {cache}", self.attention),
@@ -28,7 +28,7 @@ impl Setting<'_> {
         }
     }
 
-    /// A pool that is read through in this way, where a call reads `longest` tokens at most.
+    /// Configures the pool of this setting, for calls of at most `longest` tokens.
     pub fn pool(&self, config: KvPoolConfig, longest: usize) -> KvPoolConfig {
         let config = match self.cache {
             Some(cache) => cache.of(config, longest),
@@ -41,7 +41,7 @@ impl Setting<'_> {
     }
 }
 
-/// Every attention with every cache.
+/// Returns every attention with every cache.
 pub fn settings<'a>(attentions: &'a [Attention], caches: &'a [Cache]) -> Vec<Setting<'a>> {
     let of = |attention| {
         let cached = caches.iter().map(move |cache| Setting {
@@ -65,7 +65,7 @@ pub struct JsonArgs {
     json: Option<PathBuf>,
 }
 
-/// A file of such lines, if there is one.
+/// JSON file for rows, if there is one.
 pub struct Lines(Option<(PathBuf, File)>);
 
 impl JsonArgs {

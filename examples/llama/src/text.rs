@@ -1,4 +1,4 @@
-//! Tokens and text: a checkpoint's tokenizer, its chat template and what ends an answer.
+//! Text and tokens: a checkpoint's tokenizer, its chat template and its stop tokens.
 
 use std::fs;
 use std::path::Path;
@@ -12,14 +12,14 @@ use tokenizers::Tokenizer;
 
 use crate::gguf_tokenizer;
 
-/// Tokens at the end of a part of a text that do not count.
+/// Tokens at the end of a cut part of a text that are not reliable.
 const AT_A_CUT: usize = 64;
 
-/// A checkpoint's tokenizer and how it is asked.
+/// Tokenizer and chat template of a checkpoint.
 pub struct Text {
     pub tokenizer: Tokenizer,
     pub template: Option<String>,
-    /// Tokens that templates name.
+    /// Tokens that templates refer to.
     pub bos: Option<String>,
     pub eos: Option<String>,
     /// Tokens that end an answer.
@@ -27,7 +27,7 @@ pub struct Text {
 }
 
 impl Text {
-    /// Of a folder of Hugging Face.
+    /// Reads the files of a Hugging Face folder.
     pub fn open(folder: &Path) -> Result<Self> {
         let path = folder.join("tokenizer.json");
         let tokenizer =
@@ -41,7 +41,7 @@ impl Text {
             read().with_context(|| path.display().to_string())
         };
         let config = json("tokenizer_config.json")?;
-        // A token is a text, or an object with its text.
+        // A token is a string, or an object with its string.
         let token = |key: &str| {
             let value = &config[key];
             let text = value.as_str().or_else(|| value["content"].as_str());
@@ -56,7 +56,7 @@ impl Text {
             eos: token("eos_token"),
             stop: Vec::new(),
         };
-        // One number, or several.
+        // A number, or several.
         for file in ["generation_config.json", "config.json"] {
             let ends = json(file)?["eos_token_id"].take();
             let several = ends.as_array().cloned().unwrap_or_else(|| vec![ends]);
@@ -69,7 +69,7 @@ impl Text {
         Ok(text)
     }
 
-    /// Of a GGUF file whose vocabulary is of byte pairs, as Llama 3's, Qwen's and SmolLM2's.
+    /// Reads a GGUF file with a byte-pair vocabulary, as Llama 3's, Qwen's and SmolLM2's.
     pub fn of_gguf(gguf: &Gguf) -> Result<Self> {
         let tokenizer = gguf_tokenizer::read(gguf)?;
         let token = |key: &str| {
@@ -90,17 +90,17 @@ impl Text {
         })
     }
 
-    /// A prompt as the model reads it: text that goes on, with a beginning if the tokenizer has one.
+    /// Tokenizes a prompt to be continued, with a start token if the tokenizer has one.
     pub fn tokens(&self, prompt: &str) -> Result<Vec<u32>> {
         self.encode(prompt, true)
     }
 
-    /// A question in the template of the model's chats, up to where the answer begins.
+    /// Tokenizes a question in the model's chat template, up to the beginning of the answer.
     pub fn chat(&self, question: &str) -> Result<Vec<u32>> {
         self.encode(&self.rendered(question)?, false)
     }
 
-    /// Text of a chat up to where the answer begins.
+    /// Returns the text of a chat up to the beginning of the answer.
     pub fn rendered(&self, question: &str) -> Result<String> {
         let Some(template) = &self.template else {
             bail!(
@@ -139,14 +139,14 @@ impl Text {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Tokens of a text and where each ends in it, in bytes: of its beginning, if that has as many as are needed.
+    /// Returns the tokens of a text and their end offsets in bytes. Tokenizes only the beginning of the text, if that has `needed` tokens.
     pub fn encode_with_ends(&self, text: &str, needed: usize) -> Result<(Vec<u32>, Vec<usize>)> {
         let mut bytes = 8 * needed;
         loop {
             let part = &text[..text.floor_char_boundary(bytes)];
             let encoding = self.tokenizer.encode(part, false);
             let encoding = encoding.map_err(|error| anyhow!("tokens of the text: {error}"))?;
-            // Those at the cut may be others than the text's.
+            // Tokens at the cut may differ from the text's.
             if part.len() == text.len() || encoding.len() >= needed + AT_A_CUT {
                 let ends = encoding.get_offsets().iter().map(|&(_, end)| end);
                 return Ok((encoding.get_ids().to_vec(), ends.collect()));
@@ -161,13 +161,13 @@ impl Text {
     }
 }
 
-/// One template, or several with names, of which the first is the chat's.
+/// Returns the template, or the first of several named ones, which is the chat's.
 fn template_of(value: &Value) -> Option<String> {
     let text = value.as_str().or_else(|| value[0]["template"].as_str());
     text.map(str::to_owned)
 }
 
-/// Text that grows token by token; a letter whose bytes are in several tokens waits for the last of them.
+/// Decodes text token by token; a character split over several tokens is output with the last of them.
 #[derive(Default)]
 pub struct Stream {
     tokens: Vec<u32>,

@@ -1,4 +1,4 @@
-//! The step of embeddings in Burn's autodiff graph.
+//! Autodiff of embeddings.
 
 use crate::embedding::ops::EmbeddingOps;
 use burn_blocksparse::internal::custom_gradient::*;

@@ -1,4 +1,4 @@
-//! Rows of a table, and the gradient with respect to it.
+//! Embedding lookup and its gradient with respect to the table.
 #[cfg(feature = "autodiff")]
 mod autodiff;
 #[cfg(feature = "cube")]
@@ -11,11 +11,11 @@ pub(crate) mod reference;
 use crate::embedding::ops::EmbeddingOps;
 use burn_blocksparse::internal::prelude::*;
 
-/// The rows of a table that `ids` name, with a gradient with respect to the table that has the same bits every time: `dE[v] = Σ dy[t]` over the positions `t` with
-/// `ids[t] = v`, in a fixed order.
+/// Gathers the rows `ids` of a table. The gradient with respect to the table, `dE[v] = Σ dy[t]` over the positions `t` with `ids[t] = v`, is summed in a
+/// fixed order, so it has the same bits every time.
 ///
-/// It is one step of the autodiff graph, which keeps the ids. Ids are not read back from the device, so they are not checked: one that is not below
-/// `vocab` takes what the backend's `select` takes.
+/// This is one node of the autodiff graph, which stores the ids. Ids are not read back from the device and so not checked: an id that is not below `vocab`
+/// behaves as in the backend's `select`.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -44,14 +44,14 @@ pub fn embedding(table: Tensor<2>, ids: Tensor<2, Int>) -> Result<Tensor<3>, OpE
     same_device("ids' device", &table.device(), "table's", &ids.device())?;
     let [batch, seq] = ids.dims();
     let [_, width] = table.dims();
-    // Ids have no gradient, and no place in the graph.
+    // Ids have no gradient and no node in the graph.
     let ids = ids.without_autodiff().reshape([batch * seq]);
     let rows = <Dispatch as EmbeddingOps>::table_rows(table.into_dispatch(), ids.into_dispatch());
     Ok(Tensor::<2>::from_dispatch(rows).reshape([batch, seq, width]))
 }
 
-/// The gradient with respect to the table of [`embedding`] alone, for those who keep no graph; in the dtype of `grad`'s sums. Ids that are not below `vocab` count for
-/// nothing on devices with kernels, and are an error of the backend's on others.
+/// Returns the gradient of [`embedding`] with respect to the table alone, for callers that keep no graph, in the dtype that sums of `grad` have. Ids that are
+/// not below `vocab` are skipped on devices with kernels and are an error of the backend on others.
 ///
 /// # Shapes
 /// - `ids`: `[positions]`
@@ -59,7 +59,7 @@ pub fn embedding(table: Tensor<2>, ids: Tensor<2, Int>) -> Result<Tensor<3>, OpE
 /// - result: `[vocab, width]`, without autodiff
 ///
 /// # Errors
-/// [`OpError`] if there are not as many ids as gradients, the devices differ, or no feature of this crate serves them.
+/// [`OpError`] if the numbers of ids and gradients differ, the devices differ, or no feature of this crate serves them.
 pub fn embedding_backward(
     ids: Tensor<1, Int>,
     grad: Tensor<2>,
@@ -76,7 +76,7 @@ pub fn embedding_backward(
 /// Returns the plan of the backward pass of [`embedding`].
 ///
 /// # Errors
-/// As [`embedding`].
+/// Those of [`embedding`].
 pub fn explain(table: &Tensor<2>, ids: &Tensor<2, Int>) -> Result<OpPlan, OpError> {
     served(&table.device())?;
     same_device("ids' device", &table.device(), "table's", &ids.device())?;

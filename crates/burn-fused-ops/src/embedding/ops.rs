@@ -3,7 +3,7 @@
 use crate::embedding::reference;
 use burn_blocksparse::internal::prelude::*;
 
-/// Rows of a table and the gradient with respect to it as backend operations. Arguments are checked by the public functions.
+/// Embedding lookup and its gradient as backend operations. The public functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -12,13 +12,13 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait EmbeddingOps: Backend {
-    /// The rows of `[vocab, width]` that `[positions]` name: `[positions, width]`.
+    /// Gathers the rows `ids`, `[positions]`, of `table`, `[vocab, width]`, into `[positions, width]`.
     #[fusion(dtype = table, shape = [ids[0], table[1]].into())]
     fn table_rows(table: FloatTensor<Self>, ids: IntTensor<Self>) -> FloatTensor<Self> {
         Self::float_select(table, 0, ids)
     }
 
-    /// The gradient with respect to the table, `[vocab, width]` in `dtype`.
+    /// Returns the gradient with respect to the table, `[vocab, width]` in `dtype`.
     #[fusion(dtype = (*dtype).into(), shape = [*vocab, grad[1]].into())]
     fn table_gradient(
         ids: IntTensor<Self>,

@@ -1,4 +1,4 @@
-//! The gradient of a table in Burn's primitives.
+//! The gradient with respect to the table in Burn's primitives.
 
 use burn::tensor::IndexingUpdateOp;
 

@@ -1,4 +1,4 @@
-//! What the files of kernels name.
+//! Imports that the kernels share.
 
 pub use cubecl::ir::{ElemType, FloatKind};
 pub use cubecl::prelude::*;

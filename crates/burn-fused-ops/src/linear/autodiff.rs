@@ -1,4 +1,4 @@
-//! The steps of linear layers in Burn's autodiff graph.
+//! Autodiff of linear layers.
 
 use crate::linear::activation::kind::Activation;
 use crate::linear::mlp::steps::{Task, backward};
@@ -88,7 +88,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         ThreeFloats::of_list(heads)
     }
 
-    /// Of one part and without sums, as the public function asks for it.
+    /// Joins a single part without sums, as the public function does.
     fn join_heads(tensors: ThreeFloats<Self>, call: JoinCall) -> Joined<Self> {
         let first = [Some(tensors.into_one())];
         let x = custom_gradient::<B, C, _, _>(first, nothing, |[first], _| {
@@ -110,7 +110,7 @@ impl<B: LinearOps, C: CheckpointStrategy> LinearOps for Autodiff<B, C> {
         let inputs = inputs.into_list();
         let dtypes = wanted_dtypes(&inputs, [true; 4]);
         let is_itself = dtypes.map(|dtype| dtype == Some(call.dtype));
-        // The checkpointer keeps what the products read as it is.
+        // The checkpointer stores the factors that the products read unchanged.
         let reads = |wanted| {
             let [x, inner, outer, bias] = Task::new(dtypes, wanted, lengths).needs(call);
             [

@@ -19,7 +19,7 @@ use crate::linear::wgmma;
 use burn_blocksparse::internal::cube::*;
 use burn_blocksparse::internal::prelude::*;
 
-/// Which kernel runs the products of a layer of `[rows, inputs, outputs]`, or why Burn's first one does.
+/// Returns the kernel of the products of a layer of `[rows, inputs, outputs]`, or why Burn's matmul runs instead.
 pub(crate) fn text(
     device: &CubeDevice,
     dtype: DType,

@@ -9,16 +9,15 @@ use crate::linear::wgmma;
 use burn_blocksparse::internal::cube::*;
 use burn_blocksparse::internal::prelude::*;
 
-/// Burn's matmul, called directly, and our sums over rows.
+/// Products by our kernels where they apply, else by Burn's matmul, called directly; sums over rows by our kernels.
 pub(crate) struct Kernels;
 
 impl Products<CubeBackend> for Kernels {
-    /// Sums are f32 in any case, so half-precision matmuls may also be written as f32: by the same kernels, without a copy of the
-    /// factors.
+    /// Sums are f32 in any case, so a half-precision matmul may also write f32: with the same kernels and without copies of the factors.
     fn product(lhs: CubeTensor, rhs: CubeTensor, dtype: FloatDType) -> CubeTensor {
         let rows = lhs.meta.shape()[lhs.rank() - 2];
         let columns = rhs.meta.shape()[rhs.rank() - 1];
-        // Burn's own outputs may have gaps between their rows.
+        // Outputs that Burn allocates may have gaps between rows.
         let out = match lhs.rank() {
             2 => empty(&lhs, [rows, columns], dtype.into()),
             _ => empty(&lhs, [lhs.meta.shape()[0], rows, columns], dtype.into()),
@@ -102,7 +101,7 @@ impl Products<CubeBackend> for Kernels {
     }
 }
 
-/// A matrix whose rows are contiguous, with gaps between them or without.
+/// Returns a matrix with contiguous elements in each row; gaps between rows are allowed. Copies it if necessary.
 fn by_rows(matrix: CubeTensor) -> CubeTensor {
     let (shape, strides) = (matrix.meta.shape(), matrix.meta.strides());
     let lies = strides[1] == 1

@@ -7,7 +7,7 @@ use crate::linear::values::{LinearCall, LinearForm, LinearInputs, LinearOutput};
 use burn_blocksparse::internal::cube::*;
 use burn_blocksparse::internal::prelude::*;
 
-/// How a layer of `[rows, inputs]` and weights of these columns runs without a backward pass, if it has few rows.
+/// Returns the plan of a layer of `[rows, inputs]` and weights of these columns without a backward pass, if it has few rows.
 pub(crate) fn text(
     device: &CubeDevice,
     dtype: FloatDType,
@@ -20,14 +20,14 @@ pub(crate) fn text(
     Some(format!("without a backward pass: {plan}"))
 }
 
-/// The product, if no backward pass follows and the kernel takes it.
+/// Returns the product, if no backward pass follows and the kernel supports it.
 pub(crate) fn forward(
     inputs: &LinearInputs<CubeBackend>,
     call: LinearCall,
 ) -> Option<LinearOutput<CubeBackend>> {
     let shape = inputs.x.meta.shape();
     let rank = shape.num_dims();
-    // Rows, what precedes a result's width, and where heads are.
+    // Leading dimensions of the result, and its heads if any.
     let (leading, parts) = match call.form {
         LinearForm::Rows | LinearForm::Gated(_) => {
             (shape.iter().take(rank - 1).copied().collect(), None)
@@ -82,7 +82,7 @@ pub(crate) fn forward(
         if parts != widths {
             return None;
         }
-        // Where slices of the buffer may begin.
+        // Alignment of slices of the buffer.
         let alignment = (x.client.properties().memory.alignment as usize / bytes).max(1);
         numbers = 0;
         for (start, width) in starts.iter_mut().zip(&widths) {
@@ -122,7 +122,7 @@ pub(crate) fn forward(
     Some(LinearOutput::new(ThreeFloats::of_list(out)))
 }
 
-/// A weight whose rows, or columns, are contiguous and begin at multiples of 16 bytes.
+/// Returns the weight as the kernel reads it, if its rows (or columns, if `transposed`) are contiguous and begin at multiples of 16 bytes.
 fn lying(weight: &CubeTensor, transposed: bool) -> Option<FewRowsWeight<'_>> {
     let (shape, strides) = (weight.meta.shape(), weight.meta.strides());
     let (along, across) = if transposed { (0, 1) } else { (1, 0) };

@@ -1,4 +1,4 @@
-//! Products in one kernel with what is done before or after them, on tensor cores.
+//! Products on tensor cores with fused prologues and epilogues.
 
 use blocksparse_cubecl::rows::column_sums;
 use burn::backend::ops::FloatTensorOps;
@@ -15,13 +15,13 @@ use crate::linear::wgmma;
 use burn_blocksparse::internal::cube::*;
 use burn_blocksparse::internal::prelude::*;
 
-/// As `[.., width]`.
+/// Reshapes a matrix to `[.., width]` with the leading dimensions of `like`.
 fn shaped(matrix: CubeTensor, like: &Shape) -> CubeTensor {
     let shape = with_width(like, matrix.meta.shape()[1]);
     reshaped(matrix, shape)
 }
 
-/// A product of a form of half-precision numbers that is not of rows; of x by heads in the product's dtype.
+/// Computes a half-precision product in any form but `Rows`. An x by heads has the product's dtype.
 pub(crate) fn forward(
     inputs: LinearInputs<CubeBackend>,
     call: LinearCall,
@@ -71,7 +71,7 @@ pub(crate) fn forward(
     .of(call)
 }
 
-/// The gradients with respect to the factors of a product of half-precision numbers and x by heads.
+/// Computes the gradients with respect to the factors of a half-precision product with x by heads.
 pub(crate) fn backward_of_heads(
     saved: LinearSaved<CubeBackend>,
     heads: (usize, usize),
@@ -105,7 +105,7 @@ pub(crate) fn backward_of_heads(
         });
     }
     drop(rows);
-    // What the kernel did not take.
+    // Gradients that the kernel did not compute.
     let rest = LinearTask {
         x: task.x.filter(|_| by_x.is_none()),
         weights: [
@@ -128,7 +128,7 @@ pub(crate) fn backward_of_heads(
     }
 }
 
-/// Before the activation of a feed-forward network of half-precision numbers.
+/// Computes the backward pass from the output of a half-precision feed-forward network to the input of its activation.
 pub(crate) fn outer_backward(
     saved: MlpOuterSaved<CubeBackend>,
     task: MlpOuterTask,
@@ -136,7 +136,7 @@ pub(crate) fn outer_backward(
     let hidden = into_contiguous(saved.hidden);
     let bias = contiguous(saved.bias);
     let (outer, grad) = (saved.outer, into_contiguous(saved.grad));
-    // Where nobody else has what came in, the activation takes its place.
+    // The activation overwrites `hidden` if no one else holds it.
     let in_place = hidden.can_mut();
     let shape = hidden.meta.shape().clone();
     let rows = as_matrix(grad.clone());
@@ -162,7 +162,7 @@ pub(crate) fn outer_backward(
             let [rows, width] = totals.meta.shape().dims();
             let sums = empty(&totals, [width], dtype.into());
             let result = column_sums(&totals.client, typed(&totals), [rows, width], typed(&sums));
-            // f32 and half precision are summed everywhere.
+            // Sums of f32 and half precision are supported everywhere.
             result.unwrap_or_else(|error| panic!("mlp: sums over rows: {error}"));
             OptFloat::Some(sums)
         }

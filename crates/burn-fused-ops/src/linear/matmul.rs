@@ -1,4 +1,4 @@
-//! Our product kernel beneath Burn's own `matmul`: an optimization of Burn's fusion, which is asked before Burn's kernels are.
+//! Our product kernel under Burn's own `matmul`: an optimization of Burn's fusion, which is tried before Burn's kernels.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,12 +10,12 @@ use burn_blocksparse::internal::cube::*;
 use burn_blocksparse::internal::prelude::*;
 use burn_blocksparse::internal::taken::{Taken, TakenContext, take, tensor};
 
-/// Products that ran on our kernel.
+/// Number of products that ran on our kernel.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
 
-/// Runs the matrix products of **every** model of this program in our kernel, where it is faster than Burn's: products of bf16 or f16 tensors
-/// (`Tensor::matmul`, burn-nn's `Linear`, attention, their gradients) on GPUs of compute capability 9.0, at any shapes and strides that TMA can read. Sums
-/// are f32, rounded once. All other products, and all other devices, go on as before. Call it once, before the first tensor of the program:
+/// Runs the matrix products of **every** model of this program in our kernel where it is faster than Burn's: products of bf16 or f16 tensors
+/// (`Tensor::matmul`, burn-nn's `Linear`, attention, their gradients) on GPUs of compute capability 9.0, with any shapes and strides that TMA can read. Sums
+/// are f32, rounded once. All other products and devices are unaffected. Call it once, before the first tensor of the program:
 ///
 /// ```no_run
 /// burn_fused_ops::accelerate_matmul()?;
@@ -23,17 +23,19 @@ static TAKEN: AtomicU64 = AtomicU64::new(0);
 /// # Ok::<(), burn_blocksparse::OpError>(())
 /// ```
 ///
-/// It works through Burn's fusion, which an application has by default, and only for devices with it (`Device::cuda`). Burn fuses a product with
-/// what is computed element by element after it; with this, that becomes a launch of its own (fused with adjacent operations as before).
+/// It works through Burn's fusion, which is on by default, and only for devices with fusion (`Device::cuda`). Burn fuses a product with the element-wise
+/// operations after it; with this, those become a launch of their own (fused with adjacent operations as before).
 ///
 /// # Errors
-/// [`OpError::Registry`] after the first tensor operation, or the second time; [`OpError::Kernel`] if an environment variable of the kernels has a wrong value.
+/// [`OpError::Registry`] after the first tensor operation, or on a second call; [`OpError::Kernel`] if an environment variable of the kernels has an invalid
+/// value.
 pub fn accelerate_matmul() -> Result<(), OpError> {
     Tuning::of_process()?;
     take::<Product>()
 }
 
-/// Returns the number of this program's matmuls that ran in our kernel because of [`accelerate_matmul`]. Launches are lazy: a matmul counts once its result is needed.
+/// Returns the number of matmuls of this program that ran in our kernel because of [`accelerate_matmul`]. Launches are lazy: a matmul counts once its result
+/// is needed.
 pub fn accelerated_products() -> u64 {
     TAKEN.load(Ordering::Relaxed)
 }
@@ -55,7 +57,7 @@ impl Taken for Product {
             return None;
         };
         let same = op.lhs.dtype == op.rhs.dtype && op.lhs.dtype == op.out.dtype;
-        // Where the kernel does not run at all, Burn's fusion is not kept from anything.
+        // Without the kernel, Burn's fusion stays free to fuse the product.
         (same && is_half(&op.out) && wgmma::available(device)).then(|| op.clone())
     }
 

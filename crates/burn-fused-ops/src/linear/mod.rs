@@ -1,4 +1,4 @@
-//! Products of activations with weights.
+//! Linear layers: products of activations with weights.
 
 #[doc(hidden)]
 pub mod activation;
@@ -40,7 +40,7 @@ use values::{LinearCall, LinearForm, LinearInputs, WEIGHTS};
 #[must_use]
 #[non_exhaustive]
 pub struct LinearOptions {
-    /// The dtype of the factors and of the product; default x's. Sums are f32, f64 for f64.
+    /// Dtype of the factors and of the product; default x's. Sums are f32, f64 for f64.
     pub dtype: Option<FloatDType>,
 }
 
@@ -51,10 +51,10 @@ impl LinearOptions {
     }
 }
 
-/// `x · W`, with both rounded to the product's dtype first: a layer's weights stay f32, its product is in bf16.
+/// Returns `x · W`, with both factors rounded to the product's dtype first: a layer's weights may stay f32 while its product is bf16.
 ///
-/// It is one step of the autodiff graph, which keeps x (rounded, if it was rounded), the rounded weight and nothing else. The gradient with respect to the
-/// weight is summed in f32 and is of the weight's own dtype; that of a frozen weight is not computed, nor is that of an x without gradient. Deterministic.
+/// This is one node of the autodiff graph, which stores x (rounded, if it was rounded) and the rounded weight only. The gradient with respect to the weight
+/// is summed in f32 and has the weight's dtype. Gradients of a frozen weight, or of an x without gradient, are not computed. Deterministic.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -76,7 +76,7 @@ impl LinearOptions {
 /// - result: `[.., out]`, in `options.dtype`
 ///
 /// # Errors
-/// [`OpError`] if the shapes or devices do not fit each other, or the device does not have the dtype.
+/// [`OpError`] if the shapes or devices do not match, or the device does not support the dtype.
 pub fn linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
@@ -85,7 +85,7 @@ pub fn linear<const D: usize>(
     fused_linear(x, vec![weight], options)
 }
 
-/// [`linear`] with up to three weights side by side, in one product: queries, keys and values of the same x. Gradients go to each weight.
+/// [`linear`] with up to three weights concatenated in one product, such as those of queries, keys and values. Each weight gets its own gradient.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -105,7 +105,7 @@ pub fn linear<const D: usize>(
 /// - result: `[.., Σ out]`, in `options.dtype`
 ///
 /// # Errors
-/// As [`linear`]; and if there are no weights, or more than three.
+/// Those of [`linear`]; also if there are no weights or more than three.
 pub fn fused_linear<const D: usize>(
     x: Tensor<D>,
     weights: Vec<Tensor<2>>,
@@ -119,8 +119,8 @@ pub fn fused_linear<const D: usize>(
     Ok(Tensor::from_dispatch(made.out.into_one()))
 }
 
-/// `f(x · gate) ∘ (x · up)`: the inner half of a gated feed-forward network (Shazeer, 2020), SwiGLU with [`Activation::Silu`]. For few rows it is one pass over
-/// both weights, as long as no backward pass follows. Deterministic.
+/// Returns `f(x · gate) ∘ (x · up)`: the inner half of a gated feed-forward network (Shazeer, 2020), SwiGLU with [`Activation::Silu`]. With few rows and
+/// without a backward pass, one kernel reads both weights in a single pass. Deterministic.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -140,7 +140,7 @@ pub fn fused_linear<const D: usize>(
 /// - result: `[.., out]`, in `options.dtype`
 ///
 /// # Errors
-/// As [`linear`]; and if the weights' shapes differ.
+/// Those of [`linear`]; also if the weights' shapes differ.
 pub fn gated_linear<const D: usize>(
     x: Tensor<D>,
     gate: Tensor<2>,
@@ -166,7 +166,7 @@ impl LinearOptions {
     /// Returns the plan of [`fused_linear`].
     ///
     /// # Errors
-    /// As that call.
+    /// Those of that call.
     pub fn explain<const D: usize>(
         &self,
         x: &Tensor<D>,
@@ -183,7 +183,7 @@ impl LinearOptions {
     }
 }
 
-/// Weights with the names of what may be wrong about them: their height and their device.
+/// Weight, with the names of its height and of its device in error messages.
 pub(crate) type Named<'a> = (&'a Tensor<2>, [&'static str; 2]);
 
 pub(crate) fn named(weights: &[Tensor<2>]) -> Vec<Named<'_>> {
@@ -191,7 +191,7 @@ pub(crate) fn named(weights: &[Tensor<2>]) -> Vec<Named<'_>> {
     weights.iter().map(|weight| (weight, names)).collect()
 }
 
-/// The dtype of the product, if the arguments fit each other.
+/// Checks the arguments and returns the dtype of the product.
 pub(crate) fn check<const D: usize>(
     x: &Tensor<D>,
     weights: &[Named],
@@ -200,7 +200,7 @@ pub(crate) fn check<const D: usize>(
     check_width(x, (x.dims()[D - 1], "x's last dimension"), weights, options)
 }
 
-/// The same of an x whose rows have so many numbers.
+/// [`check`] for an x with rows of `width` elements.
 pub(crate) fn check_width<const D: usize>(
     x: &Tensor<D>,
     (width, what): (usize, &str),
@@ -227,7 +227,7 @@ pub(crate) fn check_width<const D: usize>(
     Ok(dtype)
 }
 
-/// That a bias is of rows of such a width, on their device.
+/// Checks that a bias has this width and is on the rows' device.
 pub(crate) fn check_bias(
     bias: Option<&Tensor<1>>,
     (width, whose): (usize, &str),
@@ -239,7 +239,7 @@ pub(crate) fn check_bias(
     same_device("bias's device", device, "x's", &bias.device())
 }
 
-/// That the device has a dtype.
+/// Checks that the device supports a dtype.
 pub(crate) fn supported(
     argument: &'static str,
     device: &burn::tensor::Device,

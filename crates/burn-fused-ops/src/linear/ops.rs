@@ -1,4 +1,4 @@
-//! The backend trait of linear layers: products, and what is done to their results beside them; operations that are composed of the others.
+//! The backend trait of linear layers: products, activations and head layouts, and the compositions of them that backends without fused kernels run.
 
 use crate::linear::activation::kind::Activation;
 use crate::linear::activation::reference as activations;
@@ -14,7 +14,7 @@ use crate::linear::values::{
 };
 use burn_blocksparse::internal::prelude::*;
 
-/// Linear layers as backend operations. Arguments are checked by the public functions.
+/// Linear layers as backend operations. The public functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -23,7 +23,7 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait LinearOps: Backend {
-    /// `x · [W₁ W₂ W₃]` of factors that are rounded to the call's dtype, in it, and what its form makes of that.
+    /// Returns `x · [W₁ W₂ W₃]`, with factors rounded to the call's dtype, in that dtype and in the call's form.
     #[fusion(meta = meta::forward)]
     fn linear_forward(
         #[extension_type] inputs: LinearInputs<Self>,
@@ -32,7 +32,7 @@ pub trait LinearOps: Backend {
         composed_forward::<Self, Primitives>(inputs, call)
     }
 
-    /// The backward pass of the product: those gradients that `task` wants.
+    /// Backward pass of the product: the gradients that `task` wants.
     #[fusion(meta = meta::backward)]
     fn linear_backward(
         #[extension_type] saved: LinearSaved<Self>,
@@ -41,7 +41,7 @@ pub trait LinearOps: Backend {
         composed_backward::<Self, Primitives>(saved, task)
     }
 
-    /// `f(x + bias)` in x's dtype.
+    /// Returns `f(x + bias)` in x's dtype.
     #[fusion(dtype = inputs.x.dtype, shape = inputs.x.shape.clone())]
     fn bias_activation(
         #[extension_type] inputs: BiasedRows<Self>,
@@ -50,7 +50,7 @@ pub trait LinearOps: Backend {
         activations::forward::<Self>(inputs, activation)
     }
 
-    /// The backward pass: those gradients that `task` wants.
+    /// Backward pass of the activation: the gradients that `task` wants.
     #[fusion(meta = |saved, _activation, task| {
         meta::activation(&saved.grad, task.bias, [task.x, task.y])
     })]
@@ -62,7 +62,7 @@ pub trait LinearOps: Backend {
         activations::backward::<Self>(saved, activation, task)
     }
 
-    /// Rows `[batch, seq, Σ heads · width]` plus a bias, as tensors by heads.
+    /// Splits rows `[batch, seq, Σ heads · width]` plus a bias into tensors by heads.
     #[fusion(meta = |inputs, parts| {
         let shape = &inputs.x.shape;
         meta::by_heads([shape[0], shape[1]], *parts, inputs.x.dtype)
@@ -74,13 +74,13 @@ pub trait LinearOps: Backend {
         heads::split::<Self>(inputs, parts)
     }
 
-    /// Tensors by heads as rows, and the sums over all rows. At least one of the tensors has to be there.
+    /// Joins tensors by heads into rows, and sums over all rows if the call wants sums. At least one of the tensors is present.
     #[fusion(meta = meta::join)]
     fn join_heads(#[extension_type] tensors: ThreeFloats<Self>, call: JoinCall) -> Joined<Self> {
         heads::join::<Self>(tensors, &call)
     }
 
-    /// `f(x · W₁ + b) · W₂`.
+    /// Returns `f(x · W₁ + b) · W₂`.
     #[fusion(
         dtype = call.dtype.into(),
         shape = with_width(&inputs.x.shape, inputs.outer.shape[1])
@@ -89,7 +89,7 @@ pub trait LinearOps: Backend {
         composed_mlp::<Self>(inputs, call, false, false).0
     }
 
-    /// Gradients with respect to the input of a feed-forward activation and to the bias, and the activation again.
+    /// Returns the gradients with respect to the input of a feed-forward activation and to the bias, and the activation, recomputed.
     #[fusion(meta = |saved, task| {
         meta::activation(&saved.hidden, task.bias, [true, task.active])
     })]
@@ -103,19 +103,19 @@ pub trait LinearOps: Backend {
 
 reference_backends!(LinearOps);
 
-/// One tensor by heads.
+/// Returns parts with a single tensor by heads.
 pub(crate) fn one_part((heads, dim): (usize, usize)) -> HeadParts {
     [Some((heads, dim)), None, None]
 }
 
-/// A tensor by heads as rows.
+/// Joins a tensor by heads into rows.
 fn rows<B: LinearOps>(x: FloatTensor<B>) -> FloatTensor<B> {
     let [batch, heads, seq, dim] = x.shape().dims();
     let call = JoinCall::new([batch, seq], one_part((heads, dim)), x.dtype().into());
     B::join_heads(ThreeFloats::one(x), call).x
 }
 
-/// A bias and an activation, if there is either.
+/// Applies the bias and the activation, if there is either.
 pub(crate) fn between<B: LinearOps>(
     x: FloatTensor<B>,
     bias: OptFloat<B>,
@@ -127,7 +127,7 @@ pub(crate) fn between<B: LinearOps>(
     }
 }
 
-/// In these operations, of products as `P` makes them where the form is of rows.
+/// Computes the forward pass by composing backend operations; products in row form are those of `P`.
 pub(crate) fn composed_forward<B: LinearOps, P: Products<B>>(
     inputs: LinearInputs<B>,
     call: LinearCall,
@@ -147,7 +147,7 @@ pub(crate) fn composed_forward<B: LinearOps, P: Products<B>>(
             let made = joined(x, weights);
             let first = made.out.into_one();
             let hidden = keep.then(|| first.clone());
-            // In place, where nobody keeps what comes in.
+            // Computed in place if nothing else holds the input.
             let active = between::<B>(first, bias, activation);
             LinearOutput {
                 out: ThreeFloats::of_list([Some(active), hidden, None]),
@@ -179,7 +179,7 @@ pub(crate) fn composed_forward<B: LinearOps, P: Products<B>>(
     }
 }
 
-/// The gradients with respect to the factors of a product.
+/// Computes the gradients with respect to the factors of a product by composition.
 pub(crate) fn composed_backward<B: LinearOps, P: Products<B>>(
     saved: LinearSaved<B>,
     task: LinearTask,
@@ -202,7 +202,7 @@ pub(crate) fn composed_backward<B: LinearOps, P: Products<B>>(
     }
 }
 
-/// The gradient with respect to the activation, and what it becomes before it.
+/// Computes the gradient with respect to the activation, and from it the one before the activation.
 pub(crate) fn composed_outer_backward<B: LinearOps>(
     saved: MlpOuterSaved<B>,
     task: MlpOuterTask,
@@ -218,7 +218,7 @@ pub(crate) fn composed_outer_backward<B: LinearOps>(
     B::bias_activation_backward(saved, task.activation, of_activation)
 }
 
-/// `grad · W₂ᵀ`, of W₂ `[hidden, outputs]`.
+/// Returns `grad · W₂ᵀ`, for W₂ `[hidden, outputs]`.
 pub(crate) fn by_active<B: LinearOps>(
     outer: Option<FloatTensor<B>>,
     grad: FloatTensor<B>,
@@ -230,7 +230,7 @@ pub(crate) fn by_active<B: LinearOps>(
     made.x.into_option().expect("it was asked for")
 }
 
-/// One product of rows.
+/// Returns one product in row form.
 pub(crate) fn product<B: LinearOps>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
@@ -239,8 +239,8 @@ pub(crate) fn product<B: LinearOps>(
     B::linear_forward(LinearInputs::new(x, ThreeFloats::one(weight)), call)
 }
 
-/// What a backward pass may need of a feed-forward network: the factors as they were multiplied, which a forward pass has only where they are not the inputs
-/// themselves.
+/// Tensors that the backward pass of a feed-forward network may read. Factors are present only if the forward pass rounded them; otherwise the backward pass
+/// reads the inputs.
 #[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 pub(crate) struct MlpKept<B: LinearOps> {
     pub x: Option<FloatTensor<B>>,
@@ -250,7 +250,7 @@ pub(crate) struct MlpKept<B: LinearOps> {
     pub hidden: Option<FloatTensor<B>>,
 }
 
-/// `for_backward`: whether a backward pass follows; `keep`: whether it wants `x · W₁`.
+/// Computes a feed-forward network by composition. `for_backward`: a backward pass follows; `keep`: it needs `x · W₁`.
 pub(crate) fn composed_mlp<B: LinearOps>(
     inputs: MlpInputs<B>,
     call: MlpCall,

@@ -1,25 +1,25 @@
-//! Products and their gradients, in pieces that every backend has: Burn's matmul, and sums over rows.
+//! Products and their gradients, built from matmuls and sums over rows, which every backend has.
 
 use crate::linear::values::{LinearGrads, LinearOutput, LinearSaved, LinearTask};
 use burn_blocksparse::internal::prelude::*;
 
-/// Rows that `xᵀ · dy` takes at a time: the product of two tall matrices has few tiles to compute and a long sum in each, so it is a product
-/// for each group of rows, and their sum.
+/// Rows that one product of `xᵀ · dy` sums over. The product of two tall matrices has few tiles and long sums, so it is computed as one product per group of
+/// rows, and the results are added.
 const WEIGHT_ROWS: usize = 1024;
 
-/// Columns that `dy · Wᵀ` sums at a time, if there are twice as many: a vocabulary's. A product of few rows has few tiles then, with long sums
-/// whose small terms no longer count beside large ones.
+/// Columns that one product of `dy · Wᵀ` sums over, if there are at least twice as many, as for a vocabulary. A product of few rows has few tiles then, and
+/// in a long sum small terms vanish next to large ones.
 const INPUT_COLUMNS: usize = 8192;
 
-/// Fewer rows are not worth groups.
+/// Least rows for which groups pay off.
 const LEAST_ROWS: usize = 4096;
 
-/// What products are made of, on a backend.
+/// Matrix products and sums of a backend.
 pub(crate) trait Products<B: Backend> {
-    /// `lhs · rhs` of matrices or batches of them, of one dtype; in it, or in that of its sums. No length is 0.
+    /// Returns `lhs · rhs` for matrices or batches of matrices of one dtype, in that dtype or in that of its sums. No length is 0.
     fn product(lhs: FloatTensor<B>, rhs: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B>;
 
-    /// Weights side by side, in `dtype`: `[in, Σ out]`. There is one at least.
+    /// Concatenates weights in `dtype` to `[in, Σ out]`. There is at least one.
     fn joined(weights: Vec<FloatTensor<B>>, dtype: FloatDType) -> FloatTensor<B> {
         let weights = weights
             .into_iter()
@@ -27,8 +27,8 @@ pub(crate) trait Products<B: Backend> {
         Array::cat(weights, 1).0
     }
 
-    /// Parts of `lhs · rhs` of matrices, in the dtype of sums, which add up to it: `[parts, rows, columns]`, if the backend has a kernel that chooses how
-    /// many. No length is 0.
+    /// Returns partial products that add up to `lhs · rhs`, in the dtype of sums: `[parts, rows, columns]`. `None` if the backend has no kernel that chooses
+    /// the number of parts. No length is 0.
     fn parts(_lhs: &FloatTensor<B>, _rhs: &FloatTensor<B>) -> Option<FloatTensor<B>> {
         None
     }
@@ -36,7 +36,7 @@ pub(crate) trait Products<B: Backend> {
     /// Sums over the rows of `[rows, width]`: `[width]`.
     fn sum_rows(matrix: FloatTensor<B>) -> FloatTensor<B>;
 
-    /// Sums over matrices `[matrices, inner, Σ widths]`: of each width the matrix `[inner, width]`, contiguous.
+    /// Sums over matrices `[matrices, inner, Σ widths]` and returns one contiguous matrix `[inner, width]` for each width.
     fn sum_matrices(matrices: FloatTensor<B>, widths: &[usize]) -> Vec<FloatTensor<B>> {
         let [count, inner, width] = matrices.shape().dims();
         let rows = Array::<B>(matrices).reshape([count, inner * width]);
@@ -50,7 +50,7 @@ pub(crate) trait Products<B: Backend> {
     }
 }
 
-/// In Burn's own operations.
+/// Products in Burn's own operations.
 pub(crate) struct Primitives;
 
 impl<B: Backend> Products<B> for Primitives {
@@ -67,12 +67,12 @@ impl<B: Backend> Products<B> for Primitives {
     }
 }
 
-/// `tensor` in `dtype`: itself, if it is.
+/// Casts `tensor` to `dtype`, if it has another.
 pub(crate) fn rounded<B: Backend>(tensor: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
     Array::<B>(tensor).cast(dtype).0
 }
 
-/// In how many groups a gradient with respect to weights takes `rows`.
+/// Returns the number of row groups for the gradient with respect to weights.
 pub(crate) fn groups(rows: usize) -> usize {
     match rows >= LEAST_ROWS && rows.is_multiple_of(WEIGHT_ROWS) {
         true => rows / WEIGHT_ROWS,
@@ -80,7 +80,7 @@ pub(crate) fn groups(rows: usize) -> usize {
     }
 }
 
-/// In how many equal slices a sum over `columns` is taken: 1 if no suitable number divides them.
+/// Returns the number of equal slices for a sum over `columns`: 1 if no suitable number divides them.
 fn slices(columns: usize) -> usize {
     let least = columns.div_ceil(INPUT_COLUMNS);
     match columns < 2 * INPUT_COLUMNS {
@@ -91,7 +91,7 @@ fn slices(columns: usize) -> usize {
     }
 }
 
-/// `x · weight`, `[rows, in]` and `[in, out]`.
+/// Returns `x · weight` for `[rows, in]` and `[in, out]`.
 pub(crate) fn outputs<B: Backend, P: Products<B>>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
@@ -106,7 +106,8 @@ pub(crate) fn outputs<B: Backend, P: Products<B>>(
     rounded::<B>(P::product(x, weight, made), dtype)
 }
 
-/// What a product of elements of a dtype is made in: that or the dtype of sums directly, so that nothing is rounded twice.
+/// Returns the dtype that a product with factors of dtype `own` writes: `wanted` directly if it is the dtype of sums, so that nothing is rounded twice, else
+/// `own`.
 pub(crate) fn made_in(wanted: FloatDType, own: FloatDType) -> FloatDType {
     match wanted == accumulate_in(own) {
         true => wanted,
@@ -114,7 +115,7 @@ pub(crate) fn made_in(wanted: FloatDType, own: FloatDType) -> FloatDType {
     }
 }
 
-/// `grad · weightᵀ`, `[rows, out]` and `[in, out]`.
+/// Returns `grad · weightᵀ` for `[rows, out]` and `[in, out]`.
 pub(crate) fn input_gradient<B: Backend, P: Products<B>>(
     grad: FloatTensor<B>,
     weight: FloatTensor<B>,
@@ -137,7 +138,7 @@ pub(crate) fn input_gradient<B: Backend, P: Products<B>>(
     sum.cast(dtype).0
 }
 
-/// `xᵀ · grad`, `[rows, in]` and `[rows, Σ widths]`, in the dtype of sums: a matrix for each width.
+/// Returns `xᵀ · grad` for `[rows, in]` and `[rows, Σ widths]` in the dtype of sums: one matrix for each width.
 pub(crate) fn weight_gradients<B: Backend, P: Products<B>>(
     x: FloatTensor<B>,
     grad: FloatTensor<B>,
@@ -164,7 +165,7 @@ pub(crate) fn weight_gradients<B: Backend, P: Products<B>>(
     }
 }
 
-/// [`weight_gradients`] of one matrix.
+/// [`weight_gradients`] for a single weight.
 pub(crate) fn weight_gradient<B: Backend, P: Products<B>>(
     x: FloatTensor<B>,
     grad: FloatTensor<B>,
@@ -173,19 +174,19 @@ pub(crate) fn weight_gradient<B: Backend, P: Products<B>>(
     weight_gradients::<B, P>(x, grad, &[width]).remove(0)
 }
 
-/// `tensor` as a matrix of its last dimension's width.
+/// Reshapes `tensor` to a matrix with its last dimension's width.
 pub(crate) fn as_rows<B: Backend>(tensor: FloatTensor<B>) -> FloatTensor<B> {
     let sizes = matrix(&tensor.shape());
     B::float_reshape(tensor, Shape::new(sizes))
 }
 
-/// `shape` with another last dimension.
+/// Replaces the last dimension of `shape`.
 pub(crate) fn with_width(shape: &Shape, width: usize) -> Shape {
     let leading = shape.iter().take(shape.num_dims() - 1).copied();
     Shape::from(leading.chain([width]).collect::<Vec<_>>())
 }
 
-/// The columns of a matrix from `start` on, `width` of them.
+/// Returns `width` columns of a matrix, from `start` on.
 fn columns<B: Backend>(matrix: FloatTensor<B>, start: usize, width: usize) -> FloatTensor<B> {
     match width == matrix.shape()[1] {
         true => matrix,
@@ -193,7 +194,7 @@ fn columns<B: Backend>(matrix: FloatTensor<B>, start: usize, width: usize) -> Fl
     }
 }
 
-/// x and the weights side by side in a product's dtype, and which of both are not what came in.
+/// Casts x and the concatenated weights to a product's dtype. The flags say which of the two differ from the inputs.
 pub(crate) fn factors<B: Backend, P: Products<B>>(
     x: FloatTensor<B>,
     weights: ThreeFloats<B>,
@@ -212,7 +213,7 @@ pub(crate) fn factors<B: Backend, P: Products<B>>(
     ([rounded::<B>(x, dtype), weight], are_new)
 }
 
-/// `x · [W₁ W₂ W₃]`, rounded to `dtype` before.
+/// Returns `x · [W₁ W₂ W₃]` with factors rounded to `dtype`.
 pub(crate) fn forward<B: Backend, P: Products<B>>(
     x: FloatTensor<B>,
     weights: ThreeFloats<B>,
@@ -228,7 +229,7 @@ pub(crate) fn forward<B: Backend, P: Products<B>>(
     }
 }
 
-/// `dx = dy · Wᵀ` and `dW = xᵀ · dy`, as far as they are wanted.
+/// Computes `dx = dy · Wᵀ` and `dW = xᵀ · dy`, as far as they are wanted.
 pub(crate) fn backward<B: Backend, P: Products<B>>(
     saved: LinearSaved<B>,
     task: LinearTask,
@@ -244,7 +245,7 @@ pub(crate) fn backward<B: Backend, P: Products<B>>(
     if let Some(x) = x.into_option() {
         let x = as_rows::<B>(x);
         let all = || task.weights.iter().flatten();
-        // One product, unless a part of it were for nobody.
+        // One product for all weights, unless the gradient of one is not wanted.
         let mut joined = match all().all(|(_, dtype)| dtype.is_some()) {
             true => {
                 let widths: Vec<usize> = all().map(|(width, _)| *width).collect();

@@ -1,4 +1,4 @@
-//! Projections: products whose result lies by heads, and those of what lies by heads.
+//! Projections to heads and from heads.
 
 use crate::linear;
 use crate::linear::heads::width_of;
@@ -9,10 +9,10 @@ use crate::linear::values::{LinearCall, LinearForm, LinearInputs};
 use crate::linear::{LinearOptions, check_bias};
 use burn_blocksparse::internal::prelude::*;
 
-/// [`fused_linear`](crate::fused_linear) and [`split_heads`](crate::split_heads) as one step: the products of up to three weights with one x,
-/// and their bias, as tensors by heads, which attention reads. Where the product's kernel writes heads itself, nothing is copied.
+/// [`fused_linear`](crate::fused_linear) and [`split_heads`](crate::split_heads) as one operation: multiplies one x with up to three weights, adds their
+/// bias, and returns tensors by heads, as attention reads them. Nothing is copied where the product kernel writes heads itself.
 ///
-/// The autodiff graph keeps what `fused_linear` does; gradients are those of the two steps. Deterministic.
+/// The autodiff graph stores what `fused_linear` stores; gradients are those of the two steps. Deterministic.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -31,13 +31,13 @@ use burn_blocksparse::internal::prelude::*;
 ///
 /// # Shapes
 /// - `x`: `[batch, seq, in]`
-/// - `weights`: 1 to 3 of `[in, out]`, side by side
+/// - `weights`: 1 to 3 of `[in, out]`, concatenated in the product
 /// - `bias`: `[Σ out]`
 /// - `parts`: the heads of each result and their width, `Σ heads · width = Σ out`
 /// - results: `[batch, heads, seq, width]` each, in `options.dtype`
 ///
 /// # Errors
-/// As `fused_linear` and `split_heads`.
+/// Those of `fused_linear` and `split_heads`.
 pub fn qkv_proj(
     x: Tensor<3>,
     weights: Vec<Tensor<2>>,
@@ -59,8 +59,8 @@ pub fn qkv_proj(
     Ok(tensors.map(Tensor::from_dispatch).collect())
 }
 
-/// `join_heads` and [`linear`](crate::linear()) as one step: the projection of what heads see. Where the product's kernel reads
-/// heads itself, nothing is copied, and no copy is kept for the backward pass.
+/// `join_heads` and [`linear`](crate::linear()) as one operation: projects the output of attention. Where the product kernel reads heads itself, nothing is
+/// copied and no copy is stored for the backward pass.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -80,7 +80,7 @@ pub fn qkv_proj(
 /// - result: `[batch, seq, out]`, in `options.dtype`
 ///
 /// # Errors
-/// As `linear`.
+/// Those of `linear`.
 pub fn out_proj(
     x: Tensor<4>,
     weight: Tensor<2>,
@@ -98,7 +98,7 @@ impl LinearOptions {
     /// Returns the plan of [`qkv_proj`].
     ///
     /// # Errors
-    /// As that call.
+    /// Those of that call.
     pub fn explain_to_heads(
         &self,
         x: &Tensor<3>,
@@ -118,7 +118,7 @@ impl LinearOptions {
     /// Returns the plan of [`out_proj`].
     ///
     /// # Errors
-    /// As that call.
+    /// Those of that call.
     pub fn explain_from_heads(&self, x: &Tensor<4>, weight: &Tensor<2>) -> Result<OpPlan, OpError> {
         let dtype = check_merge(x, weight, self)?;
         Ok(burn_blocksparse::op_plan!(&x.device(), |device| {
@@ -129,7 +129,7 @@ impl LinearOptions {
     }
 }
 
-/// The dtype of the product, if the arguments fit each other.
+/// Checks the arguments and returns the dtype of the product.
 fn check(
     x: &Tensor<3>,
     weights: &[Tensor<2>],

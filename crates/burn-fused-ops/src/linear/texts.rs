@@ -1,4 +1,4 @@
-//! How the forms of a product are launched, in words.
+//! Texts of plans for the forms of a product.
 
 use burn::tensor::DType;
 use burn_cubecl::CubeDevice;
@@ -10,7 +10,7 @@ use crate::linear::few_rows;
 use crate::linear::heads::kernels as heads;
 use crate::linear::wgmma;
 
-/// How the first product and the activation are launched: in one kernel, or in two.
+/// Describes the launches of the first product and the activation: one kernel or two.
 pub(crate) fn inner_text(
     device: &CubeDevice,
     dtype: DType,
@@ -29,7 +29,7 @@ pub(crate) fn inner_text(
     })
 }
 
-/// How a projection to heads is launched: in one kernel, or in two.
+/// Describes the launches of a projection to heads: one kernel or two.
 pub(crate) fn to_heads_text(
     device: &CubeDevice,
     dtype: DType,
@@ -50,7 +50,7 @@ pub(crate) fn to_heads_text(
     })
 }
 
-/// How a projection of heads of a dtype in another one is launched.
+/// Describes the launches of a projection from heads of dtype `own` in `dtype`.
 pub(crate) fn from_heads_text(
     device: &CubeDevice,
     [own, dtype]: [DType; 2],
@@ -73,7 +73,7 @@ pub(crate) fn from_heads_text(
     })
 }
 
-/// With what runs of one row of each batch entry, if that is another kernel.
+/// Adds the kernel that runs if `seq` is 1, if it is another one.
 fn of_one(
     text: String,
     device: &CubeDevice,

@@ -1,4 +1,4 @@
-//! The values that cross the backend trait of linear layers.
+//! Values in the signatures of the backend trait of linear layers.
 
 use crate::linear::activation::kind::Activation;
 use burn_blocksparse::internal::prelude::*;
@@ -9,27 +9,27 @@ pub const WEIGHTS: usize = 3;
 /// Most tensors that a row is split into.
 pub const MOST_PARTS: usize = 3;
 
-/// The heads of each part, and their width. None: there is no such part.
+/// Number of heads and head width of each part. None: the part does not exist.
 pub type HeadParts = [Option<(usize, usize)>; MOST_PARTS];
 
-/// Form of a matmul: its inputs, and what becomes of its result.
+/// Form of a matmul: the layout of its input, and its epilogue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LinearForm {
-    /// `x · W`: `[.., in]` to `[.., Σ out]`. No bias.
+    /// `x · W`: `[.., in]` to `[.., Σ out]`, without a bias.
     Rows,
-    /// `f(x · W + b)`, `[.., out]`, and with `keep` `x · W` as the second result. Of one weight.
+    /// `f(x · W + b)`, `[.., out]`, with one weight. With `keep`, `x · W` is the second result.
     Activated {
-        /// What is made of each number.
+        /// Activation applied to each element.
         activation: Activation,
         /// True if the product is also returned.
         keep: bool,
     },
-    /// `f(x · W₁) ∘ (x · W₂)`, `[.., out]`: a gated unit. No bias.
+    /// `f(x · W₁) ∘ (x · W₂)`, `[.., out]`: a gated unit, without a bias.
     Gated(Activation),
-    /// `x · W + b` by heads: `[batch, seq, in]` to `[batch, heads, seq, width]` each.
+    /// `x · W + b` by heads: `[batch, seq, in]` to `[batch, heads, seq, width]` for each part.
     ToHeads(HeadParts),
-    /// `x · W` of x by heads: `[batch, heads, seq, width]` to `[batch, seq, out]`. Of one weight, no bias.
+    /// `x · W` with x by heads: `[batch, heads, seq, width]` to `[batch, seq, out]`. One weight, no bias.
     FromHeads,
 }
 
@@ -37,16 +37,16 @@ pub enum LinearForm {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinearCall {
-    /// Of the factors, which are rounded to it, and of the results.
+    /// Dtype that the factors are rounded to and that the results have.
     pub dtype: FloatDType,
-    /// Its form.
+    /// Form of the product.
     pub form: LinearForm,
-    /// True if a backward pass follows, which reads the factors as they were multiplied.
+    /// True if a backward pass follows, which reads the rounded factors.
     pub for_backward: bool,
 }
 
 impl LinearCall {
-    /// Of a form, without a backward pass.
+    /// Returns a call without a backward pass.
     pub(crate) fn new(dtype: FloatDType, form: LinearForm) -> Self {
         Self {
             dtype,
@@ -55,7 +55,7 @@ impl LinearCall {
         }
     }
 
-    /// A product of rows.
+    /// Returns a call in row form.
     pub(crate) fn rows(dtype: FloatDType) -> Self {
         Self::new(dtype, LinearForm::Rows)
     }
@@ -64,23 +64,23 @@ impl LinearCall {
 op_values! {
     /// Inputs of a matmul.
     pub struct LinearInputs {
-        /// As [`LinearForm`] says.
+        /// Left factor, of the shape that the [`LinearForm`] states.
         pub x: FloatTensor,
-        /// `[in, out]` each.
+        /// Weights, `[in, out]` each.
         pub weights: ThreeFloats,
-        /// `[Σ out]`, of any float dtype.
+        /// Bias, `[Σ out]`, of any float dtype.
         pub bias: OptFloat,
     }
 }
 
 impl<B: Backend> LinearInputs<B> {
-    /// Without a bias.
+    /// Returns inputs without a bias.
     pub(crate) fn new(x: FloatTensor<B>, weights: ThreeFloats<B>) -> Self {
         let bias = OptFloat::None;
         Self { x, weights, bias }
     }
 
-    /// x, the weights and the bias.
+    /// Returns x, the weights and the bias as a list.
     pub fn into_list(self) -> [Option<FloatTensor<B>>; WEIGHTS + 2] {
         let [first, second, third] = self.weights.into_list();
         [Some(self.x), first, second, third, self.bias.into_option()]
@@ -96,8 +96,8 @@ impl<B: Backend> LinearInputs<B> {
         }
     }
 
-    /// Which of them a backward pass reads as they came, of those whose gradients are wanted: what is multiplied in another dtype, or beside others, it reads as
-    /// it was multiplied.
+    /// Returns which inputs the backward pass reads unchanged, given which gradients are wanted. Of inputs that were cast or concatenated it reads the result
+    /// instead.
     #[cfg(feature = "autodiff")]
     pub(crate) fn reads(
         &self,
@@ -105,7 +105,7 @@ impl<B: Backend> LinearInputs<B> {
     ) -> impl FnOnce([bool; WEIGHTS + 2]) -> [bool; WEIGHTS + 2] + use<B> {
         let is_itself = |tensor: &FloatTensor<B>| FloatDType::from(tensor.dtype()) == call.dtype;
         let ThreeFloats { first, second, .. } = &self.weights;
-        // Of x by heads no copy is kept.
+        // An x by heads is never copied.
         let x = call.form == LinearForm::FromHeads || is_itself(&self.x);
         let weight = second.as_ref().is_none() && first.as_ref().is_some_and(is_itself);
         move |[by_x, a, b, c, _]| [(a || b || c) && x, by_x && weight, false, false, false]
@@ -115,17 +115,17 @@ impl<B: Backend> LinearInputs<B> {
 op_values! {
     /// Output of a matmul.
     pub struct LinearOutput {
-        /// In the product's dtype, as [`LinearForm`] says.
+        /// Results in the product's dtype, of the shapes that the [`LinearForm`] states.
         pub out: ThreeFloats,
-        /// x in the product's dtype, if it had another, is of rows and a backward pass follows.
+        /// x in the product's dtype, if x has another dtype and is in rows, and a backward pass follows.
         pub rounded: OptFloat,
-        /// The weights side by side in the product's dtype, `[in, Σ out]`, if that is not the one weight itself and a backward pass follows.
+        /// Concatenated weights in the product's dtype, `[in, Σ out]`, if they differ from the single input weight and a backward pass follows.
         pub joined: OptFloat,
     }
 }
 
 impl<B: Backend> LinearOutput<B> {
-    /// Results alone.
+    /// Returns an output without factors.
     pub(crate) fn new(out: ThreeFloats<B>) -> Self {
         Self {
             out,
@@ -134,7 +134,7 @@ impl<B: Backend> LinearOutput<B> {
         }
     }
 
-    /// Without what nobody reads.
+    /// Drops the factors if no backward pass follows.
     pub(crate) fn of(self, call: LinearCall) -> Self {
         match call.for_backward {
             true => self,
@@ -146,25 +146,25 @@ impl<B: Backend> LinearOutput<B> {
 op_values! {
     /// Tensors saved for the backward pass of a matmul, as far as a wanted gradient needs them.
     pub struct LinearSaved {
-        /// x as it was multiplied, `[.., in]`; by heads as it came.
+        /// Rounded x, `[.., in]`; an x by heads unchanged.
         pub x: OptFloat,
-        /// The weights as they were multiplied, `[in, Σ out]`.
+        /// Rounded, concatenated weights, `[in, Σ out]`.
         pub weight: OptFloat,
-        /// By the product, `[.., Σ out]`.
+        /// Gradient with respect to the product, `[.., Σ out]`.
         pub grad: FloatTensor,
     }
 
-    /// Gradients, each of its input's shape and dtype, if it is wanted.
+    /// Wanted gradients, each of its input's shape and dtype.
     pub struct LinearGrads {
-        /// As x.
+        /// With respect to x.
         pub x: OptFloat,
-        /// `[in, out]` each.
+        /// With respect to the weights, `[in, out]` each.
         pub weights: ThreeFloats,
     }
 }
 
 impl<B: Backend> LinearGrads<B> {
-    /// By x and the weights.
+    /// Returns the gradients with respect to x and the weights as a list.
     pub fn into_list(self) -> [Option<FloatTensor<B>>; WEIGHTS + 1] {
         let [first, second, third] = self.weights.into_list();
         [self.x.into_option(), first, second, third]
@@ -175,20 +175,20 @@ impl<B: Backend> LinearGrads<B> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LinearTask {
-    /// Of the product.
+    /// Dtype of the product.
     pub dtype: FloatDType,
-    /// Rows of the weights.
+    /// Number of rows of the weights.
     pub inputs: usize,
-    /// The heads of an x by heads, and their width.
+    /// Number of heads and head width, if x is by heads.
     pub heads: Option<(usize, usize)>,
-    /// x's dtype, if its gradient is wanted.
+    /// Dtype of x, if its gradient is wanted.
     pub x: Option<FloatDType>,
-    /// Of each weight its columns and, if its gradient is wanted, its dtype. None: there is no such weight.
+    /// For each weight its columns and, if its gradient is wanted, its dtype. None: the weight does not exist.
     pub weights: [Option<(usize, Option<FloatDType>)>; WEIGHTS],
 }
 
 impl LinearTask {
-    /// The gradients of `dtypes`, of which the last, the bias's, is another's task.
+    /// Returns the task for gradients of these dtypes. The last one, the bias's, is not part of it.
     #[cfg(feature = "autodiff")]
     pub(crate) fn new<B: Backend>(
         inputs: &LinearInputs<B>,
@@ -214,7 +214,7 @@ impl LinearTask {
         }
     }
 
-    /// The gradients of a product of rows and one weight, `[inputs, outputs]`.
+    /// Returns the task of a product of rows and one weight, `[inputs, outputs]`.
     pub(crate) fn one(
         dtype: FloatDType,
         [inputs, outputs]: [usize; 2],
@@ -237,7 +237,7 @@ impl LinearTask {
         weights.any(|(_, dtype)| dtype.is_some())
     }
 
-    /// Of x and the weights as they were multiplied, those that the gradients are computed of.
+    /// Keeps the rounded factors that the wanted gradients read.
     #[cfg(feature = "autodiff")]
     pub(crate) fn of_rounded<B: Backend>(
         &self,
@@ -252,7 +252,7 @@ impl LinearTask {
 }
 
 impl<B: Backend> LinearSaved<B> {
-    /// x, the weights and the gradient.
+    /// Collects x, the weights and the gradient.
     pub(crate) fn new(
         x: Option<FloatTensor<B>>,
         weight: Option<FloatTensor<B>>,
@@ -264,31 +264,31 @@ impl<B: Backend> LinearSaved<B> {
 }
 
 op_values! {
-    /// Rows, and what is added to each.
+    /// Rows, and a bias added to each.
     pub struct BiasedRows {
-        /// `[.., width]`
+        /// Rows, `[.., width]`.
         pub x: FloatTensor,
-        /// `[width]`, of any float dtype.
+        /// Bias, `[width]`, of any float dtype.
         pub bias: OptFloat,
     }
 
     /// Tensors saved for the backward pass of an activation.
     pub struct ActivationSaved {
-        /// `[.., width]`; none without an activation, whose gradient does not depend on it.
+        /// Input before the bias, `[.., width]`. Absent without an activation, since the gradient does not depend on it then.
         pub x: OptFloat,
         /// `[width]`
         pub bias: OptFloat,
-        /// By the result.
+        /// Gradient with respect to the result.
         pub grad: FloatTensor,
     }
 
-    /// Gradients, each of its input's shape and dtype, if it is wanted, and the activation.
+    /// Wanted gradients, each of its input's shape and dtype, and the recomputed activation.
     pub struct ActivationGrads {
-        /// `[.., width]`
+        /// Gradient with respect to x, `[.., width]`.
         pub x: OptFloat,
-        /// `[width]`
+        /// Gradient with respect to the bias, `[width]`.
         pub bias: OptFloat,
-        /// The activation again, `[.., width]`.
+        /// Recomputed activation, `[.., width]`.
         pub y: OptFloat,
     }
 }
@@ -296,7 +296,7 @@ op_values! {
 float_list!(BiasedRows, 2: x; bias);
 
 impl<B: Backend> BiasedRows<B> {
-    /// Rows, and a bias if there is one.
+    /// Returns rows with an optional bias.
     pub(crate) fn new(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> Self {
         Self::of_list([Some(x), bias])
     }
@@ -310,7 +310,7 @@ pub struct ActivationTask {
     pub x: bool,
     /// The bias's dtype, if its gradient is wanted.
     pub bias: Option<FloatDType>,
-    /// True if the activation is wanted again. Then x's gradient is also wanted, and there is an activation.
+    /// True if the activation is to be recomputed. Then x's gradient is also wanted, and there is an activation.
     pub y: bool,
 }
 
@@ -320,22 +320,22 @@ impl ActivationTask {
     }
 }
 
-/// Parameters of joined heads, besides the tensors: any of them may be missing, and is 0 then.
+/// Parameters of joined heads, besides the tensors. A missing tensor counts as 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct JoinCall {
-    /// Batch and sequence.
+    /// Batch size and sequence length.
     pub rows: [usize; 2],
-    /// The heads.
+    /// Heads of each part.
     pub parts: HeadParts,
-    /// Of the tensors and the result.
+    /// Dtype of the tensors and the result.
     pub dtype: FloatDType,
-    /// The dtype of the sums over all rows, the bias's gradient, if they are wanted.
+    /// Dtype of the sums over all rows, which are the bias's gradient, if they are wanted.
     pub bias: Option<FloatDType>,
 }
 
 impl JoinCall {
-    /// Heads of batch and sequence, of a dtype, without sums.
+    /// Returns a call without sums.
     pub(crate) fn new(rows: [usize; 2], parts: HeadParts, dtype: FloatDType) -> Self {
         let bias = None;
         Self {
@@ -346,13 +346,13 @@ impl JoinCall {
         }
     }
 
-    /// With the sums over all rows in a dtype, if there is one.
+    /// Adds sums over all rows in the given dtype, if there is one.
     #[cfg(feature = "autodiff")]
     pub(crate) fn with_sums(self, bias: Option<FloatDType>) -> Self {
         Self { bias, ..self }
     }
 
-    /// Elements of a row.
+    /// Returns the number of elements of a row.
     pub fn width(&self) -> usize {
         let widths = self.parts.iter().flatten().map(|(heads, dim)| heads * dim);
         widths.sum()
@@ -382,38 +382,38 @@ float_list!(MlpInputs, 4: x inner outer; bias);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MlpCall {
-    /// Between the products.
+    /// Activation between the products.
     pub activation: Activation,
-    /// Of the products.
+    /// Dtype of the products.
     pub dtype: FloatDType,
     /// True if the backward pass computes the first product again.
     pub recompute: bool,
 }
 
 op_values! {
-    /// Tensors saved for the half of a backward pass before the activation.
+    /// Tensors saved for the part of the backward pass from the result to the activation's input.
     pub struct MlpOuterSaved {
         /// `x · W₁`, `[.., hidden]`.
         pub hidden: FloatTensor,
         /// `[hidden]`
         pub bias: OptFloat,
-        /// W₂ as it was multiplied, `[hidden, out]`.
+        /// Rounded W₂, `[hidden, out]`.
         pub outer: FloatTensor,
-        /// By the result, `[.., out]`.
+        /// Gradient with respect to the result, `[.., out]`.
         pub grad: FloatTensor,
     }
 }
 
-/// Results that this half computes.
+/// Results of this part of the backward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MlpOuterTask {
-    /// Between the products; not [`Activation::None`].
+    /// Activation between the products; not [`Activation::None`].
     pub activation: Activation,
-    /// Of the products.
+    /// Dtype of the products.
     pub dtype: FloatDType,
     /// The bias's dtype, if its gradient is wanted.
     pub bias: Option<FloatDType>,
-    /// True if the activation is wanted again.
+    /// True if the activation is to be recomputed.
     pub active: bool,
 }

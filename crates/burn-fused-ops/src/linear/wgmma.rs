@@ -1,4 +1,4 @@
-//! Products on wgmma, or on mma.sync: tensors of Burn's as the matrices of `crate::kernels::linear`.
+//! Products on wgmma or mma.sync: views Burn's tensors as the matrices of `crate::kernels::linear`.
 
 use crate::kernels::linear::available as is_available;
 use crate::kernels::linear::multiply as launch;
@@ -11,7 +11,7 @@ use crate::linear::values::{HeadParts, MOST_PARTS};
 use burn_blocksparse::internal::cube::*;
 use burn_blocksparse::internal::prelude::*;
 
-/// Returns whether a dtype of factors is bf16, and not f16.
+/// Returns true for bf16 and false for f16, the two dtypes of factors.
 pub(crate) fn is_bf16(dtype: DType) -> Result<bool, String> {
     match dtype {
         DType::BF16 => Ok(true),
@@ -22,7 +22,7 @@ pub(crate) fn is_bf16(dtype: DType) -> Result<bool, String> {
     }
 }
 
-/// A tensor as matrices, if it is at most a batch of them.
+/// Views a tensor as a matrix or a batch of matrices, if it has at most 3 dimensions.
 pub(crate) fn view(tensor: &CubeTensor) -> Result<MatrixView, &'static str> {
     match tensor.rank() {
         2 => batched(tensor, &[]),
@@ -34,24 +34,24 @@ pub(crate) fn view(tensor: &CubeTensor) -> Result<MatrixView, &'static str> {
     }
 }
 
-/// A matrix with rows and columns swapped.
+/// Swaps rows and columns of a matrix.
 pub(crate) fn swapped(mut tensor: CubeTensor) -> CubeTensor {
     tensor.meta.swap(0, 1);
     tensor
 }
 
-/// Rows and columns that a product of Burn's has at least, to be run here.
+/// Least rows and columns for which a product of Burn's runs here.
 const SMALLEST: usize = 32;
 
-/// Returns whether the device has the kernel at all.
+/// Returns whether the device supports the kernel.
 pub(crate) fn available(device: &CubeDevice) -> bool {
     is_available(&device.client()).is_ok()
 }
 
-/// Dimensions of a batch that matrices of both factors are in: how many, and from one to the next in either; 0 where a factor has one for all.
+/// Batch dimensions that two factors share: length, and stride in each factor. The stride is 0 where a factor has one matrix for all.
 type Batch = Vec<(usize, [usize; 2])>;
 
-/// The batch of two factors of one rank, with as few dimensions as describe it.
+/// Returns the batch dimensions of two factors of one rank, merged as far as possible.
 fn batch_of([lhs, rhs]: [&CubeTensor; 2]) -> Option<Batch> {
     let rank = lhs.rank();
     if rank != rhs.rank() || rank < 2 {
@@ -74,7 +74,7 @@ fn batch_of([lhs, rhs]: [&CubeTensor; 2]) -> Option<Batch> {
             }
         }
         match batch.last_mut() {
-            // One run of the dimension before is all of this one, in both.
+            // The previous dimension is contiguous over this one in both factors: merge them.
             Some((before, outer))
                 if (outer.iter().zip(strides)).all(|(outer, stride)| *outer == stride * length) =>
             {
@@ -87,14 +87,14 @@ fn batch_of([lhs, rhs]: [&CubeTensor; 2]) -> Option<Batch> {
     Some(batch)
 }
 
-/// A factor of a batch of at most two dimensions.
+/// Views a factor with a batch of at most two dimensions.
 fn batched(tensor: &CubeTensor, batch: &[(usize, usize)]) -> Result<MatrixView, &'static str> {
     if tensor.qparams.is_some() || tensor.meta.is_tiled() {
         return Err("a factor is quantized or tiled");
     }
     let rank = tensor.rank();
     let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
-    // One matrix for all of them, or one each.
+    // One matrix for the whole batch, or one for each entry.
     let (matrices, stride, outer) = match batch {
         [] => (1, 0, [1, 0]),
         batch if batch.iter().all(|(_, stride)| *stride == 0) => (1, 0, [1, 0]),
@@ -113,10 +113,10 @@ fn batched(tensor: &CubeTensor, batch: &[(usize, usize)]) -> Result<MatrixView, 
     })
 }
 
-/// `lhs · rhs` as Burn's `matmul` has it, if the kernel takes them.
+/// Returns `lhs · rhs` with the semantics of Burn's `matmul`, if the kernel supports them.
 pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Option<CubeTensor> {
     let batch = batch_of([lhs, rhs])?;
-    // One product for a whole batch: it would be written once only.
+    // Both factors broadcast over a whole dimension: the kernel would write the result only once.
     if batch.iter().any(|(_, strides)| *strides == [0; 2]) {
         return None;
     }
@@ -128,7 +128,7 @@ pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Optio
     };
     let mut a = batched(lhs, &of(0)).ok()?;
     let b = batched(rhs, &of(1)).ok()?;
-    // Rows of all matrices are rows of one, if the right factor is one and they lie after each other: fewer ragged tiles.
+    // If the right factor is one matrix and the left matrices are contiguous, multiply all their rows as one matrix: fewer ragged tiles.
     let [matrices, rows, _] = a.shape;
     if b.shape[0] == 1
         && a.outer[0] == 1
@@ -137,14 +137,14 @@ pub(crate) fn matmul(lhs: &CubeTensor, rhs: &CubeTensor, shape: &Shape) -> Optio
     {
         a.shape = [1, matrices * rows, a.shape[2]];
     }
-    // A tile has 128 rows and 64 columns or more; Burn has kernels for vectors.
+    // A tile has at least 128 rows and 64 columns; Burn has kernels for vectors.
     if a.shape[1] < SMALLEST || b.shape[2] < SMALLEST {
         return None;
     }
     Some(reshaped(plain(lhs, [&a, &b])?, shape.clone()))
 }
 
-/// How a product of factors of one dtype runs; in f32 if it is `wide`.
+/// Returns the plan of a product of factors of one dtype; the result is f32 if `wide`.
 fn plan(
     like: &CubeTensor,
     factors: [&MatrixView; 2],
@@ -155,13 +155,13 @@ fn plan(
     Ok(ProductPlan::new(&like.client, request.with(epilogue))?)
 }
 
-/// A product with nothing beside it, into a buffer.
+/// Launches a product without an epilogue into a buffer.
 fn run(plan: &ProductPlan, factors: [&MatrixView; 2], out: &CubeTensor) -> Option<()> {
     let beside = EpilogueTensors::default();
     launch(&out.client, plan, factors, &out.handle, &beside).ok()
 }
 
-/// The product of factors like `like`, if the kernel takes them: `[rows, columns]`, one matrix after the other.
+/// Returns the product of factors like `like`, if the kernel supports them: `[rows, columns]`, the matrices of a batch in order.
 fn plain(like: &CubeTensor, [a, b]: [&MatrixView; 2]) -> Option<CubeTensor> {
     let plan = plan(like, [a, b], [false; 2], Epilogue::Plain).ok()?;
     let rows = a.shape[0].max(b.shape[0]) * a.shape[1];
@@ -169,14 +169,14 @@ fn plain(like: &CubeTensor, [a, b]: [&MatrixView; 2]) -> Option<CubeTensor> {
     run(&plan, [a, b], &out).map(|()| out)
 }
 
-/// Parts of the product, which add up to it, in f32: `[parts, rows, columns]`.
+/// Returns partial products in f32 that add up to the product: `[parts, rows, columns]`.
 fn summands(like: &CubeTensor, [a, b]: [&MatrixView; 2]) -> Option<CubeTensor> {
     let plan = plan(like, [a, b], [true; 2], Epilogue::Plain).ok()?;
     let out = empty(like, [plan.parts(), a.shape[1], b.shape[2]], DType::F32);
     run(&plan, [a, b], &out).map(|()| out)
 }
 
-/// `out = lhs · rhs` of matrices or batches of them, if the kernel takes them.
+/// Computes `out = lhs · rhs` for matrices or batches of them, if the kernel supports them.
 pub(crate) fn multiply(lhs: &CubeTensor, rhs: &CubeTensor, out: &CubeTensor) -> Option<()> {
     let [a, b] = [&view(lhs).ok()?, &view(rhs).ok()?];
     let wide = out.dtype == DType::F32;
@@ -184,17 +184,17 @@ pub(crate) fn multiply(lhs: &CubeTensor, rhs: &CubeTensor, out: &CubeTensor) -> 
     run(&plan, [a, b], out)
 }
 
-/// Parts of `lhs · rhs` of matrices, which add up to it, in f32, if the kernel takes them: `[parts, rows, columns]`.
+/// Returns partial products in f32 that add up to `lhs · rhs`, if the kernel supports the matrices: `[parts, rows, columns]`.
 pub(crate) fn parts(lhs: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
     summands(lhs, [&view(lhs).ok()?, &view(rhs).ok()?])
 }
 
-/// Of which alignment Burn's own slices begin.
+/// Returns the alignment of slices of a buffer.
 fn part_alignment(like: &CubeTensor) -> u64 {
     like.client.properties().memory.alignment
 }
 
-/// `lhs · rhs + bias` of matrices by heads, if the kernel takes them: `[batch, heads, seq, width]` each, in one buffer.
+/// Returns `lhs · rhs + bias` by heads, if the kernel supports it: `[batch, heads, seq, width]` for each part, in one buffer.
 pub(crate) fn by_heads(
     [lhs, rhs]: [&CubeTensor; 2],
     bias: Option<&CubeTensor>,
@@ -231,12 +231,12 @@ pub(crate) fn by_heads(
     }))
 }
 
-/// Returns whether a dtype of factors is one that the kernel multiplies.
+/// Returns whether the kernel multiplies factors of a dtype.
 pub(crate) fn is_half(dtype: FloatDType) -> bool {
     is_bf16(dtype.into()).is_ok()
 }
 
-/// `f(lhs · rhs + bias)` of matrices, and with `keep` the product itself, if the kernel takes them.
+/// Returns `f(lhs · rhs + bias)`, and with `keep` the product itself, if the kernel supports them.
 pub(crate) fn activated(
     [lhs, rhs]: [&CubeTensor; 2],
     bias: Option<&CubeTensor>,
@@ -259,18 +259,18 @@ pub(crate) fn activated(
     Some([Some(active), hidden])
 }
 
-/// What [`through`] makes.
+/// Results of [`through`].
 pub(crate) struct Through {
-    /// `[rows, hidden]`
+    /// Gradient before the activation, `[rows, hidden]`.
     pub grad: CubeTensor,
-    /// The activation again, `[rows, hidden]`.
+    /// Recomputed activation, `[rows, hidden]`.
     pub active: Option<CubeTensor>,
-    /// Parts of the sums over rows: `[parts, hidden]`, f32.
+    /// Partial sums over rows, f32: `[parts, hidden]`.
     pub totals: Option<CubeTensor>,
 }
 
-/// `(grad · outerᵀ) ∘ f'(hidden + bias)`, if the kernel takes them; sums over its rows, if they are wanted, and the activation again, if that is, in
-/// place of `hidden`, if that may be.
+/// Returns `(grad · outerᵀ) ∘ f'(hidden + bias)`, if the kernel supports it. Also returns sums over its rows (`sums`) and the recomputed activation
+/// (`again`), which overwrites `hidden` if `in_place`.
 pub(crate) fn through(
     [grad, outer]: [&CubeTensor; 2],
     hidden: &CubeTensor,
@@ -306,7 +306,7 @@ pub(crate) fn through(
     })
 }
 
-/// What writes heads of one width.
+/// Returns the epilogue that writes heads; all heads must have one width.
 fn heads_epilogue(bias: Option<DType>, parts: HeadParts) -> Result<Epilogue, String> {
     let mut dims = parts.iter().flatten().map(|(_, dim)| *dim);
     let first = dims.next().unwrap_or(0);
@@ -317,7 +317,7 @@ fn heads_epilogue(bias: Option<DType>, parts: HeadParts) -> Result<Epilogue, Str
     Ok(Epilogue::Heads { dim: first })
 }
 
-/// That the kernel reads a bias of a dtype.
+/// Checks that the kernel reads a bias of a dtype.
 fn check_bias(bias: Option<DType>) -> Result<(), &'static str> {
     match bias.is_none_or(|dtype| dtype == DType::F32) {
         true => Ok(()),
@@ -325,7 +325,7 @@ fn check_bias(bias: Option<DType>) -> Result<(), &'static str> {
     }
 }
 
-/// `[batch, heads, seq, 64]`, contiguous, as a left factor.
+/// Views contiguous `[batch, heads, seq, 64]` as a left factor.
 fn heads_view(x: &CubeTensor) -> Result<MatrixView, String> {
     let [batch, heads, seq, dim] = x.meta.shape().dims();
     if dim != HEAD {
@@ -337,17 +337,17 @@ fn heads_view(x: &CubeTensor) -> Result<MatrixView, String> {
     Ok(MatrixView::by_heads(x.handle.clone(), [batch, heads, seq]))
 }
 
-/// `x · rhs` of contiguous `[batch, heads, seq, width]` as rows, if the kernel takes it: `[rows, columns]` in x's dtype.
+/// Returns `x · rhs`, `[rows, columns]` in x's dtype, for a contiguous `[batch, heads, seq, width]` read as rows, if the kernel supports it.
 pub(crate) fn of_heads(x: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
     plain(x, [&heads_view(x).ok()?, &view(rhs).ok()?])
 }
 
-/// [`parts`] of `xᵀ · rhs` of such an x.
+/// [`parts`] of `xᵀ · rhs` for an x by heads.
 pub(crate) fn parts_of_heads(x: &CubeTensor, rhs: &CubeTensor) -> Option<CubeTensor> {
     summands(x, [&heads_view(x).ok()?.transposed(), &view(rhs).ok()?])
 }
 
-/// What a product of `[rows, inputs]` and `[inputs, outputs]` is.
+/// Returns the request of a product of `[rows, inputs]` and `[inputs, outputs]`.
 fn request(dtype: DType, [rows, inputs, outputs]: [usize; 3]) -> Result<ProductRequest, String> {
     if !inputs.is_multiple_of(8) {
         return Err(format!(
@@ -364,7 +364,7 @@ fn planned(device: &CubeDevice, request: ProductRequest) -> Result<String, Strin
     Ok(ProductPlan::new(&device.client(), request)?.to_string())
 }
 
-/// How a product of `[rows, inputs]` and `[inputs, outputs]` with an activation runs, or why not on wgmma.
+/// Describes a product of `[rows, inputs]` and `[inputs, outputs]` with an activation, or returns why it does not run on wgmma.
 pub(crate) fn activated_text(
     device: &CubeDevice,
     dtype: DType,
@@ -377,7 +377,7 @@ pub(crate) fn activated_text(
     planned(device, request(dtype, lengths)?.with(epilogue))
 }
 
-/// How a projection of `[batch, seq, inputs]` to heads runs, or why not on wgmma.
+/// Describes a projection of `[batch, seq, inputs]` to heads, or returns why it does not run on wgmma.
 pub(crate) fn by_heads_text(
     device: &CubeDevice,
     dtype: DType,
@@ -391,7 +391,7 @@ pub(crate) fn by_heads_text(
     planned(device, request)
 }
 
-/// How a projection of `[batch, heads, seq, width]` runs, or why not on wgmma.
+/// Describes a projection of `[batch, heads, seq, width]`, or returns why it does not run on wgmma.
 pub(crate) fn of_heads_text(
     device: &CubeDevice,
     dtype: DType,
@@ -409,7 +409,7 @@ pub(crate) fn of_heads_text(
     planned(device, request)
 }
 
-/// How a layer's product of contiguous `[rows, inputs]` and `[inputs, outputs]` runs, or why not on wgmma.
+/// Describes a layer's product of contiguous `[rows, inputs]` and `[inputs, outputs]`, or returns why it does not run on wgmma.
 pub(crate) fn text(
     device: &CubeDevice,
     dtype: DType,

@@ -1,4 +1,4 @@
-//! The step of losses in Burn's autodiff graph.
+//! Autodiff of losses.
 
 use crate::loss::ops::LossOps;
 use crate::loss::values::{LossDtypes, LossInputs, LossOutput, LossSaved, LossTask, Reduction};
@@ -22,7 +22,7 @@ impl<B: LossOps, C: CheckpointStrategy> LossOps for Autodiff<B, C> {
                 ..task
             };
             let inputs = LossInputs::<B> { x, weight, targets };
-            // Logits are made of them again.
+            // The backward pass computes the logits again from them.
             let kept = (task.reduction == Reduction::None).then(|| inputs.clone());
             let made = B::linear_cross_entropy(inputs, task);
             by_count = Some(made.factor.clone());

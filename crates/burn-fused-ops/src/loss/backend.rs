@@ -36,7 +36,7 @@ fn kind(
     kind
 }
 
-/// How `device` computes losses.
+/// Returns the text of the plan for `device`.
 pub(crate) fn plan(
     device: &CubeDevice,
     [dtype, targets]: [DType; 2],
@@ -50,13 +50,13 @@ pub(crate) fn plan(
     )
 }
 
-/// A kernel for the rows of a chunk, over or beside their logits.
+/// Losses of a chunk's rows by a kernel, which writes the gradient over the logits or into a buffer of its own.
 struct KernelLosses {
     kind: CrossEntropyKind,
     gradient: Option<FloatDType>,
     reduction: Reduction,
     targets: CubeTensor,
-    /// `[positions, 2]`
+    /// Softmax statistics, `[positions, 2]`.
     stats: CubeTensor,
 }
 
@@ -77,7 +77,7 @@ impl Losses<CubeBackend> for KernelLosses {
             kind: kind(x.dtype, targets.dtype, vocab, gradient, &task),
             gradient,
             reduction: task.reduction,
-            // A binding has at least a vector.
+            // At least one row: a binding holds at least one vector.
             stats: empty(x, [positions.max(1), 2], dtype),
             targets,
         }

@@ -1,4 +1,4 @@
-//! The loss and its gradients, chunk by chunk of positions, in pieces that backends make differently.
+//! The loss and its gradients, computed in chunks of positions. A backend supplies the steps.
 
 use std::ops::Range;
 
@@ -13,12 +13,13 @@ use crate::loss::values::{
 };
 use burn_blocksparse::internal::prelude::*;
 
-/// How the losses of positions are made and added.
+/// Computes and sums the losses of positions.
 pub(crate) trait Losses<B: Backend>: Sized {
-    /// What products are made of.
+    /// Implementation of matrix products.
     type Products: Products<B>;
 
-    /// Those of `targets`, for logits of a vocabulary in the dtype of sums; their gradient with respect to the logits is in `gradient`, if it is wanted.
+    /// Begins the losses of `targets` for logits over `vocab` columns in the dtype of sums. The gradient with respect to the logits has dtype `gradient`, if
+    /// it is wanted.
     fn new(
         x: &FloatTensor<B>,
         targets: IntTensor<B>,
@@ -27,18 +28,18 @@ pub(crate) trait Losses<B: Backend>: Sized {
         task: LossTask,
     ) -> Self;
 
-    /// Takes the logits of some positions, which come in order; their gradient, if it is wanted.
+    /// Takes the logits of `positions`, which arrive in order, and returns their gradient if it is wanted.
     fn take(&mut self, logits: FloatTensor<B>, positions: Range<usize>) -> Option<FloatTensor<B>>;
 
-    /// The loss, and what the sum of the losses was multiplied by: `[1]` each. Losses of positions are `[positions]`.
+    /// Returns the loss and the factor that the sum of losses was multiplied by: `[1]` each; with [`Reduction::None`] the loss is `[positions]`.
     fn loss(self) -> [FloatTensor<B>; 2];
 }
 
-/// Positions that are taken at a time.
+/// Returns the number of positions in a chunk.
 pub(crate) fn chunk_rows(positions: usize, vocab: usize, chunk_elements: usize) -> usize {
     let rows = (chunk_elements / vocab.max(1)).max(1);
     let rows = match rows {
-        // Whole groups of the weight's gradient, and rows that begin where a buffer may.
+        // Whole row groups of the weight's gradient, and chunks that begin at an alignment a buffer may have.
         1024.. => rows - rows % 1024,
         8.. => rows - rows % 8,
         _ => rows,
@@ -50,7 +51,7 @@ pub(crate) fn forward<B: Backend, L: Losses<B>>(
     inputs: LossInputs<B>,
     task: LossTask,
 ) -> LossOutput<B> {
-    // Gradients by losses of positions are not known yet.
+    // Gradients with respect to the losses of single positions are not known yet.
     let is_whole = task.reduction != Reduction::None;
     let task = LossTask {
         by_x: task.by_x && is_whole,
@@ -78,8 +79,8 @@ pub(crate) fn forward<B: Backend, L: Losses<B>>(
     }
 }
 
-/// Makes the logits of all positions, chunk by chunk, and the gradients that `task` wants: with respect to x, of which `of_x` makes what is kept of each
-/// chunk, and with respect to the weight, by what `of_rows` makes of x's rows.
+/// Computes the logits of all positions in chunks, and the gradients that `task` wants. `of_x` maps each chunk's gradient with respect to x to what is
+/// returned; `of_rows` maps x's rows before the product for the gradient with respect to the weight.
 fn in_chunks<B: Backend, L: Losses<B>>(
     losses: &mut L,
     x: &FloatTensor<B>,
@@ -118,7 +119,7 @@ fn in_chunks<B: Backend, L: Losses<B>>(
     [by_x, by_weight]
 }
 
-/// Some rows of a matrix.
+/// Returns the given rows of a matrix.
 fn rows_of<B: Backend>(x: &FloatTensor<B>, rows: &Range<usize>) -> FloatTensor<B> {
     match rows.len() == x.shape()[0] {
         true => x.clone(),
@@ -126,7 +127,7 @@ fn rows_of<B: Backend>(x: &FloatTensor<B>, rows: &Range<usize>) -> FloatTensor<B
     }
 }
 
-/// Losses of positions, `[positions]`, of what `[rows, columns]` have in their first column, and the factor of no sum.
+/// Returns the losses of positions, `[positions]`, from the first column of `[rows, columns]`, and a factor of 1 since nothing is summed.
 #[cfg(feature = "cube")]
 pub(crate) fn of_positions<B: Backend>(x: FloatTensor<B>, positions: usize) -> [FloatTensor<B>; 2] {
     let (device, dtype) = (x.device(), FloatDType::from(x.dtype()));
@@ -140,7 +141,7 @@ pub(crate) fn of_positions<B: Backend>(x: FloatTensor<B>, positions: usize) -> [
     [losses, B::float_ones(Shape::new([1]), &device, dtype)]
 }
 
-/// The gradients of losses of positions, each of which has a gradient in `grad`, `[positions]`.
+/// Computes the gradients for [`Reduction::None`], given a gradient `grad`, `[positions]`, for each loss.
 pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
     inputs: LossInputs<B>,
     grad: FloatTensor<B>,
@@ -163,7 +164,7 @@ pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
         };
     }
     let by = Array::<B>(grad).cast(sums).reshape([positions, 1]);
-    // x times a gradient may be too small for f16, or too large: not as a share of the largest.
+    // Divide by the largest gradient: x times a gradient may overflow or underflow f16, x times its share of the largest does not.
     let largest = B::float_max(B::float_abs(by.0.clone()));
     let is_none = B::float_equal_elem(largest.clone(), 0.0.into(), bools);
     let largest = Array::<B>(largest).fill(is_none, 1.0).reshape([1, 1]);
@@ -189,7 +190,7 @@ pub(crate) fn backward_of_positions<B: Backend, L: Losses<B>>(
     }
 }
 
-/// The gradients of the sum times what the sum was multiplied by and the gradient with respect to the loss.
+/// Multiplies the gradients of the sum by the loss's factor and by the gradient with respect to the loss.
 pub(crate) fn backward<B: Backend>(saved: LossSaved<B>, dtypes: LossDtypes) -> LossGrads<B> {
     let factor = Array::<B>(saved.factor) * Array::<B>(saved.grad);
     let factor = factor.reshape([1, 1]);
@@ -204,19 +205,19 @@ pub(crate) fn backward<B: Backend>(saved: LossSaved<B>, dtypes: LossDtypes) -> L
     }
 }
 
-/// The ignored target, if the dtype of targets has it.
+/// Returns the ignored target if the targets' dtype can represent it.
 pub(crate) fn ignored_in(dtype: DType, ignore_index: Option<i64>) -> Option<i64> {
     ignore_index.filter(|ignored| dtype != DType::I32 || i32::try_from(*ignored).is_ok())
 }
 
-/// In Burn's own operations.
+/// Losses in Burn's own operations.
 pub(crate) struct PrimitiveLosses<B: Backend> {
     like: FloatTensor<B>,
     targets: IntTensor<B>,
     vocab: usize,
     gradient: Option<FloatDType>,
     task: LossTask,
-    /// Of the positions that were taken, `[rows, 1]` each: losses, and whether they count.
+    /// Losses and count flags of the positions taken so far, `[rows, 1]` each.
     taken: Vec<[Array<B>; 2]>,
 }
 
@@ -309,7 +310,7 @@ impl<B: Backend> Losses<B> for PrimitiveLosses<B> {
             };
             return [losses.0, ones().0];
         }
-        // As a row: a sum of all may add with atomics.
+        // Sum as a row: a sum over all elements may use atomics.
         let sum_of = |column: Array<B>| {
             let rows = column.shape()[0];
             column.reshape([1, rows]).sum_dim(1).reshape([1])
@@ -322,7 +323,7 @@ impl<B: Backend> Losses<B> for PrimitiveLosses<B> {
         let [sum, counted] = sums.unwrap_or_else(|| [zeros(), zeros()]);
         let factor = match self.task.reduction {
             Reduction::Sum | Reduction::None => ones(),
-            // Without targets that count the sum is 0.
+            // If no target counts, the factor is 0.
             Reduction::Mean => {
                 let bools = get_device_settings::<B>(&device).bool_dtype;
                 let none = B::float_equal_elem(counted.0.clone(), 0.0.into(), bools);

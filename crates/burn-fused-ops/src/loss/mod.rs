@@ -1,4 +1,4 @@
-//! Losses of logits that are never all there.
+//! Losses of logits, computed in chunks so that the logits never exist all at once.
 #[cfg(feature = "autodiff")]
 mod autodiff;
 #[cfg(feature = "cube")]
@@ -18,7 +18,7 @@ use burn_blocksparse::internal::prelude::*;
 pub use values::Reduction;
 use values::{LossInputs, LossTask};
 
-/// Logits that there are at a time: 64 MiB of f32.
+/// Most logits that exist at once: 64 MiB of f32.
 const CHUNK_ELEMENTS: usize = 1 << 24;
 
 /// Options of [`linear_cross_entropy`]. Build them from [`Default`].
@@ -28,14 +28,14 @@ const CHUNK_ELEMENTS: usize = 1 << 24;
 pub struct CrossEntropyOptions {
     /// Reduction of the losses of positions; default their mean.
     pub reduction: Reduction,
-    /// A target that does not count, neither in the sum nor in the number that a mean is divided by: padding; default none.
+    /// Target that is ignored, for padding: it counts neither in the sum nor in the mean's divisor; default none.
     pub ignore_index: Option<i64>,
     /// Share of the target's probability that is spread over the whole vocabulary (Szegedy et al., 2016, section 7); default 0.
     pub label_smoothing: f64,
-    /// True if targets are read from the device before, to see that they are in range; default `true`. It waits for the device. Without, a
-    /// target out of range makes the loss NaN.
+    /// True if targets are read from the device and checked before the loss; default `true`. The check waits for the device. Without it, a target out of
+    /// range makes the loss NaN.
     pub check_targets: bool,
-    /// Logits that there are at a time, at most, though at least one row.
+    /// Most logits that exist at once, though at least one row.
     #[doc(hidden)]
     pub chunk_elements: usize,
 }
@@ -54,13 +54,13 @@ impl Default for CrossEntropyOptions {
 
 impl CrossEntropyOptions {
     blocksparse::setters! {
-        /// Sets what becomes of the losses of positions.
+        /// Sets the reduction of the losses of positions.
         reduction: Reduction,
-        /// Sets the target that does not count.
+        /// Sets the target that is ignored.
         ignore_index: Some(i64),
-        /// Sets how much of the target's probability is spread over the whole vocabulary: at least 0 and less than 1.
+        /// Sets the share of the target's probability that is spread over the whole vocabulary: at least 0 and less than 1.
         label_smoothing: f64,
-        /// Sets whether targets are read from the device before.
+        /// Sets whether targets are read from the device and checked before the loss.
         check_targets: bool,
     }
 
@@ -71,15 +71,16 @@ impl CrossEntropyOptions {
     }
 }
 
-/// The cross entropy of `x · weight` with targets in nats, `−log softmax(x · W)[target]`, without the logits: positions are taken in chunks,
-/// each with its logits, their softmax and what they add to the gradients, so that memory for them is 64 MiB (or one row) whatever the vocabulary.
+/// Cross entropy of the logits `x · weight` with targets, in nats: `−log softmax(x · W)[target]`. The logits never exist all at once: positions are processed
+/// in chunks, each with its logits, their softmax and their part of the gradients. They take 64 MiB (or one row) whatever the vocabulary.
 ///
-/// The gradients with respect to x and weight are made in the forward pass and kept; the backward pass multiplies them by the gradient of the loss (as Liger-Kernel does: Hsu et
-/// al., 2024, section 3.2). So call it without autodiff where only the loss is wanted. Until then they are those of the sum, in x's dtype and in f32: the mean's
-/// would be too small for f16. Logits and sums are f32, f64 for f64; the weight is rounded to x's dtype. Deterministic.
+/// The forward pass computes and stores the gradients with respect to x and weight; the backward pass multiplies them by the gradient of the loss (as
+/// Liger-Kernel does: Hsu et al., 2024, section 3.2). So call it without autodiff where only the loss is wanted. The stored gradients are those of the sum,
+/// x's in its dtype and the weight's in f32: those of the mean would be too small for f16. Logits and sums are f32, f64 for f64; the weight is rounded to x's
+/// dtype. Deterministic.
 ///
-/// Of the losses of positions ([`Reduction::None`]) every one gets a gradient of its own, which is not known in the forward pass: the backward pass makes the
-/// logits again, also in chunks, and both gradients of them.
+/// With [`Reduction::None`] each loss has its own gradient, which the forward pass does not know. The backward pass then computes the logits again in chunks,
+/// and both gradients from them.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Int, Tensor};
@@ -99,13 +100,13 @@ impl CrossEntropyOptions {
 /// # Shapes
 /// - `x`: `[.., width]`
 /// - `weight`: `[width, vocab]`, f32 or of x's dtype
-/// - `targets`: `[..]`, or flattened: one for each row of `x`, from 0 to less than `vocab`, or `options.ignore_index`
+/// - `targets`: `[..]`, or flattened: one for each row of `x`, at least 0 and below `vocab`, or `options.ignore_index`
 /// - result: `[1]`, or `[positions]` with [`Reduction::None`], positions in the order of x's rows; f32, f64 for f64
 ///
-/// If no target counts, the mean is 0 and so are the gradients.
+/// If no target counts, the mean and the gradients are 0.
 ///
 /// # Errors
-/// [`OpError`] if shapes, dtypes, devices or options do not fit each other, or a target is out of range (see [`CrossEntropyOptions::check_targets`]).
+/// [`OpError`] if shapes, dtypes, devices or options do not match, or a target is out of range (see [`CrossEntropyOptions::check_targets`]).
 pub fn linear_cross_entropy<const D: usize, const T: usize>(
     x: Tensor<D>,
     weight: Tensor<2>,
@@ -131,7 +132,7 @@ impl CrossEntropyOptions {
     /// Returns the plan of [`linear_cross_entropy`]. Targets are not read.
     ///
     /// # Errors
-    /// As that call, but for targets out of range.
+    /// Those of that call, except for targets out of range.
     pub fn explain<const D: usize, const T: usize>(
         &self,
         x: &Tensor<D>,
@@ -173,7 +174,7 @@ fn task(options: &CrossEntropyOptions) -> LossTask {
     }
 }
 
-/// The targets as a row, i32 or i64, if the arguments fit each other.
+/// Checks the arguments and returns the targets flattened, i32 or i64.
 fn check<const D: usize, const T: usize>(
     x: &Tensor<D>,
     weight: &Tensor<2>,
@@ -212,7 +213,7 @@ fn check<const D: usize, const T: usize>(
     })
 }
 
-/// Reads the smallest and the largest target.
+/// Reads the smallest and the largest target and checks that they are in range.
 fn check_targets(
     targets: Tensor<1, Int>,
     vocab: usize,

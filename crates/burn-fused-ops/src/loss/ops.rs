@@ -7,7 +7,7 @@ use crate::loss::values::LossGradsMetadata;
 use crate::loss::values::{LossDtypes, LossGrads, LossInputs, LossOutput, LossSaved, LossTask};
 use burn_blocksparse::internal::prelude::*;
 
-/// Losses as a backend operation. Arguments are checked by the public function.
+/// Losses as backend operations. The public function checks the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -16,7 +16,7 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait LossOps: Backend {
-    /// The cross entropy of `x · weight` with targets, and what its gradients are made of.
+    /// Cross entropy of `x · weight` with targets, and the unscaled gradients.
     #[fusion(meta = meta::forward)]
     fn linear_cross_entropy(
         #[extension_type] inputs: LossInputs<Self>,
@@ -25,7 +25,7 @@ pub trait LossOps: Backend {
         compute::forward::<Self, PrimitiveLosses<Self>>(inputs, task)
     }
 
-    /// The gradients of the forward pass times the gradient with respect to the loss.
+    /// Multiplies the gradients of the forward pass by the gradient with respect to the loss.
     #[fusion(meta = |saved, dtypes| LossGradsMetadata {
         x: saved.x.cast(dtypes.x.into()),
         weight: saved.weight.cast(dtypes.weight.into()),
@@ -37,7 +37,7 @@ pub trait LossOps: Backend {
         compute::backward::<Self>(saved, dtypes)
     }
 
-    /// The gradients of losses of positions (`Reduction::None`) by a gradient for each, `[positions]`: logits are made again.
+    /// Computes the gradients for `Reduction::None` from a gradient for each loss, `[positions]`. The logits are computed again.
     #[fusion(meta = meta::backward_of_positions)]
     fn position_cross_entropy_backward(
         #[extension_type] inputs: LossInputs<Self>,

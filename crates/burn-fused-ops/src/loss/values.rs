@@ -1,21 +1,21 @@
-//! The values that cross the backend trait of losses.
+//! Values in the signatures of the backend trait of losses.
 
 use burn_blocksparse::internal::prelude::*;
 
 /// Reduction of the losses of positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Reduction {
-    /// Their mean over the positions that count; 0 without any.
+    /// Mean over the positions that count; 0 if none does.
     #[default]
     Mean,
-    /// Their sum.
+    /// Sum.
     Sum,
-    /// Nothing: each position has its loss, 0 if it does not count.
+    /// No reduction: each position has its loss, 0 if it does not count.
     None,
 }
 
 op_values! {
-    /// The tensors of `linear_cross_entropy`.
+    /// Input tensors of `linear_cross_entropy`.
     pub struct LossInputs {
         /// `[positions, width]`
         pub x: FloatTensor,
@@ -25,16 +25,16 @@ op_values! {
         pub targets: IntTensor,
     }
 
-    /// The loss, and what its gradients are made of. Gradients are those of the sum of the losses, whatever the reduction: in half precision those
-    /// of the mean over many positions would be too small.
+    /// Loss and unscaled gradients. The gradients are those of the sum of the losses, whatever the reduction: those of a mean over many positions would be
+    /// too small in half precision.
     pub struct LossOutput {
-        /// `[1]`, or `[positions]` with [`Reduction::None`]; f32 or f64.
+        /// Loss, `[1]`, or `[positions]` with [`Reduction::None`]; f32 or f64.
         pub loss: FloatTensor,
-        /// `[1]`, likewise: what the sum was multiplied by.
+        /// Factor of the sum, `[1]`, in the same dtype.
         pub factor: FloatTensor,
-        /// `[positions, width]` in x's dtype: by x, if it is wanted. None of losses of positions.
+        /// Gradient with respect to x, `[positions, width]` in x's dtype, if it is wanted. Absent with [`Reduction::None`].
         pub x: OptFloat,
-        /// `[width, vocab]` in the loss's dtype: by the weight, if it is wanted. None of losses of positions.
+        /// Gradient with respect to the weight, `[width, vocab]` in the loss's dtype, if it is wanted. Absent with [`Reduction::None`].
         pub weight: OptFloat,
     }
 
@@ -42,7 +42,7 @@ op_values! {
     pub struct LossSaved {
         /// [`LossOutput::factor`].
         pub factor: FloatTensor,
-        /// By the loss, `[1]`.
+        /// Gradient with respect to the loss, `[1]`.
         pub grad: FloatTensor,
         /// [`LossOutput::x`].
         pub x: OptFloat,
@@ -50,28 +50,28 @@ op_values! {
         pub weight: OptFloat,
     }
 
-    /// Gradients, as far as they are wanted.
+    /// Gradients that are wanted.
     pub struct LossGrads {
-        /// `[positions, width]`, in x's dtype.
+        /// With respect to x, `[positions, width]`, in x's dtype.
         pub x: OptFloat,
-        /// `[width, vocab]`, in the weight's dtype.
+        /// With respect to the weight, `[width, vocab]`, in the weight's dtype.
         pub weight: OptFloat,
     }
 }
 
 float_list!(LossGrads, 2: ; x weight);
 
-/// Results that the forward pass computes.
+/// Parameters of the forward pass.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct LossTask {
     /// Reduction of the losses.
     pub reduction: Reduction,
-    /// The target that does not count.
+    /// Target that is ignored.
     pub ignore_index: Option<i64>,
-    /// Share of a target's probability that is spread over all.
+    /// Share of a target's probability that is spread over the vocabulary.
     pub smoothing: f64,
-    /// Logits that there are at a time, at most.
+    /// Most logits that exist at once.
     pub chunk_elements: usize,
     /// True if the gradient with respect to x is wanted.
     pub by_x: bool,
@@ -83,8 +83,8 @@ pub struct LossTask {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LossDtypes {
-    /// Of x.
+    /// Dtype of x.
     pub x: FloatDType,
-    /// Of the weight.
+    /// Dtype of the weight.
     pub weight: FloatDType,
 }

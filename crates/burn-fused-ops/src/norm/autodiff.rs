@@ -1,4 +1,4 @@
-//! The steps of residual norms and dropout in Burn's autodiff graph.
+//! Autodiff of residual norms and dropout.
 
 use blocksparse::ElementDropout;
 
@@ -10,7 +10,7 @@ use burn_blocksparse::internal::custom_gradient::*;
 use burn_blocksparse::internal::prelude::*;
 
 impl<B: NormOps, C: CheckpointStrategy> NormOps for Autodiff<B, C> {
-    /// The mask is made again.
+    /// Computes the mask again in the backward pass.
     fn stream_dropout(x: FloatTensor<Self>, dropout: ElementDropout) -> FloatTensor<Self> {
         custom_gradient::<B, C, _, _>([Some(x)], nothing, |[x], _| {
             let output = B::stream_dropout(there(x), dropout);

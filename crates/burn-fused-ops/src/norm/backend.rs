@@ -41,7 +41,7 @@ impl NormOps for CubeBackend {
         }
         let [xhat, rstd, gamma] = [saved.xhat, saved.rstd, saved.gamma].map(contiguous);
         let [stream, normed] = [grads.stream, grads.normed].map(contiguous);
-        // Asked before there are more handles.
+        // Asked before `norm` and `saved` add handles.
         let in_place = stream.as_ref().is_some_and(CubeTensor::can_mut);
         let norm = [xhat, rstd, gamma];
         match backward(stream.as_ref(), normed.as_ref(), &norm, in_place, &call) {
@@ -115,7 +115,7 @@ fn backward(
         })
     });
     let stream_type: DType = call.stream.into();
-    // What is returned, and where it is written.
+    // The returned stream gradient, and where the kernel writes it.
     let (stream, to) = match (by_sum, &norm) {
         (Some(by_sum), None) => (by_sum.clone(), None),
         (Some(by_sum), Some(_)) if in_place => (by_sum.clone(), None),
@@ -125,7 +125,7 @@ fn backward(
         }
     };
     let dropout = call.forward.dropout.as_ref();
-    // Without dropout a branch of the stream's dtype has the stream's gradient.
+    // Without dropout, a branch of the stream's dtype has the stream's gradient.
     let same = dropout.is_none() && call.branch == Some(call.stream);
     let branch = (call.branch.filter(|_| !same)).map(|dtype| empty_like(like, dtype.into()));
     let wanted = [
@@ -165,7 +165,7 @@ fn backward(
         let sum = part_of(all, (index - 1) * pitch, Shape::new([width]));
         Some(cast(sum, dtype.into()))
     });
-    // What was not used has no gradient but 0.
+    // Inputs that did not contribute have a gradient of 0.
     let or_zeros = |sum: Option<CubeTensor>, dtype: Option<FloatDType>| {
         let zeros = || dtype.map(|dtype| filled(like, [width], 0.0, dtype.into()));
         OptFloat::from(sum.or_else(zeros))

@@ -1,4 +1,4 @@
-//! A residual stream, what is added to it, and its norm.
+//! Residual addition and norm, fused.
 #[cfg(feature = "autodiff")]
 mod autodiff;
 #[cfg(feature = "cube")]
@@ -17,13 +17,13 @@ use burn_blocksparse::graph::seeds;
 use burn_blocksparse::internal::prelude::*;
 use values::{NormCall, NormInputs};
 
-/// Divisor of a row.
+/// Kind of normalization.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum NormKind {
-    /// The standard deviation, after its mean is taken off: layer normalization (Ba et al., 2016, section 3).
+    /// Subtracts the row's mean and divides by its standard deviation: layer normalization (Ba et al., 2016, section 3).
     #[default]
     Layer,
-    /// The root of the mean of its squares (Zhang and Sennrich, 2019, equation 4).
+    /// Divides by the row's root mean square (Zhang and Sennrich, 2019, equation 4).
     Rms,
 }
 
@@ -39,13 +39,13 @@ pub enum NormKind {
 #[must_use]
 #[non_exhaustive]
 pub struct AddNormOptions {
-    /// The norm; default layer normalization.
+    /// Kind of norm; default layer normalization.
     pub norm: NormKind,
     /// Term added to the variance; default 1e-5.
     pub epsilon: f64,
-    /// Dropout of what is added to the stream.
+    /// Dropout of the branch.
     pub dropout: Option<ElementDropout>,
-    /// The dtype of the normed stream; default the stream's.
+    /// Dtype of the normed stream; default the stream's.
     pub dtype: Option<FloatDType>,
 }
 
@@ -62,14 +62,13 @@ impl Default for AddNormOptions {
 
 impl AddNormOptions {
     blocksparse::setters! {
-        /// Sets which norm.
+        /// Sets the kind of norm.
         norm: NormKind,
-        /// Sets what is added to the variance.
+        /// Sets the term added to the variance.
         epsilon: f64,
-        /// Drops elements of what is added to the stream, the branch with its bias. Give every training step a seed of its own, and every place in a
-        /// model a site.
+        /// Sets the dropout of the branch, applied after its bias. Give every training step its own seed, and every place in a model its own site.
         dropout: Some(ElementDropout),
-        /// Sets the dtype of the normed stream. What is stored for the backward pass also has it.
+        /// Sets the dtype of the normed stream. The tensor stored for the backward pass has it too.
         dtype: Some(FloatDType),
     }
 }
@@ -78,14 +77,14 @@ impl AddNormOptions {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct NormParams {
-    /// `[width]`.
+    /// Scale, `[width]`.
     pub gamma: Tensor<1>,
-    /// `[width]`.
+    /// Shift, `[width]`.
     pub beta: Option<Tensor<1>>,
 }
 
 impl NormParams {
-    /// A norm without a shift.
+    /// Returns the parameters of a norm without a shift.
     pub fn new(gamma: Tensor<1>) -> Self {
         Self { gamma, beta: None }
     }
@@ -96,18 +95,18 @@ impl NormParams {
     }
 }
 
-/// A branch that is added to a residual stream.
+/// Branch added to a residual stream.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Residual<const D: usize> {
     /// The branch, of the stream's shape.
     pub x: Tensor<D>,
-    /// `[width]`: added to it.
+    /// Bias added to the branch, `[width]`.
     pub bias: Option<Tensor<1>>,
 }
 
 impl<const D: usize> Residual<D> {
-    /// A branch without a bias.
+    /// Returns a branch without a bias.
     pub fn new(x: Tensor<D>) -> Self {
         Self { x, bias: None }
     }
@@ -118,19 +117,19 @@ impl<const D: usize> Residual<D> {
     }
 }
 
-/// Adds a branch to a residual stream and norms the sum, as one operation: `(s', h)`, both of the stream's shape, `[.., width]`.
+/// Adds a branch to a residual stream and norms the sum in one operation. Returns `(s', h)`, both of the stream's shape, `[.., width]`.
 ///
 /// ```text
 /// s' = stream + m ∘ (branch + bias)      m = kept / (1 − probability) with dropout
 /// h = γ ∘ (s' − μ) / √(σ² + ε) + β       μ and σ² of the row; with `Norm::Rms` μ = 0
 /// ```
 ///
-/// Stream, branch, gamma, beta, bias and h may all be of different dtypes; s' is of the stream's, and h is the norm of s' as it is returned. Sums are f32, f64 for
-/// f64 streams. Without a branch s' is the stream.
+/// Stream, branch, gamma, beta, bias and h may have different dtypes; s' has the stream's, and h is the norm of s' as it is returned. Sums are f32, or f64
+/// for f64 streams. Without a branch s' is the stream.
 ///
-/// Both outputs are differentiable. Use s' and not the stream after the call, whether there is a branch or not: then the stream has one consumer, and its
-/// gradient comes of one kernel, without additions of whole streams. The backward pass needs the normed stream before gamma and beta, in h's dtype,
-/// and a number for each row; dropout is made again of its seed ([`ElementDropout`]).
+/// Both outputs are differentiable. Use s' instead of the stream after the call, with or without a branch: the stream then has one consumer, and one kernel
+/// computes its gradient without adding whole streams. The graph stores the normed stream before gamma and beta, in h's dtype, and one number per row; the
+/// dropout mask is computed again from its seed ([`ElementDropout`]).
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -148,8 +147,8 @@ impl<const D: usize> Residual<D> {
 /// ```
 ///
 /// # Errors
-/// [`OpError`] if shapes or devices do not fit the stream's, its rows are empty, the dropout's probability is not in `[0, 1)`, epsilon is negative or not
-/// finite, or the device does not have the dtype of h.
+/// [`OpError`] if shapes or devices do not match the stream's, rows are empty, the dropout's probability is not in `[0, 1)`, epsilon is negative or not
+/// finite, or the device does not support the dtype of h.
 pub fn add_norm<const D: usize>(
     stream: Tensor<D>,
     branch: Option<Residual<D>>,
@@ -161,7 +160,7 @@ pub fn add_norm<const D: usize>(
     Ok((sum, normed.expect("a norm of a call with one")))
 }
 
-/// The norm of `x`, `[.., width]`, alone: [`add_norm`] without a branch, where the stream is not used any more.
+/// Norms `x`, `[.., width]`: [`add_norm`] without a branch, for a stream that is not used afterwards.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -176,7 +175,7 @@ pub fn add_norm<const D: usize>(
 /// ```
 ///
 /// # Errors
-/// As [`add_norm`].
+/// Those of [`add_norm`].
 pub fn norm<const D: usize>(
     x: Tensor<D>,
     params: NormParams,
@@ -186,7 +185,7 @@ pub fn norm<const D: usize>(
     Ok(normed)
 }
 
-/// `stream + m ∘ (branch + bias)` alone, of the stream's shape and dtype: the s' of [`add_norm`].
+/// Returns `stream + m ∘ (branch + bias)`, of the stream's shape and dtype: the s' of [`add_norm`].
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -200,7 +199,7 @@ pub fn norm<const D: usize>(
 /// ```
 ///
 /// # Errors
-/// As [`add_norm`].
+/// Those of [`add_norm`].
 pub fn residual_add<const D: usize>(
     stream: Tensor<D>,
     branch: Residual<D>,
@@ -219,7 +218,7 @@ impl AddNormOptions {
     /// Returns the plan of [`add_norm`] for these arguments.
     ///
     /// # Errors
-    /// As [`add_norm`].
+    /// Those of [`add_norm`].
     pub fn explain<const D: usize>(
         &self,
         stream: &Tensor<D>,
@@ -262,7 +261,7 @@ fn run<const D: usize>(
     (sum, normed.into_option().map(Tensor::from_dispatch))
 }
 
-/// That a dropout's probability is one.
+/// Checks that a dropout's probability is in `[0, 1)`.
 pub(crate) fn check_dropout(
     argument: &'static str,
     dropout: Option<&ElementDropout>,

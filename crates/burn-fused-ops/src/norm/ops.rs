@@ -8,7 +8,7 @@ use crate::norm::values::{
 };
 use burn_blocksparse::internal::prelude::*;
 
-/// A residual stream, what is added to it and its norm as a backend operation. Arguments are checked by the public functions.
+/// Residual norms and dropout as backend operations. The public functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -17,13 +17,13 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait NormOps: Backend {
-    /// The forward pass.
+    /// Forward pass of the residual norm.
     #[fusion(meta = meta::forward)]
     fn add_norm(#[extension_type] inputs: NormInputs<Self>, call: NormCall) -> NormOutput<Self> {
         reference::forward::<Self>(inputs, &call)
     }
 
-    /// The backward pass.
+    /// Backward pass of the residual norm.
     #[fusion(meta = meta::backward)]
     fn residual_norm_backward(
         #[extension_type] saved: NormSaved<Self>,
@@ -33,7 +33,7 @@ pub trait NormOps: Backend {
         reference::backward::<Self>(saved, grads, &call)
     }
 
-    /// Dropout alone: `m ∘ x` of a probability above 0. The gradient with respect to `x` is the same operation on that of the output.
+    /// Applies dropout: `m ∘ x` with a probability above 0. The gradient with respect to `x` is the same operation on the output's gradient.
     #[fusion(dtype = x, shape = x)]
     fn stream_dropout(x: FloatTensor<Self>, dropout: ElementDropout) -> FloatTensor<Self> {
         reference::dropout::<Self>(x, dropout)

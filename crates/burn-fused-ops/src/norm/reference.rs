@@ -1,4 +1,4 @@
-//! A residual norm in Burn primitives.
+//! Residual norms in Burn primitives.
 
 use blocksparse::ElementDropout;
 
@@ -9,7 +9,7 @@ use crate::norm::values::{
 use burn_blocksparse::graph::recording;
 use burn_blocksparse::internal::prelude::*;
 
-/// What both passes need.
+/// Shape and dtypes that forward and backward share.
 struct Rows<B: Backend> {
     shape: Shape,
     rows: usize,
@@ -31,13 +31,13 @@ impl<B: Backend> Rows<B> {
         }
     }
 
-    /// `[rows, width]` in the dtype of sums.
+    /// Reshapes to `[rows, width]` in the dtype of sums.
     fn matrix(&self, x: FloatTensor<B>) -> Array<B> {
         let x = Array::<B>(x).reshape([self.rows, self.width]);
         x.cast(self.sums)
     }
 
-    /// `[1, width]`, likewise.
+    /// Reshapes to `[1, width]` in the dtype of sums.
     fn row(&self, x: FloatTensor<B>) -> Array<B> {
         Array::<B>(x).reshape([1, self.width]).cast(self.sums)
     }
@@ -61,7 +61,7 @@ impl<B: Backend> Rows<B> {
         x * (mask.cast(self.sums) * dropout.factor())
     }
 
-    /// The mean of a row's numbers, `[rows, 1]`.
+    /// Returns the mean of each row, `[rows, 1]`.
     fn mean(&self, x: Array<B>) -> Array<B> {
         x.sum_dim(1) * (1.0 / self.width as f64)
     }
@@ -71,7 +71,6 @@ impl<B: Backend> Rows<B> {
     }
 }
 
-/// Dropout alone.
 pub(crate) fn dropout<B: Backend>(x: FloatTensor<B>, dropout: ElementDropout) -> FloatTensor<B> {
     let dtype: FloatDType = x.dtype().into();
     let rows = Rows::<B>::new(&x, dtype);

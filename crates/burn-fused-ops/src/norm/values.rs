@@ -1,4 +1,4 @@
-//! The values that cross the backend trait.
+//! Values in the signatures of the backend trait.
 
 use blocksparse::ElementDropout;
 
@@ -8,67 +8,67 @@ use burn_blocksparse::internal::prelude::*;
 op_values! {
     /// Inputs of a residual norm.
     pub struct NormInputs {
-        /// `[.., width]`.
+        /// Residual stream, `[.., width]`.
         pub stream: FloatTensor,
-        /// Branch that is added to it, of its shape.
+        /// Branch added to the stream, of its shape.
         pub branch: OptFloat,
-        /// `[width]`: what is added to the branch.
+        /// Bias added to the branch, `[width]`.
         pub bias: OptFloat,
-        /// `[width]`, there if there is a norm.
+        /// Scale, `[width]`; present if there is a norm.
         pub gamma: OptFloat,
-        /// `[width]`.
+        /// Shift, `[width]`.
         pub beta: OptFloat,
     }
 
     /// Output of a residual norm.
     pub struct NormOutput {
-        /// The stream with the branch, of the stream's shape and dtype. None without a branch: it is the stream that came.
+        /// Sum of stream and branch, of the stream's shape and dtype. None without a branch: the sum is then the input stream.
         pub stream: OptFloat,
-        /// The normed stream, if there is a norm: of the stream's shape, in the call's dtype.
+        /// Normed stream, if there is a norm: of the stream's shape, in the call's dtype.
         pub normed: OptFloat,
-        /// Before gamma and beta, likewise, if it is to be stored.
+        /// Normed stream before gamma and beta, of the same shape and dtype, if it is to be stored.
         pub xhat: OptFloat,
-        /// One over the standard deviation, `[rows]`, in the dtype of the stream's sums, if it is to be stored.
+        /// Reciprocal standard deviations, `[rows]`, in the dtype of the stream's sums, if they are to be stored.
         pub rstd: OptFloat,
     }
 
-    /// Tensors saved for the backward pass: all of it if there is a norm.
+    /// Tensors saved for the backward pass: all of them if there is a norm.
     pub struct NormSaved {
-        /// As [`NormOutput::xhat`].
+        /// [`NormOutput::xhat`].
         pub xhat: OptFloat,
-        /// As [`NormOutput::rstd`].
+        /// [`NormOutput::rstd`].
         pub rstd: OptFloat,
-        /// As [`NormInputs::gamma`].
+        /// [`NormInputs::gamma`].
         pub gamma: OptFloat,
     }
 
-    /// Gradients of a loss with respect to the outputs, at least one.
+    /// Gradients with respect to the outputs; at least one is present.
     pub struct NormOutputGrads {
-        /// By the stream. None: 0.
+        /// With respect to the sum of stream and branch; `None` is 0.
         pub stream: OptFloat,
-        /// By the normed stream. None: 0.
+        /// With respect to the normed stream; `None` is 0.
         pub normed: OptFloat,
     }
 }
 
 float_list!(NormInputs, 5: stream; branch bias gamma beta);
 
-/// Gradients with respect to the inputs, each of its input's shape and dtype; but the stream's only those that are wanted.
+/// Gradients with respect to the inputs, each of its input's shape and dtype. The stream's is always present, the others if they are wanted.
 pub type NormGrads<B> = NormInputs<B>;
 
 /// Parameters of a residual norm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct NormCall {
-    /// The norm. None: the stream with the branch alone.
+    /// Kind of norm. None: only the sum of stream and branch is computed.
     pub norm: Option<NormKind>,
     /// Term added to the variance.
     pub epsilon: f64,
-    /// Dropout of the branch, of a probability above 0.
+    /// Dropout of the branch, with a probability above 0.
     pub dropout: Option<ElementDropout>,
-    /// The normed stream's dtype.
+    /// Dtype of the normed stream.
     pub dtype: FloatDType,
-    /// True if a backward pass will come, for which xhat and rstd are returned.
+    /// True if a backward pass follows; xhat and rstd are then returned.
     pub keep: bool,
 }
 
@@ -76,16 +76,16 @@ pub struct NormCall {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct NormBackwardCall {
-    /// The forward pass.
+    /// Parameters of the forward pass.
     pub forward: NormCall,
-    /// The stream's dtype.
+    /// Dtype of the stream.
     pub stream: FloatDType,
-    /// The dtypes of the inputs whose gradients are wanted: the branch,
+    /// Dtype of the branch, if its gradient is wanted.
     pub branch: Option<FloatDType>,
-    /// its bias,
+    /// Dtype of the bias, if its gradient is wanted.
     pub bias: Option<FloatDType>,
-    /// gamma
+    /// Dtype of gamma, if its gradient is wanted.
     pub gamma: Option<FloatDType>,
-    /// and beta.
+    /// Dtype of beta, if its gradient is wanted.
     pub beta: Option<FloatDType>,
 }

@@ -1,4 +1,4 @@
-//! Steps of optimizers on CubeCL devices. Autodiff has none: public functions hand over tensors that it does not follow.
+//! Optimizer steps on CubeCL devices. There is no autodiff implementation: the public functions strip autodiff from the tensors first.
 
 use crate::kernels::optim;
 use crate::kernels::optim::{AdamWTensors, FlatTensor};
@@ -10,7 +10,7 @@ use crate::optim::reference;
 use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT, TensorList};
 use burn_blocksparse::internal::cube::*;
 
-// Both count partial sums: the public functions without the kernels, too.
+// Both count partial sums; the public functions do so without the kernels too.
 const _: () = {
     let part = crate::optim::PART;
     assert!(optim::partial_sums(part) == 1 && optim::partial_sums(part + 1) == 2);
@@ -124,7 +124,7 @@ impl OptimOps for CubeBackend {
     }
 }
 
-/// Returns whether the kernels take tensors of these sizes, and the reference does not run instead.
+/// Returns whether the kernels support tensors of these sizes and the reference is not forced.
 fn kernels_take<'a>(tensors: impl IntoIterator<Item = &'a CubeTensor>) -> bool {
     let largest = tensors.into_iter().max_by_key(|tensor| elements(tensor));
     let takes = |tensor: &CubeTensor| optim::check(&tensor.client, elements(tensor)).is_ok();
@@ -140,7 +140,7 @@ fn flat(tensor: &CubeTensor) -> FlatTensor {
     FlatTensor::new(tensor.handle.clone(), elements(tensor), dtype)
 }
 
-/// As [`writable`]; what a recording updates in a copy would be read as it was by the next replay.
+/// Like [`writable`], but fails a recording that would copy: replays would read the tensor as it was before, not the updated copy.
 fn in_place(tensor: CubeTensor) -> CubeTensor {
     let own = (tensor.can_mut() && tensor.is_contiguous()) || elements(&tensor) == 0;
     if !own {

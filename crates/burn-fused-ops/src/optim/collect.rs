@@ -1,4 +1,4 @@
-//! From a module's parameters to lists of tensors, and back.
+//! Conversion between a module's parameters and lists of tensors.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
@@ -11,19 +11,19 @@ use burn::tensor::GradientCheckpointingStrategy;
 use crate::optim::record::{Moments, ParameterState};
 use burn_blocksparse::internal::prelude::*;
 
-/// Looks at a module before anything of it changes: at the parameters that have a gradient, or at all.
+/// Visitor that checks a module before any of it changes. With gradients it visits the parameters that have one, without gradients all.
 pub(crate) struct Survey<'a> {
     gradients: Option<&'a GradientsParams>,
     states: &'a BTreeMap<u64, ParameterState>,
     path: Vec<String>,
     device: Option<Device>,
-    /// The gradients, in the order of the parameters.
+    /// Gradients, in the order of the parameters.
     pub found: Vec<DispatchTensor>,
-    /// The parameters that were visited.
+    /// Visited parameters.
     pub seen: HashSet<ParamId>,
-    /// Elements of the largest parameter.
+    /// Number of elements of the largest parameter.
     pub largest: usize,
-    /// Numbers of steps that the parameters have taken, with the dtype of their sums, each pair once.
+    /// Distinct pairs of a parameter's step count and the dtype of its sums.
     pub steps: Vec<(usize, DType)>,
     failed: Option<OpError>,
 }
@@ -46,7 +46,7 @@ impl<'a> Survey<'a> {
             failed: None,
         };
         model.visit(&mut survey);
-        // Where nothing has a gradient Burn's default would be in its place, which this machine may lack.
+        // Without a gradient, take the model's device: Burn's default device may not exist on this machine.
         survey.device = survey.device.or_else(|| model.devices().into_iter().next());
         match survey.failed.take() {
             Some(error) => Err(error),
@@ -54,14 +54,14 @@ impl<'a> Survey<'a> {
         }
     }
 
-    /// The device of the parameters that were looked at, or else of the model's first, without autodiff. Of no parameter, the default.
+    /// Returns the device of the visited parameters, or else of the model's first one, without autodiff. Without parameters, the default device.
     pub fn device(&self) -> Device {
         self.device.clone().unwrap_or_default().without_autodiff()
     }
 
     fn look<const D: usize>(&mut self, param: &Param<Tensor<D>>) -> Result<(), OpError> {
         let gradient = match self.gradients {
-            // A parameter that is in two places takes one step.
+            // A parameter shared by two places takes one step.
             Some(_) if self.seen.contains(&param.id) => return Ok(()),
             Some(gradients) => match gradients.get::<D>(param.id) {
                 Some(gradient) => Some(gradient.inner()),
@@ -117,12 +117,12 @@ impl ModuleVisitor for Survey<'_> {
     }
 }
 
-/// A parameter out of its module, with what its step needs.
+/// Parameter taken out of its module, with the tensors of its step.
 pub(crate) struct Held {
     pub id: ParamId,
     pub path: String,
     pub shape: Vec<usize>,
-    /// Steps, with the one that is taken.
+    /// Number of steps, this one included.
     pub time: usize,
     pub moments_dtype: DType,
     pub parameter: Option<DispatchTensor>,
@@ -132,7 +132,7 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Parameter, gradient and moments, so that the call alone holds them.
+    /// Moves out parameter, gradient and moments, so that the call holds them alone.
     pub fn take(&mut self) -> [DispatchTensor; 4] {
         let parameter = self.parameter.take().expect("before the step");
         let [first, second] = self.moments.take().expect("before the step");
@@ -140,7 +140,7 @@ impl Held {
         [parameter, gradient, first, second]
     }
 
-    /// The parameter's state after its step.
+    /// Returns the parameter's state after its step.
     pub fn state(&self, moments: [DispatchTensor; 2]) -> ParameterState {
         ParameterState {
             time: self.time,
@@ -152,7 +152,7 @@ impl Held {
     }
 }
 
-/// What autodiff knows of a parameter, which does not come back by itself with a new value.
+/// Autodiff settings of a parameter, which a new value does not carry over.
 struct Context {
     autodiff: bool,
     require_grad: bool,
@@ -192,14 +192,14 @@ impl Context {
     }
 }
 
-/// Takes parameters that have a gradient out of a module, so that nobody else holds them, and leaves a tensor of one element.
+/// Mapper that takes parameters with a gradient out of a module, so that no one else holds them, and leaves a tensor of one element in their place.
 pub(crate) struct Take<'a> {
     gradients: GradientsParams,
     states: &'a mut BTreeMap<u64, ParameterState>,
     path: Vec<String>,
-    /// By rank.
+    /// One placeholder per rank.
     placeholders: HashMap<usize, DispatchTensor>,
-    /// Of all parameters in order, those that were taken.
+    /// Parameters taken, in order; `None` for a parameter that was not taken.
     pub held: Vec<Option<Held>>,
 }
 
@@ -214,7 +214,7 @@ impl<'a> Take<'a> {
         }
     }
 
-    /// The moments of a parameter before its step, and the steps with this one.
+    /// Returns a parameter's moments before its step, and the number of steps including this one.
     fn moments<const D: usize>(
         &mut self,
         id: ParamId,
@@ -282,7 +282,7 @@ impl ModuleMapper for Take<'_> {
     }
 }
 
-/// Puts parameters back where [`Take`] took them.
+/// Mapper that puts parameters back where [`Take`] took them.
 pub(crate) struct GiveBack {
     pub updated: VecDeque<Option<Held>>,
 }
@@ -301,13 +301,13 @@ impl ModuleMapper for GiveBack {
     }
 }
 
-/// Takes the gradients of a module's parameters out of their container in one visit, and puts others there in the next.
+/// Visitor that takes the gradients of a module's parameters out of their container in its first pass, and stores other tensors there in the second.
 pub(crate) struct Replace {
     pub gradients: GradientsParams,
     pub tensors: Vec<DispatchTensor>,
-    /// In the order of the visits.
+    /// Parameters in the order of the visits.
     ids: VecDeque<ParamId>,
-    /// What the next visit puts back.
+    /// Tensors that the second pass stores.
     pub back: Option<VecDeque<DispatchTensor>>,
 }
 

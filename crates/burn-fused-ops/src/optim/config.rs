@@ -1,4 +1,4 @@
-//! What AdamW is configured with.
+//! Configuration of AdamW.
 
 use crate::optim::FusedAdamW;
 use burn_blocksparse::OpError;
@@ -8,15 +8,15 @@ use burn_blocksparse::OpError;
 #[must_use]
 #[non_exhaustive]
 pub struct FusedAdamWConfig {
-    /// β₁, how much is retained of the first moment; in `[0, 1)`, default 0.9.
+    /// β₁, the decay of the first moment; in `[0, 1)`, default 0.9.
     pub beta_1: f64,
-    /// β₂, how much is retained of the second moment; in `[0, 1)`, default 0.999.
+    /// β₂, the decay of the second moment; in `[0, 1)`, default 0.999.
     pub beta_2: f64,
-    /// ε, added to the root of the second moment; default 1e-5, as in Burn's `AdamWConfig`. The paper has 1e-8.
+    /// ε, added to the root of the second moment; default 1e-5, as in Burn's `AdamWConfig`. The paper uses 1e-8.
     pub epsilon: f64,
     /// λ: a step multiplies parameters by `1 − η λ`; default 1e-4, as in Burn's `AdamWConfig`.
     pub weight_decay: f64,
-    /// The norm over all gradients is bounded by this; default none.
+    /// Upper bound of the norm over all gradients; default none.
     pub max_grad_norm: Option<f64>,
 }
 
@@ -33,7 +33,7 @@ impl Default for FusedAdamWConfig {
 }
 
 impl FusedAdamWConfig {
-    /// The defaults.
+    /// Returns the defaults.
     pub fn new() -> Self {
         Self::default()
     }
@@ -47,11 +47,11 @@ impl FusedAdamWConfig {
         with_epsilon => epsilon: f64,
         /// Sets λ.
         with_weight_decay => weight_decay: f64,
-        /// Sets the bound of the norm over all gradients.
+        /// Sets the upper bound of the norm over all gradients.
         with_max_grad_norm => max_grad_norm: Option<f64>,
     }
 
-    /// An optimizer without any steps behind it. Its first step says if a number is out of range.
+    /// Returns an optimizer that has taken no step. The configuration is checked in its first step.
     pub fn init(&self) -> FusedAdamW {
         FusedAdamW::new(*self)
     }
@@ -73,7 +73,7 @@ impl FusedAdamWConfig {
     }
 }
 
-/// That a limit of norms is one.
+/// Checks that a norm's limit is finite and above 0.
 pub(crate) fn check_norm(name: &'static str, norm: f64) -> Result<(), OpError> {
     blocksparse::ensure! { OpError; norm.is_finite() && norm > 0.0 => name, "a finite number above 0", norm; }
     Ok(())

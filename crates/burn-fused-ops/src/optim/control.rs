@@ -1,4 +1,4 @@
-//! State of an optimizer step on the device.
+//! Optimizer step state on the device.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -11,22 +11,22 @@ use crate::optim::{CONTROL, FusedAdamWConfig};
 use burn_blocksparse::OpError;
 use burn_blocksparse::graph::{StaticInput, recording};
 
-/// State of a [`FusedAdamW`](crate::optim::FusedAdamW) step on the device, so that a CUDA graph can capture it: learning rate, bias corrections and the limit of the norm.
-/// From [`FusedAdamW::control`](crate::optim::FusedAdamW::control).
+/// State of a [`FusedAdamW`](crate::optim::FusedAdamW) step on the device, so that a CUDA graph can capture it: learning rate, bias corrections and the limit
+/// of the norm. Created by [`FusedAdamW::control`](crate::optim::FusedAdamW::control).
 ///
-/// It stays on its thread, like [`StaticInput`].
+/// It is bound to its thread, like [`StaticInput`].
 #[derive(Debug)]
 pub struct AdamWStepState {
-    /// By how many steps parameters had taken before, and the dtype of their sums.
+    /// A control tensor for each group of parameters: the steps they had taken when the control was created, and the dtype of their sums.
     numbers: Vec<((usize, DType), StaticInput<1>)>,
     config: FusedAdamWConfig,
-    /// Steps of this control, with the one that is prepared.
+    /// Steps prepared by this control.
     pub(crate) taken: Arc<AtomicUsize>,
     prepared: Cell<bool>,
 }
 
 impl AdamWStepState {
-    /// For parameters that have so many steps behind them, of dtypes of sums.
+    /// Creates control tensors for groups of parameters: steps taken so far, and dtype of sums.
     pub(crate) fn new(
         device: &Device,
         config: &FusedAdamWConfig,
@@ -48,10 +48,10 @@ impl AdamWStepState {
         })
     }
 
-    /// Prepares the next step: to be called once before each, outside of what is recorded.
+    /// Prepares the next step. Call it once before each step, outside of the recorded region.
     ///
     /// # Errors
-    /// [`OpError`] if the learning rate is not a finite number, at least 0, or if this thread records.
+    /// [`OpError`] if the learning rate is negative or not finite, or if this thread is recording.
     pub fn prepare(&self, learning_rate: f64) -> Result<(), OpError> {
         crate::optim::check_rate(learning_rate)?;
         recording::ensure_not_capturing("the numbers of a step of the optimizer")?;
@@ -65,12 +65,12 @@ impl AdamWStepState {
         Ok(())
     }
 
-    /// Steps that were prepared.
+    /// Returns the number of prepared steps.
     pub fn steps(&self) -> usize {
         self.taken.load(Ordering::Relaxed)
     }
 
-    /// The prepared step's number.
+    /// Marks the prepared step as used and returns its number.
     pub(crate) fn use_step(&self) -> Result<usize, OpError> {
         match self.prepared.replace(false) {
             true => Ok(self.steps()),
@@ -82,7 +82,7 @@ impl AdamWStepState {
         }
     }
 
-    /// Of parameters that had `before` steps behind them when the control was made.
+    /// Returns the control tensor of parameters that had taken `before` steps when the control was created.
     pub(crate) fn of(&self, before: usize, dtype: DType) -> Option<Tensor<1>> {
         let of_group = self
             .numbers
@@ -91,14 +91,14 @@ impl AdamWStepState {
         of_group.map(|(_, fixed)| fixed.tensor())
     }
 
-    /// The limit of the norm is the same for all.
+    /// Returns any control tensor of a dtype; the limit of the norm is the same in all.
     pub(crate) fn of_dtype(&self, dtype: DType) -> Option<Tensor<1>> {
         let of_dtype = self.numbers.iter().find(|((_, other), _)| *other == dtype);
         of_dtype.map(|(_, fixed)| fixed.tensor())
     }
 }
 
-/// η, the bias corrections of step `time`, and the limit.
+/// Returns η, the bias corrections of step `time`, and the limit.
 pub(crate) fn control(
     config: &FusedAdamWConfig,
     learning_rate: f64,

@@ -34,10 +34,10 @@ use record::ParameterState;
 /// `g ← min(1, limit / ‖g‖) g`, `m ← β₁ m + (1 − β₁) g`, `v ← β₂ v + (1 − β₂) g²`,
 /// `p ← p (1 − η λ) − η (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)`
 ///
-/// On CubeCL devices 32 parameters are a launch (one, on devices that bind few buffers), and parameters and moments are updated in their own
-/// buffers where nobody else holds them: hand over the model itself, not a clone. A clone elsewhere keeps its values, and costs a copy.
+/// On CubeCL devices one launch updates 32 parameters (one, on devices that bind few buffers). Parameters and moments are updated in place where no one else
+/// holds them: pass the model itself, not a clone. A clone elsewhere keeps its values, at the cost of a copy.
 ///
-/// A parameter counts its own steps, like Burn's `AdamW`, and its moments are f32 (f64 for f64). [`to_bytes`](Self::to_bytes) writes the record of Burn's
+/// Each parameter counts its own steps, as in Burn's `AdamW`, and its moments are f32 (f64 for f64). [`to_bytes`](Self::to_bytes) writes the record of Burn's
 /// `AdamW`, and [`from_bytes`](Self::from_bytes) reads it. Deterministic.
 ///
 /// ```
@@ -60,14 +60,14 @@ use record::ParameterState;
 #[derive(Debug)]
 pub struct FusedAdamW {
     config: FusedAdamWConfig,
-    /// By parameter id.
+    /// States by parameter id.
     states: BTreeMap<u64, ParameterState>,
-    /// The steps of a control, which replays take without this optimizer.
+    /// Step counter of a control. Replays advance it without this optimizer.
     counted: Option<Arc<AtomicUsize>>,
 }
 
 impl Clone for FusedAdamW {
-    /// With the steps that were taken; those of a control go on in the original.
+    /// Clones the state with the steps taken so far. Further steps of a control count in the original only.
     fn clone(&self) -> Self {
         Self {
             config: self.config,
@@ -86,20 +86,20 @@ impl FusedAdamW {
         }
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &FusedAdamWConfig {
         &self.config
     }
 
-    /// Takes a step. Parameters without a gradient stay as they are.
+    /// Takes a step. Parameters without a gradient are unchanged.
     ///
-    /// Returns the model, and the norm of all gradients before clipping: `[1]`, f32 (f64 if a gradient is), still on the device, so that nothing waits for it
-    /// here. It is NaN if a gradient is, and infinite if one is, or if it is above the largest number of its dtype; squares that overflow do not make it so.
-    /// A step is not clipped by a NaN norm, and GPUs take a factor below 1.2·10⁻³⁸, of a norm that much above the limit, as 0.
+    /// Returns the model and the norm of all gradients before clipping: `[1]`, f32 (f64 if a gradient is), on the device, so this does not wait for it. The
+    /// norm is NaN if a gradient is, and infinite if a gradient is or if it exceeds the largest number of its dtype; squares that overflow do not make it
+    /// infinite. A step is not clipped by a NaN norm. GPUs flush a factor below 1.2·10⁻³⁸, of a norm that far above the limit, to 0.
     ///
     /// # Errors
-    /// [`OpError`] if the configuration or the learning rate is out of range, if a gradient or a moment of a record does not fit its parameter, or if the
-    /// parameters with gradients are on several devices or on one that this crate does not serve. The optimizer is then as it was.
+    /// [`OpError`] if the configuration or the learning rate is out of range, if a gradient or a recorded moment does not match its parameter, or if the
+    /// parameters with gradients are on several devices or on one that this crate does not serve. The optimizer is unchanged then.
     pub fn step<M: Module>(
         &mut self,
         learning_rate: f64,
@@ -127,7 +127,7 @@ impl FusedAdamW {
     /// Returns the state that captured steps of `model` read from the device.
     ///
     /// # Errors
-    /// [`OpError`] if the configuration is out of range, if this thread records, or as [`step`](Self::step) of the parameters.
+    /// [`OpError`] if the configuration is out of range, if this thread is recording, or for the parameters' errors of [`step`](Self::step).
     pub fn control<M: Module>(&mut self, model: &M) -> Result<AdamWStepState, OpError> {
         self.config.validate()?;
         self.settle();
@@ -137,15 +137,15 @@ impl FusedAdamW {
         Ok(control)
     }
 
-    /// As [`step`](Self::step), with the state that the last [`prepare`](AdamWStepState::prepare) of this optimizer's control left on the device: for
-    /// steps in a [`CapturedGraph`](burn_blocksparse::graph::CapturedGraph). During a capture, parameters and moments are updated in place, or it
-    /// fails with [`OpError::NotInPlace`]: nothing else may hold the model's parameters then, such as a clone or a graph of autodiff.
+    /// Like [`step`](Self::step), but reads the state that the last [`prepare`](AdamWStepState::prepare) of this optimizer's control left on the device: for
+    /// steps in a [`CapturedGraph`](burn_blocksparse::graph::CapturedGraph). A capture updates parameters and moments in place or fails with
+    /// [`OpError::NotInPlace`], so nothing else may hold the model's parameters then, such as a clone or an autodiff graph.
     ///
-    /// Replayed steps count: [`to_bytes`](Self::to_bytes), between runs, writes them.
+    /// Replayed steps count: [`to_bytes`](Self::to_bytes), called between runs, writes them.
     ///
     /// # Errors
-    /// As [`step`](Self::step); also if the control is another optimizer's or not prepared, or if a parameter with a gradient has had none in some of the
-    /// control's steps.
+    /// Those of [`step`](Self::step); also if the control belongs to another optimizer or is not prepared, or if a parameter with a gradient had none in one
+    /// of the control's steps.
     pub fn step_prepared<M: Module>(
         &mut self,
         control: &AdamWStepState,
@@ -171,7 +171,8 @@ impl FusedAdamW {
         }
         let numbers = |time: Option<usize>, dtype: DType| {
             let of_group = time.and_then(|time| control.of(time - taken, dtype));
-            // The norm's are any of its dtype, which no parameter has where gradients are of another, or there are none.
+            // The norm reads any control of its dtype. If gradients have another dtype than the sums of all parameters, or there are none, no such control
+            // exists.
             of_group
                 .or_else(|| control.of_dtype(dtype))
                 .unwrap_or_else(|| limit_on(&device, limit, dtype))
@@ -185,7 +186,7 @@ impl FusedAdamW {
         Ok(stepped)
     }
 
-    /// The step, with control tensors by a parameter's steps (none for the norm) and the dtype of sums.
+    /// Takes the step. `numbers` returns the control tensor for a parameter's step count (`None` for the norm) and a dtype of sums.
     fn stepped<M: Module>(
         &mut self,
         model: M,
@@ -211,7 +212,7 @@ impl FusedAdamW {
         (model, norm)
     }
 
-    /// The states with the steps that were replayed.
+    /// Returns the states, with replayed steps counted.
     fn settled(&self) -> BTreeMap<u64, ParameterState> {
         let mut states = self.states.clone();
         if let Some(counted) = &self.counted {
@@ -220,7 +221,7 @@ impl FusedAdamW {
         states
     }
 
-    /// Ends what a control counts.
+    /// Adds the control's steps to the states and stops counting.
     fn settle(&mut self) {
         if let Some(counted) = self.counted.take() {
             set_steps(&mut self.states, counted.load(Ordering::Relaxed));
@@ -230,7 +231,7 @@ impl FusedAdamW {
         }
     }
 
-    /// The step of the parameters that are held, by groups of one step count and one dtype of sums.
+    /// Updates the held parameters, in groups of one step count and one dtype of sums.
     fn update(
         &mut self,
         held: Vec<Option<Held>>,
@@ -278,7 +279,7 @@ impl FusedAdamW {
     /// Returns the plan of a step of `model`.
     ///
     /// # Errors
-    /// As [`step`](Self::step), but for what gradients bring.
+    /// Those of [`step`](Self::step), except those of gradients.
     pub fn explain<M: Module>(&self, model: &M) -> Result<OpPlan, OpError> {
         self.config.validate()?;
         let survey = Survey::of(model, None, &self.states)?;
@@ -288,8 +289,8 @@ impl FusedAdamW {
         }))
     }
 
-    /// Keeps of a parameter's moments the rows (entries of the first dimension) with these indices, in their order, as a parameter does whose rows
-    /// are pruned: the blocks of a block-sparse weight. Does nothing if the parameter has taken no step.
+    /// Keeps the rows (entries of the first dimension) `rows` of a parameter's moments, in the given order, for a parameter whose rows are pruned, such as
+    /// the blocks of a block-sparse weight. Does nothing if the parameter has taken no step.
     ///
     /// # Errors
     /// [`OpError::Argument`] if an index is not below the number of rows.
@@ -300,18 +301,18 @@ impl FusedAdamW {
         }
     }
 
-    /// The state as the record of Burn's `AdamW`, which `ModuleOptimizer::from_bytes` reads as well.
+    /// Returns the state as the record of Burn's `AdamW`, which `ModuleOptimizer::from_bytes` also reads.
     ///
     /// # Errors
-    /// [`OpError::Read`] if the moments cannot be read from the device or not be written.
+    /// [`OpError::Read`] if the moments cannot be read from the device or cannot be written.
     pub fn to_bytes(&self) -> Result<Bytes, OpError> {
         record::write(&self.settled())
     }
 
-    /// This optimizer with the state of a record, its own or one of Burn's `AdamW`. The moments move to the parameters' device with the next step.
+    /// Returns this optimizer with the state of a record, its own or one of Burn's `AdamW`. The next step moves the moments to the parameters' device.
     ///
     /// # Errors
-    /// [`OpError::Argument`] if the bytes are no such record: not readable, a field missing, moments of different shapes, or one of AMSGrad.
+    /// [`OpError::Argument`] if the bytes are not such a record: unreadable, a missing field, moments of different shapes, or a record of AMSGrad.
     pub fn from_bytes(mut self, bytes: Bytes) -> Result<Self, OpError> {
         self.states = record::read(bytes)?;
         self.counted = None;
@@ -319,11 +320,11 @@ impl FusedAdamW {
     }
 }
 
-/// The norm of the gradients over all of `model`'s parameters: `[1]`, f32 (f64 if a gradient is), on the device. It is infinite only if a gradient is, or if it
-/// is above the largest number of its dtype.
+/// Returns the norm of the gradients over all of `model`'s parameters: `[1]`, f32 (f64 if a gradient is), on the device. It is infinite only if a gradient
+/// is, or if it exceeds the largest number of its dtype.
 ///
 /// # Errors
-/// [`OpError`] if a gradient does not fit its parameter, or the gradients are on several devices or on one that this crate does not serve.
+/// [`OpError`] if a gradient does not match its parameter, or the gradients are on several devices or on one that this crate does not serve.
 pub fn gradient_norm<M: Module>(
     model: &M,
     gradients: &GradientsParams,
@@ -336,13 +337,13 @@ pub fn gradient_norm<M: Module>(
     Ok(Tensor::from_dispatch(clip.norm))
 }
 
-/// Scales the gradients of `model`'s parameters by `min(1, max_norm / norm)`, of their joint norm, for an optimizer that does not clip. Burn's
-/// `GradientClippingConfig::Norm` bounds the norm of each parameter's gradient alone, which changes the gradient's direction.
+/// Scales the gradients of `model`'s parameters by `min(1, max_norm / norm)`, with `norm` over all of them, for an optimizer that does not clip. Burn's
+/// `GradientClippingConfig::Norm` bounds the norm of each parameter's gradient separately, which changes the direction of the whole gradient.
 ///
-/// Returns the gradients, and their norm before: `[1]`, still on the device.
+/// Returns the gradients and their norm before scaling: `[1]`, on the device.
 ///
 /// # Errors
-/// [`OpError`] if `max_norm` is not above 0, and as [`gradient_norm`].
+/// [`OpError`] if `max_norm` is not finite and above 0; also those of [`gradient_norm`].
 pub fn clip_gradients<M: Module>(
     model: &M,
     gradients: GradientsParams,
@@ -376,11 +377,10 @@ pub fn clip_gradients<M: Module>(
     Ok((replace.gradients, Tensor::from_dispatch(clip.norm)))
 }
 
-/// The elements of `tensors`, one tensor after another: `[elements]`. On CubeCL devices 32 tensors are a launch, where `Tensor::cat` makes one for each.
-/// Not differentiated.
+/// Concatenates `tensors` to `[elements]`. On CubeCL devices one launch copies 32 tensors, where `Tensor::cat` takes one for each. Not differentiable.
 ///
 /// # Errors
-/// [`OpError`] if there are none, or if they are of several dtypes or devices, or on one that this crate does not serve.
+/// [`OpError`] if there are no tensors, if they have several dtypes or devices, or if this crate does not serve their device.
 pub fn concat(tensors: Vec<Tensor<1>>) -> Result<Tensor<1>, OpError> {
     let Some(first) = tensors.first() else {
         return Err(OpError::argument("tensors", "one at least", "none"));
@@ -405,7 +405,7 @@ pub fn concat(tensors: Vec<Tensor<1>>) -> Result<Tensor<1>, OpError> {
     Ok(Tensor::from_dispatch(output))
 }
 
-/// The places of each key, in the order in which keys come.
+/// Groups the indices of equal keys, in the order in which keys first appear.
 fn grouped<K: PartialEq>(keys: impl Iterator<Item = Option<K>>) -> Vec<(K, Vec<usize>)> {
     let mut groups: Vec<(K, Vec<usize>)> = Vec::new();
     for (index, key) in keys.enumerate() {
@@ -418,7 +418,7 @@ fn grouped<K: PartialEq>(keys: impl Iterator<Item = Option<K>>) -> Vec<(K, Vec<u
     groups
 }
 
-/// The norm of tensors together, and the factor that clips it to `limit`.
+/// Returns the norm over all tensors, and the factor that clips it to `limit`.
 fn norm_of(
     tensors: &[DispatchTensor],
     numbers: impl FnOnce(DType) -> Tensor<1>,
@@ -450,12 +450,12 @@ fn norm_of(
     <Dispatch as OptimOps>::clip_factor(partials, numbers(dtype).into_dispatch())
 }
 
-/// A control tensor of which only the limit is read; the device makes it, so that recordings may.
+/// Returns a control tensor of which only the limit is read. The device fills it, so that it works while recording.
 fn limit_on(device: &Device, limit: f64, dtype: DType) -> Tensor<1> {
     Tensor::full([CONTROL], limit, (device, dtype))
 }
 
-/// Sets the steps of the parameters that a control counts.
+/// Updates the steps of the parameters that a control counts.
 fn set_steps(states: &mut BTreeMap<u64, ParameterState>, taken: usize) {
     for state in states.values_mut() {
         if let Some(before) = state.counted {
@@ -472,10 +472,10 @@ fn check_rate(learning_rate: f64) -> Result<(), OpError> {
     Ok(())
 }
 
-/// Elements of a partial sum, on every device.
+/// Elements per partial sum, on every device.
 pub(crate) const PART: usize = 8192;
 
-/// How many partial sums are made of a tensor.
+/// Returns the number of partial sums of a tensor.
 pub(crate) fn partial_sums(elements: usize) -> usize {
     elements.div_ceil(PART)
 }

@@ -1,4 +1,4 @@
-//! The backend trait of optimizers' steps.
+//! The backend trait of optimizer steps.
 
 use crate::optim::reference;
 use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, TensorList};
@@ -6,8 +6,8 @@ use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, Tenso
 use crate::optim::values::{AdamWOutputMetadata, GradNormMetadata};
 use burn_blocksparse::internal::prelude::*;
 
-/// Steps of optimizers as backend operations, on tensors that are not on an autodiff device. Arguments are checked by the public functions. A backend
-/// writes in place what the call alone holds, and otherwise to tensors of its own.
+/// Optimizer steps as backend operations, on tensors without autodiff. The public functions check the arguments. A backend writes in place what only the call
+/// holds, and otherwise to new tensors.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -15,8 +15,8 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait OptimOps: Backend {
-    /// Writes sums of squares of the tensors into `partials`, from element `first` on: one for each 8,192 elements of a tensor. The dtype of
-    /// `partials` is that of the sums. One that overflows is negative, and of numbers that are multiplied by 2⁻⁹⁶ first, or 2⁻⁷⁶⁸ in f64.
+    /// Writes sums of squares of the tensors into `partials`, from element `first` on: one for every 8,192 elements of a tensor, in the dtype of `partials`.
+    /// A sum that would overflow is stored as the negative sum of squares of elements scaled by 2⁻⁹⁶ (2⁻⁷⁶⁸ in f64).
     #[fusion(dtype = partials, shape = partials)]
     fn sum_of_squares(
         #[extension_type] tensors: TensorList<Self>,
@@ -26,7 +26,7 @@ pub trait OptimOps: Backend {
         reference::sum_of_squares::<Self>(tensors, partials, first, true)
     }
 
-    /// The norm of what has `partials` as its sums of squares, and the factor that clips it to the limit in `control`, of the same dtype.
+    /// Returns the norm whose sums of squares are `partials`, and the factor that clips it to the limit in `control`, in the same dtype.
     #[fusion(meta = |partials, _control| GradNormMetadata {
         norm: TensorSpec::new([1].into(), partials.dtype),
         factor: TensorSpec::new([1].into(), partials.dtype),
@@ -35,7 +35,7 @@ pub trait OptimOps: Backend {
         reference::clip_factor::<Self>(partials, control)
     }
 
-    /// A step of AdamW; `control` is `[8]`, in the dtype of sums.
+    /// Takes a step of AdamW; `control` is `[8]`, in the dtype of sums.
     #[fusion(meta = |inputs, _control, _numbers| AdamWOutputMetadata {
         parameters: inputs.parameters.clone(),
         first: inputs.first.clone(),
@@ -49,7 +49,7 @@ pub trait OptimOps: Backend {
         reference::adamw::<Self>(inputs, control, numbers)
     }
 
-    /// Writes the tensors, one after another, into `output` `[elements]`, from element `first` on; all are of its dtype.
+    /// Writes the tensors contiguously into `output` `[elements]`, from element `first` on; all have its dtype.
     #[fusion(dtype = output, shape = output)]
     fn concat(
         #[extension_type] tensors: TensorList<Self>,
@@ -59,7 +59,7 @@ pub trait OptimOps: Backend {
         reference::concat::<Self>(tensors, output, first)
     }
 
-    /// The tensors multiplied by `factor`, `[1]`, in the dtype of their sums.
+    /// Multiplies the tensors by `factor`, `[1]`, in the dtype of their sums.
     #[fusion(meta = |tensors, _factor| tensors.clone())]
     fn scale(
         #[extension_type] tensors: TensorList<Self>,

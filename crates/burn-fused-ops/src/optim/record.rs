@@ -1,4 +1,4 @@
-//! The state of parameters, and the record of Burn's `AdamW`: a burnpack with the tensors `{id}.momentum.moment_1` and `.moment_2`, the scalars
+//! State of parameters, and the record of Burn's `AdamW`: a burnpack with the tensors `{id}.momentum.moment_1` and `.moment_2`, the scalars
 //! `{id}.momentum.time` and `{id}.__rank`, and the parameters' paths by id as metadata.
 
 use std::collections::BTreeMap;
@@ -15,30 +15,30 @@ const LARGEST: &str = "momentum.max_moment_2";
 const TIME: &str = "momentum.time";
 const RANK: &str = "__rank";
 
-/// Of one parameter.
+/// State of one parameter.
 #[derive(Clone, Debug)]
 pub(crate) struct ParameterState {
-    /// Steps that are behind it.
+    /// Number of steps taken.
     pub time: usize,
-    /// Steps before a control began to count them, if one does.
+    /// Steps taken before a control began to count, if one does.
     pub counted: Option<usize>,
-    /// Its place in the module, if it is known.
+    /// Path in the module, if known.
     pub path: Option<String>,
-    /// The shape of the moments.
+    /// Shape of the moments.
     pub shape: Vec<usize>,
     pub moments: Moments,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) enum Moments {
-    /// Where the parameter is.
+    /// On the parameter's device.
     Device(Box<[DispatchTensor; 2]>),
-    /// As they were read.
+    /// On the host, as read from a record.
     Host(Box<[TensorData; 2]>),
 }
 
 impl ParameterState {
-    /// The rows with these indices of both moments.
+    /// Keeps the rows with these indices of both moments.
     pub fn keep_rows(&mut self, rows: &[usize]) -> Result<(), OpError> {
         let all = self.shape.first().copied().unwrap_or(0);
         if let Some(row) = rows.iter().find(|&&row| row >= all) {
@@ -101,7 +101,7 @@ pub(crate) fn write(states: &BTreeMap<u64, ParameterState>) -> Result<Bytes, OpE
     writer.into_bytes().map_err(OpError::read)
 }
 
-/// The rank of the type does not matter to its data.
+/// Reads the tensor's data. Rank 1 in the type does not affect the data.
 fn data_of(tensor: DispatchTensor) -> Result<TensorData, OpError> {
     let tensor = Tensor::<1>::from_dispatch(tensor);
     tensor
@@ -125,7 +125,7 @@ pub(crate) fn read(bytes: Bytes) -> Result<BTreeMap<u64, ParameterState>, OpErro
         let got = format!("one with {name}");
         return Err(OpError::argument("record", expected, got));
     }
-    // Any field says that there is a parameter.
+    // Any field declares a parameter.
     let ids = (scalars.keys().chain(data.keys()))
         .filter_map(|name| name.split('.').next()?.parse().ok())
         .collect::<std::collections::BTreeSet<u64>>();

@@ -1,4 +1,4 @@
-//! Steps of optimizers in Burn primitives.
+//! Optimizer steps in Burn primitives.
 
 use burn::backend::get_device_settings;
 
@@ -7,15 +7,16 @@ use crate::optim::values::{AdamWHyper, AdamWInputs, AdamWOutput, GradNorm, LIMIT
 use burn_blocksparse::internal::host;
 use burn_blocksparse::internal::prelude::*;
 
-/// Numbers that are added by themselves before their sums are: a sum over a long vector loses digits.
+/// Elements summed in a first step before their sums are added: a single sum over a long vector loses digits.
 const RUN: usize = 512;
 
-/// Sums of squares too large for their dtype: those of numbers that are shrunk first are not, and no square that counts is 0 then.
+/// Detects sums of squares too large for their dtype. Sums of elements scaled down first do not overflow, and where they are used no square that matters
+/// underflows to 0.
 #[derive(Clone, Copy)]
 struct Large {
-    /// What numbers are shrunk by.
+    /// Factor that scales elements down.
     by: f64,
-    /// Sums from here on are large.
+    /// Least sum that counts as large.
     sum: f64,
 }
 
@@ -31,7 +32,7 @@ impl Large {
         }
     }
 
-    /// Where a sum of shrunk numbers says that the sum itself is large. NaN is not.
+    /// Returns where a sum of scaled elements means that the plain sum is large. NaN is not large.
     fn is_sum<B: Backend>(self, shrunk: &Array<B>) -> BoolTensor<B> {
         let bools = get_device_settings::<B>(&shrunk.0.device()).bool_dtype;
         let bound = self.sum * self.by * self.by;
@@ -39,8 +40,8 @@ impl Large {
     }
 }
 
-/// The first partial sum of a tensor is the whole, and the others are 0. A [`Large`] one is negative, and of shrunk numbers. Where the host may look at
-/// numbers, those are shrunk only if they have to be.
+/// Writes the whole sum of a tensor to its first partial sum and 0 to the others. A [`Large`] sum is stored as the negative sum of scaled elements. If the
+/// host may read values, elements are scaled only if necessary.
 pub(crate) fn sum_of_squares<B: Backend>(
     tensors: TensorList<B>,
     partials: FloatTensor<B>,
@@ -83,7 +84,7 @@ pub(crate) fn sum_of_squares<B: Backend>(
     }
 }
 
-/// The sum of the squares of a vector.
+/// Returns the sum of squares of a vector.
 fn squares_of<B: Backend>(x: Array<B>) -> Array<B> {
     let elements = x.shape().num_elements();
     let squares = x.clone() * x;
@@ -113,7 +114,7 @@ pub(crate) fn clip_factor<B: Backend>(
     let is_shrunk = B::float_lower_elem(partials.clone(), 0.0.into(), bools);
     let partials = Array::<B>(partials);
     let plain = partials.clone().fill(is_shrunk.clone(), 0.0);
-    // No dtype has the square of the factor for all of its numbers.
+    // The square of the scale underflows in the dtype: multiply twice.
     let shrunk = (plain.clone() * by * by).replace(is_shrunk, -partials);
     let [plain, shrunk] = [plain, shrunk].map(|sums| sums.sum_dim(0));
     let is_large = large.is_sum(&shrunk);

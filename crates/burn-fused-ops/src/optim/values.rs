@@ -1,4 +1,4 @@
-//! The lists of tensors and the settings that cross backends of optimizers.
+//! Tensor lists and settings in the signatures of the backend trait of optimizers.
 
 use burn::backend::ExtensionType;
 
@@ -7,23 +7,23 @@ use burn_blocksparse::internal::prelude::*;
 /// Most tensors of a call.
 pub const MOST_TENSORS: usize = 32;
 
-/// A struct of `OptFloat` fields, because the derive maps no `Vec`.
+/// Defines a struct of `OptFloat` fields, because the derive does not support `Vec`.
 macro_rules! tensor_list {
     ($($field:ident)*) => {
-        /// Up to 32 float tensors of any shapes, those that there are in front.
+        /// Up to 32 float tensors of any shapes; present ones come first.
         #[derive(ExtensionType, Clone, Debug)]
         #[extension_type(fusion: cfg(feature = "fusion"))]
         #[non_exhaustive]
         pub struct TensorList<B: Backend> {
             $(
-                /// One of them.
+                /// One tensor of the list.
                 #[extension_type]
                 pub $field: OptFloat<B>,
             )*
         }
 
         impl<B: Backend> TensorList<B> {
-            /// The list of `tensors`, of which there are at most 32.
+            /// Returns a list of at most 32 `tensors`.
             pub fn new(tensors: impl IntoIterator<Item = FloatTensor<B>>) -> Self {
                 let mut tensors = tensors.into_iter();
                 $(let $field = tensors.next().into();)*
@@ -31,7 +31,7 @@ macro_rules! tensor_list {
                 Self { $($field,)* }
             }
 
-            /// The tensors that there are.
+            /// Returns the tensors that are present.
             pub fn into_vec(self) -> Vec<FloatTensor<B>> {
                 let tensors = [$(self.$field.into_option(),)*];
                 tensors.into_iter().flatten().collect()
@@ -46,7 +46,7 @@ tensor_list!(t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 t10 t11 t12 t13 t14 t15 t16 t17 t18 t
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct AdamWHyper {
-    /// β₁ and β₂: how much is retained of the moments.
+    /// β₁ and β₂: decay of the moments.
     pub betas: [f64; 2],
     /// ε, added to the root of the second moment.
     pub epsilon: f64,
@@ -55,7 +55,7 @@ pub struct AdamWHyper {
 }
 
 impl AdamWHyper {
-    /// Of β₁ and β₂, ε and λ.
+    /// Returns hyperparameters β₁ and β₂, ε and λ.
     pub fn new(betas: [f64; 2], epsilon: f64, weight_decay: f64) -> Self {
         Self {
             betas,
@@ -65,48 +65,48 @@ impl AdamWHyper {
     }
 }
 
-/// Elements of a control tensor: η, 1 − β₁ᵗ, 1 − β₂ᵗ, the limit of the norm, and four that are kept for later.
+/// Elements of a control tensor: η, 1 − β₁ᵗ, 1 − β₂ᵗ, the limit of the norm, and four reserved ones.
 pub const CONTROL: usize = 8;
 
-/// The limit's element of a control tensor.
+/// Index of the norm's limit in a control tensor.
 pub const LIMIT: usize = 3;
 
 op_values! {
-    /// Inputs of an AdamW step: as many tensors in each list.
+    /// Inputs of an AdamW step; all lists have equal length.
     pub struct AdamWInputs {
-        /// The parameters.
+        /// Parameters.
         pub parameters: TensorList,
-        /// Their gradients, of the same shapes.
+        /// Gradients, of the parameters' shapes.
         pub gradients: TensorList,
-        /// Their first moments, in the dtype of sums.
+        /// First moments, in the dtype of sums.
         pub first: TensorList,
-        /// Their second moments, in the dtype of sums.
+        /// Second moments, in the dtype of sums.
         pub second: TensorList,
-        /// `[1]`, in the dtype of sums: what gradients are multiplied by. None: 1.
+        /// Factor of the gradients, `[1]`, in the dtype of sums. None: 1.
         pub factor: OptFloat,
     }
 
-    /// Output of an AdamW step, each of the shape and dtype that it came in.
+    /// Output of an AdamW step, each of its input's shape and dtype.
     pub struct AdamWOutput {
-        /// The parameters.
+        /// Parameters.
         pub parameters: TensorList,
-        /// The first moments.
+        /// First moments.
         pub first: TensorList,
-        /// The second moments.
+        /// Second moments.
         pub second: TensorList,
     }
 
-    /// The norm over many tensors, and what scales them to a limit.
+    /// Norm over many tensors, and the factor that clips it.
     pub struct GradNorm {
-        /// `[1]`: the norm.
+        /// Norm, `[1]`.
         pub norm: FloatTensor,
-        /// `[1]`: `min(1, limit / norm)`.
+        /// Factor `min(1, limit / norm)`, `[1]`.
         pub factor: FloatTensor,
     }
 }
 
 impl<B: Backend> AdamWInputs<B> {
-    /// Of parameters, gradients, first and second moments, and the factor of the gradients.
+    /// Builds inputs from parameters, gradients, first and second moments, and the factor of the gradients.
     pub(crate) fn of_lists(lists: [Vec<FloatTensor<B>>; 4], factor: OptFloat<B>) -> Self {
         let [parameters, gradients, first, second] = lists.map(TensorList::new);
         Self {
@@ -126,7 +126,7 @@ impl<B: Backend> AdamWInputs<B> {
 }
 
 impl<B: Backend> AdamWOutput<B> {
-    /// Of parameters and both moments.
+    /// Builds an output from parameters, first and second moments.
     pub(crate) fn of_lists(lists: [Vec<FloatTensor<B>>; 3]) -> Self {
         let [parameters, first, second] = lists.map(TensorList::new);
         Self {

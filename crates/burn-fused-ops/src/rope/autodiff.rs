@@ -1,4 +1,4 @@
-//! The steps of rotary position embedding in Burn's autodiff graph.
+//! Autodiff of rotary position embedding.
 
 use crate::rope::ops::RopeOps;
 use crate::rope::values::{RopeCall, RopeInputs, TurnedRows};
@@ -6,7 +6,7 @@ use burn_blocksparse::internal::custom_gradient::*;
 use burn_blocksparse::internal::prelude::*;
 
 impl<B: RopeOps, C: CheckpointStrategy> RopeOps for Autodiff<B, C> {
-    /// A step for each of both.
+    /// Records one node for queries and one for keys.
     fn rope(inputs: RopeInputs<Self>, call: RopeCall) -> TurnedRows<Self> {
         let (table, places) = (inputs.table.into_primitive(), inputs.places.into_option());
         let turn = |x: FloatTensor<Self>| {

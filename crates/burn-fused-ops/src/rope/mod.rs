@@ -17,14 +17,14 @@ use burn_blocksparse::internal::prelude::*;
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum RopePositions {
-    /// Consecutive, from this one on.
+    /// Consecutive positions, beginning with this one.
     From(usize),
-    /// For every row of every batch entry, `[batch · seq]`. They are not read back from the device, so they are not checked.
+    /// One position for each row of each batch entry, `[batch · seq]`. They are not read back from the device and so not checked.
     Of(Box<Tensor<1, Int>>),
 }
 
-/// Rotates pairs of channels of queries or keys by their positions, in one launch: `(a, b) → (a cos φ − b sin φ, b cos φ + a sin φ)` for channels 2i and
-/// 2i + 1, computed in the table's dtype and rounded once to `dtype`. It is one step of the autodiff graph, which keeps the table.
+/// Rotates pairs of channels of queries or keys by their positions, in one launch: `(a, b) → (a cos φ − b sin φ, b cos φ + a sin φ)` for channels 2i and 2i +
+/// 1, computed in the table's dtype and rounded once to `dtype`. This is one node of the autodiff graph, which stores the table.
 ///
 /// `table` is burn-nn's `RotaryEncoding::freq_complex`; `back` reverses the rotation.
 ///
@@ -46,7 +46,7 @@ pub enum RopePositions {
 /// - `table`: `[context, width, 2]`
 ///
 /// # Errors
-/// [`OpError`] if the shapes or devices do not fit each other, or a position is not below `context`.
+/// [`OpError`] if the shapes or devices do not match, or a position is not below `context`.
 pub fn rope(
     x: Tensor<4>,
     table: Tensor<3>,
@@ -58,14 +58,14 @@ pub fn rope(
     Ok(turned)
 }
 
-/// [`rope`] of queries and keys at the same positions, in one launch where no gradient is wanted.
+/// [`rope`] of queries and keys at the same positions; one launch if no gradient is wanted.
 ///
 /// # Shapes
 /// - `query` and its result: `[batch, heads, seq, width]`
-/// - `key` and its result: the same with heads of its own
+/// - `key` and its result: the same shape, with its own number of heads
 ///
 /// # Errors
-/// As [`rope`]; and if the other lengths, the dtypes or the devices of queries and keys differ.
+/// Those of [`rope`]; also if the other lengths, the dtypes or the devices of queries and keys differ.
 pub fn rope_pair(
     query: Tensor<4>,
     key: Tensor<4>,
@@ -88,7 +88,7 @@ pub fn rope_pair(
     Ok([query, key.expect("it was asked for")])
 }
 
-/// Rows, and others that are turned alike.
+/// Rotates `x` and, if present, `key` by the same positions.
 fn run(
     x: Tensor<4>,
     key: Option<Tensor<4>>,
@@ -110,7 +110,7 @@ fn run(
     Ok((Tensor::from_dispatch(turned.x), key))
 }
 
-/// The first position, or those of every row.
+/// Returns the first position, or the tensor of positions of every row.
 fn check(
     x: &Tensor<4>,
     table: &Tensor<3>,

@@ -6,7 +6,7 @@ use crate::rope::values::TurnedRowsMetadata;
 use crate::rope::values::{RopeCall, RopeInputs, TurnedRows};
 use burn_blocksparse::internal::prelude::*;
 
-/// Rotary position embedding as a backend operation. Arguments are checked by the public function.
+/// Rotary position embedding as a backend operation. The public functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -15,7 +15,7 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait RopeOps: Backend {
-    /// The rows, turned, in the call's dtype.
+    /// Rotates the rows and returns them in the call's dtype.
     #[fusion(meta = |inputs, call| TurnedRowsMetadata {
         x: TensorSpec::new(inputs.x.shape.clone(), call.dtype.into()),
         key: inputs.key.cast(call.dtype.into()),

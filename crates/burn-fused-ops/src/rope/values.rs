@@ -1,17 +1,17 @@
-//! What crosses the backend trait of rotary position embedding.
+//! Values in the signatures of the backend trait of rotary position embedding.
 
 use burn_blocksparse::internal::prelude::*;
 
 op_values! {
-    /// Rows and the table that rotates them.
+    /// Rows, and the table that rotates them.
     pub struct RopeInputs {
-        /// `[batch, heads, seq, width]`
+        /// Rows, `[batch, heads, seq, width]`.
         pub x: FloatTensor,
-        /// Rows that are turned alike: the same with heads of its own.
+        /// Second tensor of rows to rotate: the same shape, with its own number of heads.
         pub key: OptFloat,
-        /// `[context, width, 2]`: cosine and sine, for both channels of a pair.
+        /// Cosine and sine for both channels of a pair, `[context, width, 2]`.
         pub table: FloatTensor,
-        /// `[batch · seq]`: rows of the table. None: those from the call's first on.
+        /// Table row of each row, `[batch · seq]`. None: consecutive table rows, from the call's first on.
         pub places: OptInt,
     }
 }
@@ -20,20 +20,20 @@ op_values! {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RopeCall {
-    /// Position of the first row, where there are no places.
+    /// Position of the first row, if there are no places.
     pub first: usize,
-    /// True if the other way round.
+    /// True if the rotation is reversed.
     pub back: bool,
-    /// Of the result.
+    /// Dtype of the result.
     pub dtype: FloatDType,
 }
 
 op_values! {
-    /// Rows, turned.
+    /// Rotated rows.
     pub struct TurnedRows {
-        /// As [`RopeInputs::x`].
+        /// [`RopeInputs::x`], rotated.
         pub x: FloatTensor,
-        /// As [`RopeInputs::key`].
+        /// [`RopeInputs::key`], rotated.
         pub key: OptFloat,
     }
 }

@@ -1,4 +1,4 @@
-//! The step of products with block-sparse weights in Burn's autodiff graph.
+//! Autodiff of products with block-sparse weights.
 
 use crate::sparse_linear::ops::BlockSparseLinearOps;
 use crate::sparse_linear::values::{
@@ -13,7 +13,7 @@ impl<B: BlockSparseLinearOps, C: CheckpointStrategy> BlockSparseLinearOps for Au
         call: SparseLinearCall,
     ) -> SparseLinearOutput<Self> {
         let SparseLinearInputs { x, weight } = inputs;
-        // The checkpointer keeps what the product reads as it is.
+        // The checkpointer stores the factors that the product reads unchanged.
         let [x_is_itself, weight_is_itself] =
             [&x, &weight].map(|factor| own_dtype(factor) == call.dtype);
         let reads =

@@ -13,7 +13,7 @@ use crate::sparse_linear::values::{
 use crate::sparse_linear::wgmma;
 use burn_blocksparse::internal::cube::*;
 
-/// How the products of `rows` rows are launched, or why by Burn's operations.
+/// Describes the launches of products of `rows` rows, or returns why Burn's operations run instead.
 pub(crate) fn text(
     device: &CubeDevice,
     dtype: DType,
@@ -28,7 +28,7 @@ pub(crate) fn text(
     })
 }
 
-/// The kernel where it takes the call; gathered products elsewhere.
+/// Products by our kernel if it supports the call, else gathered products.
 struct SparseKernels;
 
 impl SparseProducts<CubeBackend> for SparseKernels {

@@ -1,4 +1,4 @@
-//! Block-sparse linear layers: weights of which only some blocks exist, and products with them.
+//! Block-sparse linear layers: products with weights of which only some blocks exist.
 #[cfg(feature = "autodiff")]
 mod autodiff;
 #[cfg(feature = "cube")]
@@ -20,7 +20,7 @@ use crate::sparse_linear::ops::BlockSparseLinearOps;
 use burn_blocksparse::internal::prelude::*;
 use values::{SparseLinearCall, SparseLinearInputs};
 
-/// Options of [`block_sparse_linear`], with its optional tensors. Build them from [`Default`].
+/// Options and optional tensors of [`block_sparse_linear`]. Build them from [`Default`].
 #[derive(Clone, Debug, Default)]
 #[must_use]
 #[non_exhaustive]
@@ -29,27 +29,27 @@ pub struct BlockSparseLinearOptions {
     pub bias: Option<Tensor<1>>,
     /// Factor of each block of the weight: `[blocks]`, of the weight's dtype.
     pub gates: Option<Tensor<1>>,
-    /// The dtype of the factors and of the product; default x's. Sums are f32, f64 for f64.
+    /// Dtype of the factors and of the product; default x's. Sums are f32, f64 for f64.
     pub dtype: Option<FloatDType>,
 }
 
 impl BlockSparseLinearOptions {
     blocksparse::setters! {
-        /// Sets what is added to the product: `[outputs]`.
+        /// Sets the bias added to the product: `[outputs]`.
         bias: Some(Tensor<1>),
-        /// Sets what each kept block is multiplied by: `[blocks]`.
+        /// Sets the factor of each kept block: `[blocks]`.
         gates: Some(Tensor<1>),
         /// Sets the dtype of the factors and of the product.
         dtype: Some(FloatDType),
     }
 }
 
-/// `x · W + bias` of a weight of which only the blocks of a layout are retained (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights",
-/// 2017): `W` is zero elsewhere. Work and memory of the weight follow the kept blocks, forward and backward.
+/// Returns `x · W + bias` with a block-sparse weight (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights", 2017): `W` is zero outside the blocks of
+/// the layout. Computation and the weight's memory are proportional to the kept blocks, forward and backward.
 ///
-/// As with [`linear`](crate::linear()), x and the weight are rounded to the product's dtype first, the product is one step of the autodiff graph
-/// that keeps its two factors, and the gradient with respect to the weight is summed in f32 and is of the weight's own dtype. Gates are multiplied with the
-/// weight's blocks in its own dtype before; their gradients are those of such a product. Deterministic.
+/// As with [`linear`](crate::linear()), x and the weight are rounded to the product's dtype first, the product is one node of the autodiff graph, which
+/// stores its two factors, and the gradient with respect to the weight is summed in f32 and has the weight's dtype. Gates are multiplied with the weight's
+/// blocks in its own dtype before; their gradients are those of that multiplication. Deterministic.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -73,10 +73,10 @@ impl BlockSparseLinearOptions {
 /// - `x`: `[.., inputs]`
 /// - `weight`: `[blocks, block, block]`, the kept blocks in the layout's order, each `[inputs, outputs]` as in the dense weight
 /// - `options.bias`: `[outputs]`; `options.gates`: `[blocks]`
-/// - result: `[.., outputs]`, in `options.dtype`; an output block without kept blocks is the bias
+/// - result: `[.., outputs]`, in `options.dtype`; an output block without kept blocks equals the bias
 ///
 /// # Errors
-/// [`OpError`] if the shapes, dtypes or devices do not fit each other or the layout, or the device does not have the dtype.
+/// [`OpError`] if the shapes, dtypes or devices do not match each other or the layout, or the device does not support the dtype.
 pub fn block_sparse_linear<const D: usize>(
     x: Tensor<D>,
     weight: Tensor<3>,
@@ -108,7 +108,7 @@ impl BlockSparseLinearOptions {
     /// Returns the plan of [`block_sparse_linear`] for the matmuls of both passes.
     ///
     /// # Errors
-    /// As that call.
+    /// Those of that call.
     pub fn explain<const D: usize>(
         &self,
         x: &Tensor<D>,
@@ -123,7 +123,7 @@ impl BlockSparseLinearOptions {
     }
 }
 
-/// The dtype of the product, if the arguments fit each other.
+/// Checks the arguments and returns the dtype of the product.
 fn check<const D: usize>(
     x: &Tensor<D>,
     weight: &Tensor<3>,

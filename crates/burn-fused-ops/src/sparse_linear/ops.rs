@@ -13,7 +13,7 @@ use crate::sparse_linear::values::{
 };
 use burn_blocksparse::internal::prelude::*;
 
-/// Products with block-sparse weights as a backend operation. Arguments are checked by the public functions.
+/// Products with block-sparse weights as backend operations. The public functions check the arguments.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     NdArray: cfg(feature = "ndarray"),
@@ -22,7 +22,7 @@ use burn_blocksparse::internal::prelude::*;
     Fusion: cfg(feature = "fusion"),
 )]
 pub trait BlockSparseLinearOps: Backend {
-    /// `x · W` of factors that are rounded to the call's dtype, in it.
+    /// Returns `x · W` with factors rounded to the call's dtype, in that dtype.
     #[fusion(meta = meta::forward)]
     fn block_sparse_linear_forward(
         #[extension_type] inputs: SparseLinearInputs<Self>,
@@ -31,7 +31,7 @@ pub trait BlockSparseLinearOps: Backend {
         products::forward::<Self, Gathered<Primitives>>(inputs, call)
     }
 
-    /// `dy · Wᵀ`, `[.., inputs]`, of the weight as it was multiplied; or `xᵀ · dy` of the kept blocks, `[blocks, block, block]`, of x as it was.
+    /// Returns a gradient: `dy · Wᵀ`, `[.., inputs]`, from the rounded weight; or `xᵀ · dy` of the kept blocks, `[blocks, block, block]`, from the rounded x.
     #[fusion(dtype = call.dtype.into(), shape = of_gradient(&saved.grad.shape, &call.layout, *pass))]
     fn block_sparse_linear_backward(
         #[extension_type] saved: SparseLinearSaved<Self>,

@@ -1,6 +1,7 @@
-//! Products with block-sparse weights and their gradients, in pieces that every backend has. Work follows the kept blocks: targets (output blocks in the
-//! forward pass, input blocks for the gradient with respect to x) that have equally many kept blocks are one batch of products, whose left factors are the
-//! blocks they meet, gathered side by side, and whose right factors are their kept blocks, one below the other.
+//! Products with block-sparse weights and their gradients, built from batched matmuls, which every backend has. Targets are the output blocks in the forward
+//! pass and the input blocks for the gradient with respect to x. Targets with the same number of kept blocks form one batch of products: the left factors are
+//! the source blocks, gathered along the columns, and the right factors are the kept blocks, stacked along the rows. So the work is proportional to the kept
+//! blocks.
 
 use std::collections::BTreeMap;
 
@@ -13,10 +14,10 @@ use crate::sparse_linear::values::{
 use burn_blocksparse::internal::prelude::*;
 use burn_blocksparse::internal::upload;
 
-/// Numbers that are gathered at a time, at most. One target's may be more; they are no more than x's.
+/// Most elements gathered at once. A single target may need more, but no more than x has.
 const CHUNK: usize = 1 << 24;
 
-/// Computes one of the products: in `dtype`, which is that of the factors or of sums.
+/// Computes one of the products in `dtype`, which is that of the factors or of sums.
 pub(crate) trait SparseProducts<B: Backend> {
     fn sparse_product(
         pass: Pass,
@@ -26,7 +27,7 @@ pub(crate) trait SparseProducts<B: Backend> {
     ) -> FloatTensor<B>;
 }
 
-/// The products by the pieces of another family, gathered.
+/// Block-sparse products by gathering blocks and multiplying them with `P`.
 pub(crate) struct Gathered<P>(std::marker::PhantomData<P>);
 
 impl<B: Backend, P: Products<B>> SparseProducts<B> for Gathered<P> {
@@ -65,19 +66,19 @@ impl<B: Backend, P: Products<B>> SparseProducts<B> for Gathered<P> {
     }
 }
 
-/// The blocks of outputs, or those of inputs, and what each is a sum over.
+/// Output or input blocks, and the kept blocks that each sums over.
 struct Targets<'a> {
     block: usize,
-    /// Kept blocks before each target, in the order of `sources`.
+    /// Range of each target's kept blocks in `sources`.
     offsets: &'a [u32],
-    /// The block that each kept block meets.
+    /// Source block that each kept block is multiplied with.
     sources: &'a [u32],
 }
 
-/// Targets with equally many kept blocks.
+/// Targets with the same number of kept blocks.
 struct Batch {
     targets: Vec<usize>,
-    /// Kept blocks of each.
+    /// Kept blocks per target.
     count: usize,
 }
 
@@ -98,7 +99,7 @@ impl<'a> Targets<'a> {
         }
     }
 
-    /// Every target once, by its number of kept blocks; of those with many, as many at a time as are gathered for `rows`.
+    /// Groups all targets by their number of kept blocks; groups are split so that what is gathered for `rows` stays within [`CHUNK`].
     fn batches(&self, rows: usize) -> Vec<Batch> {
         let mut by_count: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for (target, pair) in self.offsets.windows(2).enumerate() {
@@ -119,7 +120,7 @@ impl<'a> Targets<'a> {
         batches.collect()
     }
 
-    /// The places of a batch's kept blocks.
+    /// Returns the indices of a batch's kept blocks.
     fn places(&self, batch: &Batch) -> Vec<u32> {
         let places = batch.targets.iter().flat_map(|&target| {
             let first = self.offsets[target];
@@ -128,7 +129,7 @@ impl<'a> Targets<'a> {
         places.collect()
     }
 
-    /// What a batch meets, of `[rows, blocks, block]`: `[rows, targets, count · block]`.
+    /// Gathers the source blocks of a batch from `[rows, blocks, block]`: `[rows, targets, count · block]`.
     fn gathered<B: Backend>(&self, source: &Array<B>, places: &[u32], batch: &Batch) -> Array<B> {
         let rows = source.shape()[0];
         let met = places.iter().map(|&place| self.sources[place as usize]);
@@ -136,13 +137,13 @@ impl<'a> Targets<'a> {
         blocks.reshape([rows, batch.targets.len(), batch.count * self.block])
     }
 
-    /// `[rows, sources · block]` as `[rows, sources, block]`.
+    /// Reshapes `[rows, sources · block]` to `[rows, sources, block]`.
     fn cut<B: Backend>(&self, matrix: FloatTensor<B>) -> Array<B> {
         let [rows, width] = matrix.shape().dims();
         Array::<B>(matrix).reshape([rows, width / self.block, self.block])
     }
 
-    /// Each target's sum of products with its kept blocks, which are `[blocks, block, block]` in the order of the targets.
+    /// Sums the products of each target with its kept blocks, which are `[blocks, block, block]` in the order of the targets.
     fn product<B: Backend, P: Products<B>>(
         &self,
         source: FloatTensor<B>,
@@ -173,7 +174,7 @@ impl<'a> Targets<'a> {
         out.reshape([rows, width]).0
     }
 
-    /// `sourceᵀ · grad` of each kept block: `[blocks, block, block]`, in the dtype of sums.
+    /// Returns `sourceᵀ · grad` for each kept block: `[blocks, block, block]`, in the dtype of sums.
     fn outer<B: Backend, P: Products<B>>(
         &self,
         source: FloatTensor<B>,
@@ -181,7 +182,7 @@ impl<'a> Targets<'a> {
         dtype: FloatDType,
     ) -> FloatTensor<B> {
         let rows = source.shape()[0];
-        // The product of two tall matrices is a product for each group of rows, and their sum.
+        // The product of two tall matrices is computed as one product per group of rows, and the results are added.
         let groups = groups(rows);
         let (source, grad) = (self.cut::<B>(source), self.cut::<B>(grad));
         let batches = self.batches(rows);
@@ -189,7 +190,7 @@ impl<'a> Targets<'a> {
         let parts = batches.clone().map(|batch| {
             let (targets, height) = (batch.targets.len(), batch.count * self.block);
             let places = self.places(batch);
-            // Batches of targets in groups of rows: [groups · targets, rows / groups, width].
+            // Batch over row groups and targets: [groups · targets, rows / groups, width].
             let grouped = |matrix: Array<B>, width: usize| {
                 let matrix = matrix.reshape([groups, rows / groups, targets, width]);
                 let shape = [groups * targets, rows / groups, width];
@@ -212,7 +213,7 @@ impl<'a> Targets<'a> {
     }
 }
 
-/// Parts one after the other along `dim`, of which entry `i` belongs at `places[i]`, in their places.
+/// Concatenates parts along `dim` and permutes the entries: entry `i` goes to index `places[i]`.
 fn in_order<B: Backend>(parts: Vec<Array<B>>, dim: usize, places: Vec<usize>) -> Array<B> {
     let all = Array::cat(parts, dim);
     if places.is_sorted() {
@@ -234,7 +235,7 @@ fn indices<B: Backend>(
     upload::indices::<B>(&like.device(), indices.collect())
 }
 
-/// One of the products in any dtype.
+/// Computes one of the products in any dtype.
 fn product<B: Backend, S: SparseProducts<B>>(
     pass: Pass,
     factors: [FloatTensor<B>; 2],
@@ -245,7 +246,7 @@ fn product<B: Backend, S: SparseProducts<B>>(
     rounded::<B>(product, call.dtype)
 }
 
-/// `x · W`, rounded to the product's dtype before.
+/// Returns `x · W` with factors rounded to the product's dtype.
 pub(crate) fn forward<B: Backend, S: SparseProducts<B>>(
     inputs: SparseLinearInputs<B>,
     call: SparseLinearCall,
@@ -264,7 +265,7 @@ pub(crate) fn forward<B: Backend, S: SparseProducts<B>>(
     }
 }
 
-/// A gradient: `dx = dy · Wᵀ`, or `dW = xᵀ · dy` of the kept blocks.
+/// Returns a gradient: `dx = dy · Wᵀ`, or `dW = xᵀ · dy` of the kept blocks.
 pub(crate) fn backward<B: Backend, S: SparseProducts<B>>(
     saved: SparseLinearSaved<B>,
     call: SparseLinearCall,
@@ -277,7 +278,7 @@ pub(crate) fn backward<B: Backend, S: SparseProducts<B>>(
         return B::float_reshape(product::<B, S>(pass, factors, &call), shape);
     }
     let factors = [as_rows::<B>(factor), as_rows::<B>(grad)];
-    // Sums over rows are rounded once, whatever they are rounded to.
+    // Sums over rows are rounded once, whatever the result's dtype.
     let sums = SparseLinearCall {
         dtype: accumulate_in(factors[0].dtype().into()),
         layout: call.layout,

@@ -1,10 +1,10 @@
-//! The values that cross the backend trait of products with block-sparse weights.
+//! Values in the signatures of the backend trait of products with block-sparse weights.
 
 use blocksparse::WeightLayout;
 
 use burn_blocksparse::internal::prelude::*;
 
-/// The three products of a layer, of matrices.
+/// The three products of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     /// `x · W`: `[rows, inputs]` and `[blocks, block, block]` to `[rows, outputs]`.
@@ -15,13 +15,13 @@ pub enum Pass {
     Weight,
 }
 
-/// Retained blocks of the weight, and the dtype of the result.
+/// Parameters of a product.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct SparseLinearCall {
-    /// The kept blocks.
+    /// Kept blocks of the weight.
     pub layout: WeightLayout,
-    /// Forward: the dtype of the factors and of the product. Backward: that of the gradient.
+    /// Forward: dtype of the factors and of the product. Backward: dtype of the gradient.
     pub dtype: FloatDType,
 }
 
@@ -38,17 +38,18 @@ op_values! {
     pub struct SparseLinearOutput {
         /// `[.., outputs]`, in the product's dtype.
         pub out: FloatTensor,
-        /// x in the product's dtype, if it had another.
+        /// x in the product's dtype, if x has another.
         pub x: OptFloat,
-        /// The weight in the product's dtype, if it had another.
+        /// Weight in the product's dtype, if the weight has another.
         pub weight: OptFloat,
     }
 
     /// Tensors from which a gradient is computed.
     pub struct SparseLinearSaved {
-        /// The other factor as it was multiplied: the weight `[blocks, block, block]` for the gradient with respect to x, x `[.., inputs]` for that of the weight.
+        /// The other factor, rounded: the weight `[blocks, block, block]` for the gradient with respect to x, x `[.., inputs]` for that with respect to the
+        /// weight.
         pub factor: FloatTensor,
-        /// By the output, `[.., outputs]`.
+        /// Gradient with respect to the output, `[.., outputs]`.
         pub grad: FloatTensor,
     }
 }

@@ -1,4 +1,4 @@
-//! Products with block-sparse weights on wgmma: tensors of Burn's as `crate::kernels::linear::blocks` has them.
+//! Products with block-sparse weights on wgmma: passes Burn's tensors to `crate::kernels::linear::blocks`.
 
 use crate::kernels::linear::blocks::{
     BlockGradientPlan, BlockProductPlan, BlockTables, Direction, block_gradient, blocks_of_dense,
@@ -12,7 +12,7 @@ use crate::linear::wgmma as dense;
 use crate::sparse_linear::values::Pass;
 use burn_blocksparse::internal::cube::*;
 
-/// Parts of the rows that add up to a gradient, `[parts, numbers]`: `[numbers]`.
+/// Adds the partial gradients of row groups: `[parts, elements]` to `[elements]`.
 fn sum(parts: &CubeTensor) -> Option<CubeTensor> {
     let [count, width] = parts.meta.shape().dims();
     let out = empty(parts, [width], parts.dtype);
@@ -27,7 +27,7 @@ fn sum(parts: &CubeTensor) -> Option<CubeTensor> {
         .then_some(out)
 }
 
-/// `x · W` or `dy · Wᵀ`, of x or dy and the weight.
+/// Returns `x · W` or `dy · Wᵀ`.
 fn multiplied(
     direction: Direction,
     [x, weight]: [&CubeTensor; 2],
@@ -72,7 +72,7 @@ fn multiplied(
     .then_some(out)
 }
 
-/// `xᵀ · dy` of the kept blocks, in f32.
+/// Returns `xᵀ · dy` of the kept blocks, in f32.
 fn gradient([x, dy]: [&CubeTensor; 2], tables: &BlockTables) -> Option<CubeTensor> {
     let client = &x.client;
     let [rows, _] = x.meta.shape().dims();
@@ -91,7 +91,7 @@ fn gradient([x, dy]: [&CubeTensor; 2], tables: &BlockTables) -> Option<CubeTenso
     sum(&parts)
 }
 
-/// One of the products, of factors of one dtype, if the kernels take it.
+/// Computes one of the products of factors of one dtype, if the kernels support them.
 pub(crate) fn product(
     pass: Pass,
     factors: [&CubeTensor; 2],
@@ -122,7 +122,7 @@ pub(crate) fn product(
     }
 }
 
-/// How the products of `rows` rows run, or why not on wgmma.
+/// Describes the products of `rows` rows, or returns why they do not run on wgmma.
 pub(crate) fn text(
     device: &CubeDevice,
     dtype: DType,

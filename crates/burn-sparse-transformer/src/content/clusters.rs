@@ -1,4 +1,4 @@
-//! Balanced clusters: to each mean the same number of tokens, those most similar to it.
+//! Balanced clusters: each mean gets the same number of tokens, the ones most similar to it.
 
 use burn::tensor::{Int, Tensor};
 use burn_blocksparse::internal::{gather_rows, runs_kernels, segment_sum};
@@ -7,23 +7,23 @@ use burn_sparse_select::internal::topk_rows;
 use super::{in_dtype, ones, widened};
 use crate::error::Result;
 
-/// Most elements of a gathered tensor at a time, unless one cluster has more.
+/// Most elements of a gathered tensor, unless a single cluster has more.
 const NUMBERS: usize = 1 << 25;
 
-/// Which tokens are in which cluster. All are i32 tensors on the device, without autodiff.
+/// Assignment of tokens to clusters, as i32 tensors on the device, without autodiff.
 #[derive(Clone, Debug)]
 pub(super) struct Clusters {
-    /// By cluster, ascending: `[batch, heads, clusters, width]`.
+    /// Tokens of each cluster, ascending: `[batch, heads, clusters, width]`.
     pub tokens: Tensor<4, Int>,
-    /// The place of each token in each cluster, `cluster · width +` its number in it, or −1: `[batch, heads, length, clusters]`.
+    /// Slot of each token in each cluster, `cluster · width +` its index in the cluster, or −1: `[batch, heads, length, clusters]`.
     places: Tensor<4, Int>,
 }
 
 impl Clusters {
-    /// The `width` tokens most similar to each mean, of equally similar ones the earlier; NaN is the lowest similarity. `similarities` is
+    /// Assigns to each mean the `width` most similar tokens, the earlier ones on ties; NaN is the lowest similarity. `similarities` is
     /// `[batch, heads, clusters, length]`, without autodiff, and `width` at most the length.
     ///
-    /// Where kernels run, nothing is sorted or read back.
+    /// On devices with kernels nothing is sorted or read back.
     pub fn new(similarities: Tensor<4>, width: usize) -> Result<Self> {
         let dims @ [batch, heads, clusters, length] = similarities.dims();
         let found = topk_rows(
@@ -36,7 +36,7 @@ impl Clusters {
         })
     }
 
-    /// Clusters that are gathered together, so that no tensor on the way is large. Kernels have none on the way.
+    /// Returns the number of clusters to gather at once, so that no intermediate tensor is large. Kernels have no intermediates.
     fn together(&self, dim: usize) -> usize {
         let [batch, heads, length, clusters] = self.places.dims();
         if runs_kernels(&self.tokens.device()) {
@@ -46,8 +46,8 @@ impl Clusters {
         (NUMBERS / of_one).clamp(1, clusters)
     }
 
-    /// Ranges of clusters that are gathered together: where each begins and ends, the token at each of its places, `[batch, heads, (to − from) · width]`, and
-    /// the places of each token among these, or −1: `[batch, heads, length, to − from]`.
+    /// Iterates over ranges of clusters to gather at once: the range, the token of each of its slots, `[batch, heads, (to − from) · width]`, and the slots of
+    /// each token in it, or −1: `[batch, heads, length, to − from]`.
     fn parts(
         &self,
         dim: usize,
@@ -67,7 +67,7 @@ impl Clusters {
         })
     }
 
-    /// The rows of `[batch, heads, length, dim]` at all places: `[batch, heads, clusters · width, dim]`.
+    /// Gathers the rows of `[batch, heads, length, dim]` into all slots: `[batch, heads, clusters · width, dim]`.
     pub fn take(&self, x: Tensor<4>) -> Result<Tensor<4>> {
         let mut parts = Vec::new();
         for (_, index, users) in self.parts(x.dims()[3]) {
@@ -79,14 +79,14 @@ impl Clusters {
         })
     }
 
-    /// The token at each place: `[batch, heads, clusters · width]`.
+    /// Returns the token of each slot: `[batch, heads, clusters · width]`.
     pub fn index(&self) -> Tensor<3, Int> {
         let [batch, heads, clusters, width] = self.tokens.dims();
         let tokens = self.tokens.clone();
         tokens.reshape([batch, heads, clusters * width])
     }
 
-    /// The mean of what places have of each token, and 0 of tokens in no cluster: `[batch, heads, length, dim]`.
+    /// Averages the slots of each token, with 0 for tokens in no cluster: `[batch, heads, length, dim]`.
     pub fn mean(&self, x: Tensor<4>) -> Result<Tensor<4>> {
         let [_, _, clusters, width] = self.tokens.dims();
         let [.., dim] = x.dims();
@@ -102,7 +102,7 @@ impl Clusters {
             sum = (sum.into_iter().chain([rows])).reduce(|sum, rows| sum + rows);
         }
         let sum = sum.expect("at least one cluster");
-        // As they lie in memory: the transposed ones take thrice the time.
+        // Reduced in memory order: reducing the transposed tensor takes three times as long.
         let places = self.places.clone().swap_dims(2, 3);
         let counts = ones(places.greater_equal_elem(0)).sum_dim(2);
         let counts = counts.clamp_min(1).float().cast(sum.dtype());

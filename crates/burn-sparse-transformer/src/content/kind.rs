@@ -1,4 +1,4 @@
-//! How heads choose single keys by content: a configuration that is also a text.
+//! Kinds of content-based heads: configuration and text form.
 
 use std::str::FromStr;
 use std::{fmt, iter};
@@ -33,16 +33,16 @@ pub enum ContentAttention {
     Routing(RoutingHeadsConfig),
     /// By hashes (Kitaev et al., 2020): [`LshHeads`](crate::content::LshHeads).
     Lsh(LshHeadsConfig),
-    /// In three branches (Yuan et al., 2025), which are all heads of a layer: [`NsaHeads`](crate::nsa::NsaHeads).
+    /// Three branches (Yuan et al., 2025), in all heads of a layer: [`NsaHeads`](crate::nsa::NsaHeads).
     Nsa(NsaHeadsConfig),
-    /// By an indexer that learns (DeepSeek-V3.2-Exp, 2025), in all heads of a layer: [`DsaHeads`](crate::dsa::DsaHeads).
+    /// By a learned indexer (DeepSeek-V3.2-Exp, 2025), in all heads of a layer: [`DsaHeads`](crate::dsa::DsaHeads).
     Dsa(DsaHeadsConfig),
-    /// By an index branch that learns, which chooses blocks for each head of keys (MiniMax, 2026), in all heads of a layer: [`MsaHeads`](crate::msa::MsaHeads).
+    /// By a learned index branch, which chooses blocks for each key head (MiniMax, 2026), in all heads of a layer: [`MsaHeads`](crate::msa::MsaHeads).
     Msa(MsaHeadsConfig),
 }
 
 impl ContentAttention {
-    /// The texts that are read.
+    /// Supported text forms.
     pub const NOTATION: &[&str] = &[
         "routing:WINDOW[,CLUSTERS]  clusters of WINDOW similar tokens (Roy et al., 2021)",
         "lsh:BUCKET,ROUNDS[,dedup]  chunks of BUCKET tokens that hash alike (Kitaev et al., 2020)",
@@ -51,8 +51,8 @@ impl ContentAttention {
         "msa[:BLOCK,KEEP[,WIDTH]]  KEEP blocks of BLOCK tokens, the own one among them, by an index branch of a width, in all heads (MiniMax, 2026)",
     ];
 
-    /// Returns whether tokens that come later change nothing of what a token sees, as with `nsa`, `dsa` and `msa` alone: the others decode from no cache, and language models that are
-    /// trained with them are scored a little too well.
+    /// Returns whether later tokens do not affect what a token sees, as with `nsa`, `dsa` and `msa`. The others cannot decode from a cache, and language
+    /// models trained with them get slightly optimistic scores.
     pub fn is_prefix_stable(&self) -> bool {
         match self {
             Self::Routing(_) | Self::Lsh(_) => false,
@@ -60,12 +60,12 @@ impl ContentAttention {
         }
     }
 
-    /// Returns whether it is all heads of a layer, and not some beside those of a pattern.
+    /// Returns whether it uses all heads of a layer, without heads of a pattern.
     pub fn is_whole_layer(&self) -> bool {
         matches!(self, Self::Nsa(_) | Self::Dsa(_) | Self::Msa(_))
     }
 
-    /// What its text begins with.
+    /// Returns the prefix of its text form.
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::Routing(_) => "routing",
@@ -76,12 +76,13 @@ impl ContentAttention {
         }
     }
 
-    /// Returns whether an indexer chooses for all heads of a layer, whose choice other layers can take ([`ChoiceSharing`](crate::content::ChoiceSharing)).
+    /// Returns whether an indexer chooses for all heads of a layer, so that other layers can take its choice
+    /// ([`ChoiceSharing`](crate::content::ChoiceSharing)).
     pub fn has_indexer(&self) -> bool {
         matches!(self, Self::Dsa(_) | Self::Msa(_))
     }
 
-    /// Tokens of a cluster, of a chunk or of a window; of `dsa` those that are always seen, of `msa` a block.
+    /// Returns the tokens of a cluster, a chunk or a window; for `dsa` the keys that are always seen, for `msa` a block.
     pub fn window(&self) -> usize {
         match self {
             Self::Routing(config) => config.window,
@@ -102,7 +103,7 @@ impl ContentAttention {
         }
     }
 
-    /// For sequences of up to `context` tokens, which the clusters are counted for.
+    /// Fixes the number of clusters for sequences of up to `context` tokens.
     pub(crate) fn for_context(self, context: usize) -> Result<Self> {
         Ok(match self {
             Self::Routing(config) => {

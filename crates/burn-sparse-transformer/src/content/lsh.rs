@@ -1,4 +1,4 @@
-//! Attention to what hashes alike (Kitaev et al., 2020).
+//! Attention within hash buckets (Kitaev et al., 2020).
 
 use std::num::NonZeroUsize;
 
@@ -21,10 +21,10 @@ use burn_blocksparse::internal::arange;
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
 
-/// A score that weighs nothing. Finite, because not every shader knows infinities.
+/// Score of a masked pair. Finite, because not every shader supports infinities.
 const NOTHING: f64 = -1e30;
 
-/// lse of a token that sees itself alone, so that any other round outweighs it (lucidrains' `TOKEN_SELF_ATTN_VALUE`).
+/// lse of a token that sees only itself, so that any other round outweighs it (lucidrains' `TOKEN_SELF_ATTN_VALUE`).
 const SELF_ALONE: f64 = -5e4;
 
 /// Options of [`lsh_attention`].
@@ -36,14 +36,14 @@ pub struct LshOptions {
     pub bucket: NonZeroUsize,
     /// True if tokens see earlier ones only.
     pub causal: bool,
-    /// True if a pair that several rounds find counts once. Otherwise it counts as often as it is found, as published.
+    /// True if a pair found by several rounds counts once. Otherwise it counts once per round, as published.
     pub dedup: bool,
-    /// True if tokens see those of their own bucket alone. Otherwise chunks may cross buckets, as published.
+    /// True if tokens see only their own bucket. Otherwise chunks may cross buckets, as published.
     pub own_bucket: bool,
 }
 
 impl LshOptions {
-    /// Causal, with pairs that count as often as they are found, across buckets.
+    /// Returns causal options in which pairs count once per round and chunks cross buckets.
     pub fn new(bucket: NonZeroUsize) -> Self {
         Self {
             bucket,
@@ -56,19 +56,19 @@ impl LshOptions {
     blocksparse::setters! {
         /// Sets whether tokens see earlier ones only.
         causal: bool,
-        /// Sets whether a pair counts once.
+        /// Sets whether a pair found by several rounds counts once.
         dedup: bool,
-        /// Sets whether tokens see those of their own bucket alone.
+        /// Sets whether tokens see only their own bucket.
         own_bucket: bool,
     }
 
-    /// Chunks of a sequence of `seq` tokens, with those that it is filled up with: an even number.
+    /// Returns the number of chunks of a sequence of `seq` tokens, filler included: an even number.
     fn chunks(&self, seq: usize) -> usize {
         seq.div_ceil(2 * self.bucket.get()) * 2
     }
 }
 
-/// Attention of each token to tokens that random rotations put into the same bucket, or an adjacent one (Kitaev et al., 2020, §2).
+/// Computes attention of each token to tokens that random rotations hash into the same bucket or an adjacent one (Kitaev et al., 2020, §2).
 ///
 /// ```text
 /// round r:  bucket = argmax [x R_r; −x R_r];  tokens sorted by bucket, and by position, in chunks of `bucket` tokens
@@ -77,22 +77,22 @@ impl LshOptions {
 /// keys = unit(x), scores = x · key / √head_dim;  out = Σ_r softmax_r(lse_r) · out_r
 /// ```
 ///
-/// Sequences are filled up to a multiple of `2 · bucket` tokens that come last and that nobody sees. What a token sees depends on the whole sequence, because
-/// chunks are counted through: not prefix-stable.
+/// Sequences are padded to a multiple of `2 · bucket` tokens with filler at the end that no token sees. What a token sees depends on the whole sequence,
+/// because chunks are formed by sorting it: not prefix-stable.
 ///
-/// Where kernels run, all rounds are one call of [`SparseAttentionCall`](burn_blocksparse::SparseAttentionCall) over gathered rows, with a
-/// [`DeviceLayout`](burn_blocksparse::DeviceLayout) by positions, and one merge. On CPUs, and with `dedup` and `own_bucket`, chunks are made of Burn's products
-/// and softmax: a tensor of `2 · bucket · seq` scores for each head and round is in memory, and with autodiff some five of them stay for the backward pass.
-/// Nothing is read back. Gradients do not flow through the hashes.
+/// On devices with kernels, all rounds are one call of [`SparseAttentionCall`](burn_blocksparse::SparseAttentionCall) over gathered rows, with a
+/// [`DeviceLayout`](burn_blocksparse::DeviceLayout) by positions, and one merge. On CPUs, and with `dedup` and `own_bucket`, chunks are computed with Burn's
+/// products and softmax: a tensor of `2 · bucket · seq` scores for each head and round is in memory, and with autodiff about five of them are stored for the
+/// backward pass. Nothing is read back. Gradients do not flow through the hashes.
 ///
 /// # Shapes
 /// - `qk`: `[batch, heads, seq, head_dim]`, queries and, normalised to unit length, keys
 /// - `value`: `[batch, heads, seq, value_dim]`
 /// - `rotations`: `[rounds, head_dim, n_buckets / 2]`, without autodiff
-/// - returns out `[batch, heads, seq, value_dim]` in the dtype of `value`, and lse `[batch, heads, seq]` over all that rounds find
+/// - returns out `[batch, heads, seq, value_dim]` in the dtype of `value`, and lse `[batch, heads, seq]` over all rounds
 ///
 /// # Errors
-/// If shapes do not fit each other, or one is empty.
+/// If shapes do not match, or one is empty.
 pub fn lsh_attention(
     qk: Tensor<4>,
     value: Tensor<4>,
@@ -146,10 +146,10 @@ pub fn lsh_attention(
     Ok((out.cast(dtype), lse.reshape([batch, heads, seq])))
 }
 
-/// Most products of rows with rotations at a time, unless one row has more.
+/// Most products of rows with rotations at a time, unless a single row has more.
 const NUMBERS: usize = 1 << 25;
 
-/// The bucket of each row of `[batch, heads, seq, head_dim]` under each of the rotations `[rounds, head_dim, half]`, the first of the largest of `[x R; −x R]`:
+/// Hashes each row of `[batch, heads, seq, head_dim]` with the rotations `[rounds, head_dim, half]`: the index of the first maximum of `[x R; −x R]`,
 /// `[batch, heads, rounds, seq]`, i32.
 fn hash(x: Tensor<4>, rotations: Tensor<3>) -> Tensor<4, Int> {
     let [batch, heads, seq, dim] = x.dims();
@@ -174,7 +174,7 @@ fn hash(x: Tensor<4>, rotations: Tensor<3>) -> Tensor<4, Int> {
     buckets.permute([1, 2, 0, 3])
 }
 
-/// The rounds of `[batch, heads, seq, dim]` and lse `[.., 1]`, merged.
+/// Merges the rounds' outputs `[batch, heads, seq, dim]` by their lse `[.., 1]`.
 fn merged(outs: Vec<Tensor<4>>, lses: Vec<Tensor<4>>) -> (Tensor<4>, Tensor<4>) {
     let lse = Tensor::cat(lses, 3);
     let max = lse.clone().max_dim(3).detach();
@@ -193,36 +193,36 @@ fn merged(outs: Vec<Tensor<4>>, lses: Vec<Tensor<4>>) -> (Tensor<4>, Tensor<4>) 
     (out.expect("at least one round"), total)
 }
 
-/// What a round finds: the tokens at places, and of each token.
+/// Result of a round: tokens sorted by bucket into slots, and the inverse.
 struct Round {
-    /// The token at each place, those that fill up after all others: `[batch, heads, places]`.
+    /// Position of the token in each slot, filler after all tokens: `[batch, heads, places]`.
     positions: Tensor<3, Int>,
-    /// The same, −1 for those that fill up.
+    /// Token in each slot, −1 for filler.
     tokens: Tensor<3, Int>,
-    /// The place of each token: `[batch, heads, seq]`.
+    /// Slot of each token: `[batch, heads, seq]`.
     places: Tensor<3, Int>,
-    /// The bucket of each token: `[batch, heads, seq]`.
+    /// Bucket of each token: `[batch, heads, seq]`.
     buckets: Tensor<3, Int>,
     chunks: usize,
     bucket: usize,
 }
 
-/// Pairs of tiles, `[batch, heads, chunks, bucket, 2 · bucket]`.
+/// Masks of the pairs of tiles, `[batch, heads, chunks, bucket, 2 · bucket]`.
 struct Found {
-    /// 1 where a token is seen, else 0.
+    /// 1 if the key is seen, else 0.
     seen: Tensor<5, Int>,
-    /// How many rounds find it, if pairs that several find count once.
+    /// Number of rounds that find the pair, if pairs count once.
     times: Option<Tensor<5, Int>>,
 }
 
 impl Round {
-    /// Of the bucket of each token, `[batch, heads, seq]`, below `count`.
+    /// Sorts tokens by their buckets, `[batch, heads, seq]`, below `count`.
     fn new(buckets: Tensor<3, Int>, count: usize, options: LshOptions) -> Result<Self> {
         let [_, _, seq] = buckets.dims();
         let chunks = options.chunks(seq);
         let bucket = options.bucket.get();
         let [tokens, places] = sort_by_bucket(buckets.clone(), count, chunks * bucket)?;
-        // After all tokens a place is its own number.
+        // The position of filler is its slot, which is after all tokens.
         let all = arange(chunks * bucket, &tokens.device()).reshape([1, 1, chunks * bucket]);
         let is_none = tokens.clone().lower_elem(0);
         let positions = tokens
@@ -238,7 +238,7 @@ impl Round {
         })
     }
 
-    /// Of places, as queries `[batch, heads, chunks, bucket, 1]` and as keys `[batch, heads, chunks, 1, 2 · bucket]`.
+    /// Arranges slots as queries `[batch, heads, chunks, bucket, 1]` and as keys `[batch, heads, chunks, 1, 2 · bucket]`.
     fn tiles(&self, x: Tensor<3, Int>) -> [Tensor<5, Int>; 2] {
         let [batch, heads, _] = x.dims();
         let x = x.reshape([batch, heads, self.chunks, self.bucket]);
@@ -251,14 +251,14 @@ impl Round {
         [batch, heads, self.chunks, self.bucket, 2 * self.bucket]
     }
 
-    /// Of each token, at this round's places: what fills up has −1.
+    /// Gathers a value per token into this round's slots, −1 for filler.
     fn at_places(&self, x: Tensor<3, Int>) -> Tensor<3, Int> {
         let none = self.tokens.clone().lower_elem(0);
         let x = x.gather(2, self.tokens.clone().clamp_min(0));
         x.mask_fill(none, -1)
     }
 
-    /// Which pairs of this round's tiles a token sees, and how often rounds find them.
+    /// Computes which pairs of this round's tiles are seen, and how many rounds find them.
     fn found(&self, rounds: &[Round], own: usize, options: LshOptions) -> Found {
         let dims = self.dims();
         let [query, key] = self.tiles(self.positions.clone()).map(|x| x.expand(dims));
@@ -305,7 +305,8 @@ impl Round {
         }
     }
 
-    /// Attention of this round, of queries, keys and values of one dtype: out `[batch, heads, seq, value_dim]` and lse `[batch, heads, seq, 1]`, in f32 at least.
+    /// Attention of this round for queries, keys and values of one dtype: out `[batch, heads, seq, value_dim]` and lse `[batch, heads, seq, 1]`, in f32 or
+    /// higher precision.
     fn attend(&self, rows: [Tensor<4>; 3], found: Found) -> Result<(Tensor<4>, Tensor<4>)> {
         let dims = self.dims();
         let [batch, heads, chunks, bucket, _] = dims;
@@ -347,7 +348,7 @@ impl Round {
     }
 }
 
-/// Each chunk after the one before it, the first after the last: `[batch, heads, chunks, bucket, ..]` to `[batch, heads, chunks, 2 · bucket, ..]`.
+/// Prepends to each chunk the one before it, to the first the last: `[batch, heads, chunks, bucket, ..]` to `[batch, heads, chunks, 2 · bucket, ..]`.
 fn with_before<const D: usize, K: Basic>(x: Tensor<D, K>) -> Tensor<D, K> {
     let chunks = x.dims()[2];
     let last = x.clone().slice_dim(2, chunks - 1..chunks);
@@ -365,18 +366,18 @@ pub struct LshHeadsConfig {
     /// Number of hashes.
     #[config(default = 8)]
     pub rounds: usize,
-    /// Buckets of a hash, an even number. Default: one for each `bucket` tokens of a sequence, with what it is filled up with.
+    /// Buckets of a hash, an even number. Default: one for each `bucket` tokens of a sequence, filler included.
     pub n_buckets: Option<usize>,
     /// True if tokens see earlier ones only.
     #[config(default = true)]
     pub causal: bool,
-    /// True if a pair that several rounds find counts once.
+    /// True if a pair found by several rounds counts once.
     #[config(default = false)]
     pub dedup: bool,
-    /// True if tokens see those of their own bucket alone.
+    /// True if tokens see only their own bucket.
     #[config(default = false)]
     pub own_bucket: bool,
-    /// Seed of the rotations of passes that are not of training, and of those that are, if nothing else says theirs.
+    /// Seed of the rotations outside of training, and in training if no other seed is given.
     #[config(default = 0)]
     pub seed: u64,
 }
@@ -393,7 +394,7 @@ impl LshHeadsConfig {
     }
 
     or_panics! {
-        /// The heads. They have no parameters.
+        /// Creates the heads. They have no parameters.
         pub fn init(&self) -> LshHeads;
 
         /// # Errors
@@ -415,7 +416,7 @@ impl LshHeadsConfig {
     }
 }
 
-/// Heads of the Reformer (Kitaev et al., 2020, §2): [`lsh_attention`] with rotations that a seed draws.
+/// Heads of the Reformer (Kitaev et al., 2020, §2): [`lsh_attention`] with rotations drawn from a seed.
 #[derive(Clone, Debug)]
 pub struct LshHeads {
     options: LshOptions,
@@ -427,14 +428,15 @@ pub struct LshHeads {
 
 impl LshHeads {
     or_panics! {
-        /// Attention of queries that are also keys, with rotations of `seed`, or of the configuration's. All heads have the same rotations.
+        /// Computes attention of queries that are also keys, with rotations drawn from `seed`, or from the configuration's. All heads have the same
+        /// rotations.
         ///
         /// # Shapes
-        /// As [`lsh_attention`].
+        /// Those of [`lsh_attention`].
         pub fn forward(&self, qk: Tensor<4>, value: Tensor<4>, seed: Option<Seed>) -> Tensor<4>;
 
         /// # Errors
-        /// As [`lsh_attention`], and if a computation is being recorded, in which rotations would stay the same.
+        /// Those of [`lsh_attention`]; also during a recording, in which rotations would be constant.
         pub fn try_forward {
             ensure_shape("qk", qk.dims(), [None; 4], AXES)?;
             let [_, _, seq, head_dim] = qk.dims();
@@ -453,7 +455,7 @@ impl LshHeads {
         }
     }
 
-    /// Pairs that are computed for a sequence of `seq` tokens, of one head, whether or not they are seen.
+    /// Returns the number of pairs that one head computes for a sequence of `seq` tokens, masked ones included.
     pub fn pairs(&self, seq: usize) -> u64 {
         let bucket = self.options.bucket.get() as u64;
         let places = self.options.chunks(seq) as u64 * bucket;

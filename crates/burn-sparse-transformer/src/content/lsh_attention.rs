@@ -1,4 +1,4 @@
-//! The attention layer of the Reformer.
+//! Attention layer of the Reformer.
 
 use burn::config::Config;
 use burn::module::{Initializer, Module};
@@ -25,10 +25,10 @@ pub struct LshAttentionConfig {
     /// Configuration of the hashing heads.
     #[config(default = "LshHeadsConfig::new()")]
     pub heads: LshHeadsConfig,
-    /// Dtype of the projections and of the products of attention. Hashes are computed in f32.
+    /// Dtype of the projections and of the attention's products. Hashes are computed in f32.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
-    /// How the projections are initialised.
+    /// Initialisation of the projections.
     #[config(
         default = "Initializer::KaimingUniform{gain: 1.0 / f64::sqrt(3.0), fan_out_only: false}"
     )]
@@ -41,7 +41,7 @@ impl LshAttentionConfig {
         pub fn init(&self, device: &Device) -> LshAttention;
 
         /// # Errors
-        /// If `n_heads` does not divide `d_model`, as [`LshHeadsConfig::init`], and if the device does not compute in `precision`.
+        /// If `n_heads` does not divide `d_model`, or the device does not support `precision`; also those of [`LshHeadsConfig::init`].
         pub fn try_init {
             ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
             let heads = self.heads.try_init()?;
@@ -65,8 +65,8 @@ impl LshAttentionConfig {
     }
 }
 
-/// Multi-head attention to tokens that hash alike (Kitaev et al., 2020): projections around [`lsh_attention`](crate::content::lsh_attention()). Keys
-/// are the queries, normalised to unit length.
+/// Multi-head attention within hash buckets (Kitaev et al., 2020): projections around [`lsh_attention`](crate::content::lsh_attention()). Keys are the
+/// queries, normalised to unit length.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -80,14 +80,14 @@ impl LshAttentionConfig {
 /// assert_eq!(attention.forward(x, None).dims(), [2, 500, 64]);
 /// ```
 ///
-/// Should be created with [`LshAttentionConfig`].
+/// Create it with [`LshAttentionConfig`].
 #[derive(Module, Debug)]
 pub struct LshAttention {
-    /// `d_model` to `d_model`, of queries and keys.
+    /// Projection of queries and keys, from `d_model` to `d_model`.
     pub query: Linear,
-    /// `d_model` to `d_model`.
+    /// Projection from `d_model` to `d_model`.
     pub value: Linear,
-    /// `d_model` to `d_model`.
+    /// Projection from `d_model` to `d_model`.
     pub output: Linear,
     #[module(skip)]
     heads: LshHeads,
@@ -101,15 +101,15 @@ pub struct LshAttention {
 
 impl LshAttention {
     or_panics! {
-        /// Attention of each token to those that it hashes alike with. Rotations are those of `seed`; without one others in every call on an autodiff device, and
-        /// the configuration's elsewhere.
+        /// Computes attention of each token to those with the same hashes. Rotations are drawn from `seed`; without one they are new in every call on an
+        /// autodiff device, and the configuration's elsewhere.
         ///
         /// # Shapes
         /// - `x` and the result: `[batch, seq, d_model]`
         pub fn forward(&self, x: Tensor<3>, seed: Option<Seed>) -> Tensor<3>;
 
         /// # Errors
-        /// If the shape does not fit.
+        /// If the shape does not match.
         pub fn try_forward {
             let expected = [None, None, Some(self.d_model)];
             ensure_shape("x", x.dims(), expected, AXES)?;

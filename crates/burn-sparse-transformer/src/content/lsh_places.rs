@@ -1,4 +1,4 @@
-//! All rounds of hashing in one call of attention, over places that positions mask.
+//! All rounds of hashing in one attention call, over sorted slots that positions mask.
 
 use std::collections::BTreeSet;
 use std::sync::LazyLock;
@@ -13,20 +13,20 @@ use super::routing::block_size;
 use crate::error::Result;
 use burn_blocksparse::internal::arange;
 
-/// What rounds put where. All are i32 tensors on the device, without autodiff.
+/// Assignment of tokens to slots in all rounds, as i32 tensors on the device, without autodiff.
 pub(super) struct Placed {
-    /// The token at each place of all rounds, −1 for what fills up: `[batch, heads, rounds · places]`.
+    /// Token in each slot of all rounds, −1 for filler: `[batch, heads, rounds · places]`.
     tokens: Tensor<3, Int>,
-    /// The place of each token in each round: `[batch, heads, seq, rounds]`.
+    /// Slot of each token in each round: `[batch, heads, seq, rounds]`.
     places: Tensor<4, Int>,
-    /// The reverse: `token · rounds + round` at each place, negative for what fills up.
+    /// Inverse: `token · rounds + round` in each slot, negative for filler.
     choices: Tensor<3, Int>,
     chunks: usize,
     bucket: usize,
 }
 
 impl Placed {
-    /// Of the bucket of each token in each round, `[batch, heads, rounds, seq]`, below `count`: one sort, whatever the rounds.
+    /// Sorts tokens by their bucket in each round, `[batch, heads, rounds, seq]`, below `count`: one sort for all rounds.
     pub fn new(
         buckets: Tensor<4, Int>,
         count: usize,
@@ -52,8 +52,8 @@ impl Placed {
         })
     }
 
-    /// Attention of tokens to those of their chunks and the ones before, in every round, merged by lse with themselves at `self_alone`: out and lse, as
-    /// [`lsh_attention`](super::lsh::lsh_attention) has them. All three are of one dtype.
+    /// Computes attention of tokens to their chunk and the one before, in every round, merged by lse with the token itself at `self_alone`. Returns out and
+    /// lse like [`lsh_attention`](super::lsh::lsh_attention). All three inputs have one dtype.
     pub fn attend(
         self,
         [query, key, value]: [Tensor<4>; 3],
@@ -69,7 +69,7 @@ impl Placed {
         let seen = DeviceLayout::from_own_positions(&layout, tokens, rule)?;
         let others = SparseAttentionCall::new(query, key, others, &seen).run_with_lse()?;
         let dtype: DType = others.1.dtype();
-        // A token that sees nothing in any round.
+        // lse of a token that sees nothing in any round.
         let alone = self_alone + (rounds as f64).ln();
         let device = value.device().without_autodiff();
         let alone = Tensor::full([batch, heads, seq], alone, (&device, dtype));
@@ -78,10 +78,10 @@ impl Placed {
     }
 }
 
-/// The latest layouts of all calls: they are the same whatever the tokens are.
+/// Recent layouts of all calls: they do not depend on the tokens.
 static LAYOUTS: LazyLock<LayoutCache> = LazyLock::new(LayoutCache::default);
 
-/// Each chunk of each round with itself and the one before, the first with the last.
+/// Returns the layout in which each chunk of each round sees itself and the one before, the first the last.
 fn layout(sizes: [usize; 4]) -> Result<BlockLayout> {
     let [heads, rounds, chunks, bucket] = sizes;
     let shape = LayoutShape::square(heads, rounds * chunks * bucket, block_size(bucket));
@@ -97,7 +97,7 @@ fn made(sizes: [usize; 4]) -> Result<BlockLayout> {
     let places = rounds * chunks * bucket;
     let b = block_size(bucket);
     let shape = LayoutShape::square(1, places, b);
-    // Chunks of all rounds are counted through.
+    // Chunks are numbered over all rounds.
     let before = |chunk: usize| chunk / chunks * chunks + (chunk + chunks - 1) % chunks;
     let sees = |own: usize, other: usize| other == own || other == before(own);
     let of_block = |block: usize| block * b / bucket..=(block * b + b - 1).min(places - 1) / bucket;

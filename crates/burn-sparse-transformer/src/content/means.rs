@@ -1,4 +1,4 @@
-//! Means that queries are compared with, and how they follow them.
+//! Means of clusters, and their updates.
 
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_blocksparse::Seed;
@@ -12,7 +12,7 @@ use crate::error::{Result, ensure};
 use crate::in_graph::in_graph_of;
 use burn_blocksparse::internal::arange;
 
-/// Similarities of `x`, `[batch, heads, length, dim]`, to means `[heads, clusters, dim]`: `[batch, heads, clusters, length]`.
+/// Returns the similarities of `x`, `[batch, heads, length, dim]`, to means `[heads, clusters, dim]`: `[batch, heads, clusters, length]`.
 pub(super) fn similarities(x: Tensor<4>, means: Tensor<3>) -> Tensor<4> {
     let [batch, heads, _, dim] = x.dims();
     let [_, clusters, _] = means.dims();
@@ -22,7 +22,7 @@ pub(super) fn similarities(x: Tensor<4>, means: Tensor<3>) -> Tensor<4> {
     row_products(means, x)
 }
 
-/// The most similar mean of each token, of equally similar ones the first, counted through the means of all heads: `[batch, heads, length]`, i32.
+/// Returns the most similar mean of each token, the first on ties, numbered over the means of all heads: `[batch, heads, length]`, i32.
 pub(super) fn nearest(similarities: &Tensor<4>) -> Tensor<3, Int> {
     let [batch, heads, clusters, length] = similarities.dims();
     let nearest = similarities.clone().argmax(2).cast(DType::I32);
@@ -31,7 +31,7 @@ pub(super) fn nearest(similarities: &Tensor<4>) -> Tensor<3, Int> {
     nearest + first.reshape([1, heads, 1]).expand([batch, heads, length])
 }
 
-/// The sums of the tokens nearest to each mean, over the batch, normalised to unit length: `[heads, clusters, dim]`. A mean without tokens has zeros.
+/// Returns the normalised sums of the tokens nearest to each mean, over the batch: `[heads, clusters, dim]`. A mean without tokens gets zeros.
 fn centres(x: Tensor<4>, nearest: Tensor<3, Int>, clusters: usize) -> Result<Tensor<3>> {
     let [batch, heads, length, dim] = x.dims();
     let rows = batch * heads * length;
@@ -40,8 +40,8 @@ fn centres(x: Tensor<4>, nearest: Tensor<3, Int>, clusters: usize) -> Result<Ten
     Ok(unit(sums.reshape([heads, clusters, dim])))
 }
 
-/// `decay · mean + (1 − decay) · centre` of the tokens nearest to each mean (Roy et al., 2021, §4.1); a mean without tokens stays, and so does one whose
-/// tokens have a sum of zeros.
+/// Returns `decay · mean + (1 − decay) · centre` with the centre of the tokens nearest to each mean (Roy et al., 2021, §4.1). A mean without tokens, or whose
+/// tokens sum to zero, is unchanged.
 pub(super) fn followed(
     means: Tensor<3>,
     x: Tensor<4>,
@@ -55,20 +55,20 @@ pub(super) fn followed(
     Ok(moved.mask_where(none.expand(dims), means))
 }
 
-/// The mean square of the distances of `x` from their nearest means, with a gradient with respect to `x` alone: `[1]`.
+/// Returns the mean square of the distances of `x` from their nearest means, with a gradient with respect to `x` alone: `[1]`.
 pub(super) fn commitment(x: Tensor<4>, means: Tensor<3>, nearest: Tensor<3, Int>) -> Tensor<1> {
     let [batch, heads, length, dim] = x.dims();
     let [_, clusters, _] = means.dims();
     let means = means.reshape([heads * clusters, dim]);
     let own = means.select(0, nearest.reshape([batch * heads * length]));
     let own = own.reshape([batch, heads, length, dim]);
-    // A constant of the graph that `x` is in.
+    // A constant in the graph of `x`.
     let own = in_graph_of(&x, own);
     let count = (batch * heads * length * dim) as f64;
     sum_all((x - own).powi_scalar(2)).div_scalar(count)
 }
 
-/// Spherical k-means from tokens that a seed draws, for each head others, none twice: `[heads, clusters, dim]`. `x` is without autodiff.
+/// Runs spherical k-means from distinct random tokens, drawn for each head from the seed: `[heads, clusters, dim]`. `x` is without autodiff.
 pub(super) fn settled(
     x: Tensor<4>,
     clusters: usize,

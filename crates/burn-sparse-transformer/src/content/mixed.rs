@@ -1,4 +1,4 @@
-//! Attention of which some heads are a pattern's, and the others choose by content.
+//! Attention in which some heads use a pattern and the others choose by content.
 
 use burn::module::{Content, Module};
 use burn::nn::{Linear, RotaryEncoding};
@@ -23,33 +23,34 @@ use crate::{
     SparseTransformer, TransformerError,
 };
 
-/// Of a call's dropout seed, for the rotations of hashes.
+/// Derives the seed of hash rotations from a call's dropout seed.
 const ROTATIONS: u64 = 0x6c73_6800;
 
-/// The heads of a [`SparseMultiHeadAttention`] that choose by content, after those of its pattern. Their keys are their queries, normalised to unit length.
+/// Heads of a [`SparseMultiHeadAttention`] that choose by content, after those of its pattern. With clusters and hashes, keys are the queries, normalised to
+/// unit length.
 #[derive(Module, Debug)]
 pub struct ContentHeads {
-    /// Those that choose by clusters; their means are in the record.
+    /// Heads that choose by clusters; records store their means.
     pub routing: Option<RoutingHeads>,
-    /// Those that choose by hashes.
+    /// Heads that choose by hashes.
     #[module(skip)]
     lsh: Option<LshHeads>,
-    /// Those of native sparse attention, which are all of a layer; keys and values of the chosen blocks are the layer's own.
+    /// Heads of native sparse attention, all of the layer's; keys and values of the selected branch are the layer's own.
     pub nsa: Option<NsaHeads>,
-    /// Those of DeepSeek sparse attention, which are all of a layer; queries, keys and values are the layer's own.
+    /// Heads of DeepSeek sparse attention, all of the layer's; queries, keys and values are the layer's own.
     pub dsa: Option<DsaHeads>,
-    /// Those of MiniMax sparse attention, which are all of a layer; queries, keys and values are the layer's own.
+    /// Heads of MiniMax sparse attention, all of the layer's; queries, keys and values are the layer's own.
     pub msa: Option<MsaHeads>,
     local_heads: usize,
     #[module(skip)]
     config: ContentAttention,
-    /// Of those with an indexer, their own or an earlier layer's.
+    /// Training stage of an indexer, the layer's own or an earlier layer's.
     #[module(skip)]
     stage: DsaStage,
 }
 
 impl ContentHeads {
-    /// Returns their configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &ContentAttention {
         &self.config
     }
@@ -73,7 +74,7 @@ impl ContentHeads {
         }
     }
 
-    /// Puts an indexer, the layer's own or an earlier layer's, into a stage, and returns whether there is one.
+    /// Sets the stage of an indexer, the layer's own or an earlier layer's, and returns whether there is one.
     pub(crate) fn set_stage(&mut self, stage: DsaStage) -> bool {
         let has_indexer = self.config.has_indexer();
         if has_indexer {
@@ -82,17 +83,17 @@ impl ContentHeads {
         has_indexer
     }
 
-    /// The stage of an indexer, the layer's own or an earlier layer's.
+    /// Returns the stage of an indexer, the layer's own or an earlier layer's.
     pub(crate) fn stage(&self) -> Option<DsaStage> {
         self.config.has_indexer().then_some(self.stage)
     }
 
-    /// Whether an indexer chooses.
+    /// Returns whether an indexer chooses in the current stage.
     fn is_chosen(&self) -> bool {
         self.stage() == Some(DsaStage::Sparse)
     }
 
-    /// Of heads that choose by content.
+    /// Computes the outputs of heads that choose by clusters or hashes.
     fn forward(&self, query: Tensor<4>, value: Tensor<4>, seed: Option<Seed>) -> Result<Seen> {
         match (&self.routing, &self.lsh) {
             (Some(routing), _) => {
@@ -106,7 +107,7 @@ impl ContentHeads {
         }
     }
 
-    /// The pattern's heads, and after them those that choose by content.
+    /// Computes the pattern's heads, followed by those that choose by content.
     fn beside_pattern(
         &self,
         mha: &SparseMultiHeadAttention,
@@ -253,7 +254,7 @@ impl SparseMultiHeadAttentionConfig {
             Some(content) if !content.is_whole_layer() => {
                 self.local_heads.unwrap_or(self.n_heads / 2)
             }
-            // Of a pattern that is not looked at, in the second case.
+            // In the second case the pattern is not used.
             None | Some(_) => self.n_heads,
         }
     }
@@ -303,7 +304,7 @@ impl SparseMultiHeadAttentionConfig {
         Ok(())
     }
 
-    /// That there is none of the options that no heads by content have.
+    /// Checks that no option is set that content-based heads do not support.
     pub(crate) fn ensure_no_options(&self, expected: &str) -> Result<()> {
         for (argument, given) in [
             ("selection", self.selection.is_some()),
@@ -347,7 +348,7 @@ impl SparseMultiHeadAttentionConfig {
         };
         match content {
             ContentAttention::Routing(config) => {
-                // Clusters are known: validated.
+                // The number of clusters is set: validated.
                 let far = self.n_heads - local_heads;
                 let mut means = config.try_init(far, head_dim, 1, device)?;
                 means.products = self.precision.products();
@@ -365,29 +366,30 @@ impl SparseMultiHeadAttentionConfig {
 }
 
 impl SparseMultiHeadAttention {
-    /// Heads of DeepSeek sparse attention, if that is what they are.
+    /// Returns the heads of DeepSeek sparse attention, if the layer has them.
     pub fn dsa(&self) -> Option<&DsaHeads> {
         self.content.as_ref()?.dsa.as_ref()
     }
 
-    /// Heads of MiniMax sparse attention, if that is what they are.
+    /// Returns the heads of MiniMax sparse attention, if the layer has them.
     pub fn msa(&self) -> Option<&MsaHeads> {
         self.content.as_ref()?.msa.as_ref()
     }
 
-    /// Heads of DeepSeek sparse attention that choose: in other stages of training they see what their pattern keeps.
+    /// Returns the heads of DeepSeek sparse attention if they choose in the current stage: in the others, heads use their pattern.
     pub fn choosing_dsa(&self) -> Option<&DsaHeads> {
         (self.choosing_indexer()).and_then(|_| self.dsa())
     }
 
-    /// Configuration of the indexer whose choice heads attend to, the layer's own or that of an earlier layer; none in other stages of training.
+    /// Returns the configuration of the indexer whose choice heads attend to, the layer's own or that of an earlier layer; `None` in other stages of
+    /// training.
     #[doc(hidden)]
     pub fn choosing_indexer(&self) -> Option<&ContentAttention> {
         let content = self.content.as_ref()?;
         content.is_chosen().then_some(&content.config)
     }
 
-    /// Heads of MiniMax sparse attention that choose.
+    /// Returns the heads of MiniMax sparse attention if they choose in the current stage.
     pub fn choosing_msa(&self) -> Option<&MsaHeads> {
         (self.choosing_indexer()).and_then(|_| self.msa())
     }
@@ -405,7 +407,7 @@ impl SparseMultiHeadAttention {
         (self.content.as_ref()).map_or(self.n_heads, ContentHeads::local_heads)
     }
 
-    /// That a call that knows patterns alone, or a cache, is not one of a module with heads that choose by content.
+    /// Checks that a call that supports patterns only, or a cache, does not meet heads that choose by content.
     #[doc(hidden)]
     pub fn ensure_no_content(&self) -> Result<()> {
         match &self.content {
@@ -414,10 +416,10 @@ impl SparseMultiHeadAttention {
         }
     }
 
-    /// Moves the means of heads that choose by clusters to where an input's queries are: see [`RoutingHeads::settle`]. Of no effect without such heads.
+    /// Moves the means of heads that choose by clusters to an input's queries: see [`RoutingHeads::settle`]. Does nothing without such heads.
     ///
     /// # Errors
-    /// If the shape does not fit, or there are fewer tokens than clusters.
+    /// If the shape does not match, or there are fewer tokens than clusters.
     pub fn kmeans_init(&mut self, x: Tensor<3>, seed: impl Into<Seed>) -> Result<()> {
         let Some(local) = self.content.as_ref().map(ContentHeads::local_heads) else {
             return Ok(());
@@ -443,14 +445,14 @@ impl SparseMultiHeadAttention {
 }
 
 impl SparseTransformer {
-    /// Moves the means of all heads that choose by clusters to where their queries of some tokens are, layer by layer: see [`RoutingHeads::settle`]. For the
-    /// beginning of a training; of no effect without such heads.
+    /// Moves the means of all heads that choose by clusters to their queries of some tokens, layer by layer: see [`RoutingHeads::settle`]. Call it before
+    /// training. Does nothing without such heads.
     ///
     /// # Errors
-    /// As [`Self::forward`], and if there are fewer tokens than clusters.
+    /// Those of [`Self::forward`]; also if there are fewer tokens than clusters.
     pub fn kmeans_init(&mut self, tokens: Tensor<2, Int>, seed: impl Into<Seed>) -> Result<()> {
         let seed = seed.into();
-        // A copy that trains nothing and moves no means by itself.
+        // A copy without autodiff, which does not move means by itself.
         let plain = self.valid();
         let mut stream = Stream::new(plain.embed(tokens.without_autodiff(), 0)?);
         for (layer, block) in plain.blocks.iter().enumerate() {
@@ -468,8 +470,8 @@ impl SparseTransformer {
         Ok(())
     }
 
-    /// Moves the means of all heads that choose by clusters after the queries of the latest training pass: see [`RoutingHeads::ema_update`]. Once for each
-    /// step, after the optimizer's.
+    /// Updates the means of all heads that choose by clusters with the queries of the latest training pass: see [`RoutingHeads::ema_update`]. Call it once in
+    /// each step, after the optimizer's.
     pub fn ema_update(&mut self) {
         for block in &mut self.blocks {
             block.mha.ema_update();

@@ -1,11 +1,11 @@
 //! Experimental: heads that choose single keys by content, by clusters (Routing Transformer) or by hashes (Reformer).
 //!
-//! Where kernels run, nothing is read from the device.
+//! On devices with kernels, nothing is read back.
 
-// which places   clusters.rs (the nearest tokens of each mean)
-// attention      routing.rs (over clusters), lsh.rs (over chunks of a sorted sequence), lsh_places.rs (the same, by kernels)
-// state          means.rs (means and how they follow queries), rotations.rs (planes that are drawn from a seed)
-// modules        routing_attention.rs, lsh_attention.rs; kind.rs and mixed.rs (beside the heads of a pattern)
+// assignment     clusters.rs (the nearest tokens of each mean)
+// attention      routing.rs (within clusters), lsh.rs (within chunks of a sorted sequence), lsh_places.rs (the same, by kernels)
+// state          means.rs (means and their updates), rotations.rs (rotations drawn from a seed)
+// modules        routing_attention.rs, lsh_attention.rs; kind.rs and mixed.rs (next to the heads of a pattern)
 
 mod clusters;
 mod kind;
@@ -30,17 +30,17 @@ pub use routing_attention::{
 
 use burn::tensor::{DType, Int, Tensor};
 
-/// Squares below this count as 0 where a vector is normalised to unit length.
+/// Squared norms below this count as 0 when vectors are normalised.
 const SMALLEST_SQUARE: f64 = 1e-24;
 
-/// Vectors of length 1 along the last dimension, in f32 at least; a vector of zeros stays one, with finite gradients.
+/// Normalises vectors along the last dimension, in f32 or higher precision; a zero vector stays zero, with finite gradients.
 fn unit<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     let x = widened(x);
     let square = x.clone().powi_scalar(2).sum_dim(D - 1);
     x / square.clamp_min(SMALLEST_SQUARE).sqrt()
 }
 
-/// In f32 at least.
+/// Casts to f32 unless the tensor is f64.
 fn widened<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     match x.dtype() {
         DType::F64 => x,
@@ -48,7 +48,7 @@ fn widened<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     }
 }
 
-/// In a dtype: a cast to the same one would be an operation.
+/// Casts only if necessary: a cast to the same dtype would be an operation.
 fn in_dtype<const D: usize>(x: Tensor<D>, dtype: DType) -> Tensor<D> {
     match x.dtype() == dtype {
         true => x,
@@ -56,7 +56,7 @@ fn in_dtype<const D: usize>(x: Tensor<D>, dtype: DType) -> Tensor<D> {
     }
 }
 
-/// 1 where it is true, i32.
+/// Returns 1 where the mask is true, else 0, as i32.
 fn ones<const D: usize>(x: Tensor<D, burn::tensor::Bool>) -> Tensor<D, Int> {
     x.int().cast(DType::I32)
 }

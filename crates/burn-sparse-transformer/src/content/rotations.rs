@@ -8,7 +8,7 @@ use burn_blocksparse::graph::ensure_not_capturing;
 
 use crate::error::Result;
 
-/// `[rounds, dim, half]` of independent normal numbers that follow from the seed alone: Box and Muller's (1958), computed on the host in f64.
+/// Draws independent normal numbers `[rounds, dim, half]` from the seed alone, on the host in f64 (Box and Muller, 1958).
 pub(super) fn rotations(
     shape: [usize; 3],
     seed: Seed,
@@ -25,7 +25,7 @@ pub(super) fn rotations(
     ))
 }
 
-/// The latest rotations of one seed, which copies share: those that a configuration names are the same in every call.
+/// Rotations of the latest seed, shared by copies: those of a configuration are the same in every call.
 #[derive(Clone, Debug, Default)]
 pub(super) struct KeptRotations(Arc<Mutex<Option<Kept>>>);
 
@@ -38,10 +38,10 @@ struct Kept {
 }
 
 impl KeptRotations {
-    /// As [`rotations`], always of the same seed.
+    /// [`rotations`] that are cached.
     ///
     /// # Errors
-    /// As [`rotations`].
+    /// Those of [`rotations`].
     pub fn get(
         &self,
         shape: [usize; 3],
@@ -92,7 +92,7 @@ mod tests {
             let powers = numbers.iter().map(|x: &f64| x.powi(power));
             powers.sum::<f64>() / numbers.len() as f64
         };
-        // Of 10,000 numbers, four standard errors.
+        // Four standard errors of 10,000 numbers.
         for (power, expected, error) in [(1, 0.0, 0.04), (2, 1.0, 0.057), (4, 3.0, 0.4)] {
             let got = moment(power);
             assert!((got - expected).abs() < error, "{power}: {got}");

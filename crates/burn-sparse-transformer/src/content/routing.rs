@@ -20,7 +20,7 @@ use crate::in_graph::in_graph_of;
 
 const AXES: [&str; 4] = ["batch", "heads", "seq", "head_dim"];
 
-/// Iterations of k-means from the first tokens (Roy et al., 2021, and lucidrains' `routing_transformer`).
+/// Iterations of k-means from random tokens (Roy et al., 2021, and lucidrains' `routing_transformer`).
 const ITERATIONS: usize = 10;
 
 /// Configuration of [`RoutingHeads`].
@@ -29,9 +29,9 @@ const ITERATIONS: usize = 10;
 pub struct RoutingHeadsConfig {
     /// Tokens of a cluster.
     pub window: usize,
-    /// Clusters of each head. Default: the longest sequence over `window`, rounded up.
+    /// Clusters of each head. Default: the longest sequence divided by `window`, rounded up.
     pub clusters: Option<usize>,
-    /// Decay of the moving averages: share of a mean that stays in an update.
+    /// Decay of the moving averages: share of a mean that an update keeps.
     #[config(default = 0.999)]
     pub means_decay: f64,
     /// Factor of the commitment loss, the mean square of the distances of queries from their means.
@@ -40,10 +40,10 @@ pub struct RoutingHeadsConfig {
 }
 
 impl RoutingHeadsConfig {
-    /// The clusters of a head, for sequences of up to `context` tokens.
+    /// Returns the clusters of a head, for sequences of up to `context` tokens.
     ///
     /// # Errors
-    /// If a number is out of its range.
+    /// If a number is out of range.
     pub fn clusters(&self, context: usize) -> Result<usize> {
         ensure_positive("window", self.window)?;
         let clusters = self.clusters.unwrap_or(context.div_ceil(self.window));
@@ -55,7 +55,7 @@ impl RoutingHeadsConfig {
     }
 
     pub(crate) fn validate(&self) -> Result<()> {
-        // Whatever the context is.
+        // Independent of the context.
         self.clusters(1)?;
         let decay = self.means_decay;
         ensure! { (0.0..=1.0).contains(&decay) => "means_decay", "from 0 to 1", decay; }
@@ -65,18 +65,18 @@ impl RoutingHeadsConfig {
     }
 
     or_panics! {
-        /// `heads` heads of width `head_dim`, for sequences of up to `context` tokens. Means begin in random directions; [`RoutingHeads::settle`] moves them to
-        /// where tokens are.
+        /// Creates `heads` heads of width `head_dim`, for sequences of up to `context` tokens. Means begin in random directions; [`RoutingHeads::settle`]
+        /// moves them to the tokens.
         pub fn init(&self, heads: usize, head_dim: usize, context: usize, device: &Device) -> RoutingHeads;
 
         /// # Errors
-        /// If a number is out of its range.
+        /// If a number is out of range.
         pub fn try_init {
             self.validate()?;
             ensure_positive("heads", heads)?;
             ensure_positive("head_dim", head_dim)?;
             let clusters = self.clusters(context)?;
-            // Of about length 1.
+            // Standard deviation that gives means a length of about 1.
             let std = 1.0 / (head_dim as f64).sqrt();
             let normal = Initializer::Normal { mean: 0.0, std };
             let means: Param<Tensor<3>> = normal.init([heads, clusters, head_dim], device);
@@ -104,14 +104,14 @@ impl RoutingHeadsConfig {
 /// out = the mean over the clusters that a token is in, or 0 if it is in none
 /// ```
 ///
-/// Which tokens are in a cluster depends on the whole sequence, so this is **not prefix-stable**: a language model that is trained with it is scored a little
-/// too well, and cannot generate token by token from a cache.
+/// Which tokens are in a cluster depends on the whole sequence, so this is **not prefix-stable**: a language model trained with it gets slightly optimistic
+/// scores, and cannot generate token by token from a cache.
 ///
-/// Means are state, not parameters: they are in records, have no gradient, and follow the queries of a training pass when [`Self::ema_update`] is called
-/// after the optimizer's step. Passes of a module that is not on an autodiff device leave them alone.
+/// Means are state, not parameters: records store them, they have no gradient, and they follow the queries of a training pass when [`Self::ema_update`] is
+/// called after the optimizer's step. Passes of a module that is not on an autodiff device do not change them.
 #[derive(Module, Debug)]
 pub struct RoutingHeads {
-    /// `[heads, clusters, head_dim]`.
+    /// Means, `[heads, clusters, head_dim]`.
     pub means: Param<Tensor<3>>,
     pub(crate) window: usize,
     pub(crate) means_decay: f64,
@@ -128,16 +128,16 @@ pub struct RoutingHeads {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct RoutingOutput {
-    /// `[batch, heads, seq, value_dim]`.
+    /// Output, `[batch, heads, seq, value_dim]`.
     pub context: Tensor<4>,
-    /// To be added to the loss, `[1]`: `commitment` times the mean square of the distances of queries (and keys, if they have clusters of their own) from
-    /// their nearest means. Only on an autodiff device.
+    /// Commitment loss, `[1]`, to add to the loss: `commitment` times the mean square of the distances of queries (and keys, if they have their own clusters)
+    /// from their nearest means. Only on an autodiff device.
     pub commitment: Option<Tensor<1>>,
 }
 
 impl RoutingHeads {
     or_panics! {
-        /// Causal attention of queries that are also keys.
+        /// Computes causal attention of queries that are also keys.
         ///
         /// # Shapes
         /// - `query`: `[batch, heads, seq, head_dim]`
@@ -146,7 +146,7 @@ impl RoutingHeads {
         pub fn forward(&self, query: Tensor<4>, value: Tensor<4>) -> RoutingOutput;
 
         /// # Errors
-        /// If shapes do not fit each other or the means.
+        /// If shapes do not match each other or the means.
         pub fn try_forward {
             self.check(&query, &value)?;
             let x = unit(query.clone());
@@ -163,26 +163,26 @@ impl RoutingHeads {
     }
 
     or_panics! {
-        /// Attention of queries to keys, in which every query of a cluster sees each of its keys.
+        /// Computes attention of queries to keys, in which every query of a cluster sees each of its keys.
         ///
         /// # Shapes
         /// - `query`: `[batch, heads, seq, head_dim]`
-        /// - `key`: as `query`
+        /// - `key`: like `query`
         /// - `value`: `[batch, heads, seq, value_dim]`
         /// - context: `[batch, heads, seq, value_dim]`, in the dtype of `value`
         pub fn forward_unshared(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> RoutingOutput;
 
         /// # Errors
-        /// If shapes do not fit each other or the means.
+        /// If shapes do not match each other or the means.
         pub fn try_forward_unshared { self.unshared([query, key, value], None) }
     }
 
     or_panics! {
-        /// [`Self::forward_unshared`] in which a query sees, of its clusters' keys, those up to its own position. In a cluster where there are none it has 0,
-        /// which counts in its mean: the published code has a learned key and value in each cluster, which this has not.
+        /// [`Self::forward_unshared`] in which a query sees only keys up to its own position. In a cluster without such keys its output is 0, which counts in
+        /// its mean. The published code has a learned key and value in each cluster instead.
         ///
         /// # Shapes
-        /// As [`Self::forward_unshared`].
+        /// Those of [`Self::forward_unshared`].
         pub fn forward_unshared_causal(&self, query: Tensor<4>, key: Tensor<4>, value: Tensor<4>) -> RoutingOutput;
 
         pub fn try_forward_unshared_causal { self.unshared([query, key, value], Some(PositionMask::UpTo)) }
@@ -226,20 +226,20 @@ impl RoutingHeads {
     /// - `x`: queries or keys, `[batch, heads, seq, head_dim]`
     ///
     /// # Errors
-    /// If the shape does not fit the means.
+    /// If the shape does not match the means.
     pub fn clusters(&self, x: Tensor<4>) -> Result<Tensor<4, Int>> {
         self.check(&x, &x)?;
         Ok(self.choose(&unit(x))?.clusters.tokens)
     }
 
-    /// Moves the means to where tokens are: to some of them, which `seed` draws, and from there by ten iterations of k-means (Roy et al., 2021; what the
-    /// published code does in its first call). For the beginning of a training.
+    /// Initialises the means: from random tokens, drawn with `seed`, by ten iterations of k-means (Roy et al., 2021; the published code does so in its first
+    /// call). Call it before training.
     ///
     /// # Shapes
-    /// - `x`: queries, or queries and keys one after the other, `[batch, heads, seq, head_dim]`
+    /// - `x`: queries, or concatenated queries and keys, `[batch, heads, seq, head_dim]`
     ///
     /// # Errors
-    /// If the shape does not fit the means, or there are fewer tokens than clusters.
+    /// If the shape does not match the means, or there are fewer tokens than clusters.
     pub fn settle(&mut self, x: Tensor<4>, seed: impl Into<Seed>) -> Result<()> {
         self.check(&x, &x)?;
         let [_, clusters, _] = self.means.lazy_shape().dims();
@@ -249,9 +249,9 @@ impl RoutingHeads {
         Ok(())
     }
 
-    /// Moves the means after the queries of the latest training pass: `decay · mean + (1 − decay) · unit(sum of the queries nearest to it)`, over the batch;
-    /// those that no query is nearest to stay, as do those whose queries have a sum of zeros. Once for each step of training, after the optimizer's; of no effect without a training pass since the last
-    /// time.
+    /// Updates the means with the queries of the latest training pass: `decay · mean + (1 − decay) · unit(sum of the queries nearest to it)`, over the batch.
+    /// Means without nearest queries, or whose queries sum to zero, are unchanged. Call it once in each training step, after the optimizer's; it does nothing
+    /// without a training pass since the last call.
     pub fn ema_update(&mut self) {
         if let Some(means) = self.followed.take() {
             self.set_means(means);
@@ -273,7 +273,7 @@ impl RoutingHeads {
         ensure_shape("value", value.dims(), expected, AXES)
     }
 
-    /// The layout over places, whatever the tokens are.
+    /// Returns the layout over slots, which does not depend on the tokens.
     fn layout(&self, clusters: &Clusters, causal: bool) -> Result<BlockLayout> {
         let [_, heads, count, width] = clusters.tokens.dims();
         let shape = LayoutShape::square(heads, count * width, block_size(width));
@@ -292,7 +292,7 @@ impl RoutingHeads {
         Ok(call.options(options).run()?.out)
     }
 
-    /// The clusters of vectors of length 1. No gradient flows through the choice.
+    /// Returns the clusters of unit vectors. No gradient flows through the choice.
     fn choose(&self, x: &Tensor<4>) -> Result<Choice> {
         let means = in_dtype(self.means.val().without_autodiff(), x.dtype());
         let [_, _, seq, _] = x.dims();
@@ -303,7 +303,7 @@ impl RoutingHeads {
         })
     }
 
-    /// The output; in training also the loss, and where the means are to go.
+    /// Builds the output; in training also the loss and the updated means.
     fn finish(
         &self,
         context: Tensor<4>,
@@ -326,22 +326,22 @@ impl RoutingHeads {
         })
     }
 
-    /// Pairs of a sequence of `seq` tokens that causal attention sees, of one head.
+    /// Returns the number of pairs that one head attends to in a sequence of `seq` tokens with causal attention.
     pub fn pairs(&self, seq: usize) -> u64 {
         let [_, clusters, _] = self.means.lazy_shape().dims();
         let width = self.window.min(seq) as u64;
-        // Each sees the earlier ones, and the first itself.
+        // Each token sees the earlier ones, and the first itself.
         clusters as u64 * (width * (width - 1) / 2 + 1)
     }
 }
 
 struct Choice {
     clusters: Clusters,
-    /// The mean of each token, in training: `[batch, heads, length]`.
+    /// Nearest mean of each token, in training: `[batch, heads, length]`.
     nearest: Option<Tensor<3, Int>>,
 }
 
-/// Where the means go after the latest training pass. A copy of a module begins without.
+/// Updated means of the latest training pass. A copy of a module begins without.
 #[derive(Debug, Default)]
 struct Followed(Mutex<Option<Tensor<3>>>);
 
@@ -361,7 +361,7 @@ impl Followed {
     }
 }
 
-/// What places of clusters of `width` see. Of two places of a cluster the earlier has the earlier token.
+/// Returns the pattern over the slots of clusters of `width`. Slots of a cluster are in token order.
 fn pattern(width: usize, causal: bool) -> Pattern {
     let own = Pattern::chunked(width);
     if !causal {
@@ -374,7 +374,7 @@ fn pattern(width: usize, causal: bool) -> Pattern {
     Pattern::intersection([own.and_causal(), earlier])
 }
 
-/// Of the layout: blocks that clusters are made of, where they are.
+/// Returns the block size of the layout: one that divides clusters, if there is one.
 pub(super) fn block_size(width: usize) -> usize {
     let fits = |size: &usize| width.is_multiple_of(*size);
     [64, 32, 16, 8].into_iter().find(fits).unwrap_or(32)

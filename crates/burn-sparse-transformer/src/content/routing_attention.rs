@@ -1,4 +1,4 @@
-//! The attention layer of the Routing Transformer.
+//! Attention layer of the Routing Transformer.
 
 use burn::config::Config;
 use burn::module::{Initializer, Module};
@@ -25,26 +25,25 @@ pub struct RoutingAttentionConfig {
     pub n_heads: usize,
     /// Tokens of a cluster.
     pub window: usize,
-    /// Longest sequence that `clusters` are counted for.
+    /// Longest sequence, which determines the default of `clusters`.
     pub context: usize,
     /// Clusters of each head. Default: `context / window`, rounded up.
     pub clusters: Option<usize>,
     /// True if tokens see earlier ones only.
     #[config(default = true)]
     pub causal: bool,
-    /// True if keys are the queries, normalised to unit length. Default: if `causal`. Attention that is not causal must not share
-    /// them.
+    /// True if keys are the queries, normalised to unit length. Default: `causal`. Attention that is not causal must not share them.
     pub shared_qk: Option<bool>,
-    /// Decay of the moving averages: share of a mean that stays in an update.
+    /// Decay of the moving averages: share of a mean that an update keeps.
     #[config(default = 0.999)]
     pub means_decay: f64,
     /// Factor of the commitment loss.
     #[config(default = 1e-4)]
     pub commitment: f64,
-    /// Dtype of the projections and of the attention. Clusters are found in f32.
+    /// Dtype of the projections and of the attention. Clusters are computed in f32.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
-    /// How the projections are initialised.
+    /// Initialisation of the projections.
     #[config(
         default = "Initializer::KaimingUniform{gain: 1.0 / f64::sqrt(3.0), fan_out_only: false}"
     )]
@@ -57,7 +56,7 @@ impl RoutingAttentionConfig {
         pub fn init(&self, device: &Device) -> RoutingAttention;
 
         /// # Errors
-        /// If `n_heads` does not divide `d_model`, a number is out of its range, `shared_qk` is not what `causal` needs, or the device does not compute in
+        /// If `n_heads` does not divide `d_model`, a number is out of range, `shared_qk` is true without `causal`, or the device does not support
         /// `precision`.
         pub fn try_init {
             ensure_multiple("d_model", self.d_model, "n_heads", self.n_heads)?;
@@ -107,18 +106,18 @@ impl RoutingAttentionConfig {
 /// assert_eq!(y.dims(), [2, 500, 64]);
 /// ```
 ///
-/// Should be created with [`RoutingAttentionConfig`].
+/// Create it with [`RoutingAttentionConfig`].
 #[derive(Module, Debug)]
 pub struct RoutingAttention {
-    /// `d_model` to `d_model`.
+    /// Projection from `d_model` to `d_model`.
     pub query: Linear,
-    /// `d_model` to `d_model`, where keys are not the queries.
+    /// Projection from `d_model` to `d_model`, if keys are not the queries.
     pub key: Option<Linear>,
-    /// `d_model` to `d_model`.
+    /// Projection from `d_model` to `d_model`.
     pub value: Linear,
-    /// `d_model` to `d_model`.
+    /// Projection from `d_model` to `d_model`.
     pub output: Linear,
-    /// The clusters and their means.
+    /// Clusters and their means.
     pub heads: RoutingHeads,
     d_model: usize,
     n_heads: usize,
@@ -142,7 +141,7 @@ impl RoutingAttentionInput {
         Self { x, padded: false }
     }
 
-    /// Says that sequences have other lengths than `x`. Clusters know of no padding yet, so that the call is refused.
+    /// Sets the lengths of the sequences. Clusters do not support padding, so lengths other than that of `x` are an error of the call.
     pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
         let [_, seq, _] = self.x.dims();
         self.padded = lengths.into_iter().any(|length| length != seq);
@@ -156,20 +155,20 @@ impl RoutingAttentionInput {
 pub struct RoutingAttentionOutput {
     /// `[batch, seq, d_model]`, in the input's dtype.
     pub context: Tensor<3>,
-    /// To be added to the loss, `[1]`: see [`RoutingOutput::commitment`](crate::content::RoutingOutput::commitment).
+    /// Commitment loss, `[1]`, to add to the loss: see [`RoutingOutput::commitment`](crate::content::RoutingOutput::commitment).
     pub commitment: Option<Tensor<1>>,
 }
 
 impl RoutingAttention {
     or_panics! {
-        /// Attention of each token to the tokens of its clusters; a token in no cluster contributes zeros, so that its output is the output projection's bias.
+        /// Computes attention of each token to the tokens of its clusters. The output of a token in no cluster is the output projection's bias.
         ///
         /// # Shapes
         /// - input and `context`: `[batch, seq, d_model]`
         pub fn forward(&self, input: RoutingAttentionInput) -> RoutingAttentionOutput;
 
         /// # Errors
-        /// If the shape does not fit, or there is padding.
+        /// If the shape does not match, or there is padding.
         pub fn try_forward {
             let expected = "none with clusters, which would also take padding";
             ensure_none("padding", input.padded, expected)?;
@@ -200,10 +199,10 @@ impl RoutingAttention {
         }
     }
 
-    /// [`RoutingHeads::settle`] on the projected queries (and keys, if they have clusters of their own) of an input.
+    /// [`RoutingHeads::settle`] on the projected queries (and keys, if they have their own clusters) of an input.
     ///
     /// # Errors
-    /// As [`Self::forward`], and [`RoutingHeads::settle`].
+    /// Those of [`Self::forward`] and [`RoutingHeads::settle`].
     pub fn settle(&mut self, x: Tensor<3>, seed: impl Into<Seed>) -> Result<()> {
         self.check(&x)?;
         let heads = self.n_heads;

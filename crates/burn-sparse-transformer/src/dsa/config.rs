@@ -1,4 +1,4 @@
-//! Parameters of DeepSeek sparse attention, also as text.
+//! Configuration of DeepSeek sparse attention, and its text form.
 
 use std::fmt;
 
@@ -13,50 +13,51 @@ use crate::notation::write_numbers;
 
 /// Configuration of [`DsaHeads`](super::DsaHeads). The defaults are the paper's (DeepSeek-V3.2-Exp, 2025, §2).
 ///
-/// As text, in [`ContentAttention`](crate::content::ContentAttention): `dsa`, `dsa:KEEP,NEAR` or `dsa:KEEP,NEAR,HEADS,WIDTH`, the latter two of the indexer; after
-/// these there may be its precision, as in `dsa:2048,0,64,128,f32`, `fp8`, as in `dsa:2048,0,64,128,fp8`, and what is chosen
-/// first, as in `dsa:2048,0,64,128,blocks=64x128`.
+/// As text, in [`ContentAttention`](crate::content::ContentAttention): `dsa`, `dsa:KEEP,NEAR` or `dsa:KEEP,NEAR,HEADS,WIDTH`, the latter two of the indexer.
+/// These may be followed by its precision, as in `dsa:2048,0,64,128,f32`, by `fp8`, as in `dsa:2048,0,64,128,fp8`, and by the blocks to choose first, as in
+/// `dsa:2048,0,64,128,blocks=64x128`.
 #[derive(Config, Debug, PartialEq)]
 #[must_use = "a configuration does nothing until heads are made with it"]
 pub struct DsaHeadsConfig {
-    /// Keys that a token attends to, at most.
+    /// Most keys that a token attends to.
     #[config(default = 2048)]
     pub keep: usize,
-    /// Keys up to a token's own that are always among them.
+    /// Number of last keys up to a token's own that are always among them.
     #[config(default = 0)]
     pub near: usize,
-    /// Heads of the indexer. 4 heads of width 64 cost a thirty-second of the paper's.
+    /// Heads of the indexer. 4 heads of width 64 cost a thirty-second of the paper's indexer.
     #[config(default = 64)]
     pub index_heads: usize,
-    /// Width of an indexer's head.
+    /// Width of an indexer head.
     #[config(default = 128)]
     pub index_dim: usize,
-    /// First channels of the indexer's queries and keys that are rotated where those of the attention are, an even number; 0 is none. Default: half of them.
+    /// Number of first channels of the indexer's queries and keys that are rotated if the attention's are, an even number; 0 is none. Default: half of them.
     pub rope_dim: Option<usize>,
-    /// Precision of the indexer's queries and keys, and of the products that make them. Default: the attention's. In bf16 scores are made on tensor cores, where
-    /// a device has some, and are not those of f32, so that a few keys about the last that is kept are others. Its weights, norms, scores and losses are in the
-    /// dtype of its parameters, or in f32, either way.
+    /// Precision of the indexer's queries and keys, and of the products that compute them. Default: the attention's. In bf16, scores are computed on tensor
+    /// cores if the device has any and differ from those in f32, so that a few keys near the threshold differ. Its weights, norms, scores and losses are in
+    /// the dtype of its parameters or in f32 either way.
     pub index_precision: Option<Precision>,
-    /// True if it chooses by queries and keys in fp8, rotated and rounded as the paper's indexer has them ([`DsaIndex::in_fp8`](burn_sparse_select::dsa::DsaIndex::in_fp8)),
-    /// whose scores GPUs of compute capability 9.0 make of products in fp8. It learns by those that are not rounded. Caches and pools keep rounded keys.
+    /// True if it chooses by queries and keys in fp8, rotated and rounded as in the paper's indexer
+    /// ([`DsaIndex::in_fp8`](burn_sparse_select::dsa::DsaIndex::in_fp8)); GPUs of compute capability 9.0 compute their scores with fp8 products. It learns
+    /// from the unrounded ones. Caches and pools store rounded keys.
     #[config(default = false)]
     pub index_fp8: bool,
-    /// Blocks that a token chooses first, by the means of their keys, and among whose keys it then chooses (HISA: Xu et al., 2026); all keys, if there are none. The
-    /// paper has 64.
+    /// Number of blocks that a token chooses first, by the means of their keys, to choose keys from them afterwards (HISA: Xu et al., 2026). Default: it
+    /// chooses from all keys. The paper uses 64.
     pub blocks: Option<usize>,
-    /// Keys of such a block.
+    /// Number of keys of such a block.
     #[config(default = 128)]
     pub block: usize,
-    /// True if kernels gather single keys by the lists where a device has them ([`DispatchMode::Auto`]).
+    /// True if kernels gather single keys by the lists on devices that have such kernels ([`DispatchMode::Auto`]).
     #[config(default = true)]
     pub gather_keys: bool,
 }
 
 impl DsaHeadsConfig {
     pub(crate) const NAME: &str = "dsa";
-    /// What it ends with if it chooses in fp8.
+    /// Suffix for choosing in fp8.
     const FP8: &str = "fp8";
-    /// What blocks begin with.
+    /// Prefix of the number and size of blocks.
     const BLOCKS: &str = "blocks=";
 
     pub(crate) fn op(&self) -> Result<Dsa> {
@@ -79,7 +80,7 @@ impl DsaHeadsConfig {
         Ok(())
     }
 
-    /// The precision of the index beside attention in a precision.
+    /// Returns the precision of the index, given that of the attention.
     pub(super) fn precision(&self, of_attention: Precision) -> Precision {
         self.index_precision.unwrap_or(of_attention)
     }
@@ -101,7 +102,7 @@ impl DsaHeadsConfig {
             }
             _ => return None,
         };
-        // Words in their order, each of them or not.
+        // Optional words in a fixed order.
         let own = [Precision::F32, Precision::Tf32, Precision::Bf16];
         if let [name, rest @ ..] = words
             && let Some(precision) = own.into_iter().find(|one| one.name() == *name)

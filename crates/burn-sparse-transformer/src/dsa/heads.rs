@@ -1,4 +1,4 @@
-//! The choice of an indexer, attention over it, and what the indexer learns by.
+//! Attention to the keys that an indexer chooses, and the indexer's loss.
 
 use burn::module::Module;
 use burn::tensor::{Device, Tensor};
@@ -14,10 +14,9 @@ use crate::linear::linear_flops;
 use crate::shared_choice::{Aside, Chosen};
 use crate::{SparseMhaCache, SparseMultiHeadAttentionConfig};
 
-/// Heads of DeepSeek sparse attention: an indexer, and how many keys it chooses for a token. Queries, keys and values are those of the layer.
+/// Heads of DeepSeek sparse attention: an indexer, and the number of keys it chooses for a token. Queries, keys and values are those of the layer.
 #[derive(Module, Debug)]
 pub struct DsaHeads {
-    /// The indexer.
     pub indexer: DsaIndexer,
     #[module(skip)]
     op: Dsa,
@@ -39,7 +38,7 @@ impl DsaHeads {
         })
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &DsaHeadsConfig {
         &self.config
     }
@@ -49,7 +48,7 @@ impl DsaHeads {
         &self.op
     }
 
-    /// Returns the index that chooses keys, and that caches store: the index, or the same in fp8.
+    /// Returns the index that chooses keys and that caches store: the given one, or its fp8 form.
     #[doc(hidden)]
     pub fn chosen_by(&self, index: DsaIndex) -> Result<DsaIndex> {
         match self.config.index_fp8 {
@@ -82,7 +81,7 @@ impl Indexed for DsaHeads {
         let [.., seq_kv, _] = index.k.dims();
         let lists = match seq_kv > self.config.keep {
             true => self.op.choose(&self.chosen_by(index.clone())?)?,
-            // There is nothing to choose.
+            // All keys are kept; rounding would change nothing.
             false => self.op.choose(&index)?,
         };
         let aux_loss = match learns {
@@ -121,7 +120,7 @@ impl Indexed for DsaHeads {
         let scores = match self.op.blocks() {
             _ if seq <= self.config.keep => 0,
             Some([blocks, block]) if seq > blocks.saturating_mul(block) => {
-                // Means of earlier blocks, and the keys of those that are chosen.
+                // Means of earlier blocks, and the keys of the chosen ones.
                 let of_query =
                     |at: usize| at / block + (at / block).min(blocks - 1) * block + at % block + 1;
                 (0..seq).map(of_query).sum::<usize>() as u64

@@ -1,4 +1,4 @@
-//! What layers have in common whose keys an indexer chooses: the stages of its training, its keys in caches, and their place instead of a pattern.
+//! Common parts of layers with an indexer: stages of its training, its keys in caches, and its role in place of a pattern.
 
 use burn::nn::{Linear, LinearConfig, RotaryEncoding};
 use burn::tensor::{Device, Tensor};
@@ -13,18 +13,18 @@ use crate::{
     SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention, SparseMultiHeadAttentionConfig,
 };
 
-/// Heads whose keys an indexer chooses.
+/// Heads whose keys are chosen by an indexer.
 pub trait Indexed {
-    /// What it makes of tokens.
+    /// Queries, keys and weights that the indexer computes from tokens.
     type Index;
 
-    /// Of tokens `[batch, seq, d_model]`, which are detached.
+    /// Computes the index of tokens `[batch, seq, d_model]`, which are detached.
     fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<Self::Index>;
 
-    /// With the keys of a cache before its own, which go there.
+    /// Appends the index's keys to a cache, and returns the index with all keys of the cache.
     fn behind(&self, index: Self::Index, cache: &mut SparseMhaCache) -> Result<Self::Index>;
 
-    /// What heads see of the keys that are chosen; if the indexer `learns`, also what it learns by: the loss over them.
+    /// Computes attention to the chosen keys; if the indexer `learns`, also its loss over them.
     fn attend(
         &self,
         heads: [Tensor<4>; 3],
@@ -33,7 +33,7 @@ pub trait Indexed {
         learns: bool,
     ) -> Result<Seen>;
 
-    /// What the indexer learns by in its warm-up: the loss of tokens over all keys, against dense attention of these queries and keys.
+    /// Returns the indexer's loss in its warm-up: over all keys, against dense attention of these queries and keys.
     fn warm_up_loss(
         &self,
         tokens: (Tensor<3>, &Positions),
@@ -41,14 +41,14 @@ pub trait Indexed {
         scale: Option<f64>,
     ) -> Result<Tensor<1>>;
 
-    /// Operations of the indexer's projections for one position, forward.
+    /// Returns the operations of the indexer's projections for one position, forward.
     fn layer_flops(&self) -> u64;
 
-    /// Operations of the indexer's scores for one sequence, forward: none where there is nothing to choose.
+    /// Returns the operations of the indexer's scores for one sequence, forward: 0 if it keeps all keys.
     fn choice_flops(&self, seq: usize) -> u64;
 }
 
-/// What the layer's heads see, and what the indexer learns by, in a stage of its training.
+/// Computes the heads' outputs and the indexer's loss, in a stage of its training.
 pub(crate) fn context<H: Indexed>(
     heads: &H,
     stage: DsaStage,
@@ -58,7 +58,7 @@ pub(crate) fn context<H: Indexed>(
 ) -> Result<(Seen, Call)> {
     let before = cache.as_ref().map_or(0, |cache| cache.len());
     let (call, request) = mha.prepare(&input, before)?;
-    // Nothing is learned from a cache.
+    // There is no loss with a cache.
     let learns = input.query.is_autodiff() && cache.is_none();
     let x = input.query.clone();
     let own = mha.project(input, &call)?;
@@ -80,25 +80,25 @@ pub(crate) fn context<H: Indexed>(
     Ok((seen, call))
 }
 
-/// Pairs of a sequence whose tokens see so many of the tokens up to their own, at most.
+/// Counts the pairs of a sequence in which each token sees at most `most` of the tokens up to its own.
 pub(crate) fn seen(seq: usize, most: usize) -> u64 {
     (1..=seq).map(|keys| keys.min(most) as u64).sum()
 }
 
-/// The keys of an indexer after those of a cache, which must have room for them.
+/// Appends an indexer's keys to those of a cache, which must have capacity for them.
 pub(crate) fn cached_keys(cache: &mut SparseMhaCache, k: &Tensor<4>) -> Result<Tensor<4>> {
     let (before, known) = (cache.len(), cache.index().len());
     ensure! { before == known =>
     "cache", format!("one whose {before} tokens an indexer has seen"), format!("one of {known}"); }
     let [batch, _, new, width] = k.dims();
     cache.index().check([batch, 1, width], new)?;
-    // Of an indexer there are no values.
+    // An indexer has no values.
     let no_values = k.clone().narrow(3, 0, 1);
     let [keys, _] = cache.index().append([k.clone(), no_values]);
     Ok(keys)
 }
 
-/// How many first channels of a width an indexer rotates: half of them, if it does not say.
+/// Returns the number of first channels that an indexer rotates: half of the width by default.
 pub(crate) fn rotated(rope_dim: Option<usize>, width: usize) -> Result<usize> {
     let rotated = rope_dim.unwrap_or(width / 4 * 2);
     let fits = rotated <= width && rotated.is_multiple_of(2);
@@ -107,7 +107,7 @@ pub(crate) fn rotated(rope_dim: Option<usize>, width: usize) -> Result<usize> {
     Ok(rotated)
 }
 
-/// That tokens see all earlier ones, from which an indexer chooses.
+/// Checks that tokens see all earlier ones, from which an indexer chooses.
 pub(crate) fn check_pattern(name: &str, pattern: &Pattern) -> Result<()> {
     ensure! { *pattern == Pattern::causal() =>
     "pattern", format!("causal with {name}, whose tokens choose from all earlier ones"), pattern; }
@@ -115,7 +115,7 @@ pub(crate) fn check_pattern(name: &str, pattern: &Pattern) -> Result<()> {
 }
 
 impl SparseMultiHeadAttentionConfig {
-    /// The rotations of an indexer's first channels beside those of the attention.
+    /// Returns the rotation table of an indexer's first channels, if the attention has one.
     pub(crate) fn index_rope(
         &self,
         rotated: usize,

@@ -1,4 +1,4 @@
-//! What an indexer makes of tokens.
+//! Queries, keys and weights of the indexer.
 
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, RotaryEncoding};
@@ -15,17 +15,17 @@ use crate::{Precision, SparseMultiHeadAttentionConfig};
 
 const EPSILON: f64 = 1e-5;
 
-/// The lightning indexer. Queries and keys have a precision ([`DsaHeadsConfig::index_precision`]), weights the dtype of the layer's parameters.
-/// Tokens are detached: the indexer learns by its own loss only, and the model by its own.
+/// Lightning indexer. Queries and keys have their own precision ([`DsaHeadsConfig::index_precision`]), weights the dtype of the layer's parameters. Tokens
+/// are detached: the indexer learns by its own loss only, and the model by its own.
 #[derive(Module, Debug)]
 pub struct DsaIndexer {
-    /// `d_model` to `index_heads · index_dim`, without bias.
+    /// Projection from `d_model` to `index_heads · index_dim`, without bias.
     pub query: Linear,
-    /// `d_model` to `index_dim`, without bias.
+    /// Projection from `d_model` to `index_dim`, without bias.
     pub key: Linear,
     /// Norm of keys.
     pub norm: LayerNorm,
-    /// `d_model` to `index_heads`, without bias.
+    /// Projection from `d_model` to `index_heads`, without bias.
     pub weights: Linear,
     /// Rotation of the first channels of queries and keys; no parameters.
     pub rope: Option<RotaryEncoding>,
@@ -55,7 +55,7 @@ impl DsaIndexer {
         })
     }
 
-    /// The dtype of the queries and keys that it makes.
+    /// Returns the dtype of its queries and keys.
     pub fn dtype(&self) -> FloatDType {
         self.precision.dtype(self.query.weight.val().dtype())
     }
@@ -68,7 +68,7 @@ impl DsaIndexer {
         [&mut self.query, &mut self.key, &mut self.weights]
     }
 
-    /// Queries, keys and weights of tokens `[batch, seq, d_model]` at these positions.
+    /// Computes queries, keys and weights of tokens `[batch, seq, d_model]` at these positions.
     pub(super) fn index(&self, x: Tensor<3>, positions: &Positions) -> Result<DsaIndex> {
         let own = self.query.weight.val().dtype();
         let dtype = DType::from(self.dtype());
@@ -84,7 +84,7 @@ impl DsaIndexer {
                 let q = q.reshape([batch, seq, self.heads, width]).swap_dims(1, 2);
                 (q, self.key.forward(x.clone()))
             }
-            // Rounded as the attention's products are; keys are normalised in the parameters' dtype.
+            // Rounded like the attention's products; keys are normalised in the parameters' dtype.
             false => {
                 let parts = [(self.heads, width)];
                 let q = (self.precision).by_heads(&[&self.query], None, &parts, tokens.clone())?;
@@ -92,7 +92,7 @@ impl DsaIndexer {
                 (q, self.precision.product(&self.key, tokens)?.cast(own))
             }
         };
-        // Sums over rows by kernels that share them: Burn's of so few columns are one cube's.
+        // Our kernels distribute the sums over rows; Burn's use a single cube for so few columns.
         let options = AddNormOptions::default().epsilon(EPSILON).dtype(own.into());
         let k = norm(k, layer_norm_params(&self.norm), &options)?;
         let k = rotated(k.reshape([batch, 1, seq, width]))?;
@@ -115,7 +115,7 @@ mod tests {
 
     const SEQ: usize = 400;
 
-    /// One layer in each precision of the attention and of the index, with the same parameters.
+    /// Returns one layer in each precision of the attention and of the index, with the same parameters.
     fn layers(device: &Device) -> [SparseMultiHeadAttention; 3] {
         let layer = |precision, index| {
             let heads = DsaHeadsConfig::new()
@@ -158,7 +158,7 @@ mod tests {
             assert_eq!(index.weights.dtype(), DType::F32);
             assert_eq!(DType::from(indexer(layer).dtype()), dtype);
         }
-        // Bit for bit what its layers make, whatever the attention's precision is.
+        // Bit for bit the result of its layers, whatever the attention's precision.
         let indexer = indexer(&full);
         let turned = |x: Tensor<4>| {
             let rope = indexer.rope.as_ref().unwrap();
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(full.weights.into_data(), weights.into_data());
     }
 
-    /// Rounded, an index chooses other keys about the last that is kept, and few of them.
+    /// A rounded index chooses other keys near the threshold, but few of them.
     #[test]
     fn a_rounded_index_chooses_nearly_the_same() {
         let device = Device::flex();
@@ -208,7 +208,7 @@ mod tests {
         }
     }
 
-    /// What an index in bf16 learns by, and its gradients, beside those in f32.
+    /// Loss and gradients of an index in bf16, compared with those in f32.
     #[cfg(feature = "autodiff")]
     #[test]
     fn an_index_in_bf16_learns_the_same() {
@@ -234,8 +234,8 @@ mod tests {
         for (grad, other) in grads.into_iter().zip(others) {
             let norm = |x: Tensor<2>| x.square().sum().sqrt().into_scalar::<f32>();
             let (error, size) = (norm(grad - other.clone()), norm(other));
-            // What scores are off by is much beside the difference of two softmaxes that are nearly level, and a score
-            // about zero loses its gradient: of 3,000 random layers half are within .03, and all within .23.
+            // The error of scores is large relative to the difference of two nearly uniform softmaxes, and a score near zero loses its gradient: of 3,000
+            // random layers half are within .03, and all within .23.
             assert!(error < 0.4 * size, "{error} of {size}");
         }
     }

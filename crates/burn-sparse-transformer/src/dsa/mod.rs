@@ -1,10 +1,10 @@
-//! Experimental: DeepSeek sparse attention (DSA: DeepSeek-V3.2-Exp, 2025, §2), an indexer that learns which keys to choose.
+//! Experimental: DeepSeek sparse attention (DSA: DeepSeek-V3.2-Exp, 2025, §2), with an indexer that learns which keys to choose.
 
-// config      its numbers, also as text
-// stage       how far the training is: dense attention, the indexer's warm-up, or the choice
-// indexer     what the indexer makes of tokens
-// indexed     what layers with other indexers have in common with it, in the place of a pattern
-// heads       the choice, attention over it, and the indexer's loss
+// config      configuration and its text form
+// stage       training stage: dense attention, the indexer's warm-up, or sparse attention
+// indexer     queries, keys and weights of the indexer
+// indexed     common parts of layers with an indexer
+// heads       the choice, attention to it, and the indexer's loss
 
 mod config;
 pub(crate) mod heads;

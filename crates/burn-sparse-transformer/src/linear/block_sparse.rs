@@ -19,29 +19,29 @@ pub struct BlockSparseLinearConfig {
     pub d_input: usize,
     /// Width of the output, a multiple of `block`.
     pub d_output: usize,
-    /// Share of the weight's blocks that is retained, in `(0, 1]`.
+    /// Share of the weight's blocks that is kept, in `(0, 1]`.
     pub density: f64,
     /// Side of a block: 16, 32, 64 or 128.
     #[config(default = 64)]
     pub block: usize,
-    /// Pattern of the retained blocks.
+    /// Pattern of the kept blocks.
     #[config(default = "WeightPattern::SmallWorld")]
     pub pattern: WeightPattern,
-    /// Seed of the patterns that are drawn.
+    /// Seed of random patterns.
     #[config(default = 0)]
     pub seed: u64,
     /// True if there is a bias.
     #[config(default = true)]
     pub bias: bool,
-    /// True if each block has a factor of its own, 1 at first, which is learned.
+    /// True if each block has a learned factor, initialised to 1.
     #[config(default = false)]
     pub gates: bool,
-    /// How the parameters are initialised: as burn-nn's `Linear`, whose width is what an output sees of the input, on average.
+    /// Initialisation of the parameters: like burn-nn's `Linear`, with the mean number of inputs of an output as fan-in.
     #[config(
         default = "Initializer::KaimingUniform { gain: 1.0 / 3f64.sqrt(), fan_out_only: false }"
     )]
     pub initializer: Initializer,
-    /// The dtype of the product.
+    /// Dtype of the product.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
 }
@@ -52,8 +52,8 @@ impl BlockSparseLinearConfig {
         pub fn init(&self, device: &Device) -> BlockSparseLinear;
 
         /// # Errors
-        /// [`TransformerError::Layout`](crate::TransformerError::Layout) if the widths, the block and the density do not give a layout; [`TransformerError::Precision`](crate::TransformerError::Precision) if the device
-        /// does not compute in the precision.
+        /// [`TransformerError::Layout`](crate::TransformerError::Layout) if the widths, the block and the density have no layout;
+        /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the device does not support the precision.
         pub fn try_init {
             let shape = [self.d_input, self.d_output];
             let layout = (self.pattern).layout(shape, self.block, self.density, self.seed)?;
@@ -62,12 +62,11 @@ impl BlockSparseLinearConfig {
     }
 
     or_panics! {
-        /// [`Self::init`] with blocks of another choice, which must be of a weight `[d_input, d_output]`; `density`, `block`, `pattern` and `seed` are
-        /// of no effect.
+        /// [`Self::init`] with a given layout, which must be of a weight `[d_input, d_output]`; `density`, `block`, `pattern` and `seed` are ignored.
         pub fn init_with_layout(&self, layout: WeightLayout, device: &Device) -> BlockSparseLinear;
 
         /// # Errors
-        /// If the layout is of another shape, or as [`Self::try_init`].
+        /// If the layout has another shape; also those of [`Self::try_init`].
         pub fn try_init_with_layout {
             let (expected, shape) = (
                 [self.d_input, self.d_output],
@@ -92,17 +91,17 @@ impl BlockSparseLinearConfig {
     }
 }
 
-/// What an output sees of the inputs, on average, and an input of the outputs.
+/// Returns the mean number of inputs of an output, and of outputs of an input.
 pub(crate) fn fans(layout: &WeightLayout) -> [f64; 2] {
     let kept = (layout.len() * layout.block()) as f64;
     [layout.out_blocks(), layout.in_blocks()].map(|blocks| kept / blocks as f64)
 }
 
-/// burn-nn's `Linear` with a weight of which only some blocks are retained (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights", 2017):
-/// `x · W + b`, where `W` is zero outside of the blocks of a [`WeightLayout`]. Work and memory follow the kept blocks.
+/// burn-nn's `Linear` with a block-sparse weight (Gray, Radford, Kingma, "GPU Kernels for Block-Sparse Weights", 2017): `x · W + b`, where `W` is zero
+/// outside of the blocks of a [`WeightLayout`]. Computation and memory are proportional to the kept blocks.
 ///
-/// Records hold the layout beside the parameters. One loads into any layer of the same widths that has as many blocks of the same size, whichever
-/// they are: one that was pruned, or made of a dense layer, into a new one of its density, if that is drawn.
+/// Records store the layout with the parameters. A record loads into any layer of the same widths with the same number and size of blocks, whichever they
+/// are: a layer that was pruned or made from a dense one loads into a new one of its density, if that is random.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -122,9 +121,9 @@ pub(crate) fn fans(layout: &WeightLayout) -> [f64; 2] {
 /// ```
 #[derive(Module, Debug)]
 pub struct BlockSparseLinear {
-    /// The kept blocks, in the layout's order: `[blocks, block, block]`, inputs first.
+    /// Kept blocks, in the layout's order: `[blocks, block, block]`, inputs first.
     pub weight: Param<Tensor<3>>,
-    /// `[d_output]`.
+    /// Bias, `[d_output]`.
     pub bias: Option<Param<Tensor<1>>>,
     /// Factor of each block: `[blocks]`.
     pub gates: Option<Param<Tensor<1>>>,
@@ -149,30 +148,30 @@ impl BlockSparseLinear {
         }
     }
 
-    /// The blocks of `layer` with the largest norms, and its bias.
+    /// Keeps the blocks of `layer` with the largest norms, and its bias.
     ///
     /// # Errors
-    /// [`TransformerError::Layout`](crate::TransformerError::Layout) if the layer's widths are no multiples of `block`, the block is none of 16, 32, 64 and 128, the density is not in
-    /// `(0, 1]`, or a norm is NaN.
+    /// [`TransformerError::Layout`](crate::TransformerError::Layout) if the layer's widths are not multiples of `block`, the block is none of 16, 32, 64 and
+    /// 128, the density is not in `(0, 1]`, or a norm is NaN.
     pub fn from_dense(layer: &Linear, density: f64, block: usize) -> Result<Self> {
         let weight = layer.weight.val().detach();
         let shape = weight.dims();
-        // Its sizes are checked before the weight is cut.
+        // Checks the sizes before the weight is cut.
         let all = WeightLayout::dense(shape, block)?;
         let blocks = cut(weight, &all);
         let norms = norms(blocks.clone())?;
         let layout = WeightLayout::by_magnitude(shape, block, &norms, density)?;
         let device = blocks.device();
         let kept = blocks.select(0, indices(places(&layout), &device));
-        // What is computed is no leaf of autodiff's graph, even of what is detached.
+        // A computed tensor is not a leaf of the autodiff graph, even if its inputs are detached.
         let weight = Param::from_tensor(kept.detach());
         Ok(Self::new(weight, layer.bias.clone(), layout, &device))
     }
 
-    /// The same function as a dense layer, with zeros where nothing is retained, and gates multiplied into the weight.
+    /// Returns the equivalent dense layer, with zeros in place of missing blocks, and gates multiplied into the weight.
     ///
     /// # Errors
-    /// If a layout that was loaded cannot be read from the device.
+    /// If a loaded layout cannot be read from the device.
     pub fn to_dense(&self) -> Result<Linear> {
         let layout = self.layout()?;
         let (ins, outs, block) = (layout.in_blocks(), layout.out_blocks(), layout.block());
@@ -189,12 +188,11 @@ impl BlockSparseLinear {
         })
     }
 
-    /// The layer with fewer blocks, those with the largest norms (a gate is part of its block's), and the indices that they had. Parameters keep their
-    /// ids; an optimizer's state of the weight and the gates follows with
-    /// [`FusedAdamW::keep_rows`](burn_fused_ops::optim::FusedAdamW::keep_rows), which takes those indices.
+    /// Returns the layer with fewer blocks, those with the largest norms (gates included), and their previous indices. Parameters keep their ids; pass the
+    /// indices to [`FusedAdamW::keep_rows`](burn_fused_ops::optim::FusedAdamW::keep_rows) to prune an optimizer's state of the weight and the gates.
     ///
     /// # Errors
-    /// If `density`, of all blocks of the weight, is not in `(0, 1]` or above the present one, or a norm is NaN.
+    /// If `density`, as a share of all blocks of the weight, is not in `(0, 1]` or above the present one, or a norm is NaN.
     pub fn prune(self, density: f64) -> Result<(Self, Vec<usize>)> {
         let layout = self.layout()?;
         let blocks = layout.in_blocks() * layout.out_blocks();
@@ -224,20 +222,20 @@ impl BlockSparseLinear {
         Ok((layer, stay))
     }
 
-    /// The same layer with its product in another precision.
+    /// Returns the same layer with its product in another precision.
     ///
     /// # Errors
-    /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the weight's device does not compute in it.
+    /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the weight's device does not support it.
     pub fn with_precision(mut self, precision: Precision) -> Result<Self> {
         precision.check(&self.weight.lazy_device())?;
         self.precision = precision;
         Ok(self)
     }
 
-    /// Returns the layout of the retained blocks.
+    /// Returns the layout of the kept blocks.
     ///
     /// # Errors
-    /// If a layout that was loaded cannot be read from the device.
+    /// If a loaded layout cannot be read from the device.
     pub fn layout(&self) -> Result<WeightLayout> {
         self.kept.layout()
     }
@@ -251,7 +249,7 @@ impl BlockSparseLinear {
         pub fn forward<const D: usize>(&self, x: Tensor<D>) -> Tensor<D>;
 
         /// # Errors
-        /// If the last axis is not `d_input`, or a layout that was loaded is not that of the weight.
+        /// If the last axis is not `d_input`, or a loaded layout does not match the weight.
         pub fn try_forward {
             let dtype = x.dtype();
             let bias = self.bias.as_ref().map(Param::val);
@@ -273,7 +271,7 @@ impl BlockSparseLinear {
         Ok(block_sparse_linear(x, weight, &self.layout()?, options)?)
     }
 
-    /// The blocks times their gates.
+    /// Returns the blocks times their gates.
     fn gated(&self) -> Tensor<3> {
         let weight = self.weight.val();
         match &self.gates {
@@ -286,7 +284,7 @@ impl BlockSparseLinear {
     }
 }
 
-/// A weight in the blocks of a grid, row by row: `[in_blocks · out_blocks, block, block]`.
+/// Cuts a weight into the blocks of a grid, row by row: `[in_blocks · out_blocks, block, block]`.
 fn cut(weight: Tensor<2>, grid: &WeightLayout) -> Tensor<3> {
     let (ins, outs, block) = (grid.in_blocks(), grid.out_blocks(), grid.block());
     let blocks = weight
@@ -295,7 +293,7 @@ fn cut(weight: Tensor<2>, grid: &WeightLayout) -> Tensor<3> {
     blocks.reshape([ins * outs, block, block])
 }
 
-/// Where the kept blocks are in the grid, row by row.
+/// Returns the indices of the kept blocks in the grid, row by row.
 fn places(layout: &WeightLayout) -> Vec<usize> {
     let outs = layout.out_blocks();
     let places = layout
@@ -317,7 +315,7 @@ fn norms(blocks: Tensor<3>) -> Result<Vec<f32>> {
     Ok(data.iter::<f32>().collect())
 }
 
-/// Rows of a parameter, which is a leaf as before.
+/// Selects rows of a parameter; the result is a leaf like the parameter.
 fn keep<const D: usize>(tensor: Tensor<D>, rows: Tensor<1, Int>) -> Tensor<D> {
     let tracked = tensor.is_require_grad();
     tensor.select(0, rows).detach().set_require_grad(tracked)

@@ -10,14 +10,14 @@ use burn_fused_ops::sparse_linear::WeightLayout;
 
 use crate::error::Result;
 
-/// The layout of a weight, which records hold as a mask of blocks.
+/// Layout of a weight, which records store as a mask of blocks.
 ///
-/// The mask's id is a hash of the layout. A record brings its own id, so that what is loaded is known to be another layout, and is read from
-/// the device once, at its next use, and not in every step of an optimizer, which also maps all parameters.
+/// The mask's id is a hash of the layout. A loaded record brings its own id, so a changed layout is detected and read from the device once, at its next use.
+/// Optimizer steps, which also map all parameters, trigger no read.
 #[derive(Clone, Debug)]
 pub(crate) struct KeptBlocks {
     block: usize,
-    /// `[in_blocks, out_blocks]`
+    /// Mask, `[in_blocks, out_blocks]`.
     mask: Param<Tensor<2, Bool>>,
     layout: Arc<OnceLock<WeightLayout>>,
 }
@@ -37,7 +37,7 @@ impl KeptBlocks {
         }
     }
 
-    /// The layout, which is read from the device where a record was loaded.
+    /// Returns the layout; reads it from the device if a record was loaded.
     pub(crate) fn layout(&self) -> Result<WeightLayout> {
         if let Some(layout) = self.layout.get() {
             return Ok(layout.clone());
@@ -56,7 +56,7 @@ impl KeptBlocks {
     }
 }
 
-/// The same number for equal layouts, on every machine.
+/// Returns a hash that is equal for equal layouts, on every machine.
 fn id_of(layout: &WeightLayout) -> ParamId {
     let sizes = [layout.block(), layout.in_blocks(), layout.out_blocks()].map(|size| size as u64);
     let blocks = layout.kept_blocks();

@@ -1,4 +1,4 @@
-//! Linear layers: in mixed precision, and with block-sparse weights.
+//! Linear layers in mixed precision, and with block-sparse weights.
 
 mod block_sparse;
 mod kept_blocks;
@@ -22,26 +22,26 @@ use crate::error::{Result, or_panics};
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct MixedPrecisionLinearConfig {
-    /// Sizes, bias and initialisation, as burn-nn's.
+    /// Sizes, bias and initialisation, as in burn-nn.
     pub linear: LinearConfig,
-    /// The dtype of the product.
+    /// Dtype of the product.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
 }
 
 impl MixedPrecisionLinearConfig {
     or_panics! {
-        /// Creates the layer, initialised as burn-nn's.
+        /// Creates the layer, initialised like burn-nn's.
         pub fn init(&self, device: &Device) -> MixedPrecisionLinear;
 
         /// # Errors
-        /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the device does not compute in the precision.
+        /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the device does not support the precision.
         pub fn try_init { MixedPrecisionLinear::from_dense(&self.linear.init(device)).with_precision(self.precision) }
     }
 }
 
-/// burn-nn's `Linear` with its product in another precision: `x · W + b`. Weights stay in their own dtype, f32 unless set otherwise, and are
-/// rounded when they are used; so are their gradients' sums f32. The parameters have burn-nn's names, so records load both ways.
+/// burn-nn's `Linear` with its product in another precision: `x · W + b`. Weights keep their own dtype, f32 by default, and are rounded when they are used;
+/// their gradients are summed in f32. The parameters have burn-nn's names, so records load both ways.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -58,16 +58,16 @@ impl MixedPrecisionLinearConfig {
 /// ```
 #[derive(Module, Debug)]
 pub struct MixedPrecisionLinear {
-    /// `[d_input, d_output]`.
+    /// Weight, `[d_input, d_output]`.
     pub weight: Param<Tensor<2>>,
-    /// `[d_output]`.
+    /// Bias, `[d_output]`.
     pub bias: Option<Param<Tensor<1>>>,
     #[module(skip)]
     precision: Precision,
 }
 
 impl MixedPrecisionLinear {
-    /// The parameters of `layer`, shared.
+    /// Returns a layer that shares the parameters of `layer`.
     #[must_use]
     pub fn from_dense(layer: &Linear) -> Self {
         Self {
@@ -77,10 +77,10 @@ impl MixedPrecisionLinear {
         }
     }
 
-    /// The same layer with its product in another precision.
+    /// Returns the same layer with its product in another precision.
     ///
     /// # Errors
-    /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the weight's device does not compute in it.
+    /// [`TransformerError::Precision`](crate::TransformerError::Precision) if the weight's device does not support it.
     pub fn with_precision(mut self, precision: Precision) -> Result<Self> {
         precision.check(&self.weight.lazy_device())?;
         self.precision = precision;

@@ -45,13 +45,13 @@ pub struct LlamaConfig {
     pub n_layers: usize,
     /// Inner size of the feed-forward network. Default: `4 · d_model`.
     pub d_ff: Option<usize>,
-    /// Longest sequence, in positions: the length of the table of rotations.
+    /// Longest sequence, in positions: the length of the rotation table.
     #[config(default = 2048)]
     pub context: usize,
     /// Base of the rotary position embeddings.
     #[config(default = 10_000.0)]
     pub rope_theta: f64,
-    /// Scaling of RoPE to contexts longer than a model was trained for. Default: none.
+    /// Scaling of RoPE for contexts longer than a model was trained for. Default: none.
     pub rope_scaling: Option<RopeScaling>,
     /// True if every query and key head has an RMS norm, as in Qwen3.
     #[config(default = false)]
@@ -65,10 +65,10 @@ pub struct LlamaConfig {
     /// True if the output head is the transposed token embedding.
     #[config(default = true)]
     pub tied_embedding: bool,
-    /// Added to the mean square in the norms.
+    /// Term added to the mean square in the norms.
     #[config(default = 1e-5)]
     pub rms_norm_eps: f64,
-    /// The pattern.
+    /// Pattern: which query attends to which key, per head.
     #[config(default = "Pattern::causal()")]
     pub pattern: Pattern,
     /// Selections of keys by content, which layers use in turn. Default: none.
@@ -76,10 +76,10 @@ pub struct LlamaConfig {
     /// Block size of the pattern: 8, 16, 32, 64 or 128.
     #[config(default = 64)]
     pub block_size: usize,
-    /// Skips tiles of the attention whose scores are far below the largest ones:
-    /// [`SparseMultiHeadAttentionConfig::softmax_threshold`]. Default: nothing is skipped.
+    /// Skips tiles of the attention whose scores are far below the maxima: [`SparseMultiHeadAttentionConfig::softmax_threshold`]. Default: nothing is
+    /// skipped.
     pub softmax_threshold: Option<f64>,
-    /// Dtype of the matmuls and of the attention; the residual stream has the parameters'.
+    /// Dtype of the matmuls and of the attention; the residual stream has the parameters' dtype.
     #[config(default = "Precision::F32")]
     pub precision: Precision,
 }
@@ -90,7 +90,7 @@ impl LlamaConfig {
         pub fn init(&self, device: &Device) -> Llama;
 
         /// # Errors
-        /// If a size is 0, and as [`SparseMultiHeadAttentionConfig::try_init`].
+        /// If a size is 0; also those of [`SparseMultiHeadAttentionConfig::try_init`].
         pub fn try_init {
             ensure_positive("vocab_size", self.vocab_size)?;
             ensure_positive("n_layers", self.n_layers)?;
@@ -133,7 +133,7 @@ impl LlamaConfig {
     }
 
     fn attention(&self) -> SparseMultiHeadAttentionConfig {
-        // No heads are an error of the attention's.
+        // The attention reports `n_heads = 0` as an error.
         let by_heads = || self.d_model.checked_div(self.n_heads).unwrap_or(0);
         let rope = RotaryEncodingConfig::new(self.context, self.head_dim.unwrap_or_else(by_heads))
             .with_theta(self.rope_theta as f32);

@@ -7,11 +7,11 @@ use super::LlamaConfig;
 use crate::error::{Result, ensure};
 use crate::{RopeScaling, TransformerError};
 
-/// Values of `model_type` that are read.
+/// Supported values of `model_type`.
 const MODEL_TYPES: [&str; 4] = ["llama", "mistral", "qwen2", "qwen3"];
 
 impl LlamaConfig {
-    /// The configuration that a checkpoint of Hugging Face has in its `config.json`: of `model_type` llama, mistral, qwen2 or qwen3. A sliding window that all
+    /// Reads the configuration from `config.json` of a Hugging Face checkpoint with `model_type` llama, mistral, qwen2 or qwen3. A sliding window that all
     /// layers have becomes the pattern.
     ///
     /// ```
@@ -25,7 +25,7 @@ impl LlamaConfig {
     /// ```
     ///
     /// # Errors
-    /// If the text is no JSON object, lacks a key or has one that is not a number as expected, or asks for what [`Llama`](super::Llama) does not have.
+    /// If the text is not a JSON object, a key is missing or has an unexpected value, or a key requires a feature that [`Llama`](super::Llama) does not have.
     pub fn from_hugging_face(json: &str) -> Result<Self> {
         let value: Value = serde_json::from_str(json)
             .map_err(|error| TransformerError::argument("config.json", "a JSON object", error))?;
@@ -38,7 +38,7 @@ impl LlamaConfig {
         if of.flag("mlp_bias")? {
             return Err(of.refused("mlp_bias", "false"));
         }
-        // Versions of transformers have one or the other, and the base in either.
+        // Versions of transformers have one or the other key, with the base inside or outside.
         let rope = of.get("rope_scaling").or_else(|| of.get("rope_parameters"));
         let rope = rope.map(JsonKeys);
         let in_rope = |key| match &rope {
@@ -55,7 +55,7 @@ impl LlamaConfig {
             None => None,
         };
         let context = match &scaling {
-            // Qwen's files have the original context as the largest position.
+            // Qwen's files state the original context as the largest position.
             Some(RopeScaling::Yarn {
                 factor,
                 original_max_position_embeddings,
@@ -63,7 +63,7 @@ impl LlamaConfig {
             }) => trained.max((*original_max_position_embeddings as f64 * factor) as usize),
             _ => trained,
         };
-        // Qwen2 has biases of its own; neither it nor Mistral reads the key.
+        // Qwen2 always has biases; neither it nor Mistral reads the key.
         let attention_bias = of.flag("attention_bias")? && matches!(kind, "llama" | "qwen3");
         let usual_head_dim = (kind == "qwen3").then_some(128);
         Ok(
@@ -86,14 +86,14 @@ impl LlamaConfig {
     }
 }
 
-/// Which keys a sliding window leaves: as `transformers` reads it, a Llama has none, and Qwen one if it is switched on, after some layers without it.
+/// Returns the pattern of the sliding window. As in `transformers`, Llama has none, and Qwen has one if it is switched on, after some layers without it.
 fn pattern(of: &JsonKeys, kind: &str, context: usize) -> Result<Pattern> {
     let is_on = match kind {
         "mistral" => true,
         "qwen2" | "qwen3" => of.flag("use_sliding_window")?,
         _ => false,
     };
-    // What a Mistral has whose file does not say it; null is none.
+    // Default of Mistral if the key is missing; null means no window.
     let usual = (kind == "mistral" && of.0.get("sliding_window").is_none()).then_some(4096);
     let window = of
         .maybe_count("sliding_window")?
@@ -170,7 +170,7 @@ impl<'a> JsonKeys<'a> {
         self.read(key, "a text", Value::as_str)
     }
 
-    /// False if it is not there.
+    /// Returns false if the key is missing.
     fn flag(&self, key: &'static str) -> Result<bool> {
         let flag = self.read(key, "true or false", Value::as_bool)?;
         Ok(flag.unwrap_or(false))
@@ -180,7 +180,7 @@ impl<'a> JsonKeys<'a> {
 impl<'a> Keys<'a> for JsonKeys<'a> {
     type Value = Value;
 
-    /// What is there and not null.
+    /// Returns the value if it is present and not null.
     fn get(&self, key: &str) -> Option<&'a Value> {
         self.0.get(key).filter(|value| !value.is_null())
     }
@@ -194,7 +194,7 @@ impl<'a> Keys<'a> for JsonKeys<'a> {
     }
 }
 
-/// What a checkpoint says of its model, by key.
+/// Metadata of a checkpoint, by key.
 pub(crate) trait Keys<'a> {
     type Value: ToString + 'a;
 
@@ -211,7 +211,7 @@ pub(crate) trait Keys<'a> {
         TransformerError::argument(key, expected, got)
     }
 
-    /// What is there, which must be as `expected`.
+    /// Returns the value if present; it must match `expected`.
     fn read<T>(
         &self,
         key: &'static str,

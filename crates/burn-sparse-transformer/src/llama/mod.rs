@@ -1,7 +1,7 @@
-//! Llama-style models: RMS norm, SwiGLU, grouped query heads, rotary embedding. Llama, Mistral, Qwen2, Qwen3 and SmolLM2 are of this kind.
+//! Llama-style models with RMS norm, SwiGLU, grouped-query attention and rotary embedding: Llama, Mistral, Qwen2, Qwen3 and SmolLM2.
 
 // config         sizes and options; hugging_face reads them from a checkpoint's `config.json`, `weights::gguf` from a GGUF file
-// model          the layers, and what they compute
+// model          the layers and their computation
 
 mod config;
 mod hugging_face;

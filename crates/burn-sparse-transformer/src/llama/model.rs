@@ -16,7 +16,7 @@ use crate::stream::{Projected, Stream};
 use crate::transformer::mean_loss;
 use crate::{Precision, SparseMhaInput, SparseMultiHeadAttention, SparseTransformerCache};
 
-/// A Llama-style decoder-only model.
+/// Llama-style decoder-only model.
 ///
 /// ```text
 /// h = x + attention(rms_norm(x))
@@ -24,7 +24,7 @@ use crate::{Precision, SparseMhaInput, SparseMultiHeadAttention, SparseTransform
 /// logits = rms_norm(x_N) · W_head
 /// ```
 ///
-/// It decodes from a paged KV cache, with eviction and by `generate`, by the crate `burn-paged-attention`: it is a [`Decoder`].
+/// The crate `burn-paged-attention` decodes it from a paged KV cache, with eviction and `generate`: it is a [`Decoder`].
 ///
 /// ```
 /// use burn::tensor::{Device, Int, Tensor};
@@ -37,47 +37,47 @@ use crate::{Precision, SparseMhaInput, SparseMultiHeadAttention, SparseTransform
 /// assert_eq!(model.forward(tokens).dims(), [1, 4, 256]);
 /// ```
 ///
-/// Should be created with [`LlamaConfig`](super::LlamaConfig).
+/// Create it with [`LlamaConfig`](super::LlamaConfig).
 #[derive(Module, Debug)]
 pub struct Llama {
     /// Token embedding, `[vocab_size, d_model]`.
     pub embed: Embedding,
-    /// The blocks, first to last.
+    /// Blocks, first to last.
     pub layers: Vec<LlamaBlock>,
     /// Norm before the logits.
     pub norm: RmsNorm,
-    /// `d_model` to `vocab_size`, unless the output head is the embedding.
+    /// Projection from `d_model` to `vocab_size`, unless the output head is the embedding.
     pub head: Option<Linear>,
     pub(super) context: usize,
     #[module(skip)]
     pub(super) precision: Precision,
 }
 
-/// A block of a [`Llama`].
+/// Block of a [`Llama`].
 #[derive(Module, Debug)]
 pub struct LlamaBlock {
-    /// Before the attention.
+    /// Norm before the attention.
     pub attention_norm: RmsNorm,
     /// Self-attention.
     pub attention: SparseMultiHeadAttention,
-    /// Before the feed-forward network.
+    /// Norm before the feed-forward network.
     pub mlp_norm: RmsNorm,
     /// Feed-forward network.
     pub mlp: LlamaMlp,
 }
 
-/// `down(silu(gate(x)) · up(x))`: SwiGLU (Shazeer, 2020).
+/// SwiGLU feed-forward network, `down(silu(gate(x)) · up(x))` (Shazeer, 2020).
 #[derive(Module, Debug)]
 pub struct LlamaMlp {
-    /// `d_model` to `d_ff`.
+    /// Projection from `d_model` to `d_ff`.
     pub gate: Linear,
-    /// `d_model` to `d_ff`.
+    /// Projection from `d_model` to `d_ff`.
     pub up: Linear,
-    /// `d_ff` to `d_model`.
+    /// Projection from `d_ff` to `d_model`.
     pub down: Linear,
 }
 
-/// Rows at a time outside of training: of a longer prompt the inner activations, `d_ff` wide, would take the most memory of all.
+/// Rows computed at once outside of training: for a longer prompt the inner activations, `d_ff` wide, would dominate memory.
 const ROWS: usize = 1 << 15;
 
 impl LlamaMlp {
@@ -100,7 +100,7 @@ impl LlamaMlp {
 
 impl Llama {
     or_panics! {
-        /// Logits of every position.
+        /// Returns the logits of every position.
         ///
         /// # Shapes
         /// - `tokens`: `[batch, seq]`
@@ -108,14 +108,14 @@ impl Llama {
         pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3>;
 
         /// # Errors
-        /// If there are no tokens, or more than the context, and as [`SparseMultiHeadAttention::try_forward`].
+        /// If there are no tokens, or more than the context; also those of [`SparseMultiHeadAttention::try_forward`].
         pub fn try_forward { self.logits(self.try_forward_hidden(tokens)?) }
     }
 
     /// Returns the output of the last norm, `[batch, seq, d_model]`; [`Decoder::logits`] takes any rows of it.
     ///
     /// # Errors
-    /// As [`Self::try_forward`].
+    /// Those of [`Self::try_forward`].
     pub fn try_forward_hidden(&self, tokens: Tensor<2, Int>) -> Result<Tensor<3>> {
         self.run(tokens, |_, attention, x| {
             attention.forward_projected(SparseMhaInput::self_attn(x))
@@ -123,14 +123,14 @@ impl Llama {
     }
 
     or_panics! {
-        /// Mean cross-entropy of the next tokens, `[1]`, which stores no logits.
+        /// Returns the mean cross-entropy of the next tokens, `[1]`, without storing logits.
         ///
         /// # Shapes
         /// - `tokens`, `targets`: `[batch, seq]`; the target of a token is the next one
         pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1>;
 
         /// # Errors
-        /// As [`Self::try_forward`], and if the shapes differ.
+        /// Those of [`Self::try_forward`]; also if the shapes differ.
         pub fn try_loss {
             let expected = tokens.dims().map(Some);
             ensure_shape("targets", targets.dims(), expected, ["batch", "seq"])?;
@@ -139,13 +139,13 @@ impl Llama {
         }
     }
 
-    /// An empty cache for [`Self::forward_cache`].
+    /// Returns an empty cache for [`Self::forward_cache`].
     pub fn new_cache(&self) -> SparseTransformerCache {
         SparseTransformerCache::new(self.layers.len(), self.context)
     }
 
     or_panics! {
-        /// Logits of new tokens, which also attend to those in `cache`, and are in it afterwards.
+        /// Returns the logits of new tokens, which also attend to those in `cache` and are appended to it.
         ///
         /// # Shapes
         /// - `tokens`: `[batch, new]`
@@ -153,7 +153,8 @@ impl Llama {
         pub fn forward_cache(&self, tokens: Tensor<2, Int>, cache: &mut SparseTransformerCache) -> Tensor<3>;
 
         /// # Errors
-        /// As [`Self::try_forward`]; also if the cache is another model's, the batch differs from its, or it is full. The cache is as it was then.
+        /// Those of [`Self::try_forward`]; also if the cache is another model's, the batch differs from the cache's, or the cache is full. The cache is
+        /// unchanged then.
         pub fn try_forward_cache {
             let [_, new] = tokens.dims();
             let hidden = cache.advance(self.layers.len(), new, |_, caches| {
@@ -167,7 +168,7 @@ impl Llama {
         }
     }
 
-    /// The same weights under another pattern, which all layers share.
+    /// Returns the same weights with another pattern for all layers.
     ///
     /// ```
     /// use burn::tensor::Device;
@@ -180,7 +181,7 @@ impl Llama {
     /// ```
     ///
     /// # Errors
-    /// If the pattern does not fit the heads, the block size or the layers' selections.
+    /// If the pattern does not match the heads, the block size or the layers' selections.
     pub fn with_pattern(mut self, pattern: Pattern, block_size: usize) -> Result<Self> {
         let mut pool = LayoutPool::default();
         for LlamaBlock { attention, .. } in &mut self.layers {
@@ -190,10 +191,10 @@ impl Llama {
         Ok(self)
     }
 
-    /// The same weights with selections, which layers use in turn; an empty list removes them.
+    /// Returns the same weights with selections, which layers use in turn; an empty list removes them.
     ///
     /// # Errors
-    /// If a selection does not fit the pattern.
+    /// If a selection does not support the pattern.
     pub fn with_selections(mut self, selections: &[Selection]) -> Result<Self> {
         let n_layers = self.layers.len();
         let layers = self.layers.into_iter().enumerate();
@@ -206,12 +207,12 @@ impl Llama {
         Ok(self)
     }
 
-    /// Longest sequence, in positions.
+    /// Returns the longest sequence, in positions.
     pub fn context(&self) -> usize {
         self.context
     }
 
-    /// [`Self::try_forward_hidden`], where `attend` gives what each attention adds to the stream.
+    /// [`Self::try_forward_hidden`] with a given attention: `attend` returns what each layer's attention adds to the stream.
     fn run(
         &self,
         tokens: Tensor<2, Int>,

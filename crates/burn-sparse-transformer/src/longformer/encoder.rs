@@ -19,7 +19,7 @@ use crate::stream::{Projected, Stream};
 pub struct LongformerEncoderConfig {
     /// Attention of every layer: width, heads and pattern.
     pub attention: LongformerAttentionConfig,
-    /// The layers' own patterns, one for each, in place of `attention`'s. Default: that one in all layers.
+    /// Patterns of the layers, one for each, instead of `attention`'s. Default: `attention`'s in all layers.
     pub patterns: Option<Vec<crate::Pattern>>,
     /// Size of the vocabulary. Required: 0 is an error.
     #[config(default = 0)]
@@ -30,7 +30,7 @@ pub struct LongformerEncoderConfig {
     /// Number of layers. Required: 0 is an error.
     #[config(default = 0)]
     pub n_layers: usize,
-    /// Number of types that tokens may have.
+    /// Number of token types.
     #[config(default = 1)]
     pub token_types: usize,
     /// Width of the feed-forward networks. Default: `4 · d_model`.
@@ -38,19 +38,19 @@ pub struct LongformerEncoderConfig {
     /// Probability that an element of the embeddings or of a residual branch is dropped while training.
     #[config(default = 0.1)]
     pub dropout: f64,
-    /// Added to the variance in the layer norms.
+    /// Term added to the variance in the layer norms.
     #[config(default = 1e-5)]
     pub layer_norm_eps: f64,
 }
 
 impl LongformerEncoderConfig {
     or_panics! {
-        /// Creates the encoder, initialised as burn-nn's layers are.
+        /// Creates the encoder, initialised like burn-nn's layers.
         pub fn init(&self, device: &Device) -> LongformerEncoder;
 
         /// # Errors
-        /// As [`LongformerAttentionConfig::init`]; also if a size is 0, there are not as many `patterns` as layers, `dropout` is outside `[0, 1)` or
-        /// `layer_norm_eps` is not positive.
+        /// Those of [`LongformerAttentionConfig::init`]; also if a size is 0, the number of `patterns` is not that of layers, `dropout` is outside `[0, 1)`
+        /// or `layer_norm_eps` is not positive.
         pub fn try_init {
             let d_model = self.attention.attention.d_model;
             let d_ff = self.d_ff.unwrap_or(d_model.saturating_mul(4));
@@ -107,34 +107,34 @@ impl LongformerEncoderConfig {
 /// x_{k+1} = norm_2(a_k + W_2 gelu(W_1 a_k + b_1) + b_2)
 /// ```
 ///
-/// Trained weights of `transformers` load with `weights::KeyMap::longformer`, feature `store`. Should be created with [`LongformerEncoderConfig`].
+/// Trained weights of `transformers` load with `weights::KeyMap::longformer`, feature `store`. Create it with [`LongformerEncoderConfig`].
 #[derive(Module, Debug)]
 pub struct LongformerEncoder {
-    /// `[vocab_size, d_model]`.
+    /// Token embeddings, `[vocab_size, d_model]`.
     pub token_embedding: Embedding,
-    /// `[context, d_model]`.
+    /// Position embeddings, `[context, d_model]`.
     pub position_embedding: Embedding,
-    /// `[token_types, d_model]`.
+    /// Type embeddings, `[token_types, d_model]`.
     pub type_embedding: Embedding,
     /// Norm of the sum of the embeddings.
     pub norm: LayerNorm,
-    /// First to last.
+    /// Layers, first to last.
     pub layers: Vec<LongformerLayer>,
     /// Dropout of the embeddings.
     pub dropout: Dropout,
     layer_norm_eps: f64,
 }
 
-/// A layer of [`LongformerEncoder`].
+/// Layer of [`LongformerEncoder`].
 #[derive(Module, Debug)]
 pub struct LongformerLayer {
     /// Self-attention.
     pub attention: LongformerAttention,
     /// Norm after the attention.
     pub norm_1: LayerNorm,
-    /// `d_model` to `d_ff`, before GELU (with erf).
+    /// Projection from `d_model` to `d_ff`, followed by GELU (with erf).
     pub linear_inner: Linear,
-    /// `d_ff` to `d_model`.
+    /// Projection from `d_ff` to `d_model`.
     pub linear_outer: Linear,
     /// Norm after the feed-forward network.
     pub norm_2: LayerNorm,
@@ -166,9 +166,9 @@ impl LongformerEncoderInput {
     }
 
     blocksparse::setters! {
-        /// Sets the tokens' types, `[batch, seq]`; all are 0 without it.
+        /// Sets the tokens' types, `[batch, seq]`; by default all are 0.
         types: Some(Tensor<2, Int>),
-        /// Sets which positions are padding, which has to be at the end: positions are counted from the first one.
+        /// Sets which positions are padding. It must be at the end, since positions are counted from the first one.
         ///
         /// # Shapes
         /// - `mask`: `[batch, seq]`, `true` = padding
@@ -187,11 +187,11 @@ impl LongformerEncoder {
         /// Applies the embeddings and the layers.
         ///
         /// # Shapes
-        /// - output: `[batch, seq, d_model]`; what is at padded positions means nothing
+        /// - output: `[batch, seq, d_model]`, undefined at padded positions
         pub fn forward(&self, input: LongformerEncoderInput) -> Tensor<3>;
 
         /// # Errors
-        /// If `seq` is 0 or above the context, the types' shape is not the tokens', or as [`LongformerAttention::forward`].
+        /// If `seq` is 0 or above the context, or the types' shape is not the tokens'; also those of [`LongformerAttention::forward`].
         pub fn try_forward {
             let [batch, seq] = input.tokens.dims();
             let [context, _] = self.position_embedding.weight.dims();
@@ -252,7 +252,7 @@ impl LongformerLayer {
         }
     }
 
-    /// The norm of the stream with a branch.
+    /// Adds a branch to the stream and norms the sum.
     fn add(
         &self,
         x: Tensor<3>,
@@ -261,7 +261,7 @@ impl LongformerLayer {
         norm: &LayerNorm,
     ) -> Result<Tensor<3>> {
         let dtype = x.dtype().into();
-        // What is dropped is the branch with its bias.
+        // Dropout applies to the branch with its bias.
         let branch = match bias {
             Some(bias) => branch + bias.unsqueeze(),
             None => branch,

@@ -1,4 +1,4 @@
-//! Longformer: attention with a window and global tokens of their own projections, and the encoder of it.
+//! Longformer: attention with a window, and global tokens with their own projections; and its encoder.
 
 mod encoder;
 
@@ -28,42 +28,42 @@ use crate::{
 #[derive(Config, Debug)]
 #[must_use = "a configuration does nothing until `init`"]
 pub struct LongformerAttentionConfig {
-    /// Attention of ordinary tokens. Its pattern is without the global tokens: `Pattern::window(256)`, or [`Pattern::dilated_window`]s per head.
-    /// `selection`, `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach`, `sinks` and `quiet_softmax` must be unset.
+    /// Attention of ordinary tokens. Its pattern excludes the global tokens: `Pattern::window(256)`, or [`Pattern::dilated_window`]s per head. `selection`,
+    /// `rope`, `qk_norm`, `dropout`, `alibi`, `relative_reach`, `sinks` and `quiet_softmax` must be unset.
     pub attention: SparseMultiHeadAttentionConfig,
 }
 
 impl LongformerAttentionConfig {
     or_panics! {
-        /// Creates the module. The projections of global tokens begin as copies of the others (Beltagy et al., 2020, §3.1).
+        /// Creates the module. The projections of global tokens are initialised as copies of the others (Beltagy et al., 2020, §3.1).
         pub fn init(&self, device: &Device) -> LongformerAttention;
 
         /// # Errors
-        /// As [`SparseMultiHeadAttentionConfig::init`]; also if one of these is set.
+        /// Those of [`SparseMultiHeadAttentionConfig::init`]; also if one of these is set.
         pub fn try_init { LongformerAttention::from_attention(self.attention.try_init(device)?) }
     }
 }
 
-/// Longformer's attention with projections of their own for global tokens (Beltagy et al., 2020, §3.1):
+/// Longformer's attention, with separate projections for global tokens (Beltagy et al., 2020, §3.1):
 ///
 /// ```text
 /// i not global:  softmax over { j : pattern(i, j) ∨ j global } of query(x_i) · key(x_j), of value(x_j)
 /// i global:      softmax over all j of query_global(x_i) · key_global(x_j), of value_global(x_j)
 /// ```
 ///
-/// The output projection is one for both. Which tokens are global is said with each input, and may differ per batch entry. Two calls of
-/// attention: ordinary rows over the pattern and the global columns, and the few global rows over everything.
+/// Both share the output projection. Each input states which tokens are global, which may differ per batch entry. There are two attention calls: ordinary
+/// rows over the pattern and the global columns, and the few global rows over everything.
 ///
-/// Should be created with [`LongformerAttentionConfig`].
+/// Create it with [`LongformerAttentionConfig`].
 #[derive(Module, Debug)]
 pub struct LongformerAttention {
     /// Attention of ordinary tokens; its output projection is shared.
     pub mha: SparseMultiHeadAttention,
-    /// Queries of global tokens: the shape of `mha.query`.
+    /// Query projection of global tokens, of the shape of `mha.query`.
     pub query_global: Linear,
-    /// Keys that global tokens see: the shape of `mha.key`.
+    /// Projection of the keys that global tokens see, of the shape of `mha.key`.
     pub key_global: Linear,
-    /// Values that global tokens see: the shape of `mha.value`.
+    /// Projection of the values that global tokens see, of the shape of `mha.value`.
     pub value_global: Linear,
     #[module(skip)]
     everything: Layouts,
@@ -116,7 +116,7 @@ impl LongformerInput {
         self
     }
 
-    /// Padding at the end: batch entry `b` has `lengths[b]` real positions; all later ones are padding.
+    /// Sets padding at the end: batch entry `b` has `lengths[b]` real positions; all later ones are padding.
     pub fn lengths(mut self, lengths: impl IntoIterator<Item = usize>) -> Self {
         self.padding = Some(Padding::Lengths(lengths.into_iter().collect()));
         self
@@ -126,7 +126,7 @@ impl LongformerInput {
         &self.tensor
     }
 
-    /// The global tokens of each batch entry, ascending.
+    /// Returns the global tokens of each batch entry, ascending.
     fn tokens(&self, batch: usize, seq: usize) -> Result<Vec<Vec<usize>>> {
         let mut entries = match &self.global {
             Global::Shared(tokens) => vec![tokens.clone(); batch],
@@ -144,12 +144,13 @@ impl LongformerInput {
 }
 
 impl LongformerAttention {
-    /// Adds the projections of global tokens to a trained attention, as copies of its own.
+    /// Adds projections of global tokens to a trained attention, as copies of its own.
     ///
     /// # Errors
-    /// If the attention has a `selection`, `head_selections`, `content`, `rope`, `qk_norm`, `dropout`, `alibi`, biases of distances, sinks or `quiet_softmax`.
+    /// If the attention has a `selection`, `head_selections`, `content`, `rope`, `qk_norm`, `dropout`, `alibi`, relative position biases, sinks or
+    /// `quiet_softmax`.
     pub fn from_attention(mha: SparseMultiHeadAttention) -> Result<Self> {
-        // Global tokens are queries out of their places, which these depend on.
+        // Global tokens are gathered queries, at other rows than their positions, which these options depend on.
         for (argument, given) in [
             ("selection", mha.selection().is_some()),
             ("head_selections", mha.head_selections().is_some()),
@@ -174,7 +175,7 @@ impl LongformerAttention {
     }
 
     or_panics! {
-        /// Attention of ordinary tokens to what the pattern allows and to the global tokens, and of global tokens to everything.
+        /// Computes attention of ordinary tokens to what the pattern allows and to the global tokens, and of global tokens to everything.
         ///
         /// # Shapes
         /// - input: `[batch, seq, d_model]`
@@ -196,7 +197,7 @@ impl LongformerAttention {
         pub fn forward(&self, input: LongformerInput) -> SparseMhaOutput;
 
         /// # Errors
-        /// If the shape does not fit, there is no layout for `seq`, or a global token or the padding is outside of the input.
+        /// If the shape does not match, there is no layout for `seq`, or a global token or the padding is outside of the input.
         pub fn try_forward {
             self.mha.check_input("tensor", &input.tensor)?;
             let [batch, seq, _] = input.tensor.dims();
@@ -228,7 +229,7 @@ impl LongformerAttention {
         }
     }
 
-    /// What the global tokens see, `[batch, width, d_model]`; rows beyond an entry's tokens are 0.
+    /// Computes the attention of the global tokens, `[batch, width, d_model]`; rows beyond an entry's tokens are 0.
     fn global_rows(&self, x: Tensor<3>, rows: &GlobalRows) -> Result<Tensor<3>> {
         let [_, seq, _] = x.dims();
         let mut request = Request::new(rows.width, seq);
@@ -248,16 +249,16 @@ impl LongformerAttention {
     }
 }
 
-/// The rows of the global tokens, side by side.
+/// Gathered rows of the global tokens.
 struct GlobalRows {
-    /// The largest number of global tokens of a batch entry.
+    /// Largest number of global tokens of a batch entry.
     width: usize,
-    /// `[batch · width]`: the row of `[batch · seq, d_model]` that is read; any row where an entry has fewer tokens.
+    /// Rows of `[batch · seq, d_model]` to read, `[batch · width]`; arbitrary where an entry has fewer tokens.
     from: Vec<i64>,
-    /// The rows of `[batch · width, d_model]` that are written, and where to.
+    /// Rows of `[batch · width, d_model]` to write, and their destinations in `to`.
     written: Vec<i64>,
     to: Vec<i64>,
-    /// The queries that are there, and the keys that are no padding.
+    /// Existing queries, and keys that are not padding.
     restrictions: Vec<PaddingMask>,
 }
 
@@ -292,7 +293,7 @@ impl GlobalRows {
         rows
     }
 
-    /// `[batch, seq, d_model]` to `[batch, width, d_model]`.
+    /// Gathers `[batch, seq, d_model]` to `[batch, width, d_model]`.
     fn read(&self, x: Tensor<3>) -> Result<Tensor<3>> {
         let [batch, seq, d_model] = x.dims();
         let device = x.device();
@@ -301,7 +302,7 @@ impl GlobalRows {
             .reshape([batch, self.width, d_model]))
     }
 
-    /// Adds `[batch, width, d_model]` to their rows of `[batch, seq, d_model]`, which are 0. No row is written twice.
+    /// Scatters `[batch, width, d_model]` to their rows of `[batch, seq, d_model]`, which are 0. No row is written twice.
     fn write(&self, x: Tensor<3>, rows: Tensor<3>) -> Result<Tensor<3>> {
         if self.to.is_empty() {
             return Ok(x);
@@ -327,7 +328,7 @@ fn indices(list: &[i64], device: &Device) -> Result<Tensor<1, Int>> {
     Ok(Tensor::from_data(list, &device))
 }
 
-/// The same values as parameters of their own.
+/// Copies the values to new parameters.
 fn copy(linear: &Linear) -> Linear {
     Linear {
         weight: Param::from_tensor(linear.weight.val().detach()),

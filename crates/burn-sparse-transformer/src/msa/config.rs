@@ -1,4 +1,4 @@
-//! Parameters of MiniMax sparse attention, also as text.
+//! Configuration of MiniMax sparse attention, and its text form.
 
 use std::fmt;
 
@@ -17,13 +17,13 @@ pub struct MsaHeadsConfig {
     /// Keys of a block: 8, 16, 32, 64, 128 or a larger multiple of 128.
     #[config(default = 128)]
     pub block: usize,
-    /// Blocks that a token attends to, its own among them, at most.
+    /// Most blocks that a token attends to, its own included.
     #[config(default = 16)]
     pub keep: usize,
     /// Width of the index branch's queries and keys.
     #[config(default = 128)]
     pub index_dim: usize,
-    /// First channels of them that are rotated where those of the attention are, an even number; 0 is none. Default: half of them.
+    /// Number of their first channels that are rotated if the attention's are, an even number; 0 is none. Default: half of them.
     pub rope_dim: Option<usize>,
 }
 
@@ -34,7 +34,7 @@ impl MsaHeadsConfig {
         Ok(Msa::new(self.block, self.keep)?)
     }
 
-    /// Pairs that one head attends to in a sequence.
+    /// Returns the number of pairs that one head attends to in a sequence.
     pub(crate) fn pairs(&self, seq: usize) -> Result<u64> {
         let op = self.op()?;
         Ok((1..=seq).map(|keys| op.attended(keys) as u64).sum())

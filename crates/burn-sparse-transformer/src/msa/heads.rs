@@ -1,4 +1,4 @@
-//! An index branch, its choice, attention over it, and what the branch learns by.
+//! Index branch, attention to the blocks it chooses, and its loss.
 
 use burn::module::Module;
 use burn::nn::{Linear, RmsNorm, RmsNormConfig, RotaryEncoding};
@@ -16,13 +16,13 @@ use crate::linear::linear_flops;
 use crate::shared_choice::{Aside, Chosen};
 use crate::{Precision, SparseMhaCache, SparseMultiHeadAttentionConfig, TransformerError};
 
-/// Heads of MiniMax sparse attention: an index branch, which chooses blocks for each token. Queries, keys and values are those of the layer. Tokens
-/// are detached: the branch learns by its own loss only, and the model by its own.
+/// Heads of MiniMax sparse attention: an index branch, which chooses blocks for each token. Queries, keys and values are those of the layer. Tokens are
+/// detached: the branch learns by its own loss only, and the model by its own.
 #[derive(Module, Debug)]
 pub struct MsaHeads {
-    /// `d_model` to `n_kv_heads · index_dim`, without bias.
+    /// Projection from `d_model` to `n_kv_heads · index_dim`, without bias.
     pub query: Linear,
-    /// `d_model` to `index_dim`, without bias.
+    /// Projection from `d_model` to `index_dim`, without bias.
     pub key: Linear,
     /// Norm of each query head.
     pub query_norm: RmsNorm,
@@ -59,12 +59,12 @@ impl MsaHeads {
         })
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &MsaHeadsConfig {
         &self.config
     }
 
-    /// The dtype of the queries and keys that the index branch makes.
+    /// Returns the dtype of the index branch's queries and keys.
     pub fn dtype(&self) -> FloatDType {
         self.precision.dtype(self.query.weight.val().dtype())
     }

@@ -1,7 +1,7 @@
 //! Experimental: MiniMax sparse attention (MSA: MiniMax, 2026, arXiv 2606.13392), an index branch that learns which blocks of keys to choose.
 
-// config      its numbers, also as text
-// heads       the index branch, the choice, attention over it, and what the branch learns by
+// config      configuration and its text form
+// heads       index branch, choice, attention to it, and the branch's loss
 
 mod config;
 pub(crate) mod heads;

@@ -1,15 +1,15 @@
-//! What native sparse attention keeps of earlier tokens.
+//! Caches of native sparse attention.
 
 use crate::SparseMhaCache;
 
-/// What it keeps beside the keys and values of the blocks that are chosen.
+/// Caches in addition to the keys and values of the selected branch.
 #[derive(Clone, Debug)]
 pub(crate) struct BranchCaches {
-    /// Keys and values that are compressed: all of them, so that any may be taken back.
+    /// Keys and values to compress. All are kept, so that the cache can be truncated anywhere.
     pub(crate) tokens: SparseMhaCache,
-    /// Those of the window, where they are others.
+    /// Keys and values of the window, if they differ from the selected branch's.
     pub(crate) window: SparseMhaCache,
-    /// One key and value of each block.
+    /// One compressed key and value for each block.
     pub(crate) entries: SparseMhaCache,
     block: usize,
     stride: usize,
@@ -26,7 +26,7 @@ impl BranchCaches {
         }
     }
 
-    /// Forgets every token from `len` on, and the blocks that are not whole then.
+    /// Drops every token from `len` on, and the blocks that become incomplete.
     pub(crate) fn truncate(&mut self, len: usize) {
         self.tokens.truncate(len);
         self.window.truncate(len);

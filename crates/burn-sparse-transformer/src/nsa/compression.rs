@@ -1,4 +1,4 @@
-//! What makes one key or value of a block of them.
+//! Compression of a block of keys or values.
 
 use burn::module::{Initializer, Module, Param};
 use burn::nn::Linear;
@@ -14,27 +14,27 @@ use crate::error::Result;
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Compression {
-    /// Their mean. Keys are rotated before.
+    /// Mean. Keys are rotated before.
     #[default]
     Mean,
-    /// [`NsaCompressor`]. Keys are rotated after it, as at the last token of the block.
+    /// [`NsaCompressor`]. Keys are rotated afterwards, for the position of the block's last token.
     Mlp,
 }
 
-/// A network that makes one key or value of the tokens of a block, the same for all heads: `gelu((x + positions) W_inner + b) W_outer + b`, of the block's
-/// tokens side by side.
+/// Network that compresses the tokens of a block to one key or value, the same for all heads: `gelu((x + positions) W_inner + b) W_outer + b`, for the
+/// concatenated tokens of the block.
 #[derive(Module, Debug)]
 pub struct NsaCompressor {
-    /// `[block, width]`: what is added to the tokens of each block, by their places in it.
+    /// Position embeddings within a block, `[block, width]`, added to its tokens.
     pub positions: Param<Tensor<2>>,
-    /// `block · width` to `2 · width`.
+    /// Projection from `block · width` to `2 · width`.
     pub linear_inner: Linear,
-    /// `2 · width` to `width`.
+    /// Projection from `2 · width` to `width`.
     pub linear_outer: Linear,
 }
 
 impl NsaCompressor {
-    /// Of blocks of tokens so wide; `linear` makes layers of a number of inputs and outputs.
+    /// Creates the network for blocks `[block, width]`; `linear` creates a layer from its numbers of inputs and outputs.
     pub(super) fn new(
         [block, width]: [usize; 2],
         linear: &dyn Fn(usize, usize) -> Linear,
@@ -47,7 +47,7 @@ impl NsaCompressor {
         }
     }
 
-    /// `[batch, heads, entries, block · width]` to `[batch, heads, entries, width]`.
+    /// Compresses `[batch, heads, entries, block · width]` to `[batch, heads, entries, width]`.
     pub(super) fn forward(&self, windows: Tensor<4>, precision: Precision) -> Result<Tensor<4>> {
         let [batch, heads, entries, inputs] = windows.dims();
         let dtype = windows.dtype();

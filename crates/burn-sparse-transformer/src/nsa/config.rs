@@ -1,4 +1,4 @@
-//! Parameters of native sparse attention, also as text.
+//! Configuration of native sparse attention, and its text form.
 
 use std::fmt;
 
@@ -10,22 +10,23 @@ use super::Compression;
 use crate::error::Result;
 use crate::notation::write_numbers;
 
-/// Configuration of [`NsaHeads`](super::NsaHeads). The defaults are the paper's (Yuan et al., 2025, §4.1), but for the compression.
+/// Configuration of [`NsaHeads`](super::NsaHeads). The defaults are the paper's (Yuan et al., 2025, §4.1), except the compression.
 ///
-/// As text, in [`ContentAttention`](crate::content::ContentAttention): `nsa`, or `nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW` with `,mlp` and `,shared` after it.
+/// As text, in [`ContentAttention`](crate::content::ContentAttention): `nsa`, or `nsa:BLOCK,STRIDE,SELECTED,KEEP,WINDOW`, optionally followed by `,mlp` and
+/// `,shared`.
 #[derive(Config, Debug, PartialEq)]
 #[must_use = "a configuration does nothing until heads are made with it"]
 pub struct NsaHeadsConfig {
     /// Tokens of a compressed block, a multiple of `stride`.
     #[config(default = 32)]
     pub block: usize,
-    /// Tokens from the beginning of a compressed block to that of the next.
+    /// Distance between the beginnings of compressed blocks, in tokens.
     #[config(default = 16)]
     pub stride: usize,
-    /// Keys of a block that is chosen: 8, 16, 32, 64, 128, or a larger multiple of 128, and a multiple of `stride`.
+    /// Keys of a selected block: 8, 16, 32, 64, 128, or a larger multiple of 128, and a multiple of `stride`.
     #[config(default = 64)]
     pub selected_block: usize,
-    /// Blocks that a token sees, `first` and `local` among them.
+    /// Number of blocks that a token sees, `first` and `local` included.
     #[config(default = 16)]
     pub keep: usize,
     /// Number of first blocks that are always selected.
@@ -40,7 +41,7 @@ pub struct NsaHeadsConfig {
     /// Compression of a block of keys or values into one.
     #[config(default = "Compression::Mean")]
     pub compression: Compression,
-    /// True if all branches have the same projections of keys and values. The paper's have their own.
+    /// True if all branches share the projections of keys and values. In the paper each has its own.
     #[config(default = false)]
     pub shared_kv: bool,
 }
@@ -61,8 +62,8 @@ impl NsaHeadsConfig {
             .window(self.window)
     }
 
-    /// Slots of a page of a `KvPool` of `burn-paged-attention`, if it does not say how many: the largest that blocks are multiples of, and that hold whole strides.
-    /// None if there are none: blocks of fewer than 16 tokens, or an odd stride.
+    /// Returns the default slots of a page of a `KvPool` of `burn-paged-attention`: the largest size that divides the blocks and holds whole strides. `None`
+    /// if there is none: for blocks of fewer than 16 tokens, or an odd stride.
     pub fn pool_page_size(&self) -> Option<usize> {
         let fits = |page: &usize| {
             page.is_multiple_of(self.stride) && self.selected_block.is_multiple_of(*page)
@@ -70,7 +71,7 @@ impl NsaHeadsConfig {
         [128, 64, 32, 16].into_iter().find(fits)
     }
 
-    /// Compressed blocks of so many tokens.
+    /// Returns the number of compressed blocks of `tokens` tokens.
     #[doc(hidden)]
     pub fn entries(&self, tokens: usize) -> usize {
         match tokens.checked_sub(self.block) {

@@ -18,15 +18,15 @@ use burn_blocksparse::internal::arange;
 /// keys and values of the selected branch, are those of the layer.
 #[derive(Module, Debug)]
 pub struct NsaHeads {
-    /// Keys and values that are compressed. None where branches share theirs.
+    /// Projections of the keys and values to compress. `None` if branches share theirs.
     pub compressed: Option<NsaProjections>,
-    /// Keys and values of the window. None where branches share theirs, or there is no window.
+    /// Projections of the window's keys and values. `None` if branches share theirs, or there is no window.
     pub window: Option<NsaProjections>,
-    /// `d_model` to `3 · n_heads`: for each head the gates of compressed blocks, chosen blocks and the window, before their sigmoids.
+    /// Projection from `d_model` to `3 · n_heads`: for each head the gates of compressed blocks, selected blocks and the window, before their sigmoids.
     pub gate: Linear,
-    /// Network that compresses keys; without it, their mean.
+    /// Network that compresses keys; without it, they are averaged.
     pub key_compressor: Option<NsaCompressor>,
-    /// Network that compresses values; without it, their mean.
+    /// Network that compresses values; without it, they are averaged.
     pub value_compressor: Option<NsaCompressor>,
     n_kv_heads: usize,
     #[module(skip)]
@@ -37,12 +37,12 @@ pub struct NsaHeads {
     precision: Precision,
 }
 
-/// Projections of a branch.
+/// Key and value projections of a branch.
 #[derive(Module, Debug)]
 pub struct NsaProjections {
-    /// `d_model` to `n_kv_heads · d_k`.
+    /// Projection from `d_model` to `n_kv_heads · d_k`.
     pub key: Linear,
-    /// `d_model` to `n_kv_heads · d_v`.
+    /// Projection from `d_model` to `n_kv_heads · d_v`.
     pub value: Linear,
 }
 
@@ -71,17 +71,17 @@ impl Placing<'_> {
     }
 }
 
-/// Projected heads: queries normalised and rotated; keys and values of the chosen blocks as they were projected.
+/// Projected heads: queries normalised and rotated; keys and values of the selected branch as projected.
 pub struct Projections {
-    /// Of all branches.
+    /// Queries of all branches.
     pub query: Tensor<4>,
-    /// Of blocks that are chosen.
+    /// Keys of the selected branch.
     pub key: Tensor<4>,
-    /// Of the same.
+    /// Values of the selected branch.
     pub value: Tensor<4>,
 }
 
-/// Keys and values of branches, normalised, and rotated but for tokens that a network compresses.
+/// Keys and values of the branches, normalised, and rotated except for tokens that a network compresses.
 pub struct Branches {
     /// Keys and values to compress.
     pub tokens: [Tensor<4>; 2],
@@ -136,7 +136,7 @@ impl NsaHeads {
         &self.op
     }
 
-    /// Its configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &NsaHeadsConfig {
         &self.config
     }
@@ -153,7 +153,7 @@ impl NsaHeads {
         layers.chain([&mut self.gate]).collect()
     }
 
-    /// What heads see of an input, `[batch, heads, seq, d_v]`.
+    /// Computes the heads' outputs for an input, `[batch, heads, seq, d_v]`.
     pub(crate) fn forward(
         &self,
         x: Tensor<3>,
@@ -223,7 +223,7 @@ impl NsaHeads {
         Ok(self.op.attention(query, keys_values, gates)?)
     }
 
-    /// Keys and values of the branches.
+    /// Returns the keys and values of the branches.
     #[doc(hidden)]
     pub fn branches(
         &self,
@@ -246,7 +246,7 @@ impl NsaHeads {
             Some(of) => project(of)?,
             None => own.clone(),
         };
-        // A mean is one of rotated keys; a network's result is rotated itself.
+        // The mean is taken over rotated keys; a network's result is rotated itself.
         let tokens = match self.key_compressor {
             None => rotated(tokens)?,
             Some(_) => tokens,
@@ -263,7 +263,7 @@ impl NsaHeads {
         })
     }
 
-    /// One key and one value of each block of tokens, of which the first is at position `first`.
+    /// Compresses each block of tokens to one key and one value. The first token is at position `first`.
     #[doc(hidden)]
     pub fn compressed(
         &self,
@@ -282,7 +282,7 @@ impl NsaHeads {
         self.compressed_at(tokens, last_of, placing)
     }
 
-    /// The same; `last_of` gives the positions of the last tokens of blocks, `[batch · entries]`.
+    /// [`Self::compressed`] with given positions: `last_of` returns the positions of the last tokens of blocks, `[batch · entries]`.
     #[doc(hidden)]
     pub fn compressed_at(
         &self,
@@ -305,13 +305,13 @@ impl NsaHeads {
         if self.key_compressor.is_none() || placing.rope.is_none() {
             return Ok(Some([keys, values]));
         }
-        // As at the last token of its block.
+        // Rotated for the position of the block's last token.
         let [batch, _, entries, _] = keys.dims();
         let last = Positions::Listed(Box::new(last_of([batch, entries])));
         Ok(Some([placing.rotated(keys, &last)?, values]))
     }
 
-    /// `[batch, heads, seq, 3]`.
+    /// Returns the gates, `[batch, heads, seq, 3]`.
     #[doc(hidden)]
     pub fn gates(&self, x: Tensor<3>, query: &Tensor<4>) -> Result<Tensor<4>> {
         let [batch, n_heads, seq, _] = query.dims();
@@ -320,7 +320,7 @@ impl NsaHeads {
         Ok(sigmoid(gates.swap_dims(1, 2)))
     }
 
-    /// Operations of projections and gates for one position, and of what compresses, forward.
+    /// Returns the operations of projections, gates and compressors for one position, forward.
     pub(crate) fn matmul_flops_per_token(&self) -> u64 {
         let projections = [&self.compressed, &self.window];
         let projections = projections.into_iter().flatten();
@@ -328,7 +328,7 @@ impl NsaHeads {
         let layers: u64 = projections.chain([&self.gate]).map(linear_flops).sum();
         let compressors = [&self.key_compressor, &self.value_compressor];
         let compressors = compressors.into_iter().flatten();
-        // Each head of keys has a block of its own for every stride.
+        // Each key head compresses a block for every stride.
         let of_block = |of: &NsaCompressor| {
             let block = linear_flops(&of.linear_inner) + linear_flops(&of.linear_outer);
             block * self.n_kv_heads as u64 / self.config.stride as u64

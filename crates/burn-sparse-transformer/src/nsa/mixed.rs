@@ -1,4 +1,4 @@
-//! Native sparse attention in the place of a layer's pattern.
+//! Native sparse attention in place of a layer's pattern.
 
 use burn::tensor::Tensor;
 
@@ -11,7 +11,7 @@ use crate::precision::project_heads;
 use crate::{SparseMhaCache, SparseMhaInput, SparseMultiHeadAttention};
 
 impl NsaHeads {
-    /// What the layer's heads see.
+    /// Computes the heads' outputs.
     pub(crate) fn context(
         &self,
         mha: &SparseMultiHeadAttention,
@@ -31,12 +31,12 @@ impl NsaHeads {
 }
 
 impl SparseMultiHeadAttention {
-    /// Heads of native sparse attention, if that is what they are.
+    /// Returns the heads of native sparse attention, if the layer has them.
     pub fn nsa(&self) -> Option<&NsaHeads> {
         self.content.as_ref()?.nsa.as_ref()
     }
 
-    /// Heads as they are projected, and what happens to keys after that.
+    /// Returns the projected heads, and the norms and rotations to apply to keys.
     #[doc(hidden)]
     pub fn nsa_projections(
         &self,

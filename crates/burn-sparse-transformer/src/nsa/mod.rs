@@ -1,10 +1,10 @@
 //! Experimental: native sparse attention (NSA: Yuan et al., 2025), heads with compressed, selected and window branches.
 
-// config        its numbers, also as text
-// compression   what makes one key or value of a block of them
+// config        configuration and its text form
+// compression   compression of a block of keys or values
 // heads         projections of the branches, gates, and attention
-// cache         what they keep of earlier tokens
-// mixed         in the place of a layer's pattern
+// cache         keys and values of earlier tokens
+// mixed         use in place of a layer's pattern
 
 mod cache;
 mod compression;

@@ -2,54 +2,54 @@ use std::fmt;
 
 pub(super) type Result<T, E = WeightsError> = std::result::Result<T, E>;
 
-/// Why weights were not loaded or not written.
+/// Errors of loading and writing weights.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightsError {
     /// A file could not be read.
     #[error("cannot read weights from {path}: {reason}")]
     Read {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What the system or the format's reader says.
+        /// Reason given by the system or the format's reader.
         reason: String,
     },
     /// A file could not be written.
     #[error("cannot write weights to {path}: {reason}")]
     Write {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// What the system or the format's writer says.
+        /// Reason given by the system or the format's writer.
         reason: String,
     },
-    /// A file's name does not say its format.
+    /// A file's name does not tell its format.
     #[error("the name of a file of weights must end in {expected}, got {path}")]
     Format {
-        /// The file.
+        /// Path of the file.
         path: String,
-        /// The endings.
+        /// Supported endings.
         expected: &'static str,
     },
-    /// A map that takes a part of a tensor cannot be gone backwards.
+    /// A map that reads a part of a tensor cannot be used to save.
     #[error(
         "weights can only be saved by a map from whole tensors to whole tensors, but {parameter} is {form}"
     )]
     OneWay {
-        /// The parameter.
+        /// Name of the parameter.
         parameter: String,
-        /// How it lies in the file.
+        /// Its form in the file.
         form: String,
     },
-    /// The file is not one of this module. Nothing was loaded.
+    /// The file does not match the module. Nothing was loaded.
     #[error("{path} does not fit the model, of which nothing was loaded: {}", mismatch(.missing, .unexpected, .wrong))]
     Mismatch {
-        /// The file.
+        /// Path of the file.
         path: String,
         /// Tensors that the module needs and the file lacks.
         missing: Vec<String>,
-        /// Tensors of the file that are no parameter's.
+        /// Tensors of the file that belong to no parameter.
         unexpected: Vec<String>,
-        /// Tensors of another shape or kind.
+        /// Tensors of the wrong shape or kind.
         wrong: Vec<WrongTensor>,
     },
 }
@@ -63,15 +63,15 @@ impl WeightsError {
     }
 }
 
-/// A tensor of a file that is not what its parameter needs.
+/// Tensor of a file that does not match its parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WrongTensor {
-    /// Its name in the file.
+    /// Name in the file.
     pub name: String,
-    /// The shape or kind that it had to have.
+    /// Expected shape or kind.
     pub expected: String,
-    /// The shape or kind that it has.
+    /// Actual shape or kind.
     pub got: String,
 }
 
@@ -85,7 +85,7 @@ impl fmt::Display for WrongTensor {
     }
 }
 
-/// As many as a reader looks through; the error's fields have all of them.
+/// Most names in a message; the error's fields have all.
 const SHOWN: usize = 10;
 
 fn mismatch(missing: &[String], unexpected: &[String], wrong: &[WrongTensor]) -> String {

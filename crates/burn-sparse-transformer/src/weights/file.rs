@@ -17,11 +17,11 @@ use crate::linear::fnv;
 const ENDINGS: &str =
     ".safetensors, .pt, .pth, .bin (PyTorch), .gguf (llama.cpp) or .bpk, .burnpack (Burn)";
 
-/// What a folder of Hugging Face has: a list of shards, or all in one file.
+/// Files in a Hugging Face folder: a list of shards, or a single file.
 const INDEX: &str = "model.safetensors.index.json";
 const WHOLE: &str = "model.safetensors";
 
-/// The tensors of a file, whose elements are read when they are asked for.
+/// Tensors of a file. Elements are read on request.
 #[derive(Debug)]
 pub struct WeightsFile {
     path: String,
@@ -29,11 +29,11 @@ pub struct WeightsFile {
 }
 
 impl WeightsFile {
-    /// Opens a file of the format that its name ends in: `.safetensors`, `.pt`, `.pth` or `.bin` for a state dict that PyTorch saved, `.gguf` for
-    /// llama.cpp's, `.bpk` or `.burnpack` for a record of Burn's. A `.safetensors.index.json` is read with all shards that it lists, and a folder by its `model.safetensors.index.json` or
-    /// `model.safetensors`.
+    /// Opens a file. The format follows from the ending of its name: `.safetensors`, `.pt`, `.pth` or `.bin` for a state dict that PyTorch saved, `.gguf` for
+    /// llama.cpp's, `.bpk` or `.burnpack` for a Burn record. A `.safetensors.index.json` is read with all shards that it lists, and a folder by its
+    /// `model.safetensors.index.json` or `model.safetensors`.
     ///
-    /// PyTorch's files are read without running what is pickled in them. Blocks of few bits become numbers when they are read: [`Gguf`].
+    /// PyTorch's files are read without running pickled code. Quantised blocks are dequantised when they are read: [`Gguf`].
     ///
     /// # Errors
     /// [`WeightsError::Format`] for another ending, [`WeightsError::Read`] if the file cannot be read or is damaged.
@@ -65,10 +65,10 @@ impl WeightsFile {
         }
     }
 
-    /// The tensors of a GGUF file that is open already: its header is not read again.
+    /// Returns the tensors of an open GGUF file, without reading its header again.
     ///
     /// # Errors
-    /// [`WeightsError::Read`] if a tensor is of a type that is not read.
+    /// [`WeightsError::Read`] if a tensor has an unsupported type.
     pub fn of_gguf(gguf: &Gguf) -> Result<Self> {
         Ok(Self {
             tensors: gguf.tensors()?,
@@ -76,7 +76,7 @@ impl WeightsFile {
         })
     }
 
-    /// Opens a file of PyTorch's that has its state dict under a key, as `model` in `torch.save({"model": model.state_dict(), ..}, path)`.
+    /// Opens a PyTorch file that has its state dict under a key, such as `model` in `torch.save({"model": model.state_dict(), ..}, path)`.
     ///
     /// # Errors
     /// [`WeightsError::Read`] if the file cannot be read or has no such key.
@@ -85,7 +85,7 @@ impl WeightsFile {
         Self::read(path, pytorch(path).with_top_level_key(key))
     }
 
-    /// The tensors of all shards that an index lists.
+    /// Opens all shards that an index lists.
     fn shards(index: &Path) -> Result<Self> {
         let path = index.display().to_string();
         let failed = |reason: &dyn Display| WeightsError::read(&path, reason);
@@ -94,7 +94,7 @@ impl WeightsFile {
         let mut tensors = BTreeMap::new();
         let files: BTreeSet<&String> = listed.weight_map.values().collect();
         for file in files {
-            // A list that named itself would be read without end.
+            // An index that lists itself would be read without end.
             if file.contains(['/', '\\']) || !file.ends_with(".safetensors") {
                 return Err(failed(&format!(
                     "{file:?} is no name of a safetensors file"
@@ -132,18 +132,18 @@ impl WeightsFile {
         }
     }
 
-    /// The names of the tensors, in order.
+    /// Returns the names of the tensors, in order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The shape of a tensor, if there is one of this name.
+    /// Returns the shape of the tensor of this name, if there is one.
     pub fn shape(&self, name: &str) -> Option<Vec<usize>> {
         let tensor = self.tensors.get(name)?;
         Some(tensor.shape.iter().copied().collect())
     }
 
-    /// The elements of a tensor, in the file's dtype, if there is one of this name.
+    /// Reads the elements of the tensor of this name in the file's dtype, if there is one.
     ///
     /// # Errors
     /// [`WeightsError::Read`] if they cannot be read.
@@ -152,11 +152,12 @@ impl WeightsFile {
         tensor.map(|tensor| self.data(tensor)).transpose()
     }
 
-    /// The module with its parameters from this file. Every parameter is in the file, unless `map` keeps it, and every tensor of the file is a parameter, or `map` ignores it;
-    /// otherwise nothing is loaded. Numbers become those of the parameters' dtypes, on the module's device; parameters keep their ids.
+    /// Returns the module with its parameters from this file. Every parameter must be in the file, unless `map` keeps it, and every tensor of the file must
+    /// belong to a parameter, unless `map` ignores it; otherwise nothing is loaded. Elements are converted to the parameters' dtypes, on the module's device;
+    /// parameters keep their ids.
     ///
     /// # Errors
-    /// [`WeightsError::Mismatch`] names all that does not fit, [`WeightsError::Read`] what could not be read.
+    /// [`WeightsError::Mismatch`] names everything that does not match, [`WeightsError::Read`] what could not be read.
     pub fn load<M: Module>(&self, module: &M, map: &KeyMap) -> Result<M> {
         let plan = self.plan(module, map)?;
         let mut tensors = Vec::with_capacity(plan.len());
@@ -166,7 +167,7 @@ impl WeightsFile {
                 Some(source) => form.take(self.data(source)?),
                 None => TensorData::full_dtype(parameter.shape, 0, dtype),
             };
-            // The mask of kept blocks is known by its id.
+            // The mask of kept blocks is identified by its id.
             let id = dtype
                 .is_bool()
                 .then(|| fnv(data.as_bytes().iter().copied()));
@@ -181,7 +182,7 @@ impl WeightsFile {
         }
     }
 
-    /// Where each parameter comes from, once all of them fit.
+    /// Returns the source of each parameter, if all of them match.
     fn plan<M: Module>(&self, module: &M, map: &KeyMap) -> Result<Vec<Planned<'_>>> {
         let mut named: BTreeMap<&str, (&str, &Stored)> = BTreeMap::new();
         let mut unexpected = BTreeSet::new();
@@ -191,7 +192,7 @@ impl WeightsFile {
                 continue;
             }
             unexpected.insert(name.as_str());
-            // Of one with a prefix and one without it, the second is too many.
+            // If a name occurs with and without a prefix, the second is unexpected.
             named.entry(short).or_insert((name, tensor));
         }
         let (mut missing, mut wrong) = (BTreeSet::new(), Vec::new());
@@ -213,7 +214,7 @@ impl WeightsFile {
                 missing.insert(names.join(" or "));
                 continue;
             };
-            // All that a parameter may be are its, as a head that is tied to an embedding and stored, too.
+            // All tensors that a parameter may be read from are expected, such as a stored head that is tied to an embedding.
             for (name, _) in &candidates {
                 if let Some((name, _)) = named.get(map.without_prefix(name)) {
                     unexpected.remove(name);
@@ -242,21 +243,21 @@ impl WeightsFile {
     }
 }
 
-/// Which shard has which tensor.
+/// Shard of each tensor.
 #[derive(serde::Deserialize)]
 struct Index {
     weight_map: BTreeMap<String, String>,
 }
 
-/// A parameter, its form in the file, and its tensor there; none: it is 0.
+/// Parameter, its form in the file, and its tensor there; a parameter without a tensor is 0.
 type Planned<'a> = (Wanted, Form, Option<&'a Stored>);
 
 fn pytorch(path: &Path) -> PytorchStore {
-    // Names are the map's alone.
+    // Names are translated by the map alone.
     PytorchStore::from_file(path).map_indices_contiguous(false)
 }
 
-/// What of a tensor is not as its parameter needs it.
+/// Returns how a tensor differs from what its parameter needs.
 fn differing(name: &str, form: Form, parameter: &Wanted, source: &Stored) -> Option<WrongTensor> {
     let wrong = |expected: String, got: String| {
         Some(WrongTensor {
@@ -275,7 +276,7 @@ fn differing(name: &str, form: Form, parameter: &Wanted, source: &Stored) -> Opt
     let fits = match parameter.dtype {
         dtype if dtype.is_float() => source.dtype.is_float(),
         dtype if dtype.is_bool() => {
-            // Formats without bools have small integers.
+            // Formats without bools use small integers.
             source.dtype.is_bool() || matches!(source.dtype, DType::U8 | DType::U32)
         }
         _ => source.dtype.is_int() || source.dtype.is_uint(),

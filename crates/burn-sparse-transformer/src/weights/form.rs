@@ -2,33 +2,34 @@ use std::fmt;
 
 use burn::tensor::{Shape, TensorData};
 
-/// Form of a parameter in a file's tensor.
+/// Form of a parameter in a tensor of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Form {
-    /// As it is.
+    /// Unchanged.
     Same,
-    /// With its last two axes exchanged: PyTorch's linear layers are `[outputs, inputs]`, Burn's `[inputs, outputs]`.
+    /// Last two axes swapped: PyTorch's linear layers are `[outputs, inputs]`, Burn's `[inputs, outputs]`.
     Transposed,
-    /// As [`Self::Transposed`], of `heads` heads whose rotary embedding turns channels i and i + width / 2, as in Hugging Face's checkpoints; this library's turns
-    /// channels 2i and 2i + 1. A vector of so many heads is not transposed. Scores are the same if queries and keys both lie so.
+    /// Like [`Self::Transposed`], for `heads` heads whose rotary embedding rotates channels i and i + width / 2, as in Hugging Face's checkpoints; this
+    /// library rotates channels 2i and 2i + 1. A vector of heads is permuted but not transposed. Scores are unchanged if both queries and keys have this
+    /// form.
     RotaryHalves {
-        /// Heads along the outputs.
+        /// Number of heads along the outputs.
         heads: usize,
     },
-    /// Part `index` of `count` equal ones along the last axis.
+    /// Part `index` of `count` equal parts along the last axis.
     Part {
-        /// Counted from 0.
+        /// Index of the part, counted from 0.
         index: usize,
         /// Number of parts.
         count: usize,
     },
-    /// After `skipped` rows that are not used.
+    /// Rows after the first `skipped` ones.
     Rows {
-        /// Rows before the first that is used.
+        /// Number of unused rows at the beginning.
         skipped: usize,
     },
-    /// Not at all: the parameter is 0.
+    /// Not in the file: the parameter is 0.
     Zeros,
 }
 
@@ -46,7 +47,7 @@ impl fmt::Display for Form {
 }
 
 impl Form {
-    /// The shape in the file of a parameter of `shape`; none if no parameter of this rank has this form.
+    /// Returns the shape in the file of a parameter of `shape`; `None` if a parameter of this rank cannot have this form.
     pub(super) fn in_file(self, shape: &[usize]) -> Option<Vec<usize>> {
         let mut shape = shape.to_vec();
         let rank = shape.len();
@@ -67,7 +68,7 @@ impl Form {
         Some(shape)
     }
 
-    /// Returns whether a parameter can be written in this form.
+    /// Returns whether a parameter can be saved in this form.
     pub(super) fn is_reversible(self) -> bool {
         matches!(
             self,
@@ -75,18 +76,18 @@ impl Form {
         )
     }
 
-    /// The tensor of a file that a parameter is; of a form that [`Self::is_reversible`].
+    /// Converts a parameter to its tensor of a file, for a form that [`Self::is_reversible`].
     pub(super) fn put(self, data: TensorData) -> TensorData {
         match self {
             Self::RotaryHalves { heads } => permuted(transposed(data), heads, |at, half| {
                 2 * (at % half) + at / half
             }),
-            // It is its own inverse.
+            // These forms are their own inverses.
             _ => self.take(data),
         }
     }
 
-    /// The parameter in a tensor of a file, of the shape that [`Self::in_file`] says.
+    /// Extracts a parameter from a tensor of a file with the shape that [`Self::in_file`] returns.
     pub(super) fn take(self, data: TensorData) -> TensorData {
         match self {
             Self::Same | Self::Zeros => data,
@@ -110,7 +111,7 @@ impl Form {
     }
 }
 
-/// What is made of a tensor's bytes, its axes, which it may change, and an element's size.
+/// Rebuilds a tensor from its bytes, its axes, which `make` may change, and the size of an element.
 fn made(
     data: TensorData,
     make: impl FnOnce(&[u8], &mut Vec<usize>, usize) -> Vec<u8>,
@@ -121,12 +122,12 @@ fn made(
     TensorData::from_bytes_vec(bytes, Shape::from(dims), dtype)
 }
 
-/// The bytes of all behind the first axis.
+/// Returns the bytes of one entry of the first axis.
 fn row(dims: &[usize], size: usize) -> usize {
     dims[1..].iter().product::<usize>() * size
 }
 
-/// With the last two axes exchanged; a vector as it is.
+/// Swaps the last two axes; leaves a vector unchanged.
 fn transposed(data: TensorData) -> TensorData {
     made(data, |bytes, dims, size| {
         let [.., rows, columns] = &mut dims[..] else {
@@ -146,7 +147,7 @@ fn transposed(data: TensorData) -> TensorData {
     })
 }
 
-/// The rows of each head in another order: `from` says which row, with half a head's rows, comes to a place.
+/// Permutes the rows of each head: `from` returns the source of a row, given half a head's number of rows.
 fn permuted(data: TensorData, heads: usize, from: impl Fn(usize, usize) -> usize) -> TensorData {
     made(data, |bytes, dims, size| {
         let (row, width) = (row(dims, size), dims[0] / heads);

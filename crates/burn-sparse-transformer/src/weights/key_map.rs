@@ -2,9 +2,9 @@ use super::Form;
 
 /// Names and forms of a module's parameters in a file.
 ///
-/// A rule names parameters, the tensors of the file that they are, and how they lie there. In both names `{}` stands for a number, the same in both.
-/// A parameter that no rule names is the tensor of its own name. Several rules for one parameter are tried in their order: the first whose tensor is
-/// in the file is taken.
+/// A rule gives the names of parameters, the names of their tensors in the file, and the form there. In both names `{}` stands for a number, the same in
+/// both. A parameter without a rule has its own name in the file. Several rules for one parameter are tried in order: the first whose tensor is in the file
+/// applies.
 ///
 /// ```
 /// use burn_sparse_transformer::weights::{Form, KeyMap};
@@ -31,7 +31,7 @@ struct Rule {
 }
 
 impl KeyMap {
-    /// Adds a rule: the parameters of this name are the tensors of that one, which lie there in `form`.
+    /// Adds a rule: parameters of this name are read from tensors of that name, which have this form.
     pub fn rule(
         mut self,
         parameter: impl Into<String>,
@@ -46,20 +46,19 @@ impl KeyMap {
         self
     }
 
-    /// Adds tensors of a file that are not looked at, as buffers of masks.
+    /// Adds tensors of a file that are ignored, such as buffers of masks.
     pub fn ignore(mut self, tensor: impl Into<String>) -> Self {
         self.ignored.push(tensor.into());
         self
     }
 
-    /// Adds parameters, by their names in the module, that files need not have: they stay as they are then, as what a trained model is to get beside what it
-    /// has.
+    /// Adds parameters, by their names in the module, that files may lack. They keep their values then: for additions to a trained model.
     pub fn keep(mut self, parameter: impl Into<String>) -> Self {
         self.kept.push(parameter.into());
         self
     }
 
-    /// [`Self::keep`] of the indexers of a model with `dsa` or `msa`, for files of models with dense attention, which have none.
+    /// Applies [`Self::keep`] to the indexers of a model with `dsa` or `msa`, for files of dense models, which have none.
     pub fn without_indexers(self) -> Self {
         let parts = [
             (
@@ -77,13 +76,13 @@ impl KeyMap {
         names.fold(self, Self::keep)
     }
 
-    /// Adds a prefix that names in a file may have or not: it is removed from those that have it. Names in rules may also have it; files are saved with it then.
+    /// Adds a prefix that names in a file may have; it is removed from names that have it. Names in rules may have it too; saved files have it then.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefixes.push(prefix.into());
         self
     }
 
-    /// The tensor that a parameter is, by the first rule for it.
+    /// Returns the name of a parameter's tensor, by the first rule for it.
     pub fn name_of(&self, parameter: &str) -> String {
         let [(name, _), ..] = &self.candidates(parameter)[..] else {
             return parameter.to_owned();
@@ -91,7 +90,7 @@ impl KeyMap {
         name.clone()
     }
 
-    /// The tensors that a parameter may be, at least one.
+    /// Returns the tensors that a parameter may be read from, at least one.
     pub(super) fn candidates(&self, parameter: &str) -> Vec<(String, Form)> {
         let named = self.rules.iter().filter_map(|rule| {
             let numbers = numbers(&rule.parameter, parameter)?;
@@ -104,7 +103,7 @@ impl KeyMap {
         }
     }
 
-    /// Returns whether files need not have a parameter.
+    /// Returns whether files may lack a parameter.
     pub(super) fn is_kept(&self, parameter: &str) -> bool {
         let mut kept = self.kept.iter();
         kept.any(|pattern| numbers(pattern, parameter).is_some())
@@ -115,7 +114,7 @@ impl KeyMap {
         ignored.any(|pattern| numbers(pattern, tensor).is_some())
     }
 
-    /// The name without a beginning that it may have.
+    /// Removes the prefix of a name, if it has one.
     pub(super) fn without_prefix<'a>(&self, name: &'a str) -> &'a str {
         let mut prefixes = self.prefixes.iter();
         prefixes
@@ -124,7 +123,7 @@ impl KeyMap {
     }
 }
 
-/// The numbers that stand in `name` where `pattern` has `{}`, if the rest is the same.
+/// Returns the numbers in `name` in place of `{}` in `pattern`, if the rest is equal.
 fn numbers<'a>(pattern: &str, name: &'a str) -> Option<Vec<&'a str>> {
     let mut parts = pattern.split("{}");
     let mut rest = name.strip_prefix(parts.next()?)?;
@@ -141,7 +140,7 @@ fn numbers<'a>(pattern: &str, name: &'a str) -> Option<Vec<&'a str>> {
     rest.is_empty().then_some(numbers)
 }
 
-/// `pattern` with `numbers` in the places of `{}`.
+/// Replaces the `{}` of `pattern` by `numbers`.
 fn filled(pattern: &str, numbers: &[&str]) -> String {
     let mut parts = pattern.split("{}");
     let mut name = parts.next().unwrap_or_default().to_owned();

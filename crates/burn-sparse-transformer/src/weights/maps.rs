@@ -1,4 +1,4 @@
-//! The maps of models that are known.
+//! Maps of known models.
 
 use super::{Form, Gguf, KeyMap};
 use crate::error::Result;
@@ -6,22 +6,22 @@ use crate::llama::LlamaConfig;
 
 use Form::{Same, Transposed};
 
-/// A parameter of a module, the tensor of its module in a file, and how it lies there.
+/// Parameter of a module, its tensor's name in the file's module, and its form.
 type Part = (&'static str, &'static str, Form);
 
-/// A linear layer of PyTorch's.
+/// PyTorch's linear layer.
 const LINEAR: [Part; 2] = linear(Transposed, Same);
 
-/// A layer norm, whose gain and offset PyTorch calls `weight` and `bias`.
+/// Layer norm, whose gain and offset PyTorch calls `weight` and `bias`.
 const NORM: [Part; 2] = [("gamma", "weight", Same), ("beta", "bias", Same)];
 
-/// A linear layer whose weight and bias lie in these forms.
+/// Returns a linear layer whose weight and bias have these forms.
 const fn linear(weight: Form, bias: Form) -> [Part; 2] {
     [("weight", "weight", weight), ("bias", "bias", bias)]
 }
 
 impl KeyMap {
-    /// Rules for the parts of modules, from and to, whose names begin with `within`.
+    /// Adds rules for the parameters of modules with names beginning with `within`, in the module and in the file.
     fn modules(mut self, within: [&str; 2], modules: &[(&str, &str)], parts: &[Part]) -> Self {
         let [of_module, of_file] = within;
         for (module, name) in modules {
@@ -37,13 +37,13 @@ impl KeyMap {
     }
 }
 
-/// The modules of a Llama's layer.
+/// Modules of a Llama layer.
 const LLAMA: &str = "attention_norm mlp_norm attention.query_norm.Rms attention.key_norm.Rms attention.query attention.key \
     attention.value attention.output mlp.gate mlp.up mlp.down";
 
 impl KeyMap {
-    /// The rules of a Llama's layers, for a file with these names of the modules of [`LLAMA`]: with so many heads of queries and of keys, whose channels lie in
-    /// halves or as pairs.
+    /// Adds the rules of Llama layers for a file with these names of the modules of [`LLAMA`], these numbers of query and key heads, and channels rotated in
+    /// halves or in adjacent pairs.
     fn llama_layers(
         self,
         within: &str,
@@ -66,10 +66,10 @@ impl KeyMap {
             .modules(within, &modules[6..], &LINEAR)
     }
 
-    /// The conventions of PyTorch under this crate's own names: weights of linear layers are `[outputs, inputs]`, the parameters of layer norms are
-    /// `weight` and `bias`. For [`SparseTransformer`](crate::SparseTransformer) and [`SparseTransformerEncoder`](crate::SparseTransformerEncoder).
+    /// PyTorch's conventions under this crate's own names: weights of linear layers are `[outputs, inputs]`, the parameters of layer norms are `weight` and
+    /// `bias`. For [`SparseTransformer`](crate::SparseTransformer) and [`SparseTransformerEncoder`](crate::SparseTransformerEncoder).
     ///
-    /// Blocks of block-sparse weights are transposed, each in its place.
+    /// Each block of a block-sparse weight is transposed; the order of blocks is unchanged.
     pub fn pytorch() -> Self {
         let linears =
             "mha.query mha.key mha.value mha.output pwff.linear_inner pwff.linear_outer".split(' ');
@@ -87,11 +87,11 @@ impl KeyMap {
         )
     }
 
-    /// GPT-2's names (Radford et al., 2019) in `transformers`, for a [`SparseTransformer`](crate::SparseTransformer) of [`gpt2_config`](super::gpt2_config): with or
-    /// without `transformer.` before them, the head tied to the embedding or a tensor of its own.
+    /// GPT-2's names (Radford et al., 2019) in `transformers`, for a [`SparseTransformer`](crate::SparseTransformer) of [`gpt2_config`](super::gpt2_config):
+    /// with or without the prefix `transformer.`, with a head that is tied to the embedding or a tensor of its own.
     ///
-    /// Its linear layers lie as Burn's do, with queries, keys and values side by side in one. Its positions have a table each, which is the columns' of
-    /// a matrix of one row.
+    /// Its linear layers have Burn's layout, with queries, keys and values concatenated. Its table of positions becomes the column embeddings of a matrix of
+    /// one row.
     pub fn gpt2() -> Self {
         let within = ["blocks.{}.", "h.{}."];
         let norms = [("norm_1", "ln_1"), ("norm_2", "ln_2")];
@@ -119,8 +119,9 @@ impl KeyMap {
             .ignore("h.{}.attn.masked_bias")
     }
 
-    /// The names of Llama, Mistral, Qwen2 and Qwen3 in `transformers`, for a [`Llama`](crate::llama::Llama) with so many heads of queries and of keys, and with a
-    /// head that is the embedding if it is `tied`; with or without `model.` before them. Weights of queries and keys become those of adjacent channels: [`Form::RotaryHalves`].
+    /// Names of Llama, Mistral, Qwen2 and Qwen3 in `transformers`, for a [`Llama`](crate::llama::Llama) with these numbers of query and key heads, and with a
+    /// head that is the embedding if it is `tied`; with or without the prefix `model.`. Weights of queries and keys are permuted to adjacent channels:
+    /// [`Form::RotaryHalves`].
     pub fn llama(n_heads: usize, n_kv_heads: usize, tied: bool) -> Self {
         let map = Self::default()
             .prefix("model.")
@@ -138,9 +139,9 @@ impl KeyMap {
     }
 
     /// Longformer's names (Beltagy et al., 2020) in `transformers`, for a [`LongformerEncoder`](crate::longformer::LongformerEncoder) of
-    /// [`longformer_config`](super::longformer_config): with or without `longformer.` before them. The pooler and the heads of tasks are not read.
+    /// [`longformer_config`](super::longformer_config): with or without the prefix `longformer.`. The pooler and the heads of tasks are ignored.
     ///
-    /// Positions begin after those of the padding token, at 2.
+    /// Positions begin at row 2, after those of the padding token.
     pub fn longformer() -> Self {
         let linears = [
             ("attention.mha.query", "attention.self.query"),
@@ -181,19 +182,19 @@ impl KeyMap {
         tasks.split_whitespace().fold(map, Self::ignore)
     }
 
-    /// The names of Llama, Mistral, Qwen2 and Qwen3 in a GGUF file, for a [`Llama`](crate::llama::Llama) of [`LlamaConfig::from_gguf`]. In files of the architecture
-    /// llama, also of Mistral's models, rotary embedding turns adjacent channels, as in this library; in Qwen's it turns halves, which become
-    /// neighbours: [`Form::RotaryHalves`].
+    /// Names of Llama, Mistral, Qwen2 and Qwen3 in a GGUF file, for a [`Llama`](crate::llama::Llama) of [`LlamaConfig::from_gguf`]. In files of the
+    /// architecture llama, which Mistral's models have too, rotary embedding rotates adjacent channels, as in this library. In Qwen's it rotates halves,
+    /// which are permuted to adjacent channels: [`Form::RotaryHalves`].
     ///
     /// # Errors
-    /// As [`LlamaConfig::from_gguf`].
+    /// Those of [`LlamaConfig::from_gguf`].
     pub fn llama_gguf(gguf: &Gguf) -> Result<Self> {
         let config = LlamaConfig::from_gguf(gguf)?;
         let map = Self::default()
             .rule("embed.weight", "token_embd.weight", Same)
             .rule("norm.gamma", "output_norm.weight", Same)
             .rule("head.weight", "output.weight", Transposed)
-            // The configuration has it.
+            // The configuration contains them.
             .ignore("rope_freqs.weight");
         let names = "attn_norm ffn_norm attn_q_norm attn_k_norm attn_q attn_k attn_v attn_output ffn_gate ffn_up ffn_down";
         let heads = [config.n_heads, config.n_kv_heads.unwrap_or(config.n_heads)];

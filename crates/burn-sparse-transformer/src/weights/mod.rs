@@ -1,8 +1,8 @@
-//! Weights that other programs write and read: safetensors, PyTorch's state dicts and burnpack files, through Burn's store, and GGUF files.
+//! Weights of other programs: safetensors, PyTorch's state dicts and burnpack files, through Burn's store, and GGUF files.
 //!
-//! A [`KeyMap`] says which tensor of a file a parameter is, and how it lies there: PyTorch's linear layers have their weights transposed, and GPT-2
-//! has queries, keys and values in one. A file either fits the module, every tensor of it, or nothing is loaded and the error names what is missing,
-//! what is left over and what has another shape.
+//! A [`KeyMap`] gives each parameter's tensor in a file and its form there: PyTorch's linear layers have transposed weights, and GPT-2 has concatenated
+//! queries, keys and values. Either every tensor of a file matches the module, or nothing is loaded and the error names what is missing, what is unexpected
+//! and what has another shape.
 //!
 //! ```
 //! use burn::tensor::Device;

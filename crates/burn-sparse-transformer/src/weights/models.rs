@@ -1,14 +1,15 @@
-//! Configurations of models whose weights are known by a map.
+//! Configurations of models with known maps.
 
 use crate::feed_forward::FeedForwardActivation;
 use crate::longformer::{LongformerAttentionConfig, LongformerEncoderConfig};
 use crate::{Factorization, Pattern, SparseMultiHeadAttentionConfig, SparseTransformerConfig};
 
-/// GPT-2 (Radford et al., 2019) with a pattern: pre-activation blocks with the tanh approximation of GELU and a table of positions, for
-/// [`KeyMap::gpt2`](super::KeyMap::gpt2). Causal attention to everything is `Pattern::causal()`; any other causal pattern makes the trained model sparse.
+/// Returns the configuration of GPT-2 (Radford et al., 2019) with a pattern: pre-activation blocks with the tanh approximation of GELU and a table of
+/// positions, for [`KeyMap::gpt2`](super::KeyMap::gpt2). The original attention is `Pattern::causal()`; any other causal pattern makes the trained model
+/// sparse.
 ///
-/// The arguments are called `n_embd`, `n_head`, `n_layer`, `n_positions` and `vocab_size` in the configuration of `transformers`. The
-/// inner width is `4 · d_model` and the norms' epsilon 1e-5, as in all of OpenAI's.
+/// The arguments are called `n_embd`, `n_head`, `n_layer`, `n_positions` and `vocab_size` in the configuration of `transformers`. The inner width is
+/// `4 · d_model` and the norms' epsilon 1e-5, as in all of OpenAI's models.
 ///
 /// ```
 /// use burn::module::Module;
@@ -37,8 +38,8 @@ pub fn gpt2_config(
         .with_activation(Some(FeedForwardActivation::GeluTanh))
 }
 
-/// Longformer's encoder (Beltagy et al., 2020) of `transformers`, for [`KeyMap::longformer`](super::KeyMap::longformer). Its `attention_window` of `w` keys is
-/// `Pattern::window(w / 2)`; any other pattern may take its place.
+/// Returns the configuration of Longformer's encoder (Beltagy et al., 2020) in `transformers`, for [`KeyMap::longformer`](super::KeyMap::longformer). Its
+/// `attention_window` of `w` keys is `Pattern::window(w / 2)`; any other pattern can be used instead.
 ///
 /// `context` is two less than `max_position_embeddings`.
 pub fn longformer_config(

@@ -8,7 +8,7 @@ pub(super) struct Wanted {
     pub dtype: DType,
 }
 
-/// All parameters of a module. Those that are initialised on first use stay as they are: values that are loaded over need not be drawn.
+/// Lists all parameters of a module without initialising them: values that are overwritten need not be drawn.
 pub(super) fn wanted<M: Module>(module: &M) -> Vec<Wanted> {
     let mut parameters = Parameters::default();
     module.visit(&mut parameters);

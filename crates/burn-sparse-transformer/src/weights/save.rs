@@ -8,11 +8,12 @@ use burn::tensor::Shape;
 use super::error::{Result, WeightsError};
 use super::{Form, KeyMap};
 
-/// Writes a module's parameters as a safetensors file, under the names and in the forms of `map`. The file appears only when it is complete; with
-/// `overwrite` it takes the place of one that is there.
+/// Writes a module's parameters to a safetensors file, under the names and in the forms of `map`. The file appears only when it is complete; with `overwrite`
+/// it replaces an existing one.
 ///
 /// # Errors
-/// [`WeightsError::OneWay`] if the map takes a parameter from a part of a tensor, [`WeightsError::Write`] if the file cannot be written, or is there.
+/// [`WeightsError::OneWay`] if the map reads a parameter from a part of a tensor, [`WeightsError::Write`] if the file cannot be written, or exists and
+/// `overwrite` is false.
 pub fn save_safetensors<M: Module>(
     module: &M,
     path: impl AsRef<Path>,
@@ -32,7 +33,7 @@ pub fn save_safetensors<M: Module>(
     let mut store = SafetensorsStore::from_file(path)
         .overwrite(overwrite)
         .with_to_adapter(Forward(map.clone()))
-        // Readers of PyTorch's world ask for it.
+        // Readers in PyTorch's ecosystem expect it.
         .metadata("format", "pt");
     let failed = |reason: String| WeightsError::Write {
         path: path.display().to_string(),
@@ -41,13 +42,13 @@ pub fn save_safetensors<M: Module>(
     let is_new = !path.exists();
     (module.save_into(&mut store)).map_err(|reason| failed(reason.to_string()))?;
     match is_new {
-        // The file that is replaced has handed its mode on.
+        // A replaced file keeps its mode.
         false => Ok(()),
         true => take_usual_mode(path).map_err(|reason| failed(reason.to_string())),
     }
 }
 
-/// Gives a file the mode of any file that this process makes, by its umask: the format's writer makes files that their owner alone reads.
+/// Gives a file the mode that this process's umask gives new files: the format's writer creates files that only their owner can read.
 #[cfg(unix)]
 fn take_usual_mode(path: &Path) -> std::io::Result<()> {
     // The umask can only be read by setting it, which other threads would see.
@@ -67,7 +68,7 @@ fn form_of(map: &KeyMap, parameter: &str) -> Form {
     candidates.first().map_or(Form::Same, |(_, form)| *form)
 }
 
-/// Parameters to tensors of a file.
+/// Converts parameters to tensors of a file.
 #[derive(Clone)]
 struct Forward(KeyMap);
 

@@ -1,4 +1,4 @@
-//! Gradients as a few long vectors: a sum over devices costs a call for each tensor, whatever its length.
+//! Gradients as a few long vectors: a sum over devices costs one call per tensor, whatever its length.
 
 use std::collections::VecDeque;
 
@@ -8,15 +8,15 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn_fused_ops::optim::concat;
 
-/// Elements of a bucket, unless one gradient has more: 64 MiB of f32.
+/// Elements of a bucket, unless a single gradient has more: 64 MiB of f32.
 const BUCKET: usize = 16 << 20;
 
-/// Where the gradients are that were put into buckets.
+/// Positions of gradients in buckets.
 pub(super) struct Bundle {
     slots: VecDeque<Slot>,
 }
 
-/// One gradient, in the order of the parameters.
+/// Position of one gradient, in the order of the parameters.
 struct Slot {
     id: ParamId,
     bucket: usize,
@@ -25,7 +25,7 @@ struct Slot {
 }
 
 impl Bundle {
-    /// Takes all gradients of a model out of their container: one after another in buckets `[elements]`, each of one dtype.
+    /// Moves all gradients of a model out of their container and concatenates them in buckets `[elements]`, each of one dtype.
     pub fn pack<M: Module>(
         model: &M,
         gradients: GradientsParams,
@@ -65,7 +65,7 @@ impl Bundle {
         Ok((Self { slots }, buckets))
     }
 
-    /// The gradients of the same model again, out of buckets that were divided or added.
+    /// Unpacks the gradients of the same model from buckets that were divided or added.
     pub fn unpack<M: Module>(self, model: &M, buckets: Vec<Tensor<1>>) -> GradientsParams {
         let mut unpack = Unpack {
             slots: self.slots,
@@ -84,7 +84,7 @@ struct Pack {
 
 impl ModuleVisitor for Pack {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        // A parameter in two places has one gradient, which the first visit takes.
+        // A parameter shared by two places has one gradient, which the first visit takes.
         if let Some(gradient) = self.gradients.remove::<D>(param.id) {
             let gradient = gradient.inner();
             let length = gradient.shape().num_elements();

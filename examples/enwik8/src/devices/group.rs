@@ -15,7 +15,7 @@ use crate::config::RunConfig;
 use crate::device::{self, NamedDevice};
 use crate::flags::ensure_all;
 
-/// The heading of their flags.
+/// Heading of these flags.
 pub const DEVICE: &str = "Device";
 
 /// Flags of the devices that train.
@@ -46,7 +46,7 @@ pub struct DeviceArgs {
 }
 
 impl DeviceArgs {
-    /// This process and the others, with `--processes`.
+    /// Connects this process with the others, with `--processes`.
     pub fn processes(&self) -> Result<Processes> {
         ensure!(
             !matches!(self.exchange, Some(Crossing::Nccl)),
@@ -56,21 +56,21 @@ impl DeviceArgs {
     }
 }
 
-/// One device or several, and how the latter add their gradients.
+/// One device, or several with a strategy to add their gradients.
 pub struct Group {
     devices: Vec<NamedDevice>,
-    /// None of one device, unless it was asked for.
+    /// None for a single device, unless it was requested.
     strategy: Option<Strategy>,
     shard: Shard,
-    /// How many devices have the same windows, and how keys cross between those of each such set.
+    /// Number of devices with the same windows, and the exchange of keys within each such set.
     share: usize,
     exchanges: Vec<Exchange>,
-    /// Where each device has one, this one.
+    /// This process, if each device has its own.
     processes: Option<Arc<Processes>>,
 }
 
 impl Group {
-    /// Of the devices of this process.
+    /// Opens the devices of this process.
     pub fn open(args: &DeviceArgs) -> Result<Self> {
         let devices = match &args.devices {
             None => vec![device::open(args.device.as_deref())?],
@@ -98,7 +98,7 @@ impl Group {
         })
     }
 
-    /// Of processes with a device each, of which this one has that of `--device`, or the CUDA device of its place on its host.
+    /// Returns the group of processes with a device each. This one's is that of `--device`, or the CUDA device of its local rank.
     pub fn of_processes(processes: &Arc<Processes>, args: &DeviceArgs) -> Result<Self> {
         let (rank, count) = (processes.rank(), processes.count());
         let best = device::compiled_names().first().copied();
@@ -132,7 +132,7 @@ impl Group {
         })
     }
 
-    /// With what the flags say of sequences that devices, which errors call so, share.
+    /// Applies the flags about sequences that devices share; `of` names the devices in errors.
     fn sharing(
         mut self,
         args: &DeviceArgs,
@@ -157,12 +157,12 @@ impl Group {
         Ok(self)
     }
 
-    /// Where each device has a process, this one.
+    /// Returns this process, if each device has its own.
     pub fn processes(&self) -> Option<&Arc<Processes>> {
         self.processes.as_ref()
     }
 
-    /// All of them by name, the first by what it is: where evaluation runs, and memory is measured.
+    /// Returns the first device, where evaluation runs and memory is measured, with the names of all.
     pub fn first(&self) -> NamedDevice {
         let names: Vec<&str> = (self.devices.iter())
             .map(|device| device.name.as_str())
@@ -173,7 +173,7 @@ impl Group {
         }
     }
 
-    /// What each of them is, if steps are to be divided.
+    /// Returns the post of each device, if steps are divided.
     pub(super) fn posts(&self) -> Option<Vec<Post>> {
         let strategy = self.strategy.as_ref()?;
         let of = |(rank, device): (usize, &NamedDevice)| Post {
@@ -185,12 +185,12 @@ impl Group {
         Some(self.devices.iter().enumerate().map(of).collect())
     }
 
-    /// How many devices have the same windows.
+    /// Returns the number of devices with the same windows.
     pub(super) fn share(&self) -> usize {
         self.share
     }
 
-    /// The parts of all devices of this process, if they share windows.
+    /// Returns the shards of all devices of this process, if they share windows.
     pub(super) fn shards(&self, model: &SparseTransformer) -> Result<Vec<TransformerShard>> {
         let mut shards = Vec::new();
         for exchange in &self.exchanges {
@@ -200,7 +200,7 @@ impl Group {
         Ok(shards)
     }
 
-    /// Parts of a batch.
+    /// Returns the number of parts of a batch.
     fn sets(&self) -> usize {
         self.devices.len() / self.share
     }
@@ -209,12 +209,12 @@ impl Group {
         matches!(self.strategy, Some(Strategy::Nccl { .. }))
     }
 
-    /// Whether steps are to be divided.
+    /// Returns whether steps are divided.
     pub fn spreads(&self) -> bool {
         self.strategy.is_some()
     }
 
-    /// Whether they can train `config`.
+    /// Checks that the devices can train `config`.
     pub fn check(&self, config: &RunConfig, graph: bool) -> Result<()> {
         let is_shared = self.shard == Shard::Sequence;
         if self.strategy.is_none() {
@@ -235,7 +235,7 @@ impl Group {
                 "--batch must be a multiple of the {devices} devices of {flag}, got {batch}";
             batch.is_multiple_of(sets) =>
                 "--batch must be a multiple of the {sets} sets of devices that share sequences, got {batch}";
-            // The masks of rows follow their place in a batch.
+            // Masks depend on a row's index in the batch.
             !is_shared || dropout == 0.0 => "--shard sequence is without dropout, got --dropout {dropout}";
             !graph => "--graph replays the steps of one device alone; leave it out with {flag}";
         }
@@ -247,7 +247,7 @@ impl Group {
         Ok(())
     }
 
-    /// What to tell the user of steps with so many windows.
+    /// Describes the division of steps with `batch` windows.
     pub fn describe(&self, batch: usize) -> Option<String> {
         let strategy = self.strategy.as_ref()?;
         let windows = batch / self.sets();
@@ -273,7 +273,7 @@ impl Group {
     }
 }
 
-/// Names as `--device` has them, all of one kind. A number is a CUDA device's, and `cpu` the best CPU backend.
+/// Parses device names, all of one kind. A number is a CUDA device's, and `cpu` the best CPU backend.
 fn names(text: &str) -> Result<Vec<String>> {
     let names: Vec<String> = text.split(',').map(|name| spelt(name.trim())).collect();
     ensure!(

@@ -99,7 +99,7 @@ impl Report {
     }
 }
 
-/// The error of a message that is none of ours.
+/// Returns the error for an unknown message.
 pub(super) fn unknown() -> anyhow::Error {
     anyhow!("a message that this program does not send: start the same program in all processes")
 }

@@ -7,8 +7,8 @@
 //! clipping and AdamW                     the same, bit for bit: norms are compared in every step
 //! ```
 //!
-//! Nobody enters the sum before all devices have their gradients, so that one that fails in its own part leaves no other waiting. The model that
-//! is evaluated, stored and continued is the first device's. Devices of other processes have a thread of rank 0 that passes messages on: processes.rs.
+//! No device enters the sum before all have their gradients, so that a failure in one device's part leaves no other waiting. The first device's model is
+//! evaluated, stored and continued. Each device of another process has a thread in rank 0 that relays messages: processes.rs.
 
 mod bundle;
 mod error;

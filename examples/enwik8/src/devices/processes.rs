@@ -1,4 +1,4 @@
-//! Devices of other processes. They get the orders of threads, and give their reports, as messages.
+//! Devices of other processes. They receive the orders of threads, and send their reports, as messages.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -21,11 +21,11 @@ use crate::exit;
 /// How long a process that knows of a loss may take to end by itself.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// Lanes of messages: orders and reports, and wishes to end the run.
+/// Lanes of messages: orders and reports, and requests to end the run.
 const ORDERS: u16 = 0;
 const STOPS: u16 = 1;
 
-/// This process's part of a run: others hear of its failure, and its error is theirs if one of them failed first.
+/// Runs this process's part of a run. Others are notified of its failure, and it reports another's error if that one failed first.
 pub fn settled<T>(processes: &Processes, part: impl FnOnce() -> Result<T>) -> Result<T> {
     processes.on_loss(|lost| {
         thread::sleep(GRACE);
@@ -60,7 +60,7 @@ fn of_loss(lost: OpError) -> anyhow::Error {
     }
 }
 
-/// A process that wants the run to end tells rank 0, which ends it.
+/// Asks rank 0 to end the run.
 pub fn ask_to_stop(processes: &Processes) {
     let _ = processes.send(0, STOPS, &Message::default());
 }
@@ -77,7 +77,7 @@ pub fn hear_of_stops(processes: &Arc<Processes>, stop: &Arc<AtomicBool>) {
     }
 }
 
-/// What another process begins with.
+/// Returns the initial state of another process.
 pub(super) fn beginning(group: &Group, checkpoint: Checkpoint) -> Result<Message> {
     let header = serde_json::to_vec(&checkpoint.header)?;
     let parts = [header, checkpoint.model, checkpoint.optimizer];
@@ -91,12 +91,12 @@ pub(super) fn beginning(group: &Group, checkpoint: Checkpoint) -> Result<Message
     })
 }
 
-/// What all processes must have alike.
+/// Returns the settings that all processes must share.
 fn ways(group: &Group) -> Vec<u64> {
     vec![group.share() as u64, group.adds_by_nccl().into()]
 }
 
-/// The life of a thread of rank 0: what it would be told as a device of its own it passes on to the process of another rank.
+/// Runs a thread of rank 0 that relays a device's orders to the process of another rank.
 pub(super) fn relay(
     Post { rank, device, .. }: &Post,
     processes: &Processes,
@@ -119,12 +119,12 @@ pub(super) fn relay(
         }
     };
     if let Err(error) = passed() {
-        // Who waits for it may be gone.
+        // The receiver may be gone.
         let _ = answers.send((*rank, Err(error)));
     }
 }
 
-/// The part of a process that is not rank 0: it does what that one orders until it leaves.
+/// Runs a process other than rank 0: it obeys rank 0's orders until that one leaves.
 pub fn serve(group: &Group) -> Result<ExitCode> {
     let processes = group.processes().context("no other process")?;
     let next = || match processes.receive(0, ORDERS) {

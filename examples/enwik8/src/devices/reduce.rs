@@ -1,4 +1,4 @@
-//! How devices add their gradients.
+//! Sums of gradients over devices.
 
 use std::net::TcpListener;
 
@@ -40,7 +40,7 @@ pub enum Crossing {
 }
 
 impl Crossing {
-    /// The one that was asked for, or NCCL where it can be used.
+    /// Returns the requested exchange, or NCCL if it can be used.
     pub fn choose(asked: Option<Self>, named: &[NamedDevice]) -> Result<Exchange> {
         let devices = devices(named);
         match asked {
@@ -59,7 +59,7 @@ fn devices(named: &[NamedDevice]) -> Vec<Device> {
     named.iter().map(|named| named.device.clone()).collect()
 }
 
-/// Whether NCCL knows the devices, for a flag, beside which there is another.
+/// Checks that NCCL supports the devices, for a flag's value `way`; `other` is the alternative in errors.
 fn check_cuda([way, other]: [&str; 2], named: &[NamedDevice]) -> Result<()> {
     for (index, NamedDevice { name, .. }) in named.iter().enumerate() {
         let is_twice = named[..index].iter().any(|other| other.name == *name);
@@ -75,20 +75,20 @@ fn no_nccl([way, other]: [&str; 2], error: &OpError) -> anyhow::Error {
     anyhow!("{way} cannot be used: {error}; {other} needs nothing")
 }
 
-/// The way of a run.
+/// Strategy of a run.
 #[derive(Clone, Debug)]
 pub(super) enum Strategy {
     /// Each device calls NCCL, through Burn's engine.
     Nccl { devices: Vec<Device> },
     /// The first device adds, in the order of the devices: deterministic.
     Copies {
-        /// Why not NCCL, where it would have been taken.
+        /// Why NCCL is not used, where it would have been the default.
         instead: Option<String>,
     },
 }
 
 impl Strategy {
-    /// The one that was asked for, or NCCL where it can be used.
+    /// Returns the requested strategy, or NCCL if it can be used.
     pub fn choose(asked: Option<Reduce>, named: &[NamedDevice]) -> Result<Self> {
         let flags = ["--reduce nccl", "--reduce copies"];
         match (asked, check_cuda(flags, named)) {
@@ -110,7 +110,7 @@ impl Strategy {
         }
     }
 
-    /// NCCL between processes of one host, of which each has the CUDA device of its rank and sees all others.
+    /// NCCL between processes of one host, each of which has the CUDA device of its rank and sees all others.
     pub fn nccl_between(processes: &Processes, own: &NamedDevice) -> Result<Self> {
         let (rank, count) = (processes.rank(), processes.count());
         ensure_all! {
@@ -122,12 +122,12 @@ impl Strategy {
         let all = (0..count).map(|index| device::named(&format!("cuda:{index}")));
         let strategy = Self::choose(Some(Reduce::Nccl), &all.collect::<Result<Vec<_>>>()?)?;
         let port = common_port(processes)?;
-        // SAFETY: no other thread reads the environment: so far, connections to processes alone have threads.
+        // SAFETY: no other thread reads the environment: so far, only the connections to processes have threads.
         unsafe { std::env::set_var("NCCL_COMM_ID", format!("127.0.0.1:{port}")) };
         Ok(strategy)
     }
 
-    /// In words, after what each device does.
+    /// Describes the strategy; `first` is the name of the first device.
     pub fn describe(&self, first: &str) -> String {
         match self {
             Self::Nccl { .. } => "gradients added by NCCL".to_owned(),
@@ -144,8 +144,8 @@ impl Strategy {
     }
 }
 
-/// A free port that rank 0 finds for all processes. CubeCL asks NCCL for an identifier in each of them, and NCCL makes it of the address in `NCCL_COMM_ID`,
-/// where it then listens in rank 0.
+/// Returns a free port that rank 0 finds for all processes. CubeCL asks NCCL for an identifier in each of them, and NCCL derives it from the address in
+/// `NCCL_COMM_ID`, where it then listens in rank 0.
 fn common_port(processes: &Processes) -> Result<u64> {
     const LANE: u16 = 2;
     if processes.rank() > 0 {
@@ -161,20 +161,20 @@ fn common_port(processes: &Processes) -> Result<u64> {
     Ok(port.into())
 }
 
-/// One device's call of NCCL: each of `buckets` becomes its mean over all `devices`, which must each call this, from a thread of their own, with as many buckets of
-/// the same lengths.
+/// One device's call of NCCL: each of `buckets` becomes its mean over all `devices`. Each device must call this from its own thread, with the same number and
+/// lengths of buckets.
 ///
-/// Burn's engine submits it to the device's own queue, reduces in place what nobody else holds, and makes compute that is submitted later wait for it on the
-/// device. From one thread for all devices it would wait for ever: with fusion the first device's `resolve` returns when its queue is
-/// empty, and joining the others, which waits for them, is in that queue.
+/// Burn's engine submits it to the device's own queue, reduces in place if no one else holds the bucket, and makes later compute wait for it on the device. A
+/// single thread for all devices would deadlock: with fusion the first device's `resolve` returns when its queue is empty, and that queue contains the join,
+/// which waits for the other devices.
 pub(super) fn nccl_means(buckets: Vec<Tensor<1>>, devices: &[Device]) -> Vec<Tensor<1>> {
     let submit = |bucket| all_reduce(bucket, ReduceOperation::Mean, devices.to_vec());
-    // All of them before the first wait.
+    // Submit all before the first wait.
     let means: Vec<_> = buckets.into_iter().map(submit).collect();
     means.into_iter().map(|mean| mean.resolve()).collect()
 }
 
-/// The sum of all devices' buckets, in the order of the devices, on the first one; `[device][bucket]`.
+/// Sums all devices' buckets, `[device][bucket]`, in the order of the devices, on the first one.
 pub(super) fn sum_on_first(parts: Vec<Vec<Tensor<1>>>, first: &Device) -> Result<Vec<Tensor<1>>> {
     let mut parts = parts.into_iter();
     let mut sums = parts.next().unwrap_or_default();
@@ -188,9 +188,9 @@ pub(super) fn sum_on_first(parts: Vec<Vec<Tensor<1>>>, first: &Device) -> Result
     Ok(sums)
 }
 
-/// The numbers of a tensor on a device, by way of the host. Where NCCL is there `to_device` sends from one CUDA device to another on a stream of its own,
-/// which waits neither for who else uses the memory that is received into, nor does anybody wait with what was sent from: gradients became NaN in a second
-/// step (CubeCL 0.11.3, `Client::to_client_tensor`).
+/// Copies a tensor to a device through the host. With NCCL, `to_device` sends between CUDA devices on a stream of its own, without waiting for other uses of
+/// the receiving memory, and nothing waits for it before the sending memory is reused: gradients became NaN in a second step (CubeCL 0.11.3,
+/// `Client::to_client_tensor`).
 pub(super) fn copied(x: &Tensor<1>, device: &Device) -> Result<Tensor<1>> {
     let device = device.clone().without_autodiff();
     if x.device() == device {
@@ -201,18 +201,18 @@ pub(super) fn copied(x: &Tensor<1>, device: &Device) -> Result<Tensor<1>> {
     Ok(Tensor::from_data(data, (&device, dtype)))
 }
 
-/// The numbers of a tensor on the host.
+/// Reads a tensor to the host.
 pub(super) fn read(x: &Tensor<1>) -> Result<TensorData> {
     let data = x.clone().try_into_data();
     data.map_err(|error| anyhow!("{error:?}"))
 }
 
-/// The elements of each bucket.
+/// Returns the number of elements of each bucket.
 pub(super) fn lengths(buckets: &[Tensor<1>]) -> Vec<usize> {
     buckets.iter().map(|bucket| bucket.dims()[0]).collect()
 }
 
-/// That devices have gradients of the same parameters.
+/// Checks that devices have gradients of the same parameters.
 pub(super) fn check_lengths(expected: &[usize], got: &[usize]) -> Result<()> {
     ensure!(
         expected == got,

@@ -1,4 +1,4 @@
-//! A model on each of several devices, which take every step together.
+//! Replicas of a model on several devices, which take every step together.
 
 use std::iter::repeat_n;
 use std::sync::Arc;
@@ -22,15 +22,15 @@ use crate::step::{Batch, Change, Measured, Steps};
 pub struct Replicas {
     first: Replica,
     posts: Vec<Post>,
-    /// How many devices have the same windows.
+    /// Number of devices with the same windows.
     share: usize,
-    /// Those of the other devices.
+    /// Processes of the other devices.
     processes: Option<Arc<Processes>>,
-    /// Bytes that went to them and came from them in the last step.
+    /// Bytes sent to and received from them in the last step.
     traffic: Option<[u64; 2]>,
     workers: Vec<Worker>,
     answers: Receiver<Answer>,
-    /// After a failure nobody waits for a thread: it may wait in the driver for a device that is gone.
+    /// After a failure no thread is joined: it may be waiting in the driver for a lost device.
     failed: bool,
 }
 
@@ -39,7 +39,7 @@ struct Worker {
     thread: JoinHandle<()>,
 }
 
-/// What other devices begin with: those of this process, and those of others.
+/// Initial state of other devices, in this process and in others.
 #[derive(Clone)]
 enum Begin {
     Here(Arc<Checkpoint>),
@@ -47,7 +47,7 @@ enum Begin {
 }
 
 impl Replicas {
-    /// With the first device's model and optimizer, which are those of `checkpoint`.
+    /// Starts replicas from the first device's model and optimizer, whose state is `checkpoint`.
     pub(super) fn start(
         group: &Group,
         posts: Vec<Post>,
@@ -94,12 +94,12 @@ impl Replicas {
         Ok(replicas)
     }
 
-    /// The first device's model and optimizer.
+    /// Returns the first device's model and optimizer.
     pub fn steps(&self) -> &Steps {
         &self.first.steps
     }
 
-    /// What a step sends between processes.
+    /// Describes what a step sends between processes.
     pub fn describe(&self) -> Option<String> {
         let [sent, received] = self.traffic?.map(|bytes| thousands(bytes as usize));
         Some(format!(
@@ -107,7 +107,7 @@ impl Replicas {
         ))
     }
 
-    /// Takes a step; the losses over the batch and the norm of its gradients.
+    /// Takes a step, and returns the losses over the batch and the norm of its gradients.
     pub fn take(&mut self, batch: Batch) -> Result<Measured> {
         let before = self.processes.as_ref().map(|of| of.traffic());
         let measured = self.step(batch)?;
@@ -124,7 +124,7 @@ impl Replicas {
         let parts = parts.flat_map(|part| repeat_n(part, self.share));
         let orders = parts.map(Order::Gradients).collect();
         let gradients = self.order(orders)?;
-        // On the first device, and what it lacks room for is its failure.
+        // Runs on the first device; running out of memory counts as its failure.
         let sums = guarded(&self.first.post.title(), || self.sums(gradients));
         self.failed |= sums.is_err();
         let sums = sums?;
@@ -136,18 +136,18 @@ impl Replicas {
         self.mean(measured)
     }
 
-    /// Changes all models: replicas are the same, so what they prune is.
+    /// Changes all models. Replicas are equal, so they prune the same blocks.
     pub fn change(&mut self, change: Change) -> Result<()> {
         let orders = self.posts.iter().map(|_| Order::Change(change));
         self.order(orders.collect()).map(drop)
     }
 
-    /// Gives each device its order and waits for all of them; the reports in the order of the devices.
+    /// Gives each device its order, waits for all, and returns the reports in the order of the devices.
     fn order(&mut self, orders: Vec<Order>) -> Result<Vec<Report>> {
         let mut orders = orders.into_iter();
         let own = orders.next().context("no device")?;
         for (worker, order) in self.workers.iter().zip(orders) {
-            // One that is gone has left its reason among the answers.
+            // A worker that is gone has left its reason among the answers.
             let _ = worker.orders.send(order);
         }
         let done = self.first.obey(own);
@@ -157,7 +157,7 @@ impl Replicas {
         Ok(reports)
     }
 
-    /// One report of each worker, in their order; the first error ends the wait.
+    /// Returns one report per worker, in order; the first error ends the wait.
     fn collect(&mut self) -> Result<Vec<Report>> {
         let mut reports: Vec<Option<Report>> = self.workers.iter().map(|_| None).collect();
         for _ in 0..reports.len() {
@@ -173,7 +173,7 @@ impl Replicas {
         Ok(reports.into_iter().flatten().collect())
     }
 
-    /// What each device's update is of.
+    /// Returns the sums for each device's update.
     fn sums(&self, gradients: Vec<Report>) -> Result<Vec<Option<Vec<Tensor<1>>>>> {
         if let Strategy::Nccl { .. } = self.first.post.strategy {
             let mut expected = None;
@@ -199,7 +199,7 @@ impl Replicas {
         copies.collect()
     }
 
-    /// The means of the losses, and the norm, of which all devices have the same bits.
+    /// Returns the means of the losses, and the norm, which must be bitwise equal on all devices.
     fn mean(&self, measured: Vec<Report>) -> Result<Measured> {
         let mut all = Vec::with_capacity(measured.len());
         for report in measured {
@@ -213,7 +213,7 @@ impl Replicas {
         let loss = mean(all.iter().map(|of| of.loss).collect());
         let aux_loss: Option<Vec<f64>> = all.iter().map(|of| of.aux_loss).collect();
         for (post, Measured { grad_norm, .. }) in self.posts.iter().zip(&all) {
-            // One that is not finite ends the run elsewhere.
+            // A norm that is not finite ends the run elsewhere.
             let is_other = grad_norm.to_bits() != expected.to_bits();
             ensure!(
                 !(is_other && grad_norm.is_finite() && expected.is_finite()),
@@ -242,7 +242,7 @@ impl Drop for Replicas {
     }
 }
 
-/// Equal parts of a batch, in order.
+/// Returns equal parts of a batch, in order.
 fn parts(batch: &Batch, count: usize) -> Result<Vec<Part>> {
     let entries = batch.tokens.shape()[0] / count;
     let part = |index: usize| {
@@ -257,7 +257,7 @@ fn parts(batch: &Batch, count: usize) -> Result<Vec<Part>> {
     (0..count).map(part).collect()
 }
 
-/// Of the `count` equal parts of `[entries, context]` the one with this index.
+/// Returns part `index` of the `count` equal parts of `[entries, context]`.
 fn part_of(data: &TensorData, index: usize, count: usize) -> Result<TensorData> {
     let shape = data.shape().to_vec();
     let [entries, context] = shape[..] else {

@@ -7,11 +7,11 @@ use super::replicas::Replicas;
 use crate::checkpoint::Checkpoint;
 use crate::step::{Batch, Change, Measured, Steps};
 
-/// A model, its optimizer and how they take steps.
+/// Model and optimizer, and how they take steps.
 pub enum Training {
     /// On one device.
     One(Box<Steps>),
-    /// On several, or with the sum over several on one.
+    /// On several devices, or on one with the sum over several.
     Several(Box<Replicas>),
 }
 
@@ -22,7 +22,7 @@ impl From<Steps> for Training {
 }
 
 impl Training {
-    /// The same on the devices of a group; `checkpoint` is of it as it is.
+    /// Spreads training over the devices of a group; `checkpoint` is its present state.
     pub fn spread(self, group: &Group, checkpoint: Checkpoint) -> Result<Self> {
         match (self, group.posts()) {
             (Self::One(steps), Some(posts)) => {
@@ -33,7 +33,7 @@ impl Training {
         }
     }
 
-    /// The model and the optimizer; the first device's.
+    /// Returns the model and the optimizer, on several devices the first one's.
     pub fn steps(&self) -> &Steps {
         match self {
             Self::One(steps) => steps,

@@ -1,4 +1,4 @@
-//! One device's side of a step, and the thread in which all but the first take theirs.
+//! One device's part of a step, and the thread that runs it on all devices but the first.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -17,47 +17,47 @@ use crate::device::NamedDevice;
 use crate::step::{Change, Measured, Steps, numbers};
 use crate::{exit, model};
 
-/// How long a device that failed waits for the run to end. Another one may wait in the driver for its part of a sum, and not come back.
+/// How long a failed device waits for the run to end. Another device may be waiting in the driver for its part of a sum, and never return.
 const GRACE: Duration = Duration::from_secs(30);
 
-/// What a device does next.
+/// Order to a device.
 pub(super) enum Order {
     Gradients(Part),
     /// The second half of a step.
     Update {
         learning_rate: f64,
-        /// The buckets' sums on this device, unless it adds them itself.
+        /// Sums of the buckets on this device, unless it adds them itself.
         sums: Option<Vec<Tensor<1>>>,
     },
     Change(Change),
 }
 
-/// A device's entries of a batch, of which it has all positions or shares them with others.
+/// A device's entries of a batch. It has all of their positions or shares them with other devices.
 #[derive(Clone)]
 pub(super) struct Part {
     /// Tokens and targets, `[entries, context]` each.
     pub data: [TensorData; 2],
-    /// How many entries of the batch come before.
+    /// Number of earlier entries of the batch.
     pub first_entry: usize,
     pub dropout_seed: u64,
 }
 
-/// What a device has done.
+/// Report of a device.
 pub(super) enum Report {
-    /// What was ordered, and nothing to show.
+    /// The order was carried out; there is no result.
     Done,
-    /// Its gradients, in buckets that others add.
+    /// Gradients, in buckets that another device adds.
     Gradients(Vec<Tensor<1>>),
-    /// Elements of the buckets that it will add itself.
+    /// Elements of the buckets that the device will add itself.
     Lengths(Vec<usize>),
-    /// The losses of its part, and the norm of the mean of all gradients.
+    /// Losses of its part, and the norm of the mean of all gradients.
     Measured(Measured),
 }
 
-/// Who reports what.
+/// Rank, and its report.
 pub(super) type Answer = (usize, Result<Report>);
 
-/// Which of how many devices one is, and how they add gradients.
+/// Rank of a device among `count`, and how they add gradients.
 #[derive(Clone)]
 pub(super) struct Post {
     pub rank: usize,
@@ -67,7 +67,7 @@ pub(super) struct Post {
 }
 
 impl Post {
-    /// How errors call it: a device may be there twice.
+    /// Returns its name in errors, with the rank, since a device may occur twice.
     pub fn title(&self) -> String {
         let name = &self.device.name;
         match self.count {
@@ -77,21 +77,21 @@ impl Post {
     }
 }
 
-/// A device with a model of its own.
+/// Device with its own model.
 pub(super) struct Replica {
     pub post: Post,
     pub steps: Steps,
-    /// Its positions, where all devices have some of every window.
+    /// Its positions, if devices share every window.
     pub shard: Option<TransformerShard>,
     half: Option<Half>,
     taken: usize,
 }
 
-/// What is left of the first half of a step.
+/// State between the halves of a step.
 struct Half {
     losses: StepLosses,
     bundle: Bundle,
-    /// Those that this device adds itself.
+    /// Buckets that this device adds itself.
     buckets: Option<Vec<Tensor<1>>>,
 }
 
@@ -106,7 +106,7 @@ impl Replica {
         }
     }
 
-    /// A replica that begins as a resumed run does.
+    /// Restores a replica from a checkpoint, like a resumed run.
     pub fn restore(
         post: Post,
         shard: Option<TransformerShard>,
@@ -120,7 +120,7 @@ impl Replica {
         Ok(Self::new(post, shard, steps))
     }
 
-    /// Does what is ordered. A panic is an error, too.
+    /// Carries out an order. A panic becomes an error.
     pub fn obey(&mut self, order: Order) -> Result<Report> {
         guarded(&self.post.title(), || match order {
             Order::Gradients(part) => self.gradients(part),
@@ -169,7 +169,7 @@ impl Replica {
         Measured::read(numbers(half.losses, norm)).map(Report::Measured)
     }
 
-    /// `ENWIK8_FAIL=RANK,STEP,gradients|update,error|panic`, in builds for development alone: nothing else makes a CPU fail.
+    /// Fails by `ENWIK8_FAIL=RANK,STEP,gradients|update,error|panic`, in development builds only: nothing else makes a CPU fail.
     fn fail_where_a_test_says(&self, half: &str) -> Result<()> {
         if !cfg!(debug_assertions) {
             return Ok(());
@@ -184,9 +184,9 @@ impl Replica {
     }
 }
 
-/// What a device's part of a step gives; its errors and panics say the device's name.
+/// Runs a device's part of a step; its errors and panics name the device.
 pub(super) fn guarded<T>(device: &str, part: impl FnOnce() -> Result<T>) -> Result<T> {
-    // After a panic nothing of the replica is used again.
+    // After a panic the replica is not used again.
     let reason = match catch_unwind(AssertUnwindSafe(part)) {
         Ok(Ok(done)) => return Ok(done),
         Ok(Err(error)) => format!("{error:#}"),
@@ -202,7 +202,7 @@ pub(super) fn guarded<T>(device: &str, part: impl FnOnce() -> Result<T>) -> Resu
     Err(Lost { what, reason }.into())
 }
 
-/// The life of a thread: what it is to begin with, then orders until there are none.
+/// Runs a thread: restores the replica, then carries out orders until there are none.
 pub(super) fn work(
     post: Post,
     shard: Option<TransformerShard>,
@@ -228,7 +228,7 @@ pub(super) fn work(
     }
 }
 
-/// Reports a failure, and ends the process itself if nobody does.
+/// Reports a failure, and ends the process if no one else does.
 fn fail(rank: usize, error: anyhow::Error, orders: &Receiver<Order>, answers: &Sender<Answer>) {
     let text = format!("{error:#}");
     if answers.send((rank, Err(error))).is_err() {
@@ -236,7 +236,7 @@ fn fail(rank: usize, error: anyhow::Error, orders: &Receiver<Order>, answers: &S
     }
     loop {
         match orders.recv_timeout(GRACE) {
-            // Of a step that nobody will end.
+            // An order of a step that will not be completed.
             Ok(_) => {}
             Err(RecvTimeoutError::Disconnected) => return,
             Err(RecvTimeoutError::Timeout) => {

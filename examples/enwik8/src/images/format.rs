@@ -1,6 +1,6 @@
-//! Sets of pictures in CIFAR-10's binary format, and how they are held: with the channels of a pixel side by side.
+//! Image sets in CIFAR-10's binary format. In memory, the channels of a pixel are adjacent.
 //!
-//! A file is a sequence of records: a byte for the class, and the picture's red, green and blue planes, row by row.
+//! A file is a sequence of records: a byte for the class, and the image's red, green and blue planes, row by row.
 
 use std::fs;
 use std::ops::Range;
@@ -14,48 +14,48 @@ use crate::files::entries;
 
 /// Bytes of a pixel: red, green and blue.
 pub const CHANNELS: usize = 3;
-/// What `--data` calls the set that the program makes itself.
+/// Value of `--data` for the set that the program generates.
 pub const SYNTHETIC: &str = "synthetic";
 
-/// What the pictures of a run are like.
+/// Format of a run's images.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pictures {
     /// Pixels of a row, and rows.
     pub side: usize,
-    /// Classes, each of which has a start token.
+    /// Number of classes, each of which has a start token.
     pub classes: usize,
-    /// Whether those of the data are twice as wide and high, and reduced to the means of four pixels.
+    /// True if the data's images are twice as wide and high, and reduced to the means of four pixels.
     #[serde(default)]
     pub halved: bool,
 }
 
 impl Pictures {
-    /// Bytes of a row.
+    /// Returns the bytes of a row.
     pub fn row(self) -> usize {
         CHANNELS * self.side
     }
 
-    /// Bytes of a picture: as many are predicted.
+    /// Returns the bytes of an image, all of which are predicted.
     pub fn bytes(self) -> usize {
         self.side * self.row()
     }
 
-    /// Bytes that a picture is held in: one more, for the class.
+    /// Returns the bytes of a record: one more than an image's, for the class.
     pub fn record(self) -> usize {
         1 + self.bytes()
     }
 
-    /// Bytes and start tokens.
+    /// Returns the number of bytes and start tokens.
     pub fn vocabulary(self) -> usize {
         256 + self.classes
     }
 
-    /// The token that a picture of a class begins with.
+    /// Returns the token that an image of a class begins with.
     pub fn start_token(class: u8) -> u32 {
         256 + u32::from(class)
     }
 
-    /// Pixels of a row in files.
+    /// Returns the pixels of a row in files.
     fn side_in_files(self) -> usize {
         match self.halved {
             true => 2 * self.side,
@@ -63,7 +63,7 @@ impl Pictures {
         }
     }
 
-    /// The records of a file, with the channels last.
+    /// Returns the records of a file, with the channels last.
     fn read(self, bytes: &[u8], name: &str) -> Result<Vec<u8>> {
         let side = self.side_in_files();
         let record = 1 + CHANNELS * side * side;
@@ -106,28 +106,28 @@ impl Pictures {
     }
 }
 
-/// All records of a set, and which are for training, validation and test.
+/// All records of a set, and their splits for training, validation and test.
 pub struct PictureSet {
-    /// Where they are; none if the program made them.
+    /// Path of the set; `None` if the program generated it.
     pub path: Option<PathBuf>,
-    /// [`Pictures::record`] bytes each.
+    /// Records of [`Pictures::record`] bytes each.
     pub records: Vec<u8>,
-    /// In bytes.
+    /// Splits, in bytes.
     pub splits: [Range<usize>; 3],
 }
 
 impl PictureSet {
-    /// Reads a file, or a folder with CIFAR-10's files, or makes the synthetic set.
+    /// Reads a file, or a folder with CIFAR-10's files, or generates the synthetic set.
     ///
-    /// A folder's `test_batch.bin` is the test split; of its other pictures the last 1/25 validate, which leaves 48,000 of
-    /// CIFAR-10's for training, as in the paper. Without such a file, and of a file, 1/20 validates and 1/20 tests.
+    /// A folder's `test_batch.bin` is the test split; the last 1/25 of its other images is the validation split, which leaves 48,000 of CIFAR-10's for
+    /// training, as in the paper. Without such a file, and for a single file, 1/20 is for validation and 1/20 for test.
     pub fn open(path: Option<&Path>, pictures: Pictures) -> Result<Self> {
         let Some(path) = path.filter(|path| *path != Path::new(SYNTHETIC)) else {
             let bytes = synthetic::file(pictures.side_in_files());
             let records = pictures.read(&bytes, "the synthetic set")?;
             return Ok(Self::new(None, records, None, pictures));
         };
-        // Leads there when a run is resumed from elsewhere.
+        // An absolute path remains valid when a run is resumed from elsewhere.
         let absolute = Some(std::path::absolute(path)?);
         let read = |path: &Path| -> Result<Vec<u8>> {
             let name = path.display().to_string();
@@ -169,7 +169,7 @@ impl PictureSet {
     }
 }
 
-/// The files of a folder with CIFAR-10, or of the folder that its archive makes.
+/// Lists the files of a folder with CIFAR-10, or of the subfolder that its archive creates.
 fn batches(folder: &Path) -> Result<(Vec<PathBuf>, Option<PathBuf>)> {
     let unpacked = folder.join("cifar-10-batches-bin");
     for folder in [folder, &unpacked].into_iter().filter(|path| path.is_dir()) {
@@ -202,7 +202,7 @@ mod tests {
         halved: false,
     };
 
-    /// A record whose bytes are all different.
+    /// Returns a record whose bytes are all different.
     fn record(class: u8, first: u8) -> Vec<u8> {
         let planes = (0..12).map(|index| first + index);
         std::iter::once(class).chain(planes).collect()

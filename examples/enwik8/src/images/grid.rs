@@ -1,4 +1,4 @@
-//! Pictures side by side in a PNG.
+//! Grid of images in a PNG.
 
 use std::path::Path;
 
@@ -7,19 +7,19 @@ use plotters::prelude::*;
 
 use super::format::{CHANNELS, Pictures};
 
-/// Pixels between pictures.
+/// Pixels between images.
 const GAP: usize = 4;
 
-/// The longest side of a grid, in pixels.
+/// Longest side of a grid, in pixels.
 pub const MOST_PIXELS: usize = 1 << 14;
 
-/// The width of so many pictures side by side, in pixels.
+/// Returns the width of `count` images side by side, in pixels.
 pub fn side(pictures: Pictures, count: usize, zoom: usize) -> usize {
     let cell = pictures.side.saturating_mul(zoom).saturating_add(GAP);
     count.saturating_mul(cell).saturating_add(GAP)
 }
 
-/// Writes pictures, whose bytes have the channels last, row by row; each of their pixels is a square of `zoom` pixels.
+/// Writes images, whose bytes have the channels last, row by row; each pixel becomes a square of `zoom` pixels.
 pub fn save(
     path: &Path,
     pictures: Pictures,
@@ -71,7 +71,7 @@ mod tests {
         save(&path, pictures, &vec![vec![7; 12]; 3], 2, 5).unwrap();
         let png = std::fs::read(&path).unwrap();
         assert!(png.starts_with(b"\x89PNG"));
-        // Width and height stand behind the signature and the first chunk's head: two pictures of 10 and three gaps.
+        // Width and height follow the signature and the first chunk's header: two images of 10 pixels and three gaps.
         assert_eq!(png[16..24], [0, 0, 0, 32, 0, 0, 0, 32]);
     }
 }

@@ -1,4 +1,4 @@
-//! `enwik8 sample-images`: a model's pictures, several at once.
+//! `enwik8 sample-images`: generates several images at once.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -51,7 +51,7 @@ pub struct SampleImagesArgs {
     graph: bool,
 }
 
-/// A little below the model's own distribution.
+/// Slightly sharper than the model's own distribution.
 pub const TEMPERATURE: f64 = 0.94;
 
 pub fn run(args: &SampleImagesArgs) -> Result<()> {
@@ -104,7 +104,7 @@ pub fn run(args: &SampleImagesArgs) -> Result<()> {
     Ok(())
 }
 
-/// The wanted classes in turn, or all.
+/// Returns the wanted classes in turn, or all.
 pub fn classes(wanted: &[u8], count: usize, pictures: Pictures) -> Vec<u8> {
     let all: Vec<u8> = match wanted {
         [] => (0..pictures.classes.min(256))
@@ -115,17 +115,17 @@ pub fn classes(wanted: &[u8], count: usize, pictures: Pictures) -> Vec<u8> {
     all.into_iter().cycle().take(count).collect()
 }
 
-/// Of a grid that is about as wide as it is high.
+/// Returns the columns of a roughly square grid.
 pub fn columns(count: usize) -> usize {
     (1..).find(|side| side * side >= count).unwrap_or(1)
 }
 
-/// So that a picture is about 128 pixels wide.
+/// Returns the zoom that makes an image about 128 pixels wide.
 pub fn zoom(pictures: Pictures) -> usize {
     (128 / pictures.side).max(1)
 }
 
-/// Draws a picture of each class, all at once: the bytes of each, channels last.
+/// Generates an image of each class, all at once, and returns their bytes, channels last.
 pub fn draw(
     model: SparseTransformer,
     pictures: Pictures,
@@ -151,7 +151,7 @@ pub fn draw(
     for at in 0..length {
         let rows = model::rows(decoder.next_logits(&tokens, &steps)?)?;
         for (index, logits) in rows.iter().enumerate() {
-            // Start tokens come first only.
+            // Start tokens occur only at the beginning.
             let next = sampling.choose(&logits[..256], |_| false, [index, at]);
             let byte = next.context("the model's logits are not finite")?;
             drawn[index].push(byte as u8);

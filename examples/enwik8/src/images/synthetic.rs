@@ -1,12 +1,12 @@
-//! Small pictures that need no download: a shape in the colour of its class, anywhere on grey.
+//! Small images that need no download: a shape in the colour of its class, anywhere on grey.
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// Pictures of the set.
+/// Number of images of the set.
 const COUNT: usize = 2_000;
 
-/// Whether a point is in a shape of radius 1 around the origin; y grows downwards.
+/// Returns whether a point is in a shape of radius 1 around the origin; y grows downwards.
 type Shape = fn(f64, f64) -> bool;
 
 /// Shape and colour of each class.
@@ -31,7 +31,7 @@ const CLASSES: [(Shape, [u16; 3]); 6] = [
     (|x, y| x.abs() + y.abs() <= 1.0, [40, 210, 220]),
 ];
 
-/// The set in CIFAR-10's format, of pictures as wide and as high as `side`; always the same bytes.
+/// Returns the set in CIFAR-10's format, with images of `side` by `side` pixels; always the same bytes.
 pub fn file(side: usize) -> Vec<u8> {
     let mut rng = ChaCha8Rng::seed_from_u64(10);
     let mut file = Vec::with_capacity(COUNT * (1 + 3 * side * side));

@@ -1,4 +1,4 @@
-//! `enwik8 presets`.
+//! `enwik8 presets`: lists the presets.
 
 use clap::{Args, ValueEnum};
 

@@ -1,4 +1,4 @@
-//! Where samples go.
+//! Output of samples.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// Raw bytes to a file, or text to the terminal as it comes.
+/// Raw bytes to a file, or text to the terminal as it is generated.
 pub enum Output {
     File(io::BufWriter<File>, PathBuf),
     Terminal(Text),
 }
 
 impl Output {
-    /// A file, or without one the terminal.
+    /// Opens a file, or without one the terminal.
     pub fn open(file: Option<&Path>) -> Result<Self> {
         Ok(match file {
             None => Output::Terminal(Text::default()),
@@ -52,7 +52,7 @@ impl Output {
     }
 }
 
-/// Bytes as UTF-8: whole characters as soon as they are complete, `�` for what is none.
+/// Decodes bytes as UTF-8: characters as soon as they are complete, `�` for invalid bytes.
 #[derive(Default)]
 pub struct Text {
     pending: Vec<u8>,
@@ -64,7 +64,7 @@ impl Text {
         let last = self.pending.utf8_chunks().last();
         let last = last.map_or(&[][..], |chunk| chunk.invalid());
         let incomplete = match str::from_utf8(last) {
-            // An error without a length is a character that more bytes may complete.
+            // An error without a length is an incomplete character at the end.
             Err(error) if error.error_len().is_none() => last.len(),
             _ => 0,
         };

@@ -1,11 +1,11 @@
-//! How fast texts were written, and what their cache takes.
+//! Speed of generation, and the size of its cache.
 
 use std::fmt;
 use std::time::Duration;
 
 use serde::Serialize;
 
-/// How long reading and writing took.
+/// Durations of reading and writing.
 pub struct Times {
     prompt: Duration,
     pub steps: Vec<Duration>,
@@ -24,7 +24,7 @@ impl Times {
         }
     }
 
-    /// Of so many bytes that were read, and written.
+    /// Returns the statistics for the given numbers of bytes read and written.
     pub fn statistics(
         mut self,
         read: usize,
@@ -60,7 +60,7 @@ fn rate(count: usize, of: f64) -> f64 {
     count as f64 / of.max(1e-9)
 }
 
-/// What `--stats` prints and `--json` writes.
+/// Statistics that `--stats` prints and `--json` writes.
 #[derive(Clone, Debug, Serialize)]
 pub struct Statistics {
     prompt_bytes: usize,
@@ -73,29 +73,29 @@ pub struct Statistics {
     bytes_per_step: f64,
     drafted_bytes: usize,
     accepted_bytes: usize,
-    /// How steps ran, where they were to be replayed.
+    /// How steps ran, if they were to be replayed.
     steps: Option<String>,
     cache: CacheStatistics,
 }
 
-/// What the keys and values of all texts take in the end.
+/// Final size of the keys and values of all texts.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct CacheStatistics {
     pub slots: usize,
     pub bytes: usize,
-    /// Of keys that later bytes read.
+    /// Bytes of keys that later bytes can read.
     pub live_bytes: usize,
-    /// What the keys of all bytes would take.
+    /// Bytes that the keys of all positions would take.
     pub all_bytes: usize,
-    /// What evicted keys are chosen by.
+    /// Bytes of the scores that eviction uses.
     pub score_bytes: usize,
-    /// What bytes choose keys by: bounds of pages, compressed keys, or an indexer's.
+    /// Bytes that selections read to choose keys: bounds of pages, compressed keys, or an indexer's.
     pub summary_bytes: usize,
-    /// Of keys that the last bytes attended to, and of what branches or an indexer read to choose them.
+    /// Bytes of keys that the last bytes attended to, and of what branches or an indexer read to choose them.
     pub read_bytes: usize,
-    /// All pages, in use or not.
+    /// Bytes of all pages, in use or not.
     pub pool_bytes: usize,
-    /// Pages that several texts have in common, of all layers' patterns.
+    /// Pages that several texts share, over all layers' patterns.
     pub shared_pages: usize,
 }
 

@@ -1,4 +1,4 @@
-//! A model that writes several texts at once.
+//! Generation of several texts at once.
 
 use anyhow::Result;
 use burn_paged_attention::pool::{GraphDecoder, KvPoolConfig, KvStep, PagedDecoder, SequenceId};
@@ -8,23 +8,23 @@ use super::statistics::CacheStatistics;
 use crate::model;
 use crate::step::replays;
 
-/// A model, and what it has read of each text.
+/// Model, and what it has read of each text.
 pub struct Writer {
     decoder: GraphDecoder<SparseTransformer>,
     context: usize,
     windows: Vec<Window>,
-    /// Bytes that steps with drafts read at least of each text: recordings have one size.
+    /// Least bytes of each text that steps with drafts read: recordings have one size.
     padded: usize,
 }
 
-/// What the model sees of a text.
+/// Window of a text in the context.
 struct Window {
     id: SequenceId,
     bytes: Vec<u8>,
 }
 
 impl Writer {
-    /// With `graph` steps of up to `drafted` bytes and one are recorded and replayed where the device can.
+    /// Creates a writer. With `graph`, steps of one byte and of up to `drafted` bytes and one are recorded and replayed if the device supports it.
     pub fn new(
         model: SparseTransformer,
         pool: &KvPoolConfig,
@@ -40,7 +40,7 @@ impl Writer {
         })
     }
 
-    /// Begins the texts and returns the logits of each one's next byte. Prompts that are the same are read once, and share the keys of what was read.
+    /// Begins the texts and returns the logits of each one's next byte. Equal prompts are read once and share their keys.
     pub fn begin(&mut self, prompts: &[&[u8]]) -> Result<Vec<Vec<f32>>> {
         let first = |prompt: &&[u8]| prompts.iter().position(|other| other == prompt);
         let firsts: Vec<usize> = prompts.iter().filter_map(first).collect();
@@ -103,16 +103,16 @@ impl Writer {
         Ok(logits)
     }
 
-    /// Bytes of a draft that the window of a text has room for, behind one more byte.
+    /// Returns the bytes of a draft that fit in the window of a text, after one more byte.
     pub fn room(&self, text: usize) -> usize {
         let len = self.windows[text].bytes.len();
         self.context.saturating_sub(len + 1)
     }
 
-    /// Reads the next byte of each text and a draft of those behind it, for which there is [`Self::room`], and returns the logits behind each of them.
+    /// Reads the next byte of each text and its draft, within [`Self::room`], and returns the logits after each of them.
     pub fn check(&mut self, more: &[(usize, Vec<u8>)]) -> Result<Vec<Vec<Vec<f32>>>> {
         let is_plain = self.padded == 1 && more.iter().all(|(_, bytes)| bytes.len() == 1);
-        // Windows that are full begin anew, which is a read of its own.
+        // Full windows begin anew, which is a separate read.
         let is_full = |text: usize| self.windows[text].bytes.len() == self.context;
         let (alone, together): (Vec<usize>, Vec<usize>) =
             (0..more.len()).partition(|&place| is_plain || is_full(more[place].0));
@@ -144,7 +144,7 @@ impl Writer {
         Ok(rows)
     }
 
-    /// Takes back the last bytes that were read of a text.
+    /// Rolls back the last bytes that were read of a text.
     pub fn take_back(&mut self, text: usize, bytes: usize) -> Result<()> {
         let window = &mut self.windows[text];
         let len = window.bytes.len() - bytes;
@@ -152,7 +152,7 @@ impl Writer {
         Ok(self.decoder.pool_mut().truncate(window.id, len)?)
     }
 
-    /// One call for several texts.
+    /// Runs one call for several texts.
     fn forward(
         &mut self,
         texts: &[(usize, SequenceId, Vec<u8>)],
@@ -169,7 +169,7 @@ impl Writer {
         Ok(())
     }
 
-    /// What the keys and values of all texts take.
+    /// Returns the size of the keys and values of all texts.
     pub fn usage(&self) -> Result<CacheStatistics> {
         let pool = self.decoder.pool();
         let shared = pool.page_pools().map(|books| {
@@ -194,13 +194,13 @@ impl Writer {
         Ok(sum)
     }
 
-    /// How steps of a byte run, where they were to be replayed and it is known.
+    /// Describes how steps of a byte run, if they were to be replayed and it is known.
     pub fn describe(&self) -> Option<String> {
         replays(self.decoder.is_recorded(), self.decoder.fallback_reason())
     }
 }
 
-/// The steps of a call, and its rows of tokens, which are as long as the longest text, and `least` at least.
+/// Returns the steps of a call, and its rows of tokens, padded to the longest text and at least to `least`.
 fn call_of<'a>(
     texts: impl Iterator<Item = (SequenceId, &'a [u8])> + Clone,
     least: usize,

@@ -1,4 +1,4 @@
-//! What a run says of itself when it begins.
+//! Description of a run at its beginning.
 
 use anyhow::Result;
 use burn::module::Module;
@@ -12,7 +12,7 @@ use crate::presets::Preset;
 use crate::progress::say;
 
 impl Session {
-    /// Prints what is trained, and how.
+    /// Prints the model and the recipe.
     pub(super) fn describe(&self) -> Result<()> {
         let RunConfig {
             preset,

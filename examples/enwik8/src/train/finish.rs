@@ -1,4 +1,4 @@
-//! What follows the last step.
+//! End of a run, after the last step.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -15,7 +15,7 @@ use crate::report::Report;
 use crate::{model, run};
 
 impl Session {
-    /// The whole validation split, the final picture, and what to do next.
+    /// Evaluates the whole validation split, draws the final plot, and prints what to do next.
     pub(super) fn finish(&self, log: &mut Log, peak_tflops: Option<f64>) -> Result<()> {
         let bytes = self.corpus.split(Split::Validation).len();
         let began = Instant::now();
@@ -37,7 +37,7 @@ impl Session {
         ));
         match self.report(peak_tflops) {
             Ok(path) => say(format!("report:     {}", path.display())),
-            // As with pictures.
+            // A failure only warns, as with plots.
             Err(error) => warn(format!("there is no report: {error:#}")),
         }
         let program = program();
@@ -52,7 +52,7 @@ impl Session {
                 String::new(),
             ),
         };
-        // What writes byte by byte cannot read some choices by content.
+        // Generation byte by byte does not support some kinds of content-based attention.
         if model::check_cached(&self.config.model).is_ok() {
             say(format!("sample:     {program} {sample}"));
         }
@@ -62,7 +62,7 @@ impl Session {
         Ok(())
     }
 
-    /// The run on one page; where that is.
+    /// Writes the report and returns its path.
     fn report(&self, peak_tflops: Option<f64>) -> Result<PathBuf> {
         let (_, checkpoint) = run::open_checkpoint("run", self.folder.path())?;
         Report {

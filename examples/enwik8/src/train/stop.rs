@@ -1,4 +1,4 @@
-//! What ends a run early.
+//! Early end of a run.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -9,10 +9,11 @@ use anyhow::{Context, Result};
 use crate::exit;
 use crate::progress::warn;
 
-/// Programs that stop others (`timeout`, service managers, schedulers) may signal a process and its group, which then hears of it twice.
+/// Programs that stop others (`timeout`, service managers, schedulers) may signal a process and its group, so that the signal arrives twice. Signals within
+/// this time count once.
 const SAME: Duration = Duration::from_secs(1);
 
-/// Set by the first Ctrl-C, SIGTERM or SIGHUP, which calls `then`; a later one ends the process at once.
+/// Installs the handler. The first Ctrl-C, SIGTERM or SIGHUP sets the returned flag and calls `then`; a later one ends the process at once.
 pub(super) fn on_ctrl_c(then: impl Fn() + Send + 'static) -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let seen = Arc::clone(&stop);

@@ -1,63 +1,63 @@
-//! What a product of few rows is made of.
+//! Arguments of a product of few rows.
 
 use crate::kernels::prelude::*;
 use blocksparse_cubecl::shared::curve::ActivationKind;
 
-/// Weights that share a launch, at most.
+/// Most weights that share a launch.
 pub const MOST_WEIGHTS: usize = 3;
-/// Bytes of a load, which rows of weights are multiples of.
+/// Bytes of a load; rows of weights are multiples of it.
 pub const BYTES: usize = 16;
 
-/// A weight of such a product.
+/// Weight of such a product.
 #[derive(Clone, Copy, Debug)]
 pub struct FewRowsWeight<'a> {
-    /// From its first number on.
+    /// Buffer, beginning at the first element.
     pub handle: &'a Handle,
-    /// Its columns.
+    /// Number of columns.
     pub width: usize,
-    /// From one row of the memory to the next.
+    /// Distance between rows of the memory, in elements.
     pub pitch: usize,
 }
 
-/// A product of few rows. Everything but weights is contiguous, of one type but for the bias.
+/// Tensors of a product of few rows. All but the weights are contiguous, and all but the bias have one type.
 #[derive(Clone, Copy, Debug)]
 pub struct FewRows<'a> {
     /// `[rows, depth]`
     pub x: Typed<'a>,
     /// Rows and depth.
     pub lengths: [usize; 2],
-    /// One to three, `[depth, width]`; a single one if it is `transposed`.
+    /// One to three weights, `[depth, width]`; only one if it is `transposed`.
     pub weights: &'a [FewRowsWeight<'a>],
-    /// Whether the weight is in memory as `[width, depth]`.
+    /// True if the weight is in memory as `[width, depth]`.
     pub transposed: bool,
-    /// `[Σ width]`; not of a weight that is transposed.
+    /// Bias, `[Σ width]`; not supported with a transposed weight.
     pub bias: Option<Typed<'a>>,
-    /// To be written: `[rows, Σ width]`.
+    /// Output, `[rows, Σ width]`.
     pub output: &'a Handle,
-    /// Elements of the output; and where `[rows, width]` of each weight begins in it, if they do not lie side by side.
+    /// Number of elements of the output. `starts` holds the offset of each weight's `[rows, width]` in it; without it the output is `[rows, Σ width]`.
     pub numbers: usize,
     pub starts: Option<[usize; MOST_WEIGHTS]>,
-    /// What becomes of the first of two weights' rows before the second's are multiplied by them: then the output is `[rows, width]`.
+    /// Activation of the first weight's result, which is then multiplied by the second's: the output is `[rows, width]`.
     pub gate: Option<ActivationKind>,
 }
 
-/// What such a product is, without its tensors.
+/// Shapes and kind of a product of few rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FewRowsRequest {
     pub element: ElemType,
     /// Rows and depth.
     pub lengths: [usize; 2],
-    /// Columns of each weight; 0 where there is none.
+    /// Columns of each weight; 0 for an absent one.
     pub widths: [usize; MOST_WEIGHTS],
     pub transposed: bool,
     pub gated: bool,
 }
 
 impl FewRowsRequest {
-    /// Of weights with these columns.
+    /// Returns the request for weights with these columns.
     ///
     /// # Errors
-    /// [`KernelError`] if a length is 0 or no multiple of 16 bytes, or there are more weights.
+    /// [`KernelError`] if a length is 0 or not a multiple of 16 bytes, or there are too many weights.
     pub fn new(
         element: ElemType,
         lengths: [usize; 2],
@@ -92,7 +92,7 @@ impl FewRowsRequest {
         Ok(request)
     }
 
-    /// Weights that have columns of their own in the result.
+    /// Returns the number of weights that have columns of their own in the result.
     pub fn count(&self) -> usize {
         match self.gated {
             true => 1,
@@ -102,10 +102,10 @@ impl FewRowsRequest {
 }
 
 impl FewRows<'_> {
-    /// Of this call.
+    /// Returns the request of this call.
     ///
     /// # Errors
-    /// As [`FewRowsRequest::new`], and if rows of the memory do not begin at multiples of 16 bytes.
+    /// Those of [`FewRowsRequest::new`]; also if rows in memory do not begin at multiples of 16 bytes.
     pub fn request(&self) -> Result<FewRowsRequest, KernelError> {
         let vector = BYTES / self.x.1.size();
         let widths: Vec<usize> = self.weights.iter().map(|weight| weight.width).collect();
@@ -125,7 +125,7 @@ impl FewRows<'_> {
         }
     }
 
-    /// Elements of a weight, from its first to its last.
+    /// Returns the extent of a weight in memory, from its first element to its last.
     pub fn reach(&self, weight: &FewRowsWeight) -> usize {
         let [_, depth] = self.lengths;
         match self.transposed {

@@ -1,5 +1,5 @@
-//! Products of few rows, as decoding has them: what binds them is how fast the weights are read. They are read once, as they lie, with gaps between their
-//! rows or without; up to three weights share a launch.
+//! Products of few rows, as in decoding. They are bound by reading the weights, which are read once, in place, with or without gaps between rows. Up to three
+//! weights share a launch.
 //!
 //! ```text
 //! call     what a product is made of

@@ -1,4 +1,4 @@
-//! Which kernel multiplies few rows.
+//! Choice of the kernel for a product of few rows.
 
 use std::fmt;
 
@@ -8,17 +8,17 @@ use crate::kernels::few_rows::units::MOST_UNIT_ROWS;
 use crate::kernels::few_rows::warps::{self, WarpsPlan};
 use crate::kernels::prelude::*;
 
-/// Rows that a product has at most.
+/// Most rows of a product.
 pub const MOST_ROWS: usize = 32;
 
-/// Rows at most of one weight, which tiles multiply in one launch, and bytes of several weights from which on tiles are faster.
+/// Most rows with one weight, since tiles multiply it in one launch; and the bytes of several weights from which tiles are faster.
 const ROWS_OF_ONE_WEIGHT: usize = 16;
 const LARGE: usize = 16 << 20;
 
-/// Rows that `units` multiplies where tensor cores could, at most.
+/// Most rows that `units` multiplies where tensor cores could.
 const ROWS_OF_UNITS: usize = 2;
 
-/// How a product of few rows runs.
+/// Plan of a product of few rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FewRowsPlan {
     /// Without tensor cores.
@@ -28,10 +28,10 @@ pub enum FewRowsPlan {
 }
 
 impl FewRowsPlan {
-    /// The plan that runs.
+    /// Returns the plan that runs.
     ///
     /// # Errors
-    /// [`KernelError`] if no kernel here takes so many rows.
+    /// [`KernelError`] if no kernel here supports that many rows.
     pub fn new(client: &Client, request: &FewRowsRequest) -> Result<Self, KernelError> {
         let plans = Self::all(client, request);
         let [rows, _] = request.lengths;
@@ -41,7 +41,7 @@ impl FewRowsPlan {
             .ok_or(KernelError::limit("rows", MOST_UNIT_ROWS as u64, rows))
     }
 
-    /// All plans, the one that runs first.
+    /// Returns all plans, the preferred one first.
     pub fn all(client: &Client, request: &FewRowsRequest) -> Vec<Self> {
         let [rows, _] = request.lengths;
         let units = (rows <= MOST_UNIT_ROWS).then_some(Self::Units);
@@ -56,7 +56,8 @@ impl FewRowsPlan {
         }
     }
 
-    /// Tiles need further launches for several weights: copies side by side, or an activation and a product of their outputs.
+    /// Returns the most rows for which this beats tiles. Tiles need further launches for several weights: concatenating copies, or an activation and a
+    /// product of their outputs.
     fn most_rows(request: &FewRowsRequest) -> usize {
         let [_, depth] = request.lengths;
         let columns: usize = request.widths.iter().sum();
@@ -67,15 +68,15 @@ impl FewRowsPlan {
         }
     }
 
-    /// Whether another kernel runs than by another plan.
+    /// Returns whether this plan runs another kernel than `than`.
     pub fn is_other(&self, than: &Self) -> bool {
         std::mem::discriminant(self) != std::mem::discriminant(than)
     }
 
-    /// `output = x · [w₁ w₂ w₃] + bias`, with sums in f32 (f64 of f64), rounded once.
+    /// Computes `output = x · [w₁ w₂ w₃] + bias`, with sums in f32 (f64 for f64), rounded once.
     ///
     /// # Errors
-    /// [`KernelError`] if it is not what was planned, or the device lacks a type, units, shared memory or vectors of 16 bytes.
+    /// [`KernelError`] if the call differs from the planned one, or the device lacks a type, units, shared memory or vectors of 16 bytes.
     pub fn launch(&self, client: &Client, call: &FewRows) -> Result<(), KernelError> {
         let request = call.request()?;
         match self {

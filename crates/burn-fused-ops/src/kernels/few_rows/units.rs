@@ -1,5 +1,5 @@
-//! Without tensor cores: a unit multiplies a vector of each weight row that it reads by a number of x. A cube has a strip of columns and the whole depth, so
-//! sums are added up in one order.
+//! Products without tensor cores: a unit multiplies each vector of weights that it reads by an element of x. A cube computes a strip of columns over the
+//! whole depth, so that sums have one order.
 
 use crate::kernels::few_rows::call::{BYTES, FewRows, FewRowsWeight, MOST_WEIGHTS};
 use crate::kernels::prelude::*;
@@ -7,41 +7,41 @@ use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::rows::norm_shape::sum_of;
 use blocksparse_cubecl::shared::curve::{Curve, value};
 
-/// Rows that a product has at most.
+/// Most rows of a product.
 pub const MOST_UNIT_ROWS: usize = 8;
-/// Units of a cube, at most.
+/// Most units of a cube.
 const UNITS: usize = 512;
-/// Loads of a unit that are on their way together.
+/// Loads of a unit in flight.
 const LOADS: usize = 8;
-/// Units that share a column of a weight whose columns are contiguous.
+/// Units that share a column of a weight with contiguous columns.
 const LANES: usize = 32;
-/// Between the sums of two lanes, so that they lie in different banks.
+/// Padding between the sums of two lanes, so that they lie in different banks.
 const PAD: usize = 4;
 
-/// How a cube shares its work, known to the compiler.
+/// Comptime parameters of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Kind {
-    /// Rows that are computed: those behind the last are the last once more.
+    /// Rows that are computed; those past the end repeat the last.
     rows: usize,
     depth: usize,
     /// Elements of a vector.
     vector: usize,
-    /// Vectors of a row of each weight, and from one row to the next.
+    /// Vectors per row of each weight, and the pitch in vectors.
     widths: [usize; MOST_WEIGHTS],
     pitches: [usize; MOST_WEIGHTS],
-    /// Weights that have strips of their own.
+    /// Weights with strips of their own.
     count: usize,
     units: usize,
-    /// Vectors of a strip; columns of a unit where columns are contiguous.
+    /// Vectors of a strip; with contiguous columns, columns of a unit.
     columns: usize,
-    /// Where each weight's rows begin in the result. None: those of all weights lie side by side.
+    /// Offset of each weight's rows in the result. None: rows of all weights are concatenated.
     starts: Option<[usize; MOST_WEIGHTS]>,
-    /// What becomes of the first of two weights' sums, before the second's are multiplied by it.
+    /// Activation of the first weight's sums, which multiply the second's.
     gate: Option<Curve>,
 }
 
 impl Kind {
-    /// Elements of a row of the result.
+    /// Returns the number of elements of a row of the result.
     fn all(&self) -> usize {
         self.start(self.count)
     }
@@ -55,7 +55,7 @@ impl Kind {
         self.widths[..weights].iter().map(strips).sum()
     }
 
-    /// With strips that are wide, to read whole lines, but leave so many cubes where any do.
+    /// Sets the widest strips that still give `busy` cubes, so that whole cache lines are read.
     fn cut(mut self, busy: usize) -> Self {
         for columns in [8, 4, 2] {
             self.columns = columns;
@@ -66,33 +66,33 @@ impl Kind {
         self
     }
 
-    /// Elements of shared memory where rows are contiguous.
+    /// Returns the elements of shared memory for contiguous rows.
     fn shared(&self) -> usize {
         self.vector * (self.units + PAD) + self.units
     }
 
-    /// Units that share a column.
+    /// Returns the number of units that share a column.
     fn lanes(&self) -> usize {
         self.units / self.columns
     }
 
-    /// Numbers of a strip's row.
+    /// Returns the number of elements of a strip's row.
     fn outputs(&self) -> usize {
         self.columns * self.vector
     }
 
-    /// Cubes' groups of units where columns are contiguous.
+    /// Returns the number of lane groups of a cube for contiguous columns.
     fn groups(&self) -> usize {
         self.units / LANES
     }
 
-    /// Loads of a unit that are on their way together.
+    /// Returns the number of loads of a unit in flight.
     fn loads(&self) -> usize {
         self.depth.div_ceil(self.lanes()).min(LOADS)
     }
 }
 
-/// Weights `[depth, width]`, whose rows are contiguous.
+/// Multiplies by weights `[depth, width]` with contiguous rows.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn by_rows<E: Float, A: Float, P: Float, N: Size>(
     x: &[E],
@@ -106,14 +106,15 @@ fn by_rows<E: Float, A: Float, P: Float, N: Size>(
     let unit = UNIT_POS as usize;
     let strip = CUBE_POS;
     let mut sums = Array::<Vector<A, N>>::new(k.rows);
-    // Of the second weight, where the first is a gate.
+    // Sums of the second weight, where the first is a gate.
     let mut others = Array::<Vector<A, N>>::new(k.rows);
     #[unroll]
     for row in 0..comptime!(k.rows) {
         sums[row] = Vector::<A, N>::zeroed();
         others[row] = Vector::<A, N>::zeroed();
     }
-    // Of the strip: its first column in its weight, and what is before it in a row of the result.
+    // Position of the strip: its first column in its weight, the weight's width, the columns of the result before the weight, and the offset of the weight's
+    // rows.
     let mut column = 0usize;
     let mut width = 0usize;
     let mut start = 0usize;
@@ -165,14 +166,14 @@ fn by_rows<E: Float, A: Float, P: Float, N: Size>(
     }
 }
 
-/// The column of a strip that a unit writes, if there are so many.
+/// Returns the column of a strip that a unit writes, for units below the number of columns.
 #[cube]
 fn place_of(#[comptime] k: Kind) -> usize {
     let own = UNIT_POS as usize % comptime!(k.outputs());
     own % comptime!(k.columns) * comptime!(k.vector) + own / comptime!(k.columns)
 }
 
-/// The sum over a cube's lanes, of the column that a unit writes.
+/// Sums over a cube's lanes for the column that a unit writes.
 #[cube]
 fn strip_sum<A: Float, N: Size>(
     sums: Vector<A, N>,
@@ -207,7 +208,7 @@ fn strip_sum<A: Float, N: Size>(
     sum
 }
 
-/// Adds up what a unit has of a column of vectors.
+/// Accumulates a unit's part of a column of vectors.
 #[cube]
 fn accumulate<E: Float, A: Float, N: Size>(
     x: &[E],
@@ -227,7 +228,7 @@ fn accumulate<E: Float, A: Float, N: Size>(
         #[unroll]
         for i in 0..comptime!(k.loads()) {
             let depth = first + comptime!(i * k.lanes());
-            // Units behind the end read it once more, and multiply it by 0.
+            // Units past the end read the last row again and multiply it by 0.
             loaded[i] = weight[min(depth, comptime!(k.depth - 1)) * pitch + column];
         }
         #[unroll]
@@ -245,7 +246,7 @@ fn accumulate<E: Float, A: Float, N: Size>(
     }
 }
 
-/// A weight `[depth, width]`, whose columns are contiguous: an embedding, of which logits are products.
+/// Multiplies by a weight `[depth, width]` with contiguous columns, such as an embedding that logits are computed with.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn by_columns<E: Float, A: Float, N: Size>(
     x: &[Vector<E, N>],
@@ -272,7 +273,7 @@ fn by_columns<E: Float, A: Float, N: Size>(
             let mut loaded = Array::<Vector<E, N>>::new(k.columns);
             #[unroll]
             for i in 0..comptime!(k.columns) {
-                // Units behind the last column read it once more.
+                // Units past the last column read it again.
                 loaded[i] = weight[min(first + i, width - 1) * comptime!(k.pitches[0]) + at];
             }
             #[unroll]
@@ -310,10 +311,10 @@ fn by_columns<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Launches a product that is checked.
+/// Launches a checked product.
 ///
 /// # Errors
-/// [`KernelError`] if there are more rows, or the device lacks a type, units, shared memory or vectors of 16 bytes.
+/// [`KernelError`] if there are more than [`MOST_UNIT_ROWS`] rows, or the device lacks a type, units, shared memory or vectors of 16 bytes.
 pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
     let (element, [rows, depth]) = (call.x.1, call.lengths);
     let widths: Vec<usize> = call.weights.iter().map(|weight| weight.width).collect();
@@ -363,7 +364,7 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
         let width = widths[0];
         let cubes = width.div_ceil(kind.groups() * kind.columns);
         let cubes = spread(client, cubes as u64)?;
-        // SAFETY: a unit reads vectors of rows below `rows` and of columns below `width`, and writes those alone; the buffers have the lengths they say (see
+        // SAFETY: a unit reads vectors of rows below `rows` and of columns below `width`, and writes only those; the buffers have the declared lengths (see
         // `buffer`).
         unsafe {
             by_columns::launch_unchecked(
@@ -385,7 +386,7 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
     }
     let multiprocessors = hardware.num_streaming_multiprocessors.unwrap_or(64) as usize;
     kind = kind.cut(multiprocessors * 3 / 4);
-    // A cube that has a multiprocessor alone has all of its loads to hide behind each other.
+    // A cube that is alone on its multiprocessor needs twice the units to hide the latency of loads.
     let mut twice = kind;
     twice.units = 2 * UNITS;
     let alone = kind.strips(kind.count) <= multiprocessors && kind.rows <= 2;
@@ -399,8 +400,8 @@ pub fn launch(client: &Client, call: &FewRows) -> Result<(), KernelError> {
         weights.push(buffer(weight.handle, reach(weight) / vector));
     }
     let cubes = spread(client, kind.strips(kind.count) as u64)?;
-    // SAFETY: a unit reads x below `rows`, weights below their lengths and the bias, and writes columns of rows below `rows`; the buffers have the lengths they
-    // say (see `buffer`).
+    // SAFETY: a unit reads x below `rows`, weights below their lengths and the bias, and writes columns of rows below `rows`; the buffers have the declared
+    // lengths (see `buffer`).
     unsafe {
         by_rows::launch_unchecked(
             client,

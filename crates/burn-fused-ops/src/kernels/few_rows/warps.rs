@@ -1,4 +1,4 @@
-//! On mma.sync, for GPUs of compute capability 8.0 and up. Columns of a weight are the 16 rows of an instruction, rows of x its 8 columns.
+//! Products on mma.sync, for GPUs of compute capability 8.0 and up. Columns of a weight are the 16 rows of an instruction's tile, rows of x its 8 columns.
 //!
 //! ```text
 //! a lane    16, 8 or 4 bytes of each of 8 rows of a weight, and 16 bytes of a row of x. Which numbers of the depth meet in an instruction is free, as long as
@@ -17,32 +17,32 @@ use blocksparse_cubecl::arch::ptx::{Half, merge_words, uniform};
 use blocksparse_cubecl::arch::sm80::{Element, multiply};
 use blocksparse_cubecl::shared::curve::{Curve, value};
 
-/// Of the depth, what lanes read by one load of x: two instructions' worth.
+/// Depth that the lanes read by one load of x: that of two instructions.
 const BLOCK: usize = 32;
-/// Rows of a weight that a lane reads of a block, as many as there are halves in its load of x.
+/// Rows of a weight that a lane reads per block: as many as its load of x has halves.
 const OWN: usize = 8;
 /// Columns of a strip for each word that a lane reads of a row.
 const COLUMNS: usize = 16;
 /// Units of a warp.
 const WARP: usize = 32;
-/// Warps of a cube: of one that has a multiprocessor alone, and of two that share it.
+/// Warps of a cube that is alone on its multiprocessor, and of one that shares it with another.
 const WARPS: [usize; 2] = [16, 8];
-/// Registers for operands and sums, in such cubes: the first kind has 128 in all.
+/// Registers for operands and sums in these two kinds of cube; the first kind has 128 in all.
 const REGISTERS: [usize; 2] = [96, 112];
 
-/// How a product is cut, known to the compiler.
+/// Comptime partition of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Cut {
-    /// Eights of rows that are computed: rows behind the last are the last once more.
+    /// Groups of eight rows that are computed; rows past the end repeat the last.
     eights: usize,
     /// Words that a lane reads of a row of a weight.
     words: usize,
-    /// Strips of a cube, or weights where one is a gate.
+    /// Strips of a cube, or weights if one is a gate.
     groups: usize,
-    /// Warps that share a strip's depth, and the blocks that each has at most.
+    /// Warps that share a strip's depth, and the most blocks of each.
     slices: usize,
     blocks: usize,
-    /// Blocks that are read together.
+    /// Blocks that are read at once.
     steps: usize,
 }
 
@@ -51,7 +51,7 @@ impl Cut {
         COLUMNS * self.words
     }
 
-    /// Elements of a vector that a lane reads.
+    /// Returns the elements of a vector that a lane reads.
     fn vector(&self) -> usize {
         2 * self.words
     }
@@ -60,12 +60,12 @@ impl Cut {
         self.groups * self.slices
     }
 
-    /// Sums of a lane, in fours.
+    /// Returns the number of vectors of four sums of a lane.
     fn sums(&self) -> usize {
         self.words * self.eights
     }
 
-    /// Fours of sums of a warp.
+    /// Returns the number of vectors of four sums of a warp.
     fn fours(&self) -> usize {
         WARP * self.sums()
     }
@@ -74,17 +74,17 @@ impl Cut {
         16 * self.warps() * self.fours()
     }
 
-    /// Bytes of weights that a warp has on their way.
+    /// Returns the bytes of weights that a warp has in flight.
     fn flight(&self) -> usize {
         4 * WARP * OWN * self.words * self.steps
     }
 
-    /// Registers for operands and sums of a lane.
+    /// Returns the registers of a lane for operands and sums.
     fn registers(&self) -> usize {
         self.steps * (OWN * self.words + 4 * self.eights) + 4 * self.sums()
     }
 
-    /// Strips of weights so wide.
+    /// Returns the number of strips of weights of these widths.
     fn strips(&self, widths: &[usize]) -> usize {
         widths
             .iter()
@@ -93,30 +93,30 @@ impl Cut {
     }
 }
 
-/// What the kernel is compiled for.
+/// Comptime parameters of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Kind {
     cut: Cut,
     half: Half,
     depth: usize,
-    /// Columns of each weight, and vectors from one row to the next.
+    /// Columns of each weight, and the pitch in vectors.
     widths: [usize; MOST_WEIGHTS],
     pitches: [usize; MOST_WEIGHTS],
-    /// Weights that have strips of their own.
+    /// Weights with strips of their own.
     count: usize,
-    /// Where each weight's rows begin in the result. None: those of all weights lie side by side.
+    /// Offset of each weight's rows in the result. None: rows of all weights are concatenated.
     starts: Option<[usize; MOST_WEIGHTS]>,
-    /// What becomes of the first of two weights' sums, before the second's are multiplied by it.
+    /// Activation of the first weight's sums, which multiply the second's.
     gate: Option<Curve>,
 }
 
 impl Kind {
-    /// Columns of the result before a weight's.
+    /// Returns the number of columns of the result before a weight's.
     fn start(&self, weight: usize) -> usize {
         self.widths[..weight].iter().sum()
     }
 
-    /// Elements of a row of the result.
+    /// Returns the number of elements of a row of the result.
     fn all(&self) -> usize {
         self.start(self.count)
     }
@@ -125,12 +125,12 @@ impl Kind {
         self.cut.strips(&self.widths[..weights])
     }
 
-    /// Whether every warp has whole blocks.
+    /// Returns whether every warp has whole blocks only.
     fn whole(&self) -> bool {
         self.depth == self.cut.slices * self.cut.blocks * BLOCK
     }
 
-    /// Units that write a strip.
+    /// Returns the number of units that write a strip.
     fn writers(&self) -> usize {
         match self.gate {
             Some(_) => WARP * self.cut.warps(),
@@ -139,7 +139,7 @@ impl Kind {
     }
 }
 
-/// Weights `[depth, width]`, whose rows are contiguous. `W` is the cut's `words`.
+/// Multiplies by weights `[depth, width]` with contiguous rows. `W` is the cut's `words`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn by_warps<E: Float, P: Float, W: Size>(
     x: &[Vector<u32, Four>],
@@ -163,7 +163,8 @@ fn by_warps<E: Float, P: Float, W: Size>(
         true => CUBE_POS,
         false => CUBE_POS * comptime!(cut.groups) + group,
     };
-    // Of the strip: its first column in its weight, and what is before it in a row of the result.
+    // Position of the strip: its first column in its weight, the weight's width, the columns of the result before the weight, and the offset of the weight's
+    // rows.
     let mut column = 0usize;
     let mut width = 0usize;
     let mut start = 0usize;
@@ -234,7 +235,7 @@ fn by_warps<E: Float, P: Float, W: Size>(
                 let other = added::<Four>(&shared, 1usize.runtime(), at, cut);
                 sum = value::<f32, Four>(sum, comptime!(k.gate.unwrap())) * other;
             }
-            // Of an instruction's sums a lane has two columns of two rows.
+            // A lane holds two columns of two rows of an instruction's sums.
             let (of, lane) = (at / comptime!(WARP), at % comptime!(WARP));
             let (word, eight) = (of / comptime!(cut.eights), of % comptime!(cut.eights));
             let first = column + lane / 4 * comptime!(cut.vector()) + word * 2;
@@ -260,7 +261,7 @@ fn by_warps<E: Float, P: Float, W: Size>(
     }
 }
 
-/// The sum over the warps of a group, of what is at a place of theirs.
+/// Sums one lane's vector over the warps of a group.
 #[cube]
 fn added<N: Size>(
     shared: &[Vector<f32, N>],
@@ -277,7 +278,7 @@ fn added<N: Size>(
     sum
 }
 
-/// Reads what a lane has of a block: of the weight from vector `at` on, of x from `place` in rows of its eighths.
+/// Loads a lane's part of a block: the weight from vector `at` on, x from `place` on, in units of `OWN` elements.
 #[cube]
 fn read_block<W: Size>(
     x: &[Vector<u32, Four>],
@@ -305,7 +306,7 @@ fn read_block<W: Size>(
     }
 }
 
-/// Adds up what a warp has of a strip.
+/// Accumulates a warp's part of a strip.
 #[cube]
 fn accumulate<W: Size>(
     x: &[Vector<u32, Four>],
@@ -322,10 +323,10 @@ fn accumulate<W: Size>(
     let eights = comptime!(k.cut.eights);
     let steps = comptime!(k.cut.steps);
     let (row, quarter) = (lane / 4, lane % 4);
-    // Lanes behind the last column read it once more.
+    // Lanes past the last column read it again.
     let last = comptime!(k.widths[index] / k.cut.vector() - 1);
     let at = min(column / comptime!(k.cut.vector()) + row, last);
-    // Of the depth, in what a lane has of it.
+    // Position in the depth, in units of `OWN` elements.
     let begin = slice * comptime!(k.cut.blocks * BLOCK / OWN) + quarter;
     for round in 0..comptime!(k.cut.blocks / k.cut.steps) {
         let first = begin + round * comptime!(k.cut.steps * BLOCK / OWN);
@@ -344,7 +345,7 @@ fn accumulate<W: Size>(
                     factors[comptime!(step * eights + eight)] = Vector::<u32, Four>::zeroed();
                 }
             }
-            // Of whole blocks the condition is known to the compiler.
+            // With whole blocks only, the condition is comptime.
             if comptime!(k.whole()).runtime() || place < comptime!(k.depth / OWN) {
                 read_block::<W>(
                     x,
@@ -390,7 +391,7 @@ fn accumulate<W: Size>(
     }
 }
 
-/// How a product runs.
+/// Plan of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WarpsPlan {
     request: FewRowsRequest,
@@ -398,19 +399,19 @@ pub struct WarpsPlan {
     cubes: usize,
 }
 
-/// Bytes a nanosecond of the device's memory, and what a multiprocessor gets at most.
+/// Bandwidth of the device's memory, and the most that one multiprocessor gets, in bytes per nanosecond.
 const MEMORY_BYTES: f64 = 4000.0;
 const OWN_BYTES: f64 = 50.0;
-/// Nanoseconds from a load to its number while memory is busy.
+/// Latency of a load under full bandwidth, in nanoseconds.
 const LATENCY: f64 = 900.0;
-/// Bytes a nanosecond of a multiprocessor's shared memory.
+/// Bandwidth of a multiprocessor's shared memory, in bytes per nanosecond.
 const SHARED_BYTES: f64 = 200.0;
 
 impl WarpsPlan {
-    /// All plans, the fastest by a model of the device first.
+    /// Returns all plans, the fastest by a model of the device first.
     ///
     /// # Errors
-    /// Why the kernel does not run the product.
+    /// The reason why the kernel does not support the product.
     pub fn all(client: &Client, request: &FewRowsRequest) -> Result<Vec<Self>, &'static str> {
         let (multiprocessors, shared) = ampere(client)?;
         half_of(request.element).ok_or("mma.sync multiplies bf16 and f16")?;
@@ -448,7 +449,7 @@ impl WarpsPlan {
             weights / flight * LATENCY,
         ];
         let slowest = slowest.into_iter().fold(0.0, f64::max);
-        // Lines of 128 bytes are read whole, or by several cubes.
+        // Cache lines of 128 bytes are read whole, or by several cubes.
         let lines = [1.15, 1.05, 1.0][cut.words / 2];
         slowest * lines + (turns / resident * 2 * cut.shared_bytes()) as f64 / SHARED_BYTES
     }
@@ -470,7 +471,7 @@ fn cubes(request: &FewRowsRequest, cut: &Cut) -> usize {
     }
 }
 
-/// The ways to cut a product.
+/// Enumerates the partitions of a product.
 fn cuts(request: &FewRowsRequest, shared: usize) -> impl Iterator<Item = Cut> {
     let [rows, depth] = request.lengths;
     let eights = rows.div_ceil(8).next_power_of_two();
@@ -517,10 +518,10 @@ impl fmt::Display for WarpsPlan {
     }
 }
 
-/// Launches a product that is checked and planned.
+/// Launches a checked and planned product.
 ///
 /// # Errors
-/// [`KernelError`] if it is not what was planned, or the device lacks a type.
+/// [`KernelError`] if the call differs from the planned one, or the device lacks a type.
 pub fn launch(
     client: &Client,
     plan: &WarpsPlan,
@@ -559,8 +560,8 @@ pub fn launch(
     }
     let address = address_of(client, largest)?;
     let cubes = spread(client, plan.cubes as u64)?;
-    // SAFETY: a unit reads x below `rows`, weights below their lengths and the bias, and writes columns of rows below `rows`; the buffers have the lengths they
-    // say (see `buffer`).
+    // SAFETY: a unit reads x below `rows`, weights below their lengths and the bias, and writes columns of rows below `rows`; the buffers have the declared
+    // lengths (see `buffer`).
     unsafe {
         by_warps::launch_unchecked(
             client,
@@ -586,7 +587,7 @@ mod tests {
 
     const BF16: ElemType = ElemType::Float(FloatKind::BF16);
 
-    /// Every block of the depth is some warp's, and registers and shared memory of an H200 hold a cube.
+    /// Every block of the depth belongs to a warp, and the registers and shared memory of an H200 suffice for a cube.
     #[test]
     fn cuts_cover_the_depth() {
         for depth in [8, 64, 576, 1000, 1536, 4096, 14_336] {

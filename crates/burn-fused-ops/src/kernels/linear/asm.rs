@@ -1,37 +1,37 @@
-//! The main loop of a product in PTX. As one text, because products in flight across the end of a loop need their sums in the same registers
-//! before and after it, and an asm has no operands that are both input and output.
+//! The main loop of a product, as one PTX text: products in flight across the loop's back edge need their sums in the same registers before and after it, and
+//! an asm statement has no operands that are both input and output.
 
 use cubecl::prelude::*;
 
 use blocksparse_cubecl::arch::ptx::{Half, val};
 use blocksparse_cubecl::arch::tma::{DEPTH, ROW_ELEMENTS, registers};
 
-/// Products of 16 of the depth in a slab.
+/// Products of depth 16 in a slab.
 pub const STEPS: usize = ROW_ELEMENTS / DEPTH;
 
-/// What a main loop multiplies.
+/// Comptime parameters of a main loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MainLoop {
-    /// The type of the factors.
+    /// Type of the factors.
     pub half: Half,
     /// Columns of a warpgroup's sums.
     pub cols: usize,
-    /// Slabs in shared memory, and bytes from one to the next.
+    /// Slabs in shared memory, and bytes of a slab.
     pub stages: usize,
     pub slab_bytes: usize,
-    /// Where the barriers are that say that a slab is free, after those that say that it is full.
+    /// Offset of the barriers that say that a slab is free; those that say that it is full come first.
     pub empty: u32,
-    /// Whether rows of the left factor, and columns of the right one, are what is contiguous.
+    /// True if rows of the left factor, respectively columns of the right one, are contiguous.
     pub across: [bool; 2],
-    /// From a factor's slab to each 16 of its depth, in 16 bytes.
+    /// Offset in a factor's slab of each step of depth 16, in units of 16 bytes.
     pub offsets: [[usize; STEPS]; 2],
 }
 
-/// Inputs behind the sums: the descriptors of the first slab's factors, the address of the barriers, the first slab's number, how many there are, and
-/// whether this unit tells that its warp has read a slab.
+/// Inputs after the sums: the descriptors of the first slab's factors, the address of the barriers, the number of the first slab, the number of slabs, and
+/// whether this unit signals that its warp has read a slab.
 ///
-/// A slab's products are started while those of the slab before it are computed; a slab is free when the next one's have been started and its own are
-/// done.
+/// A slab's products are started while those of the previous slab are computed. A slab is freed when the next slab's products have been started and its own
+/// are complete.
 fn main_loop_text(of: MainLoop) -> String {
     let (cols, stages, empty) = (of.cols, of.stages, of.empty);
     let out = registers(0, cols / 2);
@@ -48,7 +48,7 @@ fn main_loop_text(of: MainLoop) -> String {
     );
     for k in 0..STEPS {
         let adds = if k == 0 { "adds" } else { "1" };
-        // What the last step adds is not used.
+        // The increment of the last step is unused.
         let [step_a, step_b] = of
             .offsets
             .map(|to| to.get(k + 1).map_or(0, |next| next - to[k]));
@@ -67,7 +67,7 @@ fn main_loop_text(of: MainLoop) -> String {
     )
 }
 
-/// The sums of `count ≥ 1` slabs from number `first` on: `[64, cols]` of a warpgroup.
+/// Computes the sums of `count ≥ 1` slabs from number `first` on: `[64, cols]` of a warpgroup.
 #[cube]
 pub fn main_loop<S: Size>(
     a: u64,
@@ -86,7 +86,7 @@ pub fn main_loop<S: Size>(
     out
 }
 
-/// Waits so many cycles.
+/// Waits for a number of cycles.
 #[cube]
 pub fn pause(#[comptime] cycles: u32) {
     let _waited: u32;

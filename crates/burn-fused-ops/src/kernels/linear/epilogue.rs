@@ -1,9 +1,9 @@
-//! What becomes of a tile's sums.
+//! Epilogues: operations on a tile's sums.
 //!
-//! A unit has two of 64 rows, and of every eight columns two. Units of a row trade, so that each has eight columns of every 32, which are 16 bytes
-//! in half precision: those it takes through an activation and writes.
+//! A unit holds two of 64 rows, and two of every eight columns. The four units of a row exchange, so that each holds eight columns of every 32, which are 16
+//! bytes in half precision. It applies the activation to those and writes them.
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime conditions.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -16,43 +16,43 @@ use blocksparse_cubecl::arch::ptx::{
 use blocksparse_cubecl::arch::tma::named_sync;
 use blocksparse_cubecl::shared::curve::{ActivationKind, Curve, slope, value};
 
-/// Columns that the four units of a row have at a time.
+/// Columns that the four units of a row hold at a time.
 const CHUNK: usize = 32;
 
-/// A tile.
+/// Position of a tile.
 #[derive(CubeType, Clone, Copy)]
 pub struct Place {
     pub row: u32,
     pub col: u32,
-    /// The tile's rows of the output's matrices, counted in tiles.
+    /// Row tile over all matrices of the output.
     pub row_tile: u32,
-    /// The output's matrix.
+    /// Matrix of the output.
     pub matrix: u32,
-    /// The matrix of the batch.
+    /// Matrix of the batch.
     pub batch: u32,
     pub first: u32,
     pub count: u32,
 }
 
-/// The size of the result, and how its columns are heads.
+/// Size of the result, and its layout by heads.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct ResultShape {
     pub rows: u32,
     pub cols: u32,
     /// Rows of a batch entry.
     seq: u32,
-    /// Batch entries.
+    /// Number of batch entries.
     batch: u32,
-    /// Where the heads of the second and of the third part begin, and all of them end.
+    /// Offset of the heads of the second and of the third part, and the end of all.
     second: u32,
     third: u32,
     end: u32,
 }
 
-/// Who a unit is.
+/// Position of a unit among the multiplying warps.
 #[derive(CubeType, Clone, Copy)]
 pub struct Lane {
-    /// Of the units that multiply.
+    /// Index among the multiplying units.
     pub unit: u32,
     pub warp: u32,
     pub lane: u32,
@@ -60,20 +60,20 @@ pub struct Lane {
 
 #[cube]
 impl Lane {
-    /// The unit's row of a tile; the other one is eight below.
+    /// Returns the unit's first row of a tile; its second is eight rows below.
     pub fn row(&self) -> u32 {
         self.warp * 16 + self.lane / 4
     }
 }
 
-/// Where a row of heads begins: its batch entry and its place there.
+/// Batch entry and position of a row of heads.
 #[derive(CubeType, Clone, Copy)]
 struct HeadRow {
     batch: u32,
     place: u32,
 }
 
-/// The place of eight columns of a row, in eights of elements.
+/// Returns the offset of eight columns of a row, in units of eight elements.
 #[cube]
 fn eights(
     shape: &ResultShape,
@@ -115,7 +115,7 @@ fn pack_two(two: &Vector<f32, Const<2>>, #[comptime] half: Half) -> u32 {
     pack(two.extract(0usize), two.extract(1usize), half)
 }
 
-/// The bias of word `j` of eight columns from `col` on.
+/// Returns the bias of word `j` of eight columns from `col` on.
 #[cube]
 fn bias_of<W: Size>(
     bias: &ComptimeOption<Box<[Vector<f32, W>]>>,
@@ -135,7 +135,7 @@ fn bias_of<W: Size>(
     two
 }
 
-/// Eight columns of one of the unit's two rows: the sums in half precision.
+/// Returns eight columns of one of the unit's two rows, in half precision.
 #[cube]
 fn own_eight<S: Size>(
     sums: &Vector<f32, S>,
@@ -153,7 +153,7 @@ fn own_eight<S: Size>(
     trade_four(own, lane)
 }
 
-/// The same in f32, with a bias: rounded once.
+/// [`own_eight`] with a bias added in f32: rounded once.
 #[cube]
 fn biased_eight<S: Size>(
     sums: &Vector<f32, S>,
@@ -177,7 +177,7 @@ fn biased_eight<S: Size>(
     trade_four(words, lane)
 }
 
-/// The bias of the columns that the unit's sums of a chunk are of.
+/// Returns the bias of the columns of a chunk that the unit's sums belong to.
 #[cube]
 fn own_bias<W: Size>(
     bias: &ComptimeOption<Box<[Vector<f32, W>]>>,
@@ -209,7 +209,7 @@ fn own_bias<W: Size>(
     own
 }
 
-/// The sums of a number of each of the eight units below each other, one of eight columns for each: the column of [`summed_column`].
+/// Sums over the eight units that share columns. Each unit gets the sum of one of eight columns, [`summed_column`].
 #[cube]
 fn over_rows(x: &Array<Vector<f32, Const<2>>>, lane: u32) -> f32 {
     let mut mine = Array::<f32>::new(8usize);
@@ -231,13 +231,13 @@ fn over_rows(x: &Array<Vector<f32, Const<2>>>, lane: u32) -> f32 {
     mine[0]
 }
 
-/// Which column of a chunk a unit has the sum of.
+/// Returns the column of a chunk whose sum a unit gets.
 #[cube]
 fn summed_column(lane: u32) -> u32 {
     lane % 4 * 8 + (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1)
 }
 
-/// Loads what the unit's sums of a tile will meet, so that it comes while they are computed: of each chunk a vector for either row.
+/// Loads what the epilogue combines with a tile's sums, so that the loads overlap with the products: a vector per chunk for each of the two rows.
 #[cube]
 pub fn prepare<W: Size>(
     before: &ComptimeOption<Box<[Vector<u32, W>]>>,
@@ -259,7 +259,7 @@ pub fn prepare<W: Size>(
                 let col = place.col + comptime!(CHUNK as u32 * chunk) + own.lane % 4 * 8;
                 let row = place.row + own.row() + comptime!(8 * lower);
                 let at = (place.matrix * shape.rows + row) * (shape.cols / 8) + col / 8;
-                // Of rows behind the last one zeros.
+                // Zeros for rows past the last one.
                 let end = select(col < shape.cols, shape.rows, 0u32);
                 held[step] = read_four_words_once(address + u64::cast_from(at) * 16, row, end);
             }
@@ -269,7 +269,7 @@ pub fn prepare<W: Size>(
     held
 }
 
-/// Writes what a warp's sums become. Units trade numbers, so all of them come here.
+/// Applies the epilogue to a warp's sums and writes the results. Units exchange values, so all of them must call this.
 #[cube]
 pub fn finish<S: Size, W: Size>(
     sums: &Vector<f32, S>,
@@ -304,7 +304,7 @@ pub fn finish<S: Size, W: Size>(
             Epilogue::Heads { .. } => own_bias::<W>(bias, first, shape.cols, lane),
             _ => Vector::<f32, Const<8>>::zeroed(),
         };
-        // Both rows trade before either is used, so that one waits while the other computes.
+        // Both rows exchange before either is used, so that one exchange overlaps with the other row's arithmetic.
         let mut fours = Array::<Vector<u32, Const<4>>>::new(2usize);
         #[unroll]
         for lower in 0..2usize {
@@ -330,7 +330,7 @@ pub fn finish<S: Size, W: Size>(
             let at = eights(shape, row, &head_row, place, col, t) as usize;
             let inside = row < shape.rows && col < shape.cols;
             match comptime!(t.epilogue) {
-                // Sums of exponentials, the highest and choices are stored elsewhere.
+                // Sums of exponentials, maxima, line sums and top-k choices have their own store functions.
                 Epilogue::Plain
                 | Epilogue::LogSums { .. }
                 | Epilogue::Maxima { .. }
@@ -414,7 +414,7 @@ fn fast(activation: ActivationKind) -> Curve {
     }
 }
 
-/// The sums over the 64 rows of a warpgroup, from those of its warps.
+/// Sums over the 64 rows of a warpgroup, from the sums of its warps.
 #[cube]
 fn write_totals(
     totals: &mut ComptimeOption<Box<[f32]>>,
@@ -445,11 +445,11 @@ fn write_totals(
             }
         }
     }
-    // Before the next tile's sums are written there.
+    // Wait before the next tile's sums overwrite them.
     named_sync(1 + group, 128u32);
 }
 
-/// A vector as the result's buffer has it.
+/// Converts a vector to that of the result's buffer.
 #[cube]
 pub fn as_stored<W: Size>(four: &Vector<u32, Const<4>>) -> Vector<u32, W> {
     let mut words = Vector::<u32, W>::zeroed();

@@ -1,9 +1,9 @@
-//! The columns of the highest scores of each row in place of the scores, of the columns that a row may choose. No score is written.
+//! Top-k epilogue: writes the columns of each row's highest scores, of the columns that the row may choose. Scores are not written.
 //!
-//! A unit has two of every eight columns of a row: it keeps the highest of its own, and in the end the four units of a row choose the highest of theirs one by
+//! A unit holds two of every eight columns of a row and keeps the highest of its own. At the end the four units of a row select the highest of theirs one by
 //! one. All columns are in one tile.
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime conditions.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -14,10 +14,10 @@ use crate::kernels::linear::tile::{Highest, ProductTile};
 use blocksparse_cubecl::arch::ptx::shuffle_xor;
 use blocksparse_cubecl::shared::order_key::key;
 
-/// What no score has as its number.
+/// Marks an empty entry; no score has this index.
 const NOTHING: u32 = u32::MAX;
 
-/// A unit's score number `i` of its upper row, or of its `lower` one.
+/// Returns score `i` of the unit's upper row, or of its `lower` one.
 #[cube]
 fn score_of<S: Size>(
     sums: &Vector<f32, S>,
@@ -33,7 +33,7 @@ fn score_of<S: Size>(
     }
 }
 
-/// Which score of a row that is.
+/// Returns the index in its row of a unit's score `i`.
 #[cube]
 fn name_of(quarter: u32, #[comptime] i: usize, #[comptime] of: Highest) -> u32 {
     if comptime!(of.parts == 2) {
@@ -43,7 +43,8 @@ fn name_of(quarter: u32, #[comptime] i: usize, #[comptime] of: Highest) -> u32 {
     }
 }
 
-/// Of each row the numbers of the highest scores, falling, of equal ones the earlier: `[batch, rows, most]`, i32, −1 where there are fewer.
+/// Writes the indices of each row's highest scores in descending order, equal scores by ascending index: `[batch, rows, most]`, i32, −1 where there are
+/// fewer.
 #[cube]
 pub fn store_highest<S: Size, W: Size>(
     out: &mut [Vector<u32, W>],
@@ -73,12 +74,12 @@ pub fn store_highest<S: Size, W: Size>(
         for i in 0..comptime!(t.cols / 4 / of.parts) {
             let score = score_of::<S>(sums, i, lower, of);
             let mut name = name_of(quarter, i, of);
-            // Below all that are kept it stays out, and so does what the row may not choose.
+            // Key 0 is below all kept ones: a column that the row may not choose is never inserted.
             let mut its = select(name < candidates, key(u32::reinterpret(score)), 0u32);
             let mut is_in = false.runtime();
             #[unroll]
             for n in 0..most {
-                // From its place on, all move down.
+                // From its position on, all entries move down.
                 let (here, other) = (keys[n], names[n]);
                 is_in = is_in || its > here;
                 keys[n] = select(is_in, its, here);
@@ -101,7 +102,7 @@ pub fn store_highest<S: Size, W: Size>(
                 best = select(is_higher, other, best);
                 its = select(is_higher, whose, its);
             }
-            // Whose it is moves up.
+            // The unit whose entry was selected removes it.
             let is_own = its == names[0];
             #[unroll]
             for i in 0..comptime!(most - 1) {

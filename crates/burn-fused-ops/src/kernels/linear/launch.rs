@@ -14,7 +14,7 @@ use crate::kernels::prelude::*;
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::arch::tma::ROW_ELEMENTS;
 
-/// A map of a factor whose depth is in dimension `depth`: boxes have `width` of its rows or columns.
+/// Returns the tensor map of a factor whose depth is dimension `depth`: boxes have `width` of its rows or columns.
 fn map(
     view: &MatrixView,
     depth: usize,
@@ -30,7 +30,7 @@ fn map(
     let [runs, run_stride] = view.outer;
     let mut shape = [runs, view.run(), view.shape[outer], view.shape[inner]];
     let mut strides = [run_stride, view.strides[0], view.strides[outer], 1];
-    // Strides of dimensions of length 1 are arbitrary, but a map's have to be multiples of 16 bytes.
+    // Strides of dimensions of length 1 are arbitrary, but those of a map have to be multiples of 16 bytes.
     for dim in 0..3 {
         if shape[dim] == 1 {
             strides[dim] = shape[3].next_multiple_of(8);
@@ -45,36 +45,38 @@ fn map(
         shape = [rows / seq, heads, seq, HEAD];
         strides = [heads * seq * HEAD, seq * HEAD, HEAD, 1];
     }
-    // SAFETY: the view's shape and strides, whose elements its handle holds.
+    // SAFETY: the handle holds the elements of the view's shape and strides.
     unsafe { boxes_of(&view.handle, shape, strides, boxes, half) }
 }
 
-/// What an epilogue reads and writes beside the result. All of it is contiguous.
+/// Tensors that an epilogue reads and writes besides the result, all contiguous.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct EpilogueTensors<'a> {
-    /// `[columns]`, f32: what sums get before they become anything. Of heads and activations.
+    /// Bias, `[columns]`, f32, added to the sums first. For heads, activations and gradients.
     pub bias: Option<&'a Handle>,
-    /// What came into the activation, without the bias: `[rows, columns]` in the result's type. Of gradients alone, which need it.
+    /// Input of the activation without the bias, `[rows, columns]` in the result's type. Required for gradients, absent otherwise.
     pub before: Option<&'a Handle>,
-    /// To be written, `[rows, columns]` in the result's type: of an activation what comes into it, without the bias; of a gradient the activation again,
-    /// for which `before`'s buffer will do.
+    /// Output, `[rows, columns]` in the result's type. For activations: the activation's input without the bias. For gradients: the recomputed activation,
+    /// which may overwrite `before`.
     pub second: Option<&'a Handle>,
-    /// To be written, `[plan.total_rows(), columns]` in f32: sums of a gradient over 64 rows each. Of gradients that are planned with sums alone.
+    /// Output, `[plan.total_rows(), columns]` in f32: sums of a gradient over 64 rows each. Required for gradients planned with sums, absent otherwise.
     pub totals: Option<&'a Handle>,
-    /// Rows of a batch entry, and the heads of each part. Of heads alone, whose parts lie one behind the other: `[batch, heads, seq, dim]` each.
+    /// Rows of a batch entry, and the number of heads of each part. Required for heads, absent otherwise. The parts are contiguous in one buffer:
+    /// `[batch, heads, seq, dim]` each.
     pub heads: Option<(usize, [usize; 3])>,
-    /// Which columns rows see. Of sums of exponentials alone, which need it; the result is `[batch, rows, columns / run]` in f32. Where a tile has no column that
-    /// any of its rows sees, nothing is written. Of choices, too: the columns are scores there, the first row is at position `first`, and the result is
-    /// `[batch, rows, most]` in i32.
+    /// Columns that each row sees. Required for sums of exponentials, sums over columns and top-k choices, absent otherwise. Sums of exponentials are
+    /// `[batch, rows, columns / run]` in f32; tiles without a visible column are not written. For choices the columns are scores, the first row is at
+    /// position `first`, and the result is `[batch, rows, most]` in i32.
     pub seen: Option<SeenColumns>,
-    /// `[batch, rows]`, f32: the logarithms, to base 2, of rows' sums of exponentials; of a matrix whose first one is [`UNWANTED`](crate::kernels::linear::UNWANTED) or more
-    /// nothing is written. Of sums over columns alone, which need them; the result is `[batch, tiles of columns, 2, line_elements]` in f32, of each 64 rows.
+    /// Base-2 logarithms of the rows' sums of exponentials, `[batch, rows]`, f32. Required for sums over columns, absent otherwise. The result is
+    /// `[batch, tiles of columns, 2, line_elements]` in f32, one for each 64 rows; a matrix whose first logarithm is
+    /// [`UNWANTED`](crate::kernels::linear::UNWANTED) or more is not written.
     pub logs: Option<&'a Handle>,
 }
 
 impl EpilogueTensors<'_> {
     /// # Errors
-    /// If it is not what the plan's epilogue reads and writes.
+    /// If these are not the tensors that the plan's epilogue reads and writes.
     fn check(&self, plan: &ProductPlan) -> Result<(), KernelError> {
         let request = plan.request;
         let (gradient, sums) = match request.epilogue {
@@ -111,10 +113,10 @@ impl EpilogueTensors<'_> {
     }
 }
 
-/// `out = a · b`, as planned: `out` is `[batch, parts, rows, columns]`, contiguous, or as the epilogue says.
+/// Computes `out = a · b` as planned: `out` is `[batch, parts, rows, columns]`, contiguous, or what the epilogue states.
 ///
 /// # Errors
-/// [`KernelError::Factor`] if a factor or what belongs to the epilogue is not what was planned. Then nothing was launched.
+/// [`KernelError::Factor`] if a factor or a tensor of the epilogue differs from the plan. Nothing is launched then.
 pub fn multiply(
     client: &Client,
     plan: &ProductPlan,
@@ -128,7 +130,7 @@ pub fn multiply(
         ("a", a, 2, request.rows, request.orders[0]),
         ("b", b, 1, request.cols, request.orders[1]),
     ] {
-        // What is behind the last row is read as 0: the columns of the result may be more than the right factor has, up to a multiple of 8, or a whole run.
+        // TMA reads zeros past the end: the result may have more columns than the right factor, up to a multiple of 8 or a whole run.
         let unit = match request.epilogue {
             Epilogue::LogSums { run } => run,
             _ => 8,
@@ -154,7 +156,7 @@ pub fn multiply(
     }
 }
 
-/// Where tiles are; a matrix has so many, if not all of its rows and columns.
+/// Returns the tiles of a launch; `seen` is the number of tiles of a matrix if some are skipped.
 fn tiles(plan: &ProductPlan, [a, b]: [&MatrixView; 2], seen: Option<usize>) -> TilesLaunch {
     let request = plan.request;
     let rows = request.rows.div_ceil(ROWS);
@@ -175,7 +177,8 @@ fn tiles(plan: &ProductPlan, [a, b]: [&MatrixView; 2], seen: Option<usize>) -> T
     )
 }
 
-/// A factor of a batch of `all`, of which the `depth`-th dimension is the depth, or nothing if the kernel does not count so far.
+/// Returns the kernel argument of a factor in a batch of `all`, with its depth in dimension `depth`. `None` if an offset exceeds the kernel's 32-bit
+/// counters.
 fn factor(view: &MatrixView, depth: usize, order: Order, all: usize) -> Option<FactorLaunch> {
     let across = 3 - depth;
     let outer = match order {
@@ -191,7 +194,7 @@ fn factor(view: &MatrixView, depth: usize, order: Order, all: usize) -> Option<F
     let sixteens = |stride: usize| u32::try_from(stride.checked_mul(2)? / 16).ok();
     let each = all / view.shape[0];
     let (in_run, run, to_next_run) = match view.outer {
-        // A run is of those that share a matrix.
+        // A run consists of the matrices that share a factor's matrix.
         [1, _] if each > 1 => (0, each, if view.shape[0] > 1 { batch } else { 0 }),
         [1, _] => (batch, view.run(), 0),
         [_, stride] => (batch, view.run(), sixteens(stride)?),
@@ -205,7 +208,7 @@ fn factor(view: &MatrixView, depth: usize, order: Order, all: usize) -> Option<F
     ))
 }
 
-/// A factor's words, from the first to the last.
+/// Returns a factor's words, from the first to the last.
 fn words(view: &MatrixView) -> BufferArg {
     let [_, rows, cols] = view.shape;
     let lengths = [view.run(), rows, cols].into_iter().zip(view.strides);
@@ -231,8 +234,8 @@ fn launch_mma(
     let right = factor("b", b, 1, tile.b)?;
     let elements = request.batch * plan.parts * request.rows * request.cols;
     let depth = request.depth as u32;
-    // SAFETY: rows and pieces behind the factors' ends are not read, which begin at multiples of 16 bytes ([`MatrixView::order`]); rows and columns
-    // beyond the result are not written, and `out` has the length it says (see `buffer`).
+    // SAFETY: rows and pieces past the ends of the factors are not read; the factors begin at multiples of 16 bytes ([`MatrixView::order`]); rows and columns
+    // beyond the result are not written, and `out` has the declared length (see `buffer`).
     unsafe {
         mma::product::product::launch_unchecked(
             client,
@@ -276,7 +279,7 @@ fn launch_wgmma(
     };
     let seen_tiles =
         (beside.seen.filter(|_| tile.is_seen())).map(|seen| seen.tiles(request.rows, tile.cols));
-    // Nobody sees anything.
+    // No row sees any column.
     if seen_tiles == Some(0) {
         return;
     }
@@ -294,8 +297,7 @@ fn launch_wgmma(
         (first + second) as u32,
         (first + second + third) as u32,
     );
-    // SAFETY: TMA reads nothing beyond its maps; rows and columns beyond the result are not written, and `out` has the length it says (see
-    // `buffer`).
+    // SAFETY: TMA reads nothing beyond its maps; rows and columns beyond the result are not written, and `out` has the declared length (see `buffer`).
     unsafe {
         product::product::launch_unchecked(
             client,

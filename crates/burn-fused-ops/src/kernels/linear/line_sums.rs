@@ -1,7 +1,8 @@
-//! Weights of queries in place of their scores, summed over the rows of a warpgroup: of each column, and along each diagonal. None is written.
+//! Line-sum epilogue: computes softmax weights from scores and sums them over the rows of a warpgroup, for each column and along each diagonal. The weights
+//! are not written.
 //!
-//! What a row's scores are weighed by is known: the logarithm of its sum of exponentials. A unit has rows `r` and `r + 8` of a warp's sixteen, and of every eight
-//! columns two, so that it adds two weights of a column, and two of a diagonal (the lower row's are eight columns behind), before anybody else has to know.
+//! The logarithm of each row's sum of exponentials is an input. A unit holds rows `r` and `r + 8` of a warp's sixteen, and two of every eight columns. So it
+//! adds two weights of a column, and two of a diagonal (the lower row's are eight columns further right), before it exchanges with others.
 //!
 //! ```text
 //! columns     units of a column trade halves of theirs three times, each ends with an eighth
@@ -9,7 +10,7 @@
 //! warpgroup   the four warps' sums go through shared memory, in order
 //! ```
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime conditions.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -24,32 +25,32 @@ use blocksparse_cubecl::arch::tma::named_sync;
 
 /// Warpgroups of a tile.
 pub const LINE_GROUPS: usize = 2;
-/// Rows of each.
+/// Rows of a warpgroup.
 pub const LINE_ROWS: usize = 64;
 
-/// Of a matrix whose first row has a logarithm as high as this nothing is wanted.
+/// A matrix is skipped if its first row's logarithm is at least this.
 pub const UNWANTED: f32 = 1e30;
 
 /// Rows of a warp.
 const WARP_ROWS: usize = 16;
 
-/// Diagonals of so many rows of a tile.
+/// Returns the number of diagonals of `rows` rows of a tile.
 fn diagonals(cols: usize, rows: usize) -> usize {
     cols + rows - 1
 }
 
-/// Diagonals of a warp that each unit adds up.
+/// Returns the number of diagonals of a warp that each unit sums.
 fn unit_diagonals(cols: usize) -> usize {
     diagonals(cols, WARP_ROWS).div_ceil(32)
 }
 
-/// Numbers that a warpgroup writes of a tile of so many columns: the columns' sums, and behind them those of the diagonals. Diagonal `u` has column `c` of row
-/// `c + 63 − u`.
+/// Returns the number of elements that a warpgroup writes for a tile of `cols` columns: the columns' sums, then those of the diagonals. Diagonal `u` contains
+/// column `c` of row `c + 63 − u`.
 pub fn line_elements(cols: usize) -> usize {
     cols + diagonals(cols, LINE_ROWS).next_multiple_of(8)
 }
 
-/// Whether a matrix's sums are wanted.
+/// Returns whether a matrix's sums are wanted.
 #[cube]
 pub fn is_wanted<W: Size>(
     logs: &ComptimeOption<Box<[Vector<f32, W>]>>,
@@ -60,8 +61,8 @@ pub fn is_wanted<W: Size>(
     first.extract(0usize) < comptime!(UNWANTED)
 }
 
-/// Writes the sums of a warpgroup's weights `2^(factor · score − log)`, of the columns that a row sees: `[batch, tiles of a matrix, 2, line_elements]`. `logs` are
-/// `[batch, rows]`, to base 2.
+/// Writes the sums of a warpgroup's weights `2^(factor · score − log)` over the columns that each row sees: `[batch, tiles of a matrix, 2, line_elements]`.
+/// `logs` is `[batch, rows]`, to base 2.
 #[cube]
 pub fn store_line_sums<S: Size, W: Size>(
     out: &mut [Vector<u32, W>],
@@ -75,7 +76,7 @@ pub fn store_line_sums<S: Size, W: Size>(
     #[comptime] t: ProductTile,
 ) {
     let group = own.warp / 4;
-    // A warpgroup without a row has no sums.
+    // A warpgroup without rows writes no sums.
     if group * comptime!(LINE_ROWS as u32) < shape.rows {
         let weights = weights_of::<S, W>(logs, sums, place, shape, seen, own, t);
         let words = comptime!(line_words(t.cols) as u32);
@@ -110,7 +111,7 @@ pub fn store_line_sums<S: Size, W: Size>(
                 let mut sum = 0.0f32.runtime();
                 #[unroll]
                 for warp in 0..4u32 {
-                    // The warpgroup's last row has the first diagonal, a warp's last row its own first.
+                    // The warpgroup's first diagonal belongs to its last row, and a warp's first diagonal to the warp's last row.
                     let lower = comptime!((3 - warp) * WARP_ROWS as u32);
                     let end = comptime!(diagonals(cols, WARP_ROWS) as u32 + lower);
                     let is_own = diagonal >= lower && diagonal < end;
@@ -121,7 +122,7 @@ pub fn store_line_sums<S: Size, W: Size>(
                 out[target + cols + diagonal as usize] = word::<W>(sum);
             }
         }
-        // Before the next tile's weights are written there.
+        // Wait before the next tile's weights overwrite them.
         named_sync(1 + group, 128u32);
     }
 }
@@ -133,7 +134,7 @@ fn word<W: Size>(number: f32) -> Vector<u32, W> {
     word
 }
 
-/// A unit's weights, where its scores were.
+/// Converts a unit's scores to weights.
 #[cube]
 fn weights_of<S: Size, W: Size>(
     logs: &ComptimeOption<Box<[Vector<f32, W>]>>,
@@ -153,9 +154,9 @@ fn weights_of<S: Size, W: Size>(
         let log = logs.as_ref().unwrap()[at as usize].extract(0usize);
         let end = min(seen.first + row as i32, seen.columns as i32);
         let end = select(row < shape.rows, end, 0i32);
-        // Of the tile's columns, counted from the unit's first.
+        // Relative to the unit's first column of the tile.
         let end = end - (place.col + quarter * 2) as i32;
-        // But for the last tiles rows see all there is: nothing is asked for each weight then.
+        // Rows see whole tiles except the last ones: skip the comparison for each weight there.
         if end > comptime!(t.cols as i32) {
             #[unroll]
             for i in 0..comptime!(t.cols / 4) {
@@ -176,13 +177,13 @@ fn weights_of<S: Size, W: Size>(
     weights
 }
 
-/// The sums of a warp's rows, in shared memory of its own: of its diagonals, and behind them of its columns.
+/// Sums over a warp's rows into its own shared memory: its diagonals, then its columns.
 #[cube]
 fn sum_lines(weights: &Array<f32>, of_warp: u32, lane: u32, #[comptime] t: ProductTile) {
     let (cols, eights) = comptime!((t.cols, t.cols / 8));
     let row_words = comptime!(line_row(cols));
     let quarter = lane % 4;
-    // Of rows `r`, and of rows `r + 8` eight columns before.
+    // Adds rows `r` and rows `r + 8` shifted by eight columns.
     let row = of_warp + (lane / 4 * comptime!(row_words as u32) + quarter * 2) * 4;
     #[unroll]
     for eight in 0..comptime!(eights + 1) {
@@ -208,7 +209,7 @@ fn sum_lines(weights: &Array<f32>, of_warp: u32, lane: u32, #[comptime] t: Produ
         let mut sum = 0.0f32.runtime();
         #[unroll]
         for r in 0..8usize {
-            // Of row `r` the diagonal has a place further to the right than of the row before.
+            // The diagonal is one column further right in row `r` than in the row before.
             let place = lane as i32 + comptime!(32 * part as i32 + r as i32 - 7);
             let is_inside = comptime!(part > 0 && 32 * part + 31 + r < row_words + 7);
             if comptime!(is_inside) {
@@ -242,7 +243,7 @@ fn sum_lines(weights: &Array<f32>, of_warp: u32, lane: u32, #[comptime] t: Produ
             columns[i] = select(is_high, high, low) + other;
         }
     }
-    // All have read what was there.
+    // Wait until all lanes have read the shared memory.
     sync_plane();
     #[unroll]
     for part in 0..each {
@@ -250,7 +251,7 @@ fn sum_lines(weights: &Array<f32>, of_warp: u32, lane: u32, #[comptime] t: Produ
         shared_store(of_warp + at * 4, u32::reinterpret(along[part]));
     }
     let row = lane / 4;
-    // The bits of the row, the highest first, say which eighth of the columns it is.
+    // The bits of the row, highest first, select the eighth of the columns.
     let first = of_warp + (comptime!(32 * each as u32) + row * comptime!(cols as u32 / 8)) * 4;
     #[unroll]
     for i in 0..comptime!(cols / 64) {

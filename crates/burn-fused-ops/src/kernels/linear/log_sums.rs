@@ -1,9 +1,9 @@
-//! Scores of which sums of exponentials are wanted, over runs of columns, as far as rows see them.
+//! Log-sum epilogue: logarithms of sums of exponentials of scores over runs of columns, restricted to the columns that each row sees.
 //!
-//! A unit has two of every eight columns of a row, and its three neighbours the others, so a run's largest score and its sum take two trades each. Of four
-//! runs each unit writes one.
+//! A unit holds two of every eight columns of a row and its three neighbours the others, so a run's maximum and its sum take two exchanges each. Each unit
+//! writes one of four runs.
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime conditions.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -13,26 +13,26 @@ use crate::kernels::linear::places::{Tiles, place_of};
 use crate::kernels::linear::tile::{ProductTile, ROWS};
 use blocksparse_cubecl::arch::ptx::{exp2, log2, shuffle_xor};
 
-/// Which columns rows see.
+/// Columns that each row sees.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SeenColumns {
     /// Row `i` sees the columns before `first + i`.
     pub first: i64,
-    /// And no more than so many.
+    /// Upper bound of the columns that a row sees.
     pub columns: usize,
-    /// What products are multiplied by.
+    /// Factor of the products.
     pub factor: f64,
 }
 
 impl SeenColumns {
-    /// Tiles of so many columns that some of the tile's rows see, of `row_tile` of `rows` rows.
+    /// Returns the number of column tiles of `cols` columns that a row of tile `row_tile` sees, of a matrix with `rows` rows.
     fn tiles_of(&self, rows: usize, row_tile: usize, cols: usize) -> usize {
         let last = ((row_tile + 1) * ROWS).min(rows) as i64 - 1;
         let seen = (self.first + last).clamp(0, self.columns as i64);
         (seen as usize).div_ceil(cols)
     }
 
-    /// Tiles of a matrix of `rows` rows.
+    /// Returns the number of tiles of a matrix with `rows` rows.
     pub(crate) fn tiles(&self, rows: usize, cols: usize) -> usize {
         (0..rows.div_ceil(ROWS))
             .map(|row_tile| self.tiles_of(rows, row_tile, cols))
@@ -49,18 +49,18 @@ impl SeenColumns {
     }
 }
 
-/// The same in a kernel.
+/// Kernel argument of [`SeenColumns`].
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Seen {
     pub first: i32,
     pub columns: u32,
     /// Tiles of a matrix.
     pub tiles: u32,
-    /// What products are multiplied by, of a logarithm to base 2.
+    /// Factor of the products, for base-2 exponentials.
     pub factor: f32,
 }
 
-/// Tiles that some of the rows of `row_tile` see.
+/// Returns the number of column tiles that a row of `row_tile` sees.
 #[cube]
 fn tiles_of(seen: &Seen, shape: &ResultShape, row_tile: u32, #[comptime] cols: usize) -> u32 {
     let last = min((row_tile + 1) * comptime!(ROWS as u32), shape.rows) as i32 - 1;
@@ -68,8 +68,8 @@ fn tiles_of(seen: &Seen, shape: &ResultShape, row_tile: u32, #[comptime] cols: u
     end.div_ceil(comptime!(cols as u32))
 }
 
-/// The place of a tile: of those that are seen, where others are left out. Of maxima the rows of all matrices come first, which are few, and meet the same
-/// columns: these are read from memory once for all.
+/// Returns the position of a tile among the visible tiles, if others are skipped. With maxima, row tiles of all matrices vary fastest: they are few and meet
+/// the same columns, which are then read from memory once.
 #[cube]
 pub fn seen_place(
     tiles: &Tiles,
@@ -97,11 +97,11 @@ pub fn seen_place(
     place_of(tiles, full, t.cols)
 }
 
-/// What no score is as low as.
+/// Below every score.
 const LOWEST: f32 = -3.0e38;
 
-/// Writes the natural logarithms of the sums of exponentials over runs, `[batch, rows, columns / run]`: of a run that a row does not see a number that is lower
-/// than any score's.
+/// Writes the natural logarithms of the sums of exponentials over runs, `[batch, rows, columns / run]`. A run that a row does not see gets a value below
+/// every score.
 #[cube]
 pub fn store_log_sums<S: Size, W: Size>(
     out: &mut [Vector<u32, W>],
@@ -119,7 +119,7 @@ pub fn store_log_sums<S: Size, W: Size>(
     for lower in 0..2usize {
         let row = place.row + own.row() + comptime!(8 * lower as u32);
         let end = min(seen.first + row as i32, seen.columns as i32);
-        // Of the tile's columns, counted from the unit's first.
+        // Relative to the unit's first column of the tile.
         let end = end - (place.col + quarter * 2) as i32;
         let row_runs = shape.cols / comptime!(run as u32);
         let first_run = place.col / comptime!(run as u32);
@@ -157,7 +157,7 @@ pub fn store_log_sums<S: Size, W: Size>(
     }
 }
 
-/// Writes the numbers of up to four runs of a row, of which each of its units has one and `last` is the last, as far as the row has runs.
+/// Writes one value of each of up to four runs of a row, one per unit; `last` is the unit's own run. Runs past the row's end are not written.
 #[cube]
 pub(crate) fn store_runs<W: Size>(
     out: &mut [Vector<u32, W>],
@@ -180,7 +180,7 @@ pub(crate) fn store_runs<W: Size>(
 mod tests {
     use super::*;
 
-    /// The tiles that have a pair of a row and a column that it sees, and no others.
+    /// Counts the tiles with a row and a column that it sees, and no others.
     #[test]
     fn seen_tiles_are_counted() {
         for (rows, first, columns) in [

@@ -1,8 +1,9 @@
-//! The highest of scores, over runs of columns: of each number of a result one for every so many, and nothing else is written.
+//! Maxima epilogue: writes only the maximum of each run of columns.
 //!
-//! A unit has two of every eight columns of a row, and its three neighbours the others, so a run's highest takes two trades. Of four runs each unit writes one.
+//! A unit holds two of every eight columns of a row and its three neighbours the others, so a run's maximum takes two exchanges. Each unit writes one of four
+//! runs.
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime conditions.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -12,7 +13,7 @@ use crate::kernels::linear::log_sums::store_runs;
 use crate::kernels::linear::tile::ProductTile;
 use blocksparse_cubecl::arch::ptx::shuffle_xor;
 
-/// Writes the highest of runs, `[batch, rows, columns / run]`: what is NaN does not count beside others.
+/// Writes the maxima of runs, `[batch, rows, columns / run]`. NaN is ignored if a run has other scores.
 #[cube]
 pub fn store_maxima<S: Size, W: Size>(
     out: &mut [Vector<u32, W>],
@@ -35,7 +36,7 @@ pub fn store_maxima<S: Size, W: Size>(
         let mut written = 0.0f32.runtime();
         #[unroll]
         for r in 0..runs {
-            // Of either column a highest of its own, so that fewer wait for each other.
+            // Separate maxima of even and odd columns shorten the dependency chains.
             let mut even = sums.extract(comptime!(4 * r * eights + 2 * lower));
             let mut odd = sums.extract(comptime!(4 * r * eights + 2 * lower + 1));
             #[unroll]

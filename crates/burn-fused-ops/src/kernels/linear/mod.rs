@@ -1,5 +1,5 @@
-//! Products of layers: `a · b` of matrices in half precision, sums in f32, on wgmma and TMA on GPUs of compute capability 9.0, and on mma.sync and
-//! cp.async on others from 8.0 on.
+//! Products of layers: `a · b` of half-precision matrices with sums in f32. On wgmma and TMA on GPUs of compute capability 9.0, and on mma.sync and cp.async
+//! on others from 8.0 on.
 //!
 //! ```text
 //! view       matrices in memory
@@ -18,9 +18,9 @@
 //! mma        the kernel on mma.sync, with its tile
 //! ```
 //!
-//! The product of a layer, and both of its gradients, read the same tensors in their natural order: what is contiguous may be the depth or not, in
-//! either factor. The gradient by a weight has few tiles and a long depth, so the depth is cut into parts, each of which has an output of its own;
-//! the caller adds them up in order (`rows::window_sums`).
+//! The product of a layer and both of its gradients read the same tensors in place: in either factor the depth or the other dimension may be contiguous. The
+//! gradient with respect to a weight has few tiles and a long depth, so the depth is split into parts, each with an output of its own; the caller adds them
+//! in order (`rows::window_sums`).
 
 mod asm;
 pub mod blocks;

@@ -1,34 +1,34 @@
-//! Where the tiles of a product are, and which of them a number names.
+//! Positions of the tiles of a product.
 
 use cubecl::prelude::*;
 
 use crate::kernels::linear::epilogue::Place;
 use crate::kernels::linear::tile::ROWS;
 
-/// Where tiles are.
+/// Grid of tiles.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Tiles {
-    /// All of them.
+    /// Number of tiles.
     pub count: u32,
-    /// Along the rows and along the columns.
+    /// Tiles along the rows and along the columns.
     pub rows: u32,
     pub cols: u32,
-    /// Parts of the depth, and slabs of a part but the last.
+    /// Parts of the depth, and slabs of every part but the last.
     pub parts: u32,
     pub part_slabs: u32,
     /// Slabs of the depth.
     pub slabs: u32,
-    /// Neighbouring matrices of the batch that share one of either factor.
+    /// Neighbouring matrices of the batch that share one matrix of the left, respectively right, factor.
     pub a_each: u32,
     pub b_each: u32,
-    /// Matrices of a run of either.
+    /// Matrices of a run of the left, respectively right, factor.
     pub a_run: u32,
     pub b_run: u32,
-    /// Rows of a batch entry of the left factor, if it lies by heads.
+    /// Rows of a batch entry of the left factor, if it is laid out by heads.
     pub seq: u32,
 }
 
-/// The place of a tile of so many columns.
+/// Returns the position of a tile with `cols` columns.
 #[cube]
 pub fn place_of(tiles: &Tiles, tile: u32, #[comptime] cols: usize) -> Place {
     let row_tile = tile / tiles.cols;

@@ -1,4 +1,4 @@
-//! How a product is cut into tiles.
+//! Partition of a product into tiles.
 
 use std::fmt;
 
@@ -14,19 +14,19 @@ use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::call::{check_ampere, check_hopper};
 use blocksparse_cubecl::tuning::{TierLimit, Tuning};
 
-/// Columns of a tile, at most.
+/// Most columns of a tile.
 const MOST_COLUMNS: usize = 256;
 
-/// What epilogues refuse.
+/// Error messages of epilogues.
 const NOT_HALF: &str = "only a result in half precision becomes anything else";
 const NOT_ONE: &str = "heads and gradients are of one matrix";
 
-/// What a product is, without its tensors.
+/// Shapes, layout and epilogue of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProductRequest {
-    /// Whether the factors are bf16 and not f16.
+    /// True if the factors are bf16, false if they are f16.
     pub bf16: bool,
-    /// Matrices of the batch.
+    /// Number of matrices of the batch.
     pub batch: usize,
     /// Rows of the left factor.
     pub rows: usize,
@@ -34,23 +34,23 @@ pub struct ProductRequest {
     pub cols: usize,
     /// Columns of the left factor, rows of the right one.
     pub depth: usize,
-    /// What is contiguous in the left and in the right factor.
+    /// Contiguous dimension of the left and of the right factor.
     pub orders: [Order; 2],
-    /// Whether the result is f32, and not of the type of the factors.
+    /// True if the result is f32, false if it has the type of the factors.
     pub wide: bool,
-    /// Whether the depth may be taken in parts, each with a result of its own. Only with an f32 result.
+    /// True if the depth may be split into parts, each with its own result. Requires an f32 result.
     pub parts: bool,
-    /// What becomes of the sums.
+    /// Operation on the sums.
     pub epilogue: Epilogue,
-    /// Whether the left factor lies by heads.
+    /// True if the left factor is laid out by heads.
     pub by_heads: bool,
 }
 
 impl ProductRequest {
-    /// The product of two batches of matrices.
+    /// Returns the request for the product of two batches of matrices.
     ///
     /// # Errors
-    /// Why the kernel cannot read them.
+    /// The reason why the kernel cannot read them.
     pub fn of(
         bf16: bool,
         [a, b]: [&MatrixView; 2],
@@ -82,7 +82,8 @@ impl ProductRequest {
         })
     }
 
-    /// One product in half precision, of a left factor with contiguous rows `[rows, depth]` and a right one `[depth, cols]`.
+    /// Returns the request for one product in half precision, with contiguous rows in both the left factor, `[rows, depth]`, and the right one,
+    /// `[depth, cols]`.
     pub fn plain(bf16: bool, [rows, cols, depth]: [usize; 3]) -> Self {
         Self {
             bf16,
@@ -98,7 +99,7 @@ impl ProductRequest {
         }
     }
 
-    /// With something that becomes of the sums.
+    /// Sets the epilogue.
     #[must_use]
     pub fn with(mut self, epilogue: Epilogue) -> Self {
         self.epilogue = epilogue;
@@ -106,7 +107,7 @@ impl ProductRequest {
     }
 
     /// # Errors
-    /// What the epilogue does not take.
+    /// The epilogue's requirement that is not met.
     fn check_epilogue(&self) -> Result<(), &'static str> {
         let whole = self.wide && !self.parts && !self.by_heads;
         let are_runs = |of: &[usize], run| of.contains(&run) && self.cols.is_multiple_of(run);
@@ -153,18 +154,18 @@ impl ProductRequest {
     }
 }
 
-/// Whether a device multiplies anything here.
+/// Checks that this module multiplies anything on a device.
 ///
 /// # Errors
-/// Why it does not.
+/// The reason why it does not.
 pub fn available(client: &Client) -> Result<(), &'static str> {
     hopper(client).map(|_| ())
 }
 
-/// Multiprocessors and bytes of shared memory of a device that has wgmma.
+/// Returns the multiprocessors and the bytes of shared memory of a device with wgmma.
 ///
 /// # Errors
-/// If it is another one, or if the environment wants another tier.
+/// If the device has no wgmma or no TMA, or the environment selects another tier.
 pub(crate) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
     let properties = client.properties();
     check_hopper(properties)?;
@@ -178,10 +179,10 @@ pub(crate) fn hopper(client: &Client) -> Result<(usize, usize), &'static str> {
     }
 }
 
-/// The same of a device that has mma.sync of half precision, ldmatrix and cp.async.
+/// Returns the same for a device with half-precision mma.sync, ldmatrix and cp.async.
 ///
 /// # Errors
-/// If it is another one, or if the environment wants another tier.
+/// If the device lacks them, or the environment selects another tier.
 pub(crate) fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
     check_ampere(client.properties())?;
     match Tuning::or_reason()?.tier.is_simt() {
@@ -190,7 +191,7 @@ pub(crate) fn ampere(client: &Client) -> Result<(usize, usize), &'static str> {
     }
 }
 
-/// Multiprocessors, so many where the device does not say, and bytes of shared memory.
+/// Returns the multiprocessors, or the given default if the device does not report them, and the bytes of shared memory.
 fn room(client: &Client, multiprocessors: u32) -> (usize, usize) {
     let hardware = &client.properties().hardware;
     let multiprocessors = hardware
@@ -199,12 +200,12 @@ fn room(client: &Client, multiprocessors: u32) -> (usize, usize) {
     (multiprocessors as usize, hardware.max_shared_memory_size)
 }
 
-/// The shape of a cube's work on a tier.
+/// Tile of a tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TierTile {
     /// wgmma and TMA, on compute capability 9.0.
     Wgmma(ProductTile),
-    /// mma.sync and cp.async, from 8.0 on.
+    /// mma.sync and cp.async, from compute capability 8.0 on.
     Mma(MmaTile),
 }
 
@@ -226,18 +227,18 @@ impl fmt::Display for TierTile {
     }
 }
 
-/// A shape with what it costs, by a model of the device.
+/// Tile with its cost by a model of the device.
 struct Costed {
     tile: TierTile,
     /// Cubes that share a multiprocessor.
     cubes: usize,
     /// Cycles of a slab.
     slab: usize,
-    /// Cycles of a tile's beginning and end.
+    /// Cycles of a tile's prologue and epilogue.
     tile_cycles: usize,
 }
 
-/// What a product will run.
+/// Plan of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProductPlan {
     pub(crate) request: ProductRequest,
@@ -247,30 +248,30 @@ pub struct ProductPlan {
     pub(crate) cubes: usize,
 }
 
-/// Cycles in which tensor cores multiply a slab by so many columns, for both warpgroups: narrow tiles are bound by what is read from shared memory.
+/// Columns of a tile, and the cycles in which the tensor cores multiply a slab by them for both warpgroups. Narrow tiles are bound by reads of shared memory.
 const SLAB_CYCLES: [(usize, usize); 3] = [(256, 1024), (128, 600), (64, 380)];
-/// Cycles of a tile's beginning and end that nothing else fills, and of writing 64 columns of it.
+/// Cycles of a tile's prologue and epilogue that nothing overlaps, and of writing 64 of its columns.
 const TILE_CYCLES: usize = 500;
 const WRITE_CYCLES: usize = 250;
-/// Bytes a cycle of the device's memory.
+/// Bandwidth of the device's memory, in bytes per cycle.
 const MEMORY_BYTES: usize = 2200;
-/// The fewest slabs of a part, and the most parts.
+/// Least slabs of a part, and most parts.
 const LEAST_SLABS: usize = 8;
 const MOST_PARTS: usize = 128;
 
 impl ProductPlan {
-    /// The fastest plan by a model of the device.
+    /// Returns the fastest plan by a model of the device.
     ///
     /// # Errors
-    /// Why the kernel does not run the product.
+    /// The reason why the kernel does not support the product.
     pub fn new(client: &Client, request: ProductRequest) -> Result<Self, &'static str> {
         Ok(Self::all(client, request)?[0])
     }
 
-    /// All plans, the fastest by the model first.
+    /// Returns all plans, the fastest by the model first.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// Those of [`new`](Self::new).
     pub fn all(client: &Client, request: ProductRequest) -> Result<Vec<Self>, &'static str> {
         match hopper(client) {
             Ok((multiprocessors, shared)) => Self::on_wgmma(request, multiprocessors, shared),
@@ -287,10 +288,10 @@ impl ProductPlan {
         shared: usize,
     ) -> Result<Vec<Self>, &'static str> {
         let ProductRequest { wide, epilogue, .. } = request;
-        // Registers have room for what a gradient reads, and for sums of weights over columns, beside the sums of half a tile.
+        // Registers suffice for what a gradient reads, and for line sums, only next to the sums of half a tile.
         let is_half = matches!(epilogue, Epilogue::Gradient { .. } | Epilogue::LineSums);
         let shapes = SLAB_CYCLES.into_iter().filter_map(|(cols, slab)| {
-            // Who chooses sees all columns, and a run is within a tile.
+            // A top-k choice needs all columns in one tile, and a run lies within a tile.
             let is_whole = match epilogue {
                 Epilogue::Highest(_) => request.cols <= cols,
                 Epilogue::Maxima { run } => run <= cols,
@@ -344,7 +345,7 @@ impl ProductPlan {
         Self::of(request, multiprocessors, shapes)
     }
 
-    /// The plans of a tier that has these shapes.
+    /// Returns the plans for the tiles of a tier.
     fn of(
         request: ProductRequest,
         multiprocessors: usize,
@@ -386,7 +387,7 @@ impl ProductPlan {
                 let tile_cols = shape.tile.cols();
                 let tiles = batch * parts * rows.div_ceil(ROWS) * cols.div_ceil(tile_cols);
                 let of_tile = part_slabs * shape.slab + shape.tile_cycles;
-                // Parts are written, read, and written once more when they are added up.
+                // Parts are written, read, and written once more when they are added.
                 let sums = match parts {
                     1 => 0,
                     _ => batch * rows * cols * 4 * (2 * parts + 1) / MEMORY_BYTES,
@@ -404,7 +405,7 @@ impl ProductPlan {
         });
         let mut plans: Vec<_> = plans.collect();
         plans.sort_by_key(|(cycles, _)| *cycles);
-        // Numbers of parts that come to the same number of slabs are one plan.
+        // Different numbers of parts can round to the same plan.
         plans.dedup_by_key(|(_, plan)| *plan);
         match plans.is_empty() {
             true => Err("no tile fits the shared memory"),
@@ -412,17 +413,17 @@ impl ProductPlan {
         }
     }
 
-    /// Parts of the depth: the result is `[batch, parts, rows, columns]`, to be added up.
+    /// Returns the number of parts of the depth: the result is `[batch, parts, rows, columns]`, to be added.
     pub fn parts(&self) -> usize {
         self.parts
     }
 
-    /// Rows of the sums over 64 rows each, where those are wanted.
+    /// Returns the number of rows of the sums over 64 rows each, for gradients with sums.
     pub fn total_rows(&self) -> usize {
         2 * self.request.rows.div_ceil(ROWS)
     }
 
-    /// Columns of a tile.
+    /// Returns the columns of a tile.
     pub fn tile_cols(&self) -> usize {
         self.tile.cols()
     }

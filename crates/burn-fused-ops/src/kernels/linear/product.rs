@@ -1,4 +1,4 @@
-//! The kernel: persistent cubes, a warp that loads and two warpgroups that multiply.
+//! The kernel: persistent cubes with one warp that loads and two warpgroups that multiply.
 //!
 //! ```text
 //! warp 8       slab after slab of tile after tile into a ring of slabs, by TMA
@@ -6,7 +6,7 @@
 //!              next tile's slabs are on their way
 //! ```
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime conditions.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -54,7 +54,7 @@ fn load_slab(
     }
 }
 
-/// The same of a factor that lies by heads, whose slabs do not go beyond a batch entry.
+/// Loads a slab of a factor laid out by heads. A slab does not cross a batch entry.
 #[cube]
 fn load_heads(
     map: u64,
@@ -79,11 +79,10 @@ fn load_heads(
     }
 }
 
-/// `a` and `b` as maps `[1, batch, rows, columns]` whose columns are contiguous: transposed where an [`Order`] says so; `a` as a map
-/// `[batch, heads, seq, 64]`, if the tile says so. `out` is
-/// `[batch, parts, rows, columns]` in words, or as the tile's epilogue says; so is `second`, what it writes beside that, and `before`, what it reads.
-/// `totals` is `[tiles along the rows · 2, columns]`. `seen` is read where the tile's epilogue sees some columns alone. In the place of a bias sums over columns
-/// have the rows' logarithms, `[batch, rows]`.
+/// Computes a product. `a` and `b` are maps `[1, batch, rows, columns]` with contiguous columns, transposed where an [`Order`] says so; `a` is a map
+/// `[batch, heads, seq, 64]` if the tile says so. `out` is `[batch, parts, rows, columns]` in words, or what the epilogue states. `second` is its second
+/// output and `before` its additional input, in the same layout; `totals` is `[tiles along the rows · 2, columns]`. `seen` is read only if the epilogue
+/// restricts columns. For line sums `bias` holds the rows' logarithms, `[batch, rows]`.
 #[cube(launch_unchecked)]
 pub fn product<S: Size, W: Size>(
     a: &TensorMap<u32, Tiled>,
@@ -177,7 +176,7 @@ pub fn product<S: Size, W: Size>(
             warp,
             lane,
         };
-        // A cube without a tile, of those that are left, would wait for a slab that never comes.
+        // A cube without a tile must not wait for a slab that never arrives.
         if comptime!(!t.is_lines()) {
             if group == 1 && CUBE_POS_X < tiles.count {
                 barrier_wait(base, 0u32);
@@ -192,7 +191,7 @@ pub fn product<S: Size, W: Size>(
             let mut wanted = 1u32.runtime();
             if comptime!(t.is_lines()) {
                 wanted = uniform(select(is_wanted::<W>(&bias, &place, &shape), 1u32, 0u32));
-                // The first tile that is wanted.
+                // Stagger once, at the first tile that is wanted.
                 if wanted != 0u32 && group == 1 && number == 0 {
                     barrier_wait(base, 0u32);
                     pause(STAGGER);
@@ -235,7 +234,7 @@ pub fn product<S: Size, W: Size>(
     }
 }
 
-/// Writes sums as they are.
+/// Writes sums unchanged.
 #[cube]
 fn store<S: Size, W: Size>(
     out: &mut [Vector<u32, W>],

@@ -1,4 +1,4 @@
-//! The shape of a cube's work.
+//! Comptime shape of a cube's work.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::arch::tma::{DEPTH, ROW, ROW_ELEMENTS};
 use blocksparse_cubecl::shared::curve::ActivationKind;
 
-/// What is contiguous in a factor.
+/// Contiguous dimension of a factor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Order {
     /// The depth, over which products are summed: "K-major".
@@ -17,7 +17,7 @@ pub enum Order {
 }
 
 impl Order {
-    /// From a slab in rows of 128 bytes to each 16 of its depth, in 16 bytes.
+    /// Returns the offset of each step of depth 16 in a slab with rows of 128 bytes, in units of 16 bytes.
     pub(crate) fn offsets(self) -> [usize; STEPS] {
         let step = match self {
             Self::Depth => (2 * DEPTH) >> 4,
@@ -27,54 +27,53 @@ impl Order {
     }
 }
 
-/// What rows choose.
+/// Parameters of a top-k choice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Highest {
-    /// Columns that a row chooses: 8 at most.
+    /// Columns that a row chooses: at most 8.
     pub most: usize,
-    /// Neighbouring columns whose sums are one score: 1 or 2.
+    /// Adjacent columns that are added to one score: 1 or 2.
     pub parts: usize,
-    /// Row `i` may choose the scores before number `(first + i) / step`.
+    /// Row `i` may choose scores with an index below `(first + i) / step`.
     pub step: usize,
 }
 
-/// Columns that a row chooses, at most: each is kept in registers.
+/// Most columns that a row chooses: each is kept in registers.
 pub const MOST_HIGHEST: usize = 8;
 
-/// What becomes of the sums of a tile. Only results in half precision become anything, but for [`LogSums`](Self::LogSums),
-/// [`Maxima`](Self::Maxima), [`LineSums`](Self::LineSums) and [`Highest`](Self::Highest).
+/// Epilogue: operation on the sums of a tile. Epilogues need results in half precision, except [`LogSums`](Self::LogSums), [`Maxima`](Self::Maxima),
+/// [`LineSums`](Self::LineSums) and [`Highest`](Self::Highest), which need f32.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Epilogue {
-    /// They are the result.
+    /// Writes the sums unchanged.
     #[default]
     Plain,
-    /// A bias is added, and columns are written by heads of so many.
+    /// Adds a bias, and writes columns by heads.
     Heads {
         /// Columns of a head.
         dim: usize,
     },
-    /// They meet a bias and an activation.
+    /// Adds a bias and applies an activation.
     Activation(ActivationKind),
-    /// They are the gradient by an activation, and become that by what came into it.
+    /// Converts the gradient with respect to an activation to that with respect to its input.
     Gradient {
-        /// The activation.
         activation: ActivationKind,
-        /// Whether sums over rows are wanted.
+        /// True if sums over rows are wanted.
         sums: bool,
     },
-    /// They are scores, in f32: of each run of so many columns the logarithm of the sum of their exponentials, as far as the row sees them.
+    /// Log-sum-exp of f32 scores over each run of columns, restricted to the columns that the row sees.
     LogSums {
         /// Columns of a run: 8, 16, 32 or 64.
         run: usize,
     },
-    /// They are scores, in f32: of each run of so many columns the highest.
+    /// Maximum of f32 scores over each run of columns.
     Maxima {
         /// Columns of a run: 8, 16, 32, 64 or 128.
         run: usize,
     },
-    /// They are scores, in f32: of up to 128 rows whose sums of exponentials are known the softmax's sums over rows, of each column and along each diagonal.
+    /// Softmax weights of f32 scores, summed over the rows for each column and along each diagonal. At most 128 rows, whose sums of exponentials are known.
     LineSums,
-    /// They are scores, in f32: of each row the columns of the highest are the result.
+    /// Columns of the highest f32 scores of each row.
     Highest(Highest),
 }
 
@@ -95,58 +94,58 @@ impl fmt::Display for Epilogue {
 
 /// Rows of a tile: 64 for each of two warpgroups.
 pub const ROWS: usize = 128;
-/// Rows of a warpgroup, and bytes of them or of its columns in a slab.
+/// Rows of a warpgroup.
 const GROUP_ROWS: usize = 64;
 /// Depth of a slab.
 pub const SLAB: usize = ROW_ELEMENTS;
-/// Bytes of 64 rows of a slab, or of 64 columns.
+/// Bytes of 64 rows, or 64 columns, of a slab.
 pub const SPAN_BYTES: usize = GROUP_ROWS * ROW;
 /// Units that multiply.
 pub const MULTIPLIERS: usize = 256;
-/// Units of a cube: a warp loads.
+/// Units of a cube, including the warp that loads.
 pub const UNITS: usize = MULTIPLIERS + 32;
 /// Warps that multiply.
 pub const WARPS: u32 = (MULTIPLIERS / 32) as u32;
-/// Bytes before the slabs, for barriers.
+/// Bytes of the barriers, before the slabs.
 const BARRIERS: usize = 1024;
 
-/// Words of a row that a warp of [`Epilogue::LineSums`] writes: its columns, and the eight before the first, which are those of its lower rows.
+/// Returns the words of a row that a warp of [`Epilogue::LineSums`] writes: its columns, and the eight before the first, which belong to its lower rows.
 pub(crate) fn line_row(cols: usize) -> usize {
     cols + 8
 }
 
-/// Words of shared memory of such a warp.
+/// Returns the words of shared memory of such a warp.
 pub(crate) fn line_words(cols: usize) -> usize {
     8 * line_row(cols)
 }
 
-/// The comptime shape of the kernel: its key in the cache of compiled kernels.
+/// Comptime shape of the kernel: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ProductTile {
-    /// The type of the factors.
+    /// Type of the factors.
     pub half: Half,
     /// Columns: 64, 128 or 256.
     pub cols: usize,
     /// Slabs in shared memory.
     pub stages: usize,
-    /// How the left factor lies.
+    /// Contiguous dimension of the left factor.
     pub a: Order,
-    /// How the right factor lies.
+    /// Contiguous dimension of the right factor.
     pub b: Order,
-    /// Whether results are f32.
+    /// True if results are f32.
     pub wide: bool,
-    /// What becomes of the sums.
+    /// Operation on the sums.
     pub epilogue: Epilogue,
-    /// Whether the left factor lies by heads.
+    /// True if the left factor is laid out by heads.
     pub by_heads: bool,
 }
 
-/// Cycles by which the second warpgroup begins later, so that one multiplies while the other writes: about two slabs of a warpgroup of its own at 256
-/// columns, as long as it takes to write its results.
+/// Cycles by which the second warpgroup starts later, so that one multiplies while the other writes: about the time a warpgroup takes to write its results,
+/// or for two of its own slabs at 256 columns.
 pub const STAGGER: u32 = 1024;
 
 impl ProductTile {
-    /// The tile of so many columns.
+    /// Returns a tile with `cols` columns and one slab.
     pub fn new(half: Half, cols: usize, [a, b]: [Order; 2], wide: bool) -> Self {
         Self {
             half,
@@ -160,7 +159,7 @@ impl ProductTile {
         }
     }
 
-    /// With as many slabs as fit. None: too few do.
+    /// Sets the most slabs that fit in shared memory. None: fewer than two fit.
     pub fn with_slabs(mut self, shared: usize) -> Option<Self> {
         let room = shared.checked_sub(BARRIERS + self.totals_bytes())?;
         self.stages = (room / self.slab_bytes()).min(8);
@@ -191,17 +190,17 @@ impl ProductTile {
         BARRIERS + self.stages * self.slab_bytes() + self.totals_bytes()
     }
 
-    /// Whether sums over rows are wanted.
+    /// Returns whether sums over rows are wanted.
     pub(crate) fn sums(&self) -> bool {
         matches!(self.epilogue, Epilogue::Gradient { sums: true, .. })
     }
 
-    /// Whether sums over columns and diagonals of weights are wanted.
+    /// Returns whether line sums are wanted.
     pub(crate) fn is_lines(&self) -> bool {
         self.epilogue == Epilogue::LineSums
     }
 
-    /// Where the sums over each warp's rows lie.
+    /// Returns the offset of the sums over each warp's rows in shared memory.
     pub(crate) fn totals(&self) -> u32 {
         (BARRIERS + self.stages * self.slab_bytes()) as u32
     }
@@ -227,7 +226,7 @@ impl ProductTile {
         }
     }
 
-    /// Columns of the sums that a unit writes at a time.
+    /// Returns the columns that a unit writes at a time.
     pub(crate) fn written(&self) -> usize {
         match self.epilogue {
             Epilogue::LogSums { run } | Epilogue::Maxima { run } => run,
@@ -236,7 +235,7 @@ impl ProductTile {
         }
     }
 
-    /// Words that it writes them as.
+    /// Returns the words of such a write.
     pub(crate) fn written_words(&self) -> usize {
         match self.epilogue {
             Epilogue::LogSums { .. }
@@ -248,17 +247,17 @@ impl ProductTile {
         }
     }
 
-    /// Whether the highest of runs of columns are wanted.
+    /// Returns whether maxima of runs are wanted.
     pub(crate) fn is_maxima(&self) -> bool {
         matches!(self.epilogue, Epilogue::Maxima { .. })
     }
 
-    /// Whether rows choose columns.
+    /// Returns whether rows choose columns.
     pub(crate) fn is_highest(&self) -> bool {
         matches!(self.epilogue, Epilogue::Highest(_))
     }
 
-    /// What rows choose, if that is what becomes of the sums.
+    /// Returns the parameters of the top-k choice.
     pub(crate) fn highest(&self) -> Highest {
         match self.epilogue {
             Epilogue::Highest(of) => of,
@@ -266,7 +265,7 @@ impl ProductTile {
         }
     }
 
-    /// Whether tiles that no row sees are left out.
+    /// Returns whether tiles that no row sees are skipped.
     pub(crate) fn is_seen(&self) -> bool {
         matches!(self.epilogue, Epilogue::LogSums { .. } | Epilogue::LineSums)
     }

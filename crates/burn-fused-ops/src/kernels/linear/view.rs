@@ -1,17 +1,17 @@
-//! Matrices in memory, as products read them.
+//! Views of matrices in memory.
 
 use crate::kernels::linear::tile::{Order, ROWS, SLAB};
 use crate::kernels::prelude::*;
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::args;
 
-/// Elements that strides and addresses are multiples of, for TMA and for cp.async: 16 bytes.
+/// Alignment of strides and addresses for TMA and cp.async, in elements: 16 bytes.
 const ALIGNMENT: usize = 8;
 
-/// A map of a tensor of half-precision numbers, of which boxes are read.
+/// Returns a tensor map of a half-precision tensor, read in boxes.
 ///
 /// # Safety
-/// The handle holds the elements of such a shape and strides.
+/// The handle must hold the elements of this shape and these strides.
 pub(crate) unsafe fn boxes_of(
     handle: &Handle,
     shape: [usize; 4],
@@ -27,29 +27,30 @@ pub(crate) unsafe fn boxes_of(
     unsafe { args::boxes_of(handle, &shape, &strides, &boxes, dtype) }
 }
 
-/// A batch of matrices of half-precision numbers.
+/// Batch of half-precision matrices.
 #[derive(Clone, Debug)]
 pub struct MatrixView {
-    /// The buffer, from the first element on.
+    /// Buffer, beginning at the first element.
     pub handle: Handle,
-    /// Batch, rows, columns. Where the other factor's batch is a multiple, as many neighbours share a matrix.
+    /// Batch, rows, columns. If the other factor's batch is a multiple of this one's, neighbouring matrices of it share one.
     pub shape: [usize; 3],
-    /// Elements from one to the next; from a matrix to the next one of the same [`outer`](Self::outer).
+    /// Strides in elements; the first is that between matrices of one run, see [`outer`](Self::outer).
     pub strides: [usize; 3],
-    /// How many equal runs of matrices the batch is, and the elements from one to the next.
+    /// Number of equal runs of matrices in the batch, and the stride between runs in elements.
     pub outer: [usize; 2],
-    /// Rows of a batch entry, if the matrix lies by heads, as `[batch, heads, seq, 64]`: then it is one, and the strides are as if it had rows of 64.
+    /// Rows of a batch entry, if the matrix is laid out by heads, as `[batch, heads, seq, 64]`. It is a single matrix then, and the strides are those of rows
+    /// of 64.
     pub seq: Option<usize>,
 }
 
-/// Columns of a head of a factor that lies by heads: a slab has one.
+/// Columns of a head of a factor laid out by heads: a slab holds one head.
 pub const HEAD: usize = SLAB;
 
-/// What the sequence of such a factor is a multiple of, if its columns are the depth: the rows of a tile.
+/// The sequence of such a factor must be a multiple of this if its columns are the depth: the rows of a tile.
 pub const HEAD_ROWS: usize = ROWS;
 
 impl MatrixView {
-    /// Matrices of a shape and strides, in one run.
+    /// Returns matrices of a shape and strides, in one run.
     pub fn new(handle: Handle, shape: [usize; 3], strides: [usize; 3]) -> Self {
         Self {
             handle,
@@ -60,7 +61,7 @@ impl MatrixView {
         }
     }
 
-    /// `[batch, heads, seq, 64]`, contiguous, as the matrix `[batch · seq, heads · 64]`.
+    /// Views contiguous `[batch, heads, seq, 64]` as the matrix `[batch · seq, heads · 64]`.
     pub fn by_heads(handle: Handle, [batch, heads, seq]: [usize; 3]) -> Self {
         let strides = [batch * seq * heads * HEAD, HEAD, 1];
         Self {
@@ -69,7 +70,7 @@ impl MatrixView {
         }
     }
 
-    /// The matrices with rows and columns swapped.
+    /// Swaps rows and columns of the matrices.
     #[must_use]
     pub fn transposed(mut self) -> Self {
         self.shape.swap(1, 2);
@@ -77,15 +78,15 @@ impl MatrixView {
         self
     }
 
-    /// Matrices of a run.
+    /// Returns the number of matrices of a run.
     pub(crate) fn run(&self) -> usize {
         self.shape[0] / self.outer[0].max(1)
     }
 
-    /// How a factor lies whose depth is in dimension `depth`.
+    /// Returns the contiguous dimension of a factor whose depth is dimension `depth`.
     ///
     /// # Errors
-    /// What TMA and cp.async cannot read.
+    /// The reason why TMA and cp.async cannot read it.
     pub(crate) fn order(&self, depth: usize) -> Result<Order, &'static str> {
         let begins = self.handle.offset_start.unwrap_or(0);
         let order = lies([self.shape, self.strides], depth, begins)?;
@@ -107,7 +108,7 @@ impl MatrixView {
     }
 }
 
-/// How a factor of a shape and strides lies that begins at a byte.
+/// Returns the contiguous dimension of a factor of this shape and these strides that begins at byte `begins`.
 fn lies(
     [shape, strides]: [[usize; 3]; 2],
     depth: usize,
@@ -137,13 +138,13 @@ mod tests {
 
     #[test]
     fn factors_lie_one_way_or_the_other() {
-        // Rank, shape and strides alone decide.
+        // Only rank, shape and strides matter.
         let order =
             |shape: [usize; 3], strides: [usize; 3], depth| lies([shape, strides], depth, 0);
         assert_eq!(order([1, 40, 16], [640, 16, 1], 2), Ok(Order::Depth));
         assert_eq!(order([1, 40, 16], [640, 16, 1], 1), Ok(Order::Across));
         assert_eq!(order([1, 16, 40], [640, 1, 16], 1), Ok(Order::Depth));
-        // What has one row alone may lie anyhow.
+        // The stride of a single row is arbitrary.
         assert_eq!(order([1, 1, 16], [3, 5, 1], 2), Ok(Order::Depth));
         assert_eq!(
             order([1, 40, 12], [480, 12, 1], 2),

@@ -1,15 +1,15 @@
-//! The step of AdamW (Loshchilov & Hutter, 2019, algorithm 2), and scaling, both in place.
+//! In-place kernels of the AdamW step (Loshchilov & Hutter, 2019, algorithm 2) and of scaling.
 
 use crate::kernels::optim::{Deal, FlatTensor, UNITS, launches, tensors_of_launch, units_of};
 use crate::kernels::prelude::*;
 
-/// Elements of a cube.
+/// Elements per cube.
 pub(crate) const PART: usize = 4096;
 
-/// Numbers of the step that stay the same.
+/// Hyperparameters, constant over steps.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWHyper {
-    /// β₁ and β₂: how much is kept of the moments.
+    /// β₁ and β₂: decay of the moments.
     pub betas: [f64; 2],
     /// ε, added to the root of the second moment.
     pub epsilon: f64,
@@ -17,14 +17,14 @@ pub struct AdamWHyper {
     pub weight_decay: f64,
 }
 
-/// A parameter and what its step needs; all of as many elements. The moments are of the type of the parameter's sums.
+/// Tensors of one parameter's step, all with equal numbers of elements. The moments have the type of the parameter's sums.
 #[derive(Clone, Debug)]
 pub struct AdamWTensors {
-    /// The parameter: read and written.
+    /// Parameter: read and written.
     pub parameter: FlatTensor,
-    /// Its gradient.
+    /// Gradient.
     pub gradient: FlatTensor,
-    /// The moments: read and written.
+    /// Moments: read and written.
     pub moments: [FlatTensor; 2],
 }
 
@@ -38,7 +38,7 @@ struct Numbers {
     weight_decay: InputScalar,
 }
 
-/// `control` is η, 1 − β₁ᵗ and 1 − β₂ᵗ.
+/// Updates parameters and moments. `control` holds η, 1 − β₁ᵗ and 1 − β₂ᵗ.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn step<P: Float, G: Float, A: Float, N: Size>(
     mut parameters: Sequence<Box<[Vector<P, N>]>>,
@@ -86,7 +86,7 @@ fn step<P: Float, G: Float, A: Float, N: Size>(
             let second = second.index_mut(i);
             let end = *vectors.index(i);
             let begin = (cube - start) * comptime!(PART / width) + UNIT_POS as usize;
-            // Not unrolled: the code is there for every tensor, and its loads are enough to keep the memory busy.
+            // Not unrolled: the code is already instantiated for every tensor, and its loads keep the memory busy.
             for step in 0..steps {
                 let at = begin + step * units;
                 if at < end {
@@ -109,7 +109,7 @@ fn fill<A: Float, N: Size>(value: A) -> Vector<A, N> {
     Vector::<A, N>::empty().fill(value)
 }
 
-/// `tensor ← factor · tensor`.
+/// Computes `tensor ← factor · tensor`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn scale_parts<E: Float, A: Float, N: Size>(
     mut tensors: Sequence<Box<[Vector<E, N>]>>,
@@ -143,8 +143,8 @@ fn scale_parts<E: Float, A: Float, N: Size>(
 }
 
 /// Takes the step of all `tensors`: `g ← factor · g`, `m ← β₁ m + (1 − β₁) g`, `v ← β₂ v + (1 − β₂) g²`,
-/// `p ← p (1 − η λ) − η (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)`. `control` is η, 1 − β₁ᵗ, 1 − β₂ᵗ and five more numbers, `factor` one number, all of
-/// the type `accumulator`, as the moments are.
+/// `p ← p (1 − η λ) − η (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε)`. `control` holds η, 1 − β₁ᵗ, 1 − β₂ᵗ and five more elements, `factor` one element, all of
+/// type `accumulator`, like the moments.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if a tensor has more elements than the device indexes, or the device binds too few buffers.
@@ -175,7 +175,7 @@ pub fn adamw(
         };
         let [beta_1, beta_2] = numbers.betas;
         let number = |value: f64| InputScalar::new(value, accumulator);
-        // SAFETY: a unit reads and writes vectors of its tensors below their length, each once; the buffers have the lengths they say (see `buffer`).
+        // SAFETY: a unit reads and writes vectors of its tensors below their length, each once; the buffers have the declared lengths (see `buffer`).
         unsafe {
             step::launch_unchecked(
                 client,
@@ -208,10 +208,10 @@ pub fn adamw(
     Ok(())
 }
 
-/// Multiplies all `tensors` by `factor`, one number of the type `accumulator`.
+/// Multiplies all `tensors` by `factor`, one element of type `accumulator`.
 ///
 /// # Errors
-/// As [`adamw`].
+/// Those of [`adamw`].
 pub fn scale(
     client: &Client,
     tensors: &[FlatTensor],
@@ -228,7 +228,7 @@ pub fn scale(
     let units = units_of(client, UNITS);
     for ((dtype, vector), held) in launches {
         let deal = Deal::new(client, held.iter().map(|tensor| tensor.elements), PART, 0)?;
-        // SAFETY: as in `adamw`.
+        // SAFETY: see `adamw`.
         unsafe {
             scale_parts::launch_unchecked(
                 client,

@@ -1,12 +1,12 @@
-//! Tensors one after another in a longer one.
+//! Concatenation of tensors.
 
 use crate::kernels::optim::{Deal, FlatTensor, UNITS, launches, tensors_of_launch, units_of};
 use crate::kernels::prelude::*;
 
-/// Elements of a cube.
+/// Elements per cube.
 const PART: usize = 4096;
 
-/// `output[firsts[i] + j] = tensors[i][j]`, in vectors.
+/// Computes `output[firsts[i] + j] = tensors[i][j]`, in vectors.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn copy_parts<E: Float, N: Size>(
     tensors: Sequence<Box<[Vector<E, N>]>>,
@@ -39,7 +39,7 @@ fn copy_parts<E: Float, N: Size>(
     }
 }
 
-/// Copies all `tensors`, one after another, into `output` from element `first` on; all are of one type.
+/// Copies all `tensors` contiguously into `output` from element `first` on; all are of one type.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if the output has more elements than the device indexes, or the device binds too few buffers.
@@ -68,8 +68,8 @@ pub fn concat(
     for (vector, held) in launches {
         let elements = held.iter().map(|(tensor, _)| tensor.elements);
         let deal = Deal::new(client, elements.clone(), PART, output.elements)?;
-        // SAFETY: a unit reads a tensor below its length and writes as many elements of the output, which has room for all tensors; the buffers have the
-        // lengths they say (see `buffer`).
+        // SAFETY: a unit reads a tensor below its length and writes as many elements of the output, which has space for all tensors; the buffers have the
+        // declared lengths (see `buffer`).
         unsafe {
             copy_parts::launch_unchecked(
                 client,

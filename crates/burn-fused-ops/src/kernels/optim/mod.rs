@@ -1,8 +1,8 @@
-//! Steps of optimizers over many tensors at once. On any CubeCL runtime.
+//! Optimizer steps over many tensors at once, on any CubeCL runtime.
 //!
-//! A launch has as many tensors as the device binds, at most [`MOST_TENSORS`], and deals its cubes to them by their lengths. Tensors are contiguous and
-//! flat here. Numbers are f32 (f64 for f64) between a kernel's loads and stores; an output has one writer and sums have a fixed order, so the same
-//! input gives the same bits on a device. What changes from step to step comes in a buffer, so that a recorded graph can be replayed.
+//! A launch covers as many tensors as the device binds, at most [`MOST_TENSORS`], and assigns cubes to them in proportion to their lengths. Tensors are
+//! contiguous and flat. Kernels compute in f32 (f64 for f64). Every output has one writer and sums have a fixed order, so the same input gives the same bits
+//! on a device. Values that change from step to step come from a buffer, so that a recorded graph can be replayed.
 //!
 //! ```text
 //! sum_of_squares   of all tensors, in a fixed grid of partial sums; the norm and the factor of clipping
@@ -19,29 +19,29 @@ pub use adamw::{AdamWHyper, AdamWTensors, adamw, scale};
 pub use concat::concat;
 pub use sum_of_squares::{clip_factor, partial_sums, sum_of_squares};
 
-/// Tensors of a launch, at most.
+/// Most tensors of a launch.
 pub const MOST_TENSORS: usize = 32;
 
-/// Units of a cube, if the device has as many.
+/// Units of a cube, if the device supports that many.
 const UNITS: usize = 256;
 
-/// Bytes that a unit loads at a time, if a tensor's length and the device allow it.
+/// Bytes that a unit loads at once, if a tensor's length and the device allow it.
 const LOAD_BYTES: usize = 16;
 
 /// A contiguous tensor of any shape.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct FlatTensor {
-    /// Its buffer, from the first element on.
+    /// Buffer, beginning at the first element.
     pub handle: Handle,
-    /// Its elements.
+    /// Number of elements.
     pub elements: usize,
-    /// Their type.
+    /// Element type.
     pub dtype: ElemType,
 }
 
 impl FlatTensor {
-    /// A tensor of `elements` that begin where the handle does.
+    /// Returns a tensor of `elements` that begins where the handle does.
     pub fn new(handle: Handle, elements: usize, dtype: ElemType) -> Self {
         Self {
             handle,
@@ -50,12 +50,12 @@ impl FlatTensor {
         }
     }
 
-    /// As launches get it, in vectors of so many numbers.
+    /// Returns the launch argument, in vectors of `vector` elements.
     fn arg(&self, vector: usize) -> BufferArg {
         buffer(&self.handle, self.elements / vector)
     }
 
-    /// Numbers of the widest vectors, of numbers of `widest` bytes, that the tensor is made of.
+    /// Returns the largest vector length that fits the tensor's length and offset, when the widest element of the launch has `widest` bytes.
     fn vector(&self, client: &Client, widest: usize) -> usize {
         let most = (LOAD_BYTES / widest).min(client.properties().hardware.max_vector_size.max(1));
         let offset = self.handle.offset_start.unwrap_or(0) as usize / self.dtype.size();
@@ -70,17 +70,17 @@ impl FlatTensor {
     }
 }
 
-/// Units of a cube on a device, a power of two of at most so many.
+/// Returns the units of a cube on a device: a power of two, at most `wanted`.
 fn units_of(client: &Client, wanted: usize) -> usize {
     1 << wanted.min(most_units(client.properties())).ilog2()
 }
 
-/// Tensors of a launch that binds `own` buffers for each and `shared` for all.
+/// Returns how many tensors fit in a launch that binds `own` buffers for each and `shared` for all.
 ///
 /// # Errors
 /// [`KernelError::Limit`] if the device does not bind the buffers of one tensor.
 fn tensors_of_launch(client: &Client, own: usize, shared: usize) -> Result<usize, KernelError> {
-    // One is for the launch's numbers.
+    // One binding is taken by the launch's scalars.
     let most = client.properties().hardware.max_bindings as usize;
     match most.saturating_sub(shared + 1) / own {
         0 => Err(KernelError::limit(
@@ -92,8 +92,8 @@ fn tensors_of_launch(client: &Client, own: usize, shared: usize) -> Result<usize
     }
 }
 
-/// Tensors in launches: each has tensors of one key, at most `most`. They are as many as a power of two, so that few kernels are compiled whatever a
-/// model looks like.
+/// Groups tensors into launches with one key each and at most `most` tensors. The number of tensors of a launch is a power of two, so that few kernels are
+/// compiled for any model.
 fn launches<K: PartialEq + Copy, T>(
     tensors: impl Iterator<Item = (K, T)>,
     most: usize,
@@ -117,10 +117,10 @@ fn launches<K: PartialEq + Copy, T>(
     launches
 }
 
-/// That the device takes tensors of so many `elements`.
+/// Checks that the device supports tensors of `elements`.
 ///
 /// # Errors
-/// [`KernelError::Limit`] if that is more than the device indexes, or it binds too few buffers.
+/// [`KernelError::Limit`] if the device cannot index that many, or binds too few buffers.
 pub fn check(client: &Client, elements: usize) -> Result<(), KernelError> {
     tensors_of_launch(client, 1, 1)?;
     let tensors = tensors_of_launch(client, 4, 2)?;
@@ -129,10 +129,10 @@ pub fn check(client: &Client, elements: usize) -> Result<(), KernelError> {
     spread(client, cubes).map(|_| ())
 }
 
-/// How tensors of at most so many `elements` are launched. It prints.
+/// Describes the launches for tensors of at most `elements`. Part of plans.
 ///
 /// # Errors
-/// As [`check`].
+/// Those of [`check`].
 pub fn describe(client: &Client, elements: usize) -> Result<String, KernelError> {
     check(client, elements)?;
     let most = |own, shared| {
@@ -145,19 +145,19 @@ pub fn describe(client: &Client, elements: usize) -> Result<String, KernelError>
     ))
 }
 
-/// How a launch deals its cubes: tensor `i` has the cubes from `starts[i]` to before `starts[i + 1]`.
+/// Assignment of cubes to tensors: tensor `i` has cubes `starts[i]..starts[i + 1]`.
 struct Deal {
     starts: Vec<usize>,
     cubes: CubeCount,
-    /// Counts what lies up to two parts behind the end of a tensor.
+    /// Index type. It covers indices up to two parts past the end of a tensor.
     address: AddressType,
 }
 
 impl Deal {
-    /// `elements` of each tensor, in parts of `part`; another buffer of the launch has so many.
+    /// Assigns cubes to parts of `part` elements of each tensor; `other` is the length of another buffer of the launch.
     ///
     /// # Errors
-    /// [`KernelError::Limit`] if that is more than the device indexes.
+    /// [`KernelError::Limit`] if the device cannot index that many elements.
     fn new(
         client: &Client,
         elements: impl Iterator<Item = usize>,

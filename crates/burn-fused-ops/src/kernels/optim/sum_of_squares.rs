@@ -1,31 +1,31 @@
-//! The norm of many tensors together, and the factor of clipping.
+//! The norm over many tensors, and the clipping factor.
 //!
-//! Squares of large numbers overflow, so each sum is made twice: plain, and of numbers that are shrunk by a power of two ([`Large`]), of which no square
-//! overflows. The second says whether the first is large, and stands for it then: as a negative number, which no sum of squares is.
+//! Squares of large numbers overflow. So each sum is computed twice: plain, and of elements scaled down by a power of two ([`Large`]), whose squares do not
+//! overflow. The scaled sum says whether the plain one is large and replaces it then, stored as a negative number, which no sum of squares is.
 
 use crate::kernels::optim::{Deal, FlatTensor, UNITS, launches, tensors_of_launch, units_of};
 use crate::kernels::prelude::*;
 
-/// Elements of a partial sum.
+/// Elements per partial sum.
 const PART: usize = 8192;
 
-/// How far behind a tensor's end an index may be.
+/// Largest distance of an index past a tensor's end.
 pub(crate) const MARGIN: usize = 2 * PART;
 
 /// Units that add the partial sums.
 const FINISH_UNITS: usize = 1024;
 
-/// Sums of squares too large for their type, as powers of two.
+/// Thresholds of sums of squares too large for their type, as exponents of two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Large {
-    /// What numbers are shrunk by.
+    /// Elements are scaled by `2^-shrink`.
     shrink: u32,
-    /// Shrunk sums from its reciprocal on are of large ones, half of the type's largest number: what is below it has been summed without overflow.
+    /// A scaled sum of at least `2^-bound` means a large sum: half of the type's largest number or more. Plain sums below that are computed without overflow.
     bound: u32,
 }
 
 impl Large {
-    /// Of sums of a type.
+    /// Returns the thresholds of an accumulator type.
     fn of(accumulator: ElemType) -> Self {
         let (shrink, largest) = match accumulator {
             ElemType::Float(FloatKind::F64) => (768, 1024),
@@ -38,11 +38,11 @@ impl Large {
     }
 }
 
-/// `2^exponent`, or its reciprocal.
+/// Returns `2^exponent`, or its reciprocal.
 #[cube]
 fn power_of_two<A: Float>(#[comptime] exponent: u32, #[comptime] reciprocal: bool) -> A {
     let mut result = A::new(comptime!(power(exponent % STEP, reciprocal)));
-    // No constant is wider than f32.
+    // Constants are at most f32: multiply several.
     #[unroll]
     for _ in 0..comptime!(exponent / STEP) {
         result *= A::new(comptime!(power(STEP, reciprocal)));
@@ -50,7 +50,7 @@ fn power_of_two<A: Float>(#[comptime] exponent: u32, #[comptime] reciprocal: boo
     result
 }
 
-/// Of a power that f32 has.
+/// Exponent of a power of two that f32 represents, as its reciprocal does.
 const STEP: u32 = 96;
 
 fn power(exponent: u32, reciprocal: bool) -> f32 {
@@ -58,12 +58,12 @@ fn power(exponent: u32, reciprocal: bool) -> f32 {
     2f32.powi(if reciprocal { -exponent } else { exponent })
 }
 
-/// How many partial sums [`sum_of_squares`] makes of a tensor of `elements`: the same on every device.
+/// Returns how many partial sums [`sum_of_squares`] writes for a tensor of `elements`: the same on every device.
 pub const fn partial_sums(elements: usize) -> usize {
     elements.div_ceil(PART)
 }
 
-/// `partials[slot of the tensor + i] = Σ x²` over the `i`-th part of each tensor, or the negative sum of shrunk numbers if it is large.
+/// Computes `partials[slot of the tensor + i] = Σ x²` over the `i`-th part of each tensor, or the negative sum of scaled elements if it is large.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sum_parts<E: Float, A: Float, N: Size>(
     tensors: Sequence<Box<[Vector<E, N>]>>,
@@ -120,13 +120,13 @@ fn sum_parts<E: Float, A: Float, N: Size>(
     }
 }
 
-/// Whether a sum of shrunk numbers is that of a large one. NaN is not.
+/// Returns whether a sum of scaled elements means that the plain sum is large. NaN is not large.
 #[cube]
 fn is_large<A: Float>(shrunk: A, #[comptime] large: Large) -> bool {
     shrunk >= power_of_two::<A>(large.bound, true)
 }
 
-/// The sums of the units' numbers, plain and shrunk, in elements 0 and `units` of `shared`. Every unit of the cube gets here.
+/// Sums over the units, plain and scaled, into elements 0 and `units` of `shared`. Every unit of the cube must call this.
 #[cube]
 fn sum_of_units<A: Float>(plain: A, shrunk: A, shared: &mut [A], #[comptime] units: usize) {
     let unit = UNIT_POS as usize;
@@ -146,7 +146,7 @@ fn sum_of_units<A: Float>(plain: A, shrunk: A, shared: &mut [A], #[comptime] uni
     }
 }
 
-/// `norm = √(Σ partials)` and `factor = min(1, limit / norm)`, by one cube.
+/// Computes `norm = √(Σ partials)` and `factor = min(1, limit / norm)`, in one cube.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn finish<A: Float>(
     partials: &[A],
@@ -162,7 +162,7 @@ fn finish<A: Float>(
     let mut shared = Shared::<[A]>::new_slice(comptime!(2 * units));
     let unit = UNIT_POS as usize;
     let by = power_of_two::<A>(large.shrink, true);
-    // Drivers fold two constant factors into their product, which is below what f32 has: this one is not known to them.
+    // Drivers fold two constant factors into their product, which underflows f32; this factor is not constant to them.
     let by_again = select(length == 0, A::new(1.0), by);
     let mut sum = A::new(0.0);
     let mut sum_shrunk = A::new(0.0);
@@ -187,7 +187,7 @@ fn finish<A: Float>(
         let whole = root * back;
         norm[0] = whole;
         let most = control[limit];
-        // Not a division of the limit by 0, nor a smallest of numbers that are not.
+        // Guarded, so that the limit is not divided by 0 and no minimum is taken with NaN.
         let mut kept = A::new(1.0);
         if whole > most {
             // The norm may be infinite where the factor is not 0.
@@ -197,9 +197,8 @@ fn finish<A: Float>(
     }
 }
 
-/// Writes the sums of squares of parts of each tensor to `partials`, in the type `accumulator`: those of a tensor behind each other, the first tensor's from
-/// `first` on, so that [`partial_sums`] of all tensors are written. One from half of the type's largest number on is negative, and of numbers that are
-/// multiplied by 2⁻⁹⁶ first, or 2⁻⁷⁶⁸ in f64.
+/// Writes the sums of squares of each tensor's parts to `partials`, in the type `accumulator`, from index `first` on: [`partial_sums`] for each tensor, the
+/// tensors in order. A sum of half of the type's largest number or more is stored as the negative sum of squares of elements scaled by 2⁻⁹⁶ (2⁻⁷⁶⁸ in f64).
 ///
 /// # Errors
 /// [`KernelError::Limit`] if a tensor has more elements than the device indexes, or the device binds too few buffers.
@@ -225,8 +224,8 @@ pub fn sum_of_squares(
     for ((dtype, vector), held) in launches {
         let elements = held.iter().map(|(tensor, _)| tensor.elements);
         let deal = Deal::new(client, elements.clone(), PART, length)?;
-        // SAFETY: a unit reads vectors of a tensor below its length, and the first of a cube writes the cube's number; the buffers have the lengths they
-        // say (see `buffer`).
+        // SAFETY: a unit reads vectors of a tensor below its length, and the first of a cube writes the cube's sum; the buffers have the declared lengths
+        // (see `buffer`).
         unsafe {
             sum_parts::launch_unchecked(
                 client,
@@ -249,11 +248,11 @@ pub fn sum_of_squares(
     Ok(())
 }
 
-/// The norm of what has these `partials` as sums of squares, and `min(1, limit / norm)`. The limit is element `limit` of `control`; `norm` and
-/// `factor` have one number, and all are of `accumulator`.
+/// Computes the norm whose sums of squares are `partials`, and `min(1, limit / norm)`. The limit is element `limit` of `control`; `norm` and `factor` have
+/// one element, and all are of type `accumulator`.
 ///
 /// # Errors
-/// [`KernelError::Limit`] if there are more partial sums than the device indexes.
+/// [`KernelError::Limit`] if the device cannot index that many partial sums.
 pub fn clip_factor(
     client: &Client,
     (partials, length): (&Handle, usize),
@@ -263,7 +262,7 @@ pub fn clip_factor(
 ) -> Result<(), KernelError> {
     let units = units_of(client, FINISH_UNITS);
     let address = address_of(client, length + units)?;
-    // SAFETY: units read below the length, and the first writes both numbers; the buffers have the lengths they say (see `buffer`).
+    // SAFETY: units read below the length, and the first writes both results; the buffers have the declared lengths (see `buffer`).
     unsafe {
         finish::launch_unchecked(
             client,

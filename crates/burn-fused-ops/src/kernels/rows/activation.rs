@@ -1,4 +1,4 @@
-//! A bias and an activation, and their gradients.
+//! Bias and activation kernels, forward and backward.
 
 use blocksparse_cubecl::call::HAS_PTX;
 use blocksparse_cubecl::shared::curve::{ActivationKind, Curve, slope, value};
@@ -6,23 +6,23 @@ use blocksparse_cubecl::shared::curve::{ActivationKind, Curve, slope, value};
 use crate::kernels::prelude::*;
 use crate::kernels::rows::strips::{Grid, Strips, partial_sums, store_sums, sum_up};
 
-/// Rows of a unit that are loaded together.
+/// Rows that a unit loads at once.
 const UNROLLED: usize = 4;
-/// Cubes that keep a large device busy while sums are made.
+/// Cubes that keep a large device busy while it sums.
 const CUBES: usize = 2048;
 
-/// How units share the matrix, known to the compiler.
+/// Comptime parameters of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Kind {
     curve: Curve,
     grid: Grid,
-    /// Whether the gradient is written, and not only its sums.
+    /// True if the gradient is written, not only its sums.
     written: bool,
-    /// Whether the backward pass writes the activation again.
+    /// True if the backward pass recomputes the activation.
     again: bool,
 }
 
-/// `y = f(x + bias)`.
+/// Computes `y = f(x + bias)`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn forward<E: Float, P: Float, A: Float, N: Size>(
     x: &[Vector<E, N>],
@@ -41,7 +41,7 @@ fn forward<E: Float, P: Float, A: Float, N: Size>(
         let mut values = Array::<Vector<A, N>>::new(comptime!(UNROLLED));
         #[unroll]
         for i in 0..comptime!(UNROLLED) {
-            // Units behind the last row read it once more.
+            // Units past the last row read it again.
             let row = min(top + i * comptime!(k.grid.rows), rows - 1);
             values[i] = Vector::<A, N>::cast_from(x[row * comptime!(k.grid.row_vectors) + column]);
         }
@@ -68,7 +68,7 @@ fn bias_of<P: Float, A: Float, N: Size>(
     }
 }
 
-/// `dx = dy ∘ f'(x + bias)` and its sums over the rows of each chunk, and `y = f(x + bias)` again.
+/// Computes `dx = dy ∘ f'(x + bias)`, its sums over the rows of each chunk, and `y = f(x + bias)` again.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn backward<E: Float, P: Float, A: Float, N: Size>(
     x: ComptimeOption<Box<[Vector<E, N>]>>,
@@ -93,7 +93,7 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
         let added = bias_of::<P, A, N>(bias, column);
         for step in 0..steps {
             let top = top + step * step_rows;
-            // As they are stored, and widened where they are used: half of the registers.
+            // Kept in the stored type and widened where used: half of the registers.
             let mut grads = Array::<Vector<E, N>>::new(comptime!(UNROLLED));
             let mut values = Array::<Vector<E, N>>::new(comptime!(UNROLLED));
             #[unroll]
@@ -134,7 +134,7 @@ fn backward<E: Float, P: Float, A: Float, N: Size>(
     store_sums::<A, N>(sums, sum, column, k.grid);
 }
 
-/// How a matrix is launched, and what units do.
+/// Returns the grid of a matrix and the comptime parameters.
 fn launch_of(
     client: &Client,
     [rows, width]: [usize; 2],
@@ -155,10 +155,10 @@ fn launch_of(
     Ok((strips, kind))
 }
 
-/// How [`bias_activation`] and its backward pass are launched.
+/// Describes the launches of [`bias_activation`] and its backward pass.
 ///
 /// # Errors
-/// As theirs.
+/// Those of the launches.
 pub fn activation_text(
     client: &Client,
     matrix: [usize; 2],
@@ -172,10 +172,10 @@ pub fn activation_text(
     ))
 }
 
-/// `y = f(x + bias)` of contiguous `[rows, width]`, rounded once. `y` may be `x`.
+/// Computes `y = f(x + bias)` for contiguous `[rows, width]`, rounded once. `y` may be `x`.
 ///
 /// # Errors
-/// [`KernelError::Limit`] if there are more elements or cubes than the device counts.
+/// [`KernelError::Limit`] if there are more elements or cubes than the device supports.
 pub fn bias_activation(
     client: &Client,
     x: Typed,
@@ -191,8 +191,8 @@ pub fn bias_activation(
     let chunks = strips.chunks(rows)?;
     let accumulator = accumulator_of(x.1);
     let row_vectors = kind.grid.row_vectors;
-    // SAFETY: a unit reads its vector of rows below `rows` and of the bias, and writes the same vectors; the buffers have the lengths they say
-    // (see `buffer`). Where `y` is `x` it is read by the unit that writes it, before.
+    // SAFETY: a unit reads its vector of rows below `rows` and of the bias, and writes the same vectors; the buffers have the declared lengths (see
+    // `buffer`). Where `y` is `x`, the unit that writes an element has read it before.
     unsafe {
         forward::launch_unchecked(
             client,
@@ -211,29 +211,28 @@ pub fn bias_activation(
     Ok(())
 }
 
-/// The backward pass of [`bias_activation`].
+/// Arguments of the backward pass of [`bias_activation`].
 #[derive(Clone, Copy, Debug)]
 pub struct ActivationBackward<'a> {
-    /// The activation.
     pub activation: ActivationKind,
-    /// What came, `[rows, width]` in `dy`'s type; not read without an activation.
+    /// Input of the forward pass, `[rows, width]` in `dy`'s type; not read without an activation.
     pub x: Option<&'a Handle>,
-    /// `[width]`.
+    /// Bias, `[width]`.
     pub bias: Option<Typed<'a>>,
-    /// By the result, `[rows, width]`.
+    /// Gradient with respect to the result, `[rows, width]`.
     pub dy: Typed<'a>,
-    /// By x, to be written: `[rows, width]`. It may be `dy`'s buffer.
+    /// Output: gradient with respect to x, `[rows, width]`. May be `dy`'s buffer.
     pub dx: Option<&'a Handle>,
-    /// The activation, to be written again: `[rows, width]`. It may be `x`'s buffer. Only beside `dx`, and not without an activation.
+    /// Output: the recomputed activation, `[rows, width]`. May be `x`'s buffer. Requires `dx` and an activation.
     pub y: Option<&'a Handle>,
-    /// By the bias, to be written: `[width]`.
+    /// Output: gradient with respect to the bias, `[width]`.
     pub sums: Option<Typed<'a>>,
 }
 
-/// Runs a backward pass.
+/// Launches the backward pass.
 ///
 /// # Errors
-/// As [`bias_activation`].
+/// Those of [`bias_activation`].
 pub fn bias_activation_backward(
     client: &Client,
     [rows, width]: [usize; 2],
@@ -255,8 +254,8 @@ pub fn bias_activation_backward(
     let accumulator = accumulator_of(dy.1);
     let partial = partial_sums(client, sums, [chunks, width], accumulator);
     let row_vectors = kind.grid.row_vectors;
-    // SAFETY: a unit reads its vectors of rows below `rows` and of the bias, and writes the same vectors and one of its chunk's sums; the buffers have
-    // the lengths they say (see `buffer`). Where `dx` is `dy`, or `y` is `x`, it is read by the unit that writes it, before.
+    // SAFETY: a unit reads its vectors of rows below `rows` and of the bias, and writes the same vectors and one of its chunk's sums; the buffers have the
+    // declared lengths (see `buffer`). Where `dx` is `dy`, or `y` is `x`, the unit that writes an element has read it before.
     unsafe {
         backward::launch_unchecked(
             client,

@@ -1,14 +1,13 @@
-//! Matrices side by side, in another type.
+//! Concatenation of matrices along their columns, with a cast.
 
 use crate::kernels::prelude::*;
 
-/// Units of a cube.
 const UNITS: u32 = 256;
 
-/// How many matrices there may be.
+/// Most matrices of a launch.
 pub const MOST_MATRICES: usize = 3;
 
-/// A unit rounds one vector.
+/// Casts and writes one vector per unit.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn beside<E: Float, O: Float, N: Size>(
     inputs: Sequence<Box<[Vector<E, N>]>>,
@@ -34,19 +33,19 @@ fn beside<E: Float, O: Float, N: Size>(
     }
 }
 
-/// A matrix whose rows are contiguous, from its first number on.
+/// Matrix with contiguous rows; the handle begins at its first element.
 #[derive(Clone, Copy, Debug)]
 pub struct BesideMatrix<'a> {
     pub handle: &'a Handle,
     pub width: usize,
-    /// From one row to the next.
+    /// Distance between rows, in elements.
     pub pitch: usize,
 }
 
-/// `output = [m₁ m₂ m₃]`, rounded: `rows` of each matrix, all of one type. Three of them at most.
+/// Computes `output = [m₁ m₂ m₃]`, rounded: `rows` rows of each matrix, all of one type, at most three matrices.
 ///
 /// # Errors
-/// [`KernelError`] if there are more matrices, or the device lacks a type or cannot index the numbers.
+/// [`KernelError`] if there are too many matrices, or the device lacks a type or cannot index the elements.
 pub fn rounded_beside(
     client: &Client,
     matrices: &[BesideMatrix],
@@ -64,7 +63,7 @@ pub fn rounded_beside(
     // An empty buffer cannot be bound.
     let some = || matrices.iter().filter(|matrix| matrix.width > 0);
     let lengths = some().flat_map(|matrix| [matrix.width, matrix.pitch]);
-    // What begins within a larger buffer need not begin at a multiple of a vector.
+    // A slice of a larger buffer may begin at an offset that is not a multiple of the vector.
     let starts =
         some().map(|matrix| matrix.handle.offset_start.unwrap_or(0) as usize / element.size());
     let divided: Vec<usize> = lengths.chain(starts).collect();
@@ -82,8 +81,7 @@ pub fn rounded_beside(
     let units = UNITS.min(client.properties().hardware.max_units_per_cube);
     let address = address_of(client, largest)?;
     let cubes = spread(client, vectors.div_ceil(units as usize) as u64)?;
-    // SAFETY: a unit writes one vector below `vectors` and reads the one that belongs there; the buffers have the lengths they say (see
-    // `buffer`).
+    // SAFETY: a unit writes one vector below `vectors` and reads its source; the buffers have the declared lengths (see `buffer`).
     unsafe {
         beside::launch_unchecked(
             client,

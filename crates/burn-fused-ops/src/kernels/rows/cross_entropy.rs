@@ -1,62 +1,62 @@
-//! Cross entropy of rows of logits, with their gradient.
+//! Cross entropy of rows of logits, and the gradient with respect to the logits.
 
 use crate::kernels::prelude::*;
 use cubecl::ir::IntKind;
 
 use blocksparse_cubecl::shared::row_tile::{Combine, RowTile, across_lanes};
 
-/// Vectors of a row that a lane holds in registers between the two passes; longer rows are read twice.
+/// Vectors of a row that a lane keeps in registers between the two passes; longer rows are read twice.
 const HELD_VECTORS: usize = 8;
 
-/// Units of a row that is read twice, if the device has as many: there are few such rows at a time.
+/// Units of a row that is read twice, if the device supports that many: few such rows are processed at once.
 const LONG_LANES: usize = 1024;
 
-/// Below every logit; the exponential of its distance to one is 0.
+/// Below every logit; the exponential of its difference to a logit is 0.
 const LOWEST: f32 = -3.0e38;
 
-/// Where the gradient by a row's logits goes.
+/// Destination of the gradient with respect to a row's logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Gradient {
-    /// Nobody wants it.
+    /// Not computed.
     None,
-    /// Over the logits.
+    /// Overwrites the logits.
     InPlace,
-    /// To a buffer of another type.
+    /// A buffer of another type.
     Rounded,
 }
 
-/// What is compiled into the kernel.
+/// Comptime parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Rows {
     tile: RowTile,
-    /// Rows stay in registers between the passes.
+    /// True if rows stay in registers between the passes.
     held: bool,
     gradient: Gradient,
-    /// There is a target that does not count.
+    /// True if there is an ignored target.
     ignores: bool,
-    /// Labels are smoothed.
+    /// True if labels are smoothed.
     smooths: bool,
 }
 
-/// What a row's target makes of its gradient, the same in all lanes of a row.
+/// Parameters of a row's gradient, the same in all lanes of the row.
 #[derive(CubeType, Clone, Copy)]
 struct RowGradient<A: Float> {
-    /// The row's largest logit.
+    /// Largest logit of the row.
     most: A,
-    /// Factor of the exponentials: 1 over their sum, NaN for a target out of range.
+    /// Factor of the exponentials: the reciprocal of their sum, NaN for a target out of range.
     factor: A,
-    /// What the target's probability loses.
+    /// Subtracted from the target's probability.
     on_target: A,
-    /// What every probability loses.
+    /// Subtracted from every probability.
     on_all: A,
-    /// The vector that has the target, and its place there.
+    /// Vector that contains the target, and the target's index in it.
     vector: usize,
     place: usize,
-    /// Whether the row's target is not the one that is ignored.
+    /// True if the row's target is not ignored.
     counts: bool,
 }
 
-/// `softmax − onehot` of a vector of logits.
+/// Returns `softmax − onehot` for a vector of logits.
 #[cube]
 fn gradient_of<A: Float, N: Size>(
     logits: Vector<A, N>,
@@ -74,16 +74,16 @@ fn gradient_of<A: Float, N: Size>(
         value = value * row.factor - row.on_all;
         let is_target = column == row.vector && c == row.place;
         value -= select(is_target, row.on_target, A::new(0.0));
-        // Whatever the logits are.
+        // 0 whatever the logits are, NaN included.
         result.insert(c, select(row.counts, value, A::new(0.0)));
     }
     result
 }
 
-/// `stats[position] = (−log softmax(logits)[target], 1)`, `(0, 0)` if the target is the one that is ignored; and the gradient by the logits,
+/// Computes `stats[position] = (−log softmax(logits)[target], 1)`, `(0, 0)` if the target is ignored, and the gradient with respect to the logits,
 /// `softmax − onehot`.
 ///
-/// `logits` `[rows, vocab]` of the positions from `first` on; `targets` and `stats` of all positions.
+/// `logits` are `[rows, vocab]` of the positions from `first` on; `targets` and `stats` cover all positions.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn cross_entropy<A: Float, E: Float, I: Int, N: Size>(
     logits: &mut [Vector<A, N>],
@@ -193,7 +193,7 @@ fn cross_entropy<A: Float, E: Float, I: Int, N: Size>(
 
     let smoothing = smoothing.get::<A>();
     let count = A::cast_from(vocab);
-    // The lane that has the target's logit writes.
+    // The lane that holds the target's logit writes.
     let writer = select(counts && valid, vector % comptime!(t.lanes), 0usize);
     if exists && lane == writer {
         let mut loss = sum.ln() + (most - chosen);
@@ -261,7 +261,7 @@ fn store<A: Float, E: Float, N: Size>(
     }
 }
 
-/// `loss = factor · Σ losses` and the factor: 1, or one over the number of targets that count, 0 without any.
+/// Computes `loss = factor · Σ losses` and the factor: 1, or the reciprocal of the number of targets that count, 0 if there are none.
 #[cube(launch_unchecked)]
 fn reduce<A: Float>(
     totals: &[A],
@@ -286,26 +286,26 @@ fn reduce<A: Float>(
     }
 }
 
-/// How positions are taken.
+/// Sizes, types and options of the loss.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct CrossEntropyKind {
     /// Columns of the logits.
     pub vocab: usize,
-    /// The type of the logits and of sums: f32 or f64.
+    /// Type of the logits and of sums: f32 or f64.
     pub accumulator: ElemType,
-    /// The type of targets: i32 or i64.
+    /// Type of targets: i32 or i64.
     pub index: ElemType,
-    /// The type of the gradient by the logits, if it is wanted. In [`Self::accumulator`] it replaces them.
+    /// Type of the gradient with respect to the logits, if it is wanted. If it is [`Self::accumulator`], the gradient overwrites the logits.
     pub gradient: Option<ElemType>,
-    /// The target that does not count.
+    /// Target that is ignored.
     pub ignore_index: Option<i64>,
-    /// How much of a target's probability is spread over all.
+    /// Share of a target's probability that is spread over the vocabulary.
     pub smoothing: f64,
 }
 
 impl CrossEntropyKind {
-    /// No target is ignored, no label smoothed.
+    /// Returns a kind without an ignored target and without label smoothing.
     pub fn new(
         vocab: usize,
         accumulator: ElemType,
@@ -322,7 +322,7 @@ impl CrossEntropyKind {
         }
     }
 
-    /// The ignored target, if the type of targets has it.
+    /// Returns the ignored target if the targets' type can represent it.
     fn ignored(&self) -> Option<i64> {
         self.ignore_index.filter(|ignored| match self.index {
             ElemType::Int(IntKind::I32) => i32::try_from(*ignored).is_ok(),
@@ -372,7 +372,7 @@ impl CrossEntropyKind {
     }
 }
 
-/// How the kernel of [`cross_entropy_rows`] is launched.
+/// Describes the launch of [`cross_entropy_rows`].
 ///
 /// # Errors
 /// [`KernelError`] if the device lacks a type or a row is too long for it.
@@ -390,30 +390,30 @@ pub fn cross_entropy_plan(client: &Client, kind: &CrossEntropyKind) -> Result<St
     ))
 }
 
-/// The buffers of [`cross_entropy_rows`], all contiguous.
+/// Buffers of [`cross_entropy_rows`], all contiguous.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyRows<'a> {
-    /// `[rows, vocab]`, replaced by their gradient if that is of their type.
+    /// Logits, `[rows, vocab]`, overwritten by their gradient if it has their type.
     pub logits: &'a Handle,
-    /// `[rows, vocab]`: their gradient, of another type.
+    /// Output: the logits' gradient in another type, `[rows, vocab]`.
     pub rounded: Option<&'a Handle>,
-    /// `[positions]`
+    /// Targets, `[positions]`.
     pub targets: &'a Handle,
-    /// `[positions, 2]`: the loss of each position, and 1 if it counts. Those of the rows are written.
+    /// Output, `[positions, 2]`: the loss of each position, and 1 if it counts. Only the entries of these rows are written.
     pub stats: &'a Handle,
-    /// All positions.
+    /// Number of all positions.
     pub positions: usize,
-    /// The position of the first row.
+    /// Position of the first row.
     pub first: usize,
-    /// Rows of logits.
+    /// Number of rows of logits.
     pub rows: usize,
 }
 
-/// The cross entropy of each row of logits with its target, `−log softmax(logits)[target]`, and, if it is wanted, its gradient by the logits,
-/// `softmax − onehot`. Rows whose target is ignored have none; those whose target is out of range are NaN.
+/// Computes the cross entropy of each row of logits with its target, `−log softmax(logits)[target]`, and, if wanted, its gradient with respect to the logits,
+/// `softmax − onehot`. Rows with an ignored target have loss and gradient 0; rows with a target out of range have NaN.
 ///
 /// # Errors
-/// As [`cross_entropy_plan`]; and if the device cannot index the logits.
+/// Those of [`cross_entropy_plan`]; also if the device cannot index the logits.
 pub fn cross_entropy_rows(
     client: &Client,
     kind: &CrossEntropyKind,
@@ -430,8 +430,8 @@ pub fn cross_entropy_rows(
     let cubes = spread(client, rows.div_ceil(tile.rows) as u64)?;
     let vectors = rows * tile.row_vectors;
     let accumulator = kind.accumulator;
-    // SAFETY: a unit reads and writes its vectors of a row below `rows`, reads that row's target and writes its two numbers; units without
-    // a row read the first target only. The buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads and writes its vectors of a row below `rows`, reads that row's target and writes its two statistics; units without a row read the
+    // first target only. The buffers have the declared lengths (see `buffer`).
     unsafe {
         cross_entropy::launch_unchecked(
             client,
@@ -465,11 +465,11 @@ pub fn cross_entropy_rows(
     Ok(())
 }
 
-/// The loss of all positions from their `stats`, and what its gradients are multiplied by: sums in a fixed order. With `mean` it is divided by the
-/// number of positions that count, and 0 without any. `loss` and `factor` have one number.
+/// Computes the loss of all positions from their `stats`, and the factor of its gradients, with sums in a fixed order. With `mean` the sum is divided by the
+/// number of positions that count; the factor is 0 if there are none. `loss` and `factor` have one element.
 ///
 /// # Errors
-/// As [`column_sums`].
+/// Those of [`column_sums`].
 pub fn cross_entropy_loss(
     client: &Client,
     (stats, accumulator): (&Handle, ElemType),
@@ -485,7 +485,7 @@ pub fn cross_entropy_loss(
         [positions, 2],
         (&totals, accumulator),
     )?;
-    // SAFETY: one unit reads two numbers and writes one of each output.
+    // SAFETY: one unit reads two elements and writes one of each output.
     unsafe {
         reduce::launch_unchecked(
             client,

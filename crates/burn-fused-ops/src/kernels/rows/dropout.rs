@@ -1,4 +1,4 @@
-//! Dropout of the numbers of rows.
+//! Dropout of rows.
 
 use crate::kernels::prelude::*;
 use blocksparse::ElementDropout;
@@ -7,23 +7,22 @@ use blocksparse_cubecl::seeds;
 use blocksparse_cubecl::shared::dropout::{Mask, kept_eight};
 use blocksparse_cubecl::shared::row_tile::RowTile;
 
-/// Units of a cube.
 const UNITS: u32 = 256;
 
-/// The mask of a [`ElementDropout`], made again wherever it is needed.
+/// Kernel argument from which the mask of an [`ElementDropout`] is computed.
 #[derive(CubeType, CubeLaunch)]
 pub struct StreamMask {
-    /// Key of the generator, and what it is compared with.
+    /// Key of the generator, and threshold.
     pub mask: Mask,
-    /// Which of a model's dropouts it is.
+    /// Site of the dropout in the model.
     pub site: u32,
-    /// What rows are counted from.
+    /// Offset added to row indices.
     pub first_row: u32,
-    /// What numbers that are kept are multiplied by.
+    /// Factor of kept elements.
     pub factor: InputScalar,
 }
 
-/// The factors of the elements of a vector, the first of which is at `column` of `row`: `factor` or 0.
+/// Returns the factors, `factor` or 0, of the elements of a vector that begins at `column` of `row`.
 #[cube]
 pub fn stream_factors<A: Float, N: Size>(
     stream: &StreamMask,
@@ -35,7 +34,7 @@ pub fn stream_factors<A: Float, N: Size>(
     let last = u32::new(comptime!(STREAM as i64));
     let (row, column) = (row as u32 + stream.first_row, column as u32);
     let mut factors = Vector::<A, N>::zeroed();
-    // A vector that is narrower than eight begins at a multiple of its width, so it has one counter.
+    // A vector of fewer than eight elements begins at a multiple of its width, so it has one counter.
     let eights = comptime!(width.div_ceil(8));
     #[unroll]
     for eight in 0..eights {
@@ -53,7 +52,7 @@ pub fn stream_factors<A: Float, N: Size>(
     factors
 }
 
-/// What a kernel gets of a dropout, or of none, with numbers in `accumulator`.
+/// Returns the kernel argument of a dropout, or of none, with the factor in `accumulator`.
 pub(crate) fn stream_mask(
     dropout: Option<&ElementDropout>,
     accumulator: ElemType,
@@ -67,7 +66,7 @@ pub(crate) fn stream_mask(
     )
 }
 
-/// `output = m ∘ input`, a vector for each unit.
+/// Computes `output = m ∘ input`, one vector per unit.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn apply<E: Float, A: Float, N: Size>(
     input: &[Vector<E, N>],
@@ -85,7 +84,7 @@ fn apply<E: Float, A: Float, N: Size>(
     }
 }
 
-/// How [`stream_dropout`] is launched: elements of a vector, vectors, cubes.
+/// Returns the launch of [`stream_dropout`]: elements of a vector, number of vectors, cubes.
 fn launch_of(
     client: &Client,
     [rows, width]: [usize; 2],
@@ -98,10 +97,10 @@ fn launch_of(
     Ok((vector, vectors, cubes))
 }
 
-/// How [`stream_dropout`] is launched, for plans.
+/// Describes the launch of [`stream_dropout`].
 ///
 /// # Errors
-/// As [`stream_dropout`].
+/// Those of [`stream_dropout`].
 pub fn stream_dropout_text(
     client: &Client,
     sizes: [usize; 2],
@@ -113,10 +112,10 @@ pub fn stream_dropout_text(
     ))
 }
 
-/// `output = m ∘ input`, both contiguous `[rows, width]`; the gradient by the input is the same of that by the output.
+/// Computes `output = m ∘ input`, both contiguous `[rows, width]`. The gradient with respect to the input is the same operation on the output's gradient.
 ///
 /// # Errors
-/// [`KernelError::Limit`] if the matrix is larger than what the device indexes.
+/// [`KernelError::Limit`] if the device cannot index the matrix.
 pub fn stream_dropout(
     client: &Client,
     (input, element): Typed,
@@ -131,7 +130,7 @@ pub fn stream_dropout(
     let units = vectors.next_multiple_of(UNITS as usize);
     let address = address_of(client, (rows * width).max(2 * units))?;
     let accumulator = accumulator_of(element);
-    // SAFETY: a unit reads and writes its vector, if there is one; the buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads and writes its vector, if it exists; the buffers have the declared lengths (see `buffer`).
     unsafe {
         apply::launch_unchecked(
             client,

@@ -1,25 +1,25 @@
-//! The gradient of a table by the rows that were taken from it.
+//! The gradient with respect to an embedding table.
 
 use crate::kernels::prelude::*;
 
-/// Entries of the vocabulary and channels that a cube has.
+/// Entries of the vocabulary, and channels, of a cube.
 const TILE: usize = 64;
-/// Units that share the channels of an entry are a group, which has every fourth entry.
+/// Groups of units of a cube. The units of a group share the channels of an entry; a group has every fourth entry.
 const GROUPS: usize = 4;
-/// Units of a cube, each of which looks at a position of a step.
+/// Units of a cube; each examines one position of a step.
 const UNITS: usize = TILE * GROUPS;
-/// Positions whose order one unit after another counts.
+/// Positions whose order is determined by scanning the units before.
 const SEGMENT: usize = 16;
-/// Rows that are loaded together.
+/// Rows that are loaded at once.
 const UNROLLED: usize = 8;
 /// Cubes that keep a large device busy.
 const CUBES: usize = 1024;
-/// Bytes of tables of ranges of positions at most, all together.
+/// Most bytes of the partial tables of all position ranges.
 const PARTIAL_BYTES: usize = 64 << 20;
 
-/// `output[range, v, c] = Σ grad[t, c]` over the positions `t` of a range with `ids[t] = v`, in order.
+/// Computes `output[range, v, c] = Σ grad[t, c]` over the positions `t` of a range with `ids[t] = v`, in order.
 ///
-/// A step takes as many positions as there are units. Those of each group are listed in order first, so that several rows are loaded at a time.
+/// A step covers as many positions as there are units. The positions of each group are first listed in order, so that several rows can be loaded at once.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn sum_entries<E: Float, A: Float, O: Float, I: Int>(
     ids: &[I],
@@ -67,7 +67,7 @@ fn sum_entries<E: Float, A: Float, O: Float, I: Int>(
         }
         keys[unit] = key;
         sync_cube();
-        // The place among those of the same group and segment.
+        // Index among the positions of the same group and segment.
         let own = key % comptime!(GROUPS as u32);
         let segment = unit / comptime!(SEGMENT);
         let mut place = 0u32;
@@ -128,7 +128,7 @@ fn sum_entries<E: Float, A: Float, O: Float, I: Int>(
         }
         first += comptime!(UNITS);
     }
-    // A unit reads only the sums that it made itself.
+    // A unit reads only the sums that it wrote itself, so no synchronization is needed.
     if column < width && range < ranges {
         #[unroll]
         for next in 0..comptime!(TILE / GROUPS) {
@@ -141,24 +141,24 @@ fn sum_entries<E: Float, A: Float, O: Float, I: Int>(
     }
 }
 
-/// Numbers of a table's gradient and how they are typed.
+/// Sizes and types of a table's gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct EmbeddingKind {
-    /// Entries of the table.
+    /// Number of entries of the table.
     pub vocab: usize,
-    /// Channels of an entry.
+    /// Number of channels of an entry.
     pub width: usize,
-    /// The type of the gradient by the rows.
+    /// Type of the gradient with respect to the rows.
     pub grad: ElemType,
-    /// The type of the gradient by the table.
+    /// Type of the gradient with respect to the table.
     pub table: ElemType,
-    /// The type of ids.
+    /// Type of ids.
     pub index: ElemType,
 }
 
 impl EmbeddingKind {
-    /// A table `[vocab, width]`; the types of the gradient by rows, of that by the table, and of ids.
+    /// Returns the kind of a table `[vocab, width]` with the types of the rows' gradient, of the table's gradient, and of ids.
     pub fn new([vocab, width]: [usize; 2], [grad, table, index]: [ElemType; 3]) -> Self {
         Self {
             vocab,
@@ -169,7 +169,7 @@ impl EmbeddingKind {
         }
     }
 
-    /// Sums are f64 if either gradient is.
+    /// Returns the type of sums: f64 if either gradient is.
     fn accumulator(&self) -> ElemType {
         match accumulator_of(self.table) == self.table {
             true => self.table,
@@ -177,7 +177,7 @@ impl EmbeddingKind {
         }
     }
 
-    /// Ranges that positions are cut into.
+    /// Returns the number of ranges that positions are split into.
     fn ranges(&self, client: &Client, positions: usize) -> Result<usize, KernelError> {
         let properties = client.properties();
         let accumulator = self.accumulator();
@@ -196,7 +196,7 @@ impl EmbeddingKind {
     }
 }
 
-/// How [`embedding_table_gradient`] is launched.
+/// Describes the launches of [`embedding_table_gradient`].
 ///
 /// # Errors
 /// [`KernelError`] if the device lacks a type, units or shared memory.
@@ -211,13 +211,13 @@ pub fn embedding_text(
     ))
 }
 
-/// `table[v] = Σ grad[t]` over the positions `t` with `ids[t] = v`: in order within a range of positions, then range after range. Ids outside of the
-/// vocabulary count for no entry.
+/// Computes `table[v] = Σ grad[t]` over the positions `t` with `ids[t] = v`: in order within a range of positions, then over the ranges. Ids outside the
+/// vocabulary are skipped.
 ///
-/// `ids` `[positions]`, `grad` `[positions, width]`, `table` `[vocab, width]`, contiguous.
+/// `ids` is `[positions]`, `grad` `[positions, width]`, `table` `[vocab, width]`, all contiguous.
 ///
 /// # Errors
-/// As [`embedding_text`]; and if the device cannot index the gradients.
+/// Those of [`embedding_text`]; also if the device cannot index the gradients.
 pub fn embedding_table_gradient(
     client: &Client,
     kind: &EmbeddingKind,
@@ -230,7 +230,7 @@ pub fn embedding_table_gradient(
     if vocab * width == 0 {
         return Ok(());
     }
-    // The last range's start may be past the end.
+    // The last range may begin past the end.
     let range_positions = positions.div_ceil(ranges).next_multiple_of(UNITS);
     let numbers = ranges * vocab * width;
     let largest = numbers.max((positions + ranges * UNITS) * width.max(1));
@@ -243,8 +243,8 @@ pub fn embedding_table_gradient(
         Some(partial) => (partial, accumulator),
         None => (table, kind.table),
     };
-    // SAFETY: a unit reads ids and rows of positions below `positions`, and writes its channel of its entries in a range below `ranges`; the
-    // buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads ids and rows of positions below `positions`, and writes its channel of its entries in a range below `ranges`; the buffers have the
+    // declared lengths (see `buffer`).
     unsafe {
         sum_entries::launch_unchecked(
             client,

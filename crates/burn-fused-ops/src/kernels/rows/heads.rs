@@ -1,17 +1,17 @@
-//! Rows of heads side by side as tensors by heads, and back.
+//! Splitting rows into tensors by heads, and joining them.
 
 use crate::kernels::prelude::*;
 use crate::kernels::rows::strips::{Grid, Strips, partial_sums, store_sums, sum_up};
 
-/// How many tensors a row may be split into.
+/// Most tensors that a row is split into.
 pub const MOST_PARTS: usize = 3;
 
-/// Rows of a unit that are loaded together.
+/// Rows that a unit loads at once.
 const UNROLLED: usize = 8;
-/// Cubes that keep a large device busy while sums are made.
+/// Cubes that keep a large device busy while it sums.
 const CUBES: usize = 1024;
 
-/// The heads of a part of a row: so many, of such a width.
+/// Heads of a part of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct HeadsPart {
     /// Number of heads.
@@ -26,35 +26,35 @@ impl HeadsPart {
     }
 }
 
-/// What units do, known to the compiler.
+/// Comptime parameters of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Kind {
-    /// The parts in vectors; those behind the last are empty.
+    /// Parts, in vectors; unused ones at the end are empty.
     parts: [HeadsPart; MOST_PARTS],
     grid: Grid,
-    /// Whether there is a bias, or sums for its gradient.
+    /// True if there is a bias, or sums for its gradient.
     bias: bool,
 }
 
 impl Kind {
-    /// Where a part begins in a row.
+    /// Returns the offset of a part in a row.
     fn start(&self, part: usize) -> usize {
         self.parts[..part].iter().map(HeadsPart::width).sum()
     }
 }
 
-/// Where the vectors of a column lie in its part, `[batch, heads, seq, dim]`.
+/// Offset and strides of a column's vectors in its part, `[batch, heads, seq, dim]`.
 #[derive(CubeType, Clone, Copy)]
 struct Place {
-    /// Of the first row.
+    /// Offset in the first row.
     start: usize,
-    /// Between two positions.
+    /// Stride between positions.
     position: usize,
-    /// Between two batch entries.
+    /// Stride between batch entries.
     batch: usize,
 }
 
-/// The part of a column and the place in it.
+/// Returns the offset and strides of a column in its part.
 #[cube]
 fn place_in(column: usize, seq: usize, #[comptime] part: usize, #[comptime] k: Kind) -> Place {
     let dim = comptime!(k.parts[part].dim);
@@ -71,7 +71,7 @@ fn in_part(column: usize, #[comptime] part: usize, #[comptime] k: Kind) -> bool 
     column >= comptime!(k.start(part)) && column < comptime!(k.start(part + 1))
 }
 
-/// `[rows, Σ heads · dim]` with `bias` added, as tensors `[batch, heads, seq, dim]`.
+/// Splits `[rows, Σ heads · dim]` plus `bias` into tensors `[batch, heads, seq, dim]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn split<E: Float, P: Float, A: Float, N: Size>(
     x: &[Vector<E, N>],
@@ -97,7 +97,7 @@ fn split<E: Float, P: Float, A: Float, N: Size>(
         let mut values = Array::<Vector<E, N>>::new(comptime!(UNROLLED));
         #[unroll]
         for i in 0..comptime!(UNROLLED) {
-            // Units behind the last row read it once more.
+            // Units past the last row read it again.
             let row = min(top + i * comptime!(k.grid.rows), rows - 1);
             let value = x[row * comptime!(k.grid.row_vectors) + column];
             values[i] = match comptime!(k.bias) {
@@ -111,7 +111,7 @@ fn split<E: Float, P: Float, A: Float, N: Size>(
     }
 }
 
-/// Writes values of a column to the part that it is in, if that is the `index`-th.
+/// Writes a column's values to part `index`, if the column belongs to it.
 #[cube]
 fn write_part<E: Float, N: Size>(
     values: &Array<Vector<E, N>>,
@@ -142,7 +142,7 @@ fn write_part<E: Float, N: Size>(
     }
 }
 
-/// Tensors `[batch, heads, seq, dim]` as `[rows, Σ heads · dim]`, and the sums over the rows of each chunk. A tensor that is not there is 0.
+/// Joins tensors `[batch, heads, seq, dim]` into `[rows, Σ heads · dim]`, and sums over the rows of each chunk. A missing tensor counts as 0.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn join<E: Float, A: Float, N: Size>(
     first: ComptimeOption<Box<[Vector<E, N>]>>,
@@ -187,7 +187,7 @@ fn join<E: Float, A: Float, N: Size>(
     store_sums::<A, N>(sums, sum, column, k.grid);
 }
 
-/// Reads values of a column of the part that it is in, if that is the `index`-th.
+/// Reads a column's values from part `index`, if the column belongs to it.
 #[cube]
 fn read_part<E: Float, N: Size>(
     values: &mut Array<Vector<E, N>>,
@@ -206,7 +206,7 @@ fn read_part<E: Float, N: Size>(
                 let place = place_in(column, seq, index, k);
                 #[unroll]
                 for i in 0..comptime!(UNROLLED) {
-                    // Units behind the last row read it once more.
+                    // Units past the last row read it again.
                     let row = min(top + i * comptime!(k.grid.rows), rows - 1);
                     let at = row / seq * place.batch + row % seq * place.position + place.start;
                     values[i] = part[at];
@@ -217,7 +217,7 @@ fn read_part<E: Float, N: Size>(
     }
 }
 
-/// How the parts of rows are launched, and what units do.
+/// Returns the grid of the rows and the comptime parameters.
 fn launch_of(
     client: &Client,
     [rows, seq]: [usize; 2],
@@ -244,16 +244,16 @@ fn launch_of(
     Ok((strips, kind))
 }
 
-/// The parts that have numbers: the buffer of one that has none may be shorter than a vector, which WGPU does not bind.
+/// Returns the non-empty parts: an empty part's buffer may be shorter than a vector, which WGPU does not bind.
 fn with_numbers<T: Copy>(parts: &[T], part: impl Fn(&T) -> HeadsPart) -> Vec<T> {
     let parts = parts.iter().filter(|of| part(of).width() > 0);
     parts.copied().collect()
 }
 
-/// How [`split_heads`] and [`join_heads`] are launched.
+/// Describes the launches of [`split_heads`] and [`join_heads`].
 ///
 /// # Errors
-/// As theirs.
+/// Those of the launches.
 pub fn heads_text(
     client: &Client,
     [rows, seq]: [usize; 2],
@@ -268,10 +268,10 @@ pub fn heads_text(
     ))
 }
 
-/// `x`, contiguous `[batch · seq, Σ heads · dim]`, plus `bias` as contiguous tensors `[batch, heads, seq, dim]`, rounded once.
+/// Splits `x`, contiguous `[batch · seq, Σ heads · dim]`, plus `bias` into contiguous tensors `[batch, heads, seq, dim]`, rounded once.
 ///
 /// # Errors
-/// [`KernelError::Limit`] if there are more elements, positions or cubes than the device counts.
+/// [`KernelError::Limit`] if there are more elements, positions or cubes than the device supports.
 pub fn split_heads(
     client: &Client,
     (x, element): Typed,
@@ -291,8 +291,8 @@ pub fn split_heads(
     let count =
         |index: usize| part(index).map_or(0, |_| rows * shapes[index].width() / strips.vector);
     let accumulator = accumulator_of(element);
-    // SAFETY: a unit reads its vector of rows below `rows` and of the bias, and writes as many vectors of the part that the column is in; the
-    // buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads its vector of rows below `rows` and of the bias, and writes as many vectors of the column's part; the buffers have the declared
+    // lengths (see `buffer`).
     unsafe {
         split::launch_unchecked(
             client,
@@ -318,11 +318,11 @@ pub fn split_heads(
     Ok(())
 }
 
-/// The inverse of [`split_heads`] without a bias: `x` from the tensors, those that are not there as 0; and `sums`, the sums over all rows
-/// in the type that comes with it.
+/// Joins the tensors into `x`, the inverse of [`split_heads`] without a bias. Missing tensors count as 0. `sums` receives the sums over all rows, in its own
+/// type.
 ///
 /// # Errors
-/// As [`split_heads`].
+/// Those of [`split_heads`].
 pub fn join_heads(
     client: &Client,
     parts: &[(HeadsPart, Option<&Handle>)],
@@ -346,8 +346,8 @@ pub fn join_heads(
     let count =
         |index: usize| part(index).map_or(0, |_| rows * shapes[index].width() / strips.vector);
     let partial = partial_sums(client, sums, [chunks, width], accumulator);
-    // SAFETY: a unit reads its vector of rows below `rows` of the part that the column is in, and writes as many of `x` and one of its chunk's sums;
-    // the buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads its vector of rows below `rows` of the column's part, and writes as many of `x` and one of its chunk's sums; the buffers have the
+    // declared lengths (see `buffer`).
     unsafe {
         join::launch_unchecked(
             client,

@@ -1,4 +1,4 @@
-//! Kernels of what layers do beside their products, row by row: norms, activations, dropout, losses, embeddings, heads.
+//! Row-wise kernels of layers: norms, activations, dropout, losses, embeddings, heads.
 
 pub(crate) mod activation;
 pub(crate) mod beside;

@@ -1,4 +1,4 @@
-//! A residual stream, what is added to it, and its norm, in one pass.
+//! Residual addition and norm in one pass.
 
 use crate::kernels::prelude::*;
 use crate::kernels::rows::dropout::{StreamMask, stream_factors, stream_mask};
@@ -9,7 +9,7 @@ use blocksparse_cubecl::rows::norm_shape::{
 use blocksparse_cubecl::seeds;
 use blocksparse_cubecl::shared::row_tile::{Combine, across_lanes};
 
-/// What the backward pass needs of a norm: x̂, `[rows, width]`, and 1/σ, `[rows]`.
+/// Outputs for the backward pass: x̂, `[rows, width]`, and 1/σ, `[rows]`.
 #[derive(CubeType, CubeLaunch)]
 struct Kept<R: Float, A: Float, N: Size> {
     centered: Box<[Vector<R, N>]>,
@@ -22,7 +22,7 @@ struct Kept<R: Float, A: Float, N: Size> {
 /// x̂ = (s' − μ) r     h = γ ∘ x̂ + β
 /// ```
 ///
-/// All of a row stays in registers between the two passes over it. What is not there is not read, not written and not computed.
+/// Adds and norms. A row stays in registers between the two passes over it. Absent tensors are neither read, written nor computed.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float, N: Size>(
     stream: &[Vector<S, N>],
@@ -48,7 +48,7 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
     let lane = unit % comptime!(tile.lanes);
     let row = CUBE_POS * comptime!(tile.rows) + unit / comptime!(tile.lanes);
     let exists = row < rows;
-    // Units behind the last row read it once more, so that no load waits for a comparison.
+    // Units past the last row read it again, so that no load waits for a comparison.
     let row = min(row, rows - 1);
     let start = row * row_vectors;
 
@@ -150,43 +150,42 @@ fn forward<S: Float, B: Float, P: Float, G: Float, T: Float, H: Float, A: Float,
     }
 }
 
-/// What is added to a stream.
+/// Branch added to a stream.
 #[derive(Clone, Copy, Debug)]
 pub struct NormBranch<'a> {
-    /// `[rows, width]`.
+    /// Branch, `[rows, width]`.
     pub x: Typed<'a>,
-    /// `[width]`.
+    /// Bias, `[width]`.
     pub bias: Option<Typed<'a>>,
-    /// Dropout of both.
+    /// Dropout of branch and bias.
     pub dropout: Option<&'a ElementDropout>,
-    /// The stream with the branch, to be written: `[rows, width]` in its type.
+    /// Output: the sum of stream and branch, `[rows, width]` in the stream's type.
     pub sum: &'a Handle,
 }
 
-/// The norm of a stream.
+/// Norm of a stream.
 #[derive(Clone, Copy, Debug)]
 pub struct NormOf<'a> {
-    /// Whether the mean is taken off.
+    /// True if the mean is subtracted.
     pub centered: bool,
-    /// Added to the variance.
+    /// Term added to the variance.
     pub epsilon: f64,
-    /// `[width]`.
+    /// Scale, `[width]`.
     pub gamma: Typed<'a>,
-    /// `[width]`.
+    /// Shift, `[width]`.
     pub beta: Option<Typed<'a>>,
-    /// To be written: `[rows, width]`.
+    /// Output: the normed stream, `[rows, width]`.
     pub normed: Typed<'a>,
-    /// What the backward pass needs, to be written: x̂, `[rows, width]` in normed's type, and 1/σ, `[rows]` in the type of sums.
+    /// Outputs for the backward pass: x̂, `[rows, width]` in normed's type, and 1/σ, `[rows]` in the type of sums.
     pub kept: Option<[&'a Handle; 2]>,
 }
 
-/// `s' = s + m ∘ (a + b)` if there is a branch, and the norm of `s'`, or of `s`, if there is one.
+/// Computes `s' = s + m ∘ (a + b)` if there is a branch, and the norm of `s'` (of `s` without a branch) if there is a norm.
 ///
-/// Every matrix is contiguous. Numbers are f32 between loads and stores, f64 if the stream is f64. Where the device does not bind the buffers of
-/// both at once, they are two launches.
+/// All matrices are contiguous. Computation is f32, or f64 if the stream is. Devices that do not bind the buffers of both steps at once run two launches.
 ///
 /// # Errors
-/// [`KernelError::Limit`] if a row is longer than a cube's registers, or the matrix larger than what the device indexes.
+/// [`KernelError::Limit`] if a row exceeds a cube's registers, or the device cannot index the matrix.
 pub fn add_norm(
     client: &Client,
     stream: Typed,
@@ -228,7 +227,7 @@ fn launch(
         norm.map(|norm| norm.normed),
     ];
     let tensors = [added, bias, gamma, beta, normed];
-    // A type that nothing has is the stream's.
+    // Absent tensors get the stream's type.
     let [added_type, bias_type, gamma_type, beta_type, normed_type] =
         tensors.map(|tensor| tensor.map_or(element, |(_, element)| element));
     let accumulator = accumulator_of(element);
@@ -260,8 +259,8 @@ fn launch(
         .map(|[centered, rstd]| KeptLaunch::new(buffer(centered, matrix), buffer(rstd, rows)));
     let handles = tensors.map(|tensor| tensor.map(|(handle, _)| handle));
     let [added, bias, gamma, beta, normed] = handles;
-    // SAFETY: a unit reads vectors of a row below `rows`, and of `[width]` below the row's vectors; it writes its own vectors of a row that
-    // exists, and the first lane the row's number. The buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads vectors of a row below `rows`, and of `[width]` below the row's vectors; it writes its own vectors of an existing row, and the
+    // first lane writes 1/σ. The buffers have the declared lengths (see `buffer`).
     unsafe {
         forward::launch_unchecked(
             client,

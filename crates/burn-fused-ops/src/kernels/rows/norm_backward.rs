@@ -1,4 +1,4 @@
-//! The backward pass of a residual stream and its norm: one pass over the rows, and one small sum.
+//! The backward pass of a residual norm: one pass over the rows, and one small sum.
 
 use crate::kernels::prelude::*;
 use crate::kernels::rows::dropout::{StreamMask, stream_factors, stream_mask};
@@ -12,43 +12,43 @@ use blocksparse_cubecl::shared::row_tile::{
     Combine, RowTile, across_lanes, pair_across_lanes, pair_shared,
 };
 
-/// Elements of a row that a unit has in registers: beside them it has as many of each sum, so twice as many would leave a multiprocessor with half of its planes.
+/// Elements of a row that a unit holds in registers. It also holds as many of each sum, so twice as many would halve the planes of a multiprocessor.
 const LANE_NUMBERS: usize = 8;
-/// Units of a cube, which meet in each step.
+/// Units of a cube, which synchronize in each step.
 const UNITS: usize = 128;
-/// Cubes of a multiprocessor that sum.
+/// Cubes per multiprocessor when sums are computed.
 const CUBES: usize = 6;
-/// Multiprocessors, where the device does not say.
+/// Number of multiprocessors, if the device does not report it.
 const MULTIPROCESSORS: usize = 128;
 
-/// What the kernel is compiled for.
+/// Comptime parameters of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct BackwardKind {
     kind: Kind,
-    /// Whether there is a gradient by the stream that was returned in a buffer of its own,
+    /// True if the gradient of the returned stream is read from a buffer of its own.
     read: bool,
-    /// or where the gradient by the stream that came is to be.
+    /// True if the gradient of the returned stream is in the buffer that the input stream's gradient is written to.
     in_place: bool,
-    /// Whether there is the norm's part.
+    /// True if the norm contributes.
     norm: bool,
-    /// Whether the gradient by the stream is written,
+    /// True if the gradient with respect to the stream is written.
     stream: bool,
-    /// and the branch's.
+    /// True if the gradient with respect to the branch is written.
     branch: bool,
-    /// Whether the branch's bias, gamma and beta get gradients.
+    /// True for each wanted gradient of the branch's bias, gamma and beta.
     sums: [bool; 3],
     /// Vectors of a sum.
     pitch: usize,
 }
 
 impl BackwardKind {
-    /// Sums before that of an index.
+    /// Returns the number of wanted sums before an index.
     fn before(&self, index: usize) -> usize {
         self.sums[..index].iter().filter(|sum| **sum).count()
     }
 }
 
-/// Adds what the rows of a cube have of a column up, and writes it.
+/// Adds a column's sums over the rows of a cube, and writes the result.
 #[cube]
 fn finish<A: Float, N: Size>(
     sums: &Array<Vector<A, N>>,
@@ -88,7 +88,7 @@ fn zeros<A: Float, N: Size>(#[comptime] tile: RowTile) -> Array<Vector<A, N>> {
     row
 }
 
-/// What the norm's part reads: the gradient with respect to the normed stream and x̂, `[rows, width]`, 1/σ, `[rows]`, and γ.
+/// Inputs of the norm's contribution: the gradient with respect to the normed stream and x̂, `[rows, width]`, 1/σ, `[rows]`, and γ.
 #[derive(CubeType, CubeLaunch)]
 struct NormPart<G: Float, R: Float, A: Float, N: Size> {
     grad: Box<[Vector<R, N>]>,
@@ -102,8 +102,8 @@ struct NormPart<G: Float, R: Float, A: Float, N: Size> {
 /// da = m ∘ ds     db = Σ da      dγ = Σ dh ∘ x̂      dβ = Σ dh
 /// ```
 ///
-/// A cube reads many rows and keeps its part of the sums over rows in registers; `partial` is `[cubes, sums, pitch]`. Without `norm`
-/// ds is ds'.
+/// Computes the backward pass. A cube reads many rows and keeps its part of the sums over rows in registers; `partial` is `[cubes, sums, pitch]`. Without
+/// `norm`, ds is ds'.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
     grad_sum: ComptimeOption<Box<[Vector<S, N>]>>,
@@ -149,11 +149,11 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
             by_beta[i] = zero;
         }
     }
-    // All units of a cube take as many steps, because they meet in each.
+    // All units of a cube take the same number of steps, because they synchronize in each.
     for step in 0..steps {
         let row = own + step * stride;
         let exists = row < rows;
-        // Units behind the last row read it once more.
+        // Units past the last row read it again.
         let row = min(row, rows - 1);
         let start = row * row_vectors;
         let mut ds = if comptime!(k.read) {
@@ -166,7 +166,7 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
         if comptime!(k.norm) {
             let norm = norm.as_ref().unwrap();
             let scale = norm.rstd[row];
-            // As they are stored, and widened where they are used: half of the registers, and twice the rows on their way.
+            // Kept in the stored type and widened where used: half of the registers, and twice the rows in flight.
             let mut x = Array::<Vector<H, N>>::new(vectors);
             let mut g = Array::<Vector<H, N>>::new(vectors);
             #[unroll]
@@ -252,70 +252,69 @@ fn backward<S: Float, B: Float, G: Float, H: Float, A: Float, N: Size>(
     }
 }
 
-/// What the norm's part of a backward pass reads.
+/// Inputs of the norm's contribution.
 #[derive(Clone, Copy, Debug)]
 pub struct NormGrad<'a> {
-    /// Whether the mean was taken off.
+    /// True if the mean was subtracted.
     pub centered: bool,
-    /// By the normed stream, `[rows, width]`.
+    /// Gradient with respect to the normed stream, `[rows, width]`.
     pub normed: Typed<'a>,
-    /// x̂, `[rows, width]` in its type.
+    /// x̂, `[rows, width]`, in `normed`'s type.
     pub xhat: &'a Handle,
-    /// 1/σ, `[rows]` in the type of sums.
+    /// 1/σ, `[rows]`, in the type of sums.
     pub rstd: &'a Handle,
-    /// `[width]`.
+    /// Scale, `[width]`.
     pub gamma: Typed<'a>,
 }
 
-/// Where the gradient by the stream goes.
+/// Destination of the gradient with respect to the stream.
 #[derive(Clone, Copy, Debug)]
 pub enum StreamGrad<'a> {
-    /// Nowhere: it is what came.
+    /// Not written: it equals the gradient of the returned stream.
     Kept,
-    /// To a buffer of its own.
+    /// A buffer of its own.
     Written(&'a Handle),
-    /// Into what came.
+    /// The buffer of the returned stream's gradient.
     InPlace,
 }
 
-/// A backward pass of [`add_norm`](crate::kernels::rows::norm::add_norm).
+/// Arguments of the backward pass of [`add_norm`](crate::kernels::rows::norm::add_norm).
 #[derive(Clone, Copy, Debug)]
 pub struct NormBackward<'a> {
-    /// The type of the stream.
+    /// Type of the stream.
     pub element: ElemType,
-    /// By the stream that was returned, `[rows, width]`, if it was used.
+    /// Gradient with respect to the returned stream, `[rows, width]`, if it was used.
     pub sum: Option<&'a Handle>,
-    /// The norm's part, if what it returned was used.
+    /// The norm's contribution, if the normed stream was used.
     pub norm: Option<NormGrad<'a>>,
-    /// By the stream that came.
+    /// Destination of the gradient with respect to the input stream.
     pub stream: StreamGrad<'a>,
-    /// By the branch, to be written: `[rows, width]`.
+    /// Output: gradient with respect to the branch, `[rows, width]`.
     pub branch: Option<Typed<'a>>,
     /// Dropout of the branch.
     pub dropout: Option<&'a ElementDropout>,
-    /// Whether sums over rows are wanted: by the branch's bias, gamma and beta.
+    /// True for each wanted sum over rows: the gradients of the branch's bias, gamma and beta.
     pub sums: [bool; 3],
 }
 
-/// The sums over rows that [`residual_norm_backward`] was asked for, one behind the other in the type of sums.
+/// Sums over rows that [`residual_norm_backward`] returns, in one buffer, in the type of sums.
 #[derive(Clone, Debug)]
 pub struct RowSums {
-    /// The buffer.
     pub handle: Handle,
-    /// Numbers from the beginning of one to that of the next: a multiple of where buffers may begin.
+    /// Distance between sums, in elements: a multiple of the alignment of buffers.
     pub pitch: usize,
 }
 
-/// The most buffers of a backward pass.
+/// Most buffers of a backward pass.
 const BUFFERS: usize = 8;
 
-/// How a backward pass is launched.
+/// Launch of a backward pass.
 struct Launch {
     tile: RowTile,
     cubes: usize,
 }
 
-/// Many rows for each cube if there are `sums`, or else one tile.
+/// Returns the launch. With `sums` each cube has many rows, without them one tile.
 fn launch_of(
     client: &Client,
     [rows, width]: [usize; 2],
@@ -328,17 +327,17 @@ fn launch_of(
     let multiprocessors = (properties.hardware.num_streaming_multiprocessors)
         .map_or(MULTIPROCESSORS, |count| count as usize);
     let cubes = match sums {
-        // As many steps in each.
+        // Equally many steps in each cube.
         true => tiles.div_ceil(tiles.div_ceil(multiprocessors * CUBES).max(1)),
         false => tiles,
     };
     Ok(Launch { tile, cubes })
 }
 
-/// How [`add_norm`](crate::kernels::rows::norm::add_norm) and its backward pass are launched, for plans.
+/// Describes the launches of [`add_norm`](crate::kernels::rows::norm::add_norm) and its backward pass.
 ///
 /// # Errors
-/// As [`add_norm`](crate::kernels::rows::norm::add_norm), if `elements` are all of its types.
+/// Those of [`add_norm`](crate::kernels::rows::norm::add_norm), if `elements` are all of its types.
 pub fn residual_norm_text(
     client: &Client,
     [rows, width]: [usize; 2],
@@ -366,10 +365,10 @@ pub fn residual_norm_text(
     ))
 }
 
-/// Gradients of a residual stream and its norm. Sums that are wanted are returned.
+/// Computes the gradients of a residual norm and returns the wanted sums.
 ///
 /// # Errors
-/// [`KernelError::Limit`] as the forward pass, or if the device does not bind the buffers.
+/// [`KernelError::Limit`] as in the forward pass, or if the device does not bind the buffers.
 pub fn residual_norm_backward(
     client: &Client,
     [rows, width]: [usize; 2],
@@ -400,10 +399,10 @@ pub fn residual_norm_backward(
         + norm_buffers
         + seeds::buffers(pass.dropout.map(|dropout| dropout.seed));
     check_buffers(client, buffers)?;
-    // Where buffers may begin, and whole vectors.
+    // A multiple of the alignment of buffers and of whole vectors.
     let align = client.properties().memory.alignment as usize / accumulator.size();
     let pitch = width.next_multiple_of(align.max(tile.vector));
-    // Without rows nothing is written, but a binding holds a vector.
+    // Without rows nothing is written, but a binding holds at least one vector.
     let numbers = cubes.max(1) * wanted * pitch;
     let partial = (wanted > 0).then(|| client.empty(numbers * accumulator.size()));
     let k = BackwardKind {
@@ -436,8 +435,8 @@ pub fn residual_norm_backward(
                 buffer(norm.gamma.0, tile.row_vectors),
             )
         });
-        // SAFETY: a unit reads vectors of a row below `rows`, and writes its own of a row that exists; in place it reads them before. It writes its
-        // own vectors of its cube's sums. The buffers have the lengths they say (see `buffer`).
+        // SAFETY: a unit reads vectors of a row below `rows`, and writes its own of an existing row; in place it has read them before. It writes its own
+        // vectors of its cube's sums. The buffers have the declared lengths (see `buffer`).
         unsafe {
             backward::launch_unchecked(
                 client,

@@ -1,17 +1,16 @@
-//! Rotary position embedding: pairs of channels, turned by their position.
+//! Rotary position embedding: rotates pairs of channels by their position.
 
 use crate::kernels::prelude::*;
 use cubecl::ir::IntKind;
 
-/// Units of a cube.
 const UNITS: u32 = 256;
-/// Bytes of a load.
+/// Most bytes of a load.
 const MOST_BYTES: usize = 16;
-/// Heads that a unit turns by one load of the table, and the units from which on that leaves enough of them.
+/// Heads that a unit rotates with one load of the table, and the number of units from which on that leaves enough units.
 const HEADS: usize = 4;
 const MANY: usize = 1 << 16;
 
-/// `[batch, heads, seq, width]`, with what the compiler knows of it.
+/// Comptime parameters of `[batch, heads, seq, width]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Kind {
     /// Vectors of a row, and channels of a vector.
@@ -20,11 +19,11 @@ struct Kind {
     heads: usize,
     /// Heads of a unit.
     own_heads: usize,
-    /// Whether it turns back.
+    /// True if the rotation is reversed.
     back: bool,
 }
 
-/// The table, and where rows are in it: at `places`, or behind `first`.
+/// Table of angles, and the table row of each row: `places`, or consecutive from `first` on.
 #[derive(CubeType, CubeLaunch)]
 struct Angles<A: Float, I: Int> {
     table: Box<[A]>,
@@ -33,21 +32,21 @@ struct Angles<A: Float, I: Int> {
     /// Rows of a batch entry.
     seq: usize,
     first: usize,
-    /// Rows of the table, and numbers from one to the next in each of its dimensions.
+    /// Rows of the table, and its strides in elements.
     context: usize,
     place_step: usize,
     channel_step: usize,
     sine_step: usize,
 }
 
-/// The cosines and sines of a vector's pairs.
+/// Cosines and sines of a vector's pairs.
 #[derive(CubeType)]
 struct Turn<A: Float> {
     cosines: Array<A>,
     sines: Array<A>,
 }
 
-/// Those of a vector of a row.
+/// Loads the angles of a vector of a row.
 #[cube]
 fn turn_of<A: Float, I: Int>(
     angles: &Angles<A, I>,
@@ -77,7 +76,7 @@ fn turn_of<A: Float, I: Int>(
     Turn::<A> { cosines, sines }
 }
 
-/// A vector, turned by them.
+/// Rotates a vector.
 #[cube]
 fn turned<E: Float, A: Float, O: Float, N: Size>(
     x: Vector<E, N>,
@@ -96,7 +95,7 @@ fn turned<E: Float, A: Float, O: Float, N: Size>(
     Vector::<O, N>::cast_from(turned)
 }
 
-/// A unit turns one vector of a position, in some heads.
+/// Rotates one vector of a position in `own_heads` heads per unit.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
     x: &[Vector<E, N>],
@@ -118,7 +117,7 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
         let mut values = Array::<Vector<E, N>>::new(k.own_heads);
         #[unroll]
         for i in 0..comptime!(k.own_heads) {
-            // Units behind the last head read it once more.
+            // Units past the last head read it again.
             values[i] = x[start + min(i.runtime(), left - 1) * step];
         }
         #[unroll]
@@ -131,7 +130,7 @@ fn turn<E: Float, A: Float, O: Float, I: Int, N: Size>(
     }
 }
 
-/// A unit turns one vector of a position, in a head of queries or in one of keys.
+/// Rotates one vector of a position in one head of queries or keys per unit.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn turn_both<E: Float, A: Float, O: Float, I: Int, N: Size>(
     queries: &[Vector<E, N>],
@@ -161,25 +160,25 @@ fn turn_both<E: Float, A: Float, O: Float, I: Int, N: Size>(
     }
 }
 
-/// The table `[context, width, 2]`: cosines and sines, once for each channel of a pair.
+/// Table `[context, width, 2]` of cosines and sines, repeated for both channels of a pair.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeTable<'a> {
-    /// From its first number on.
+    /// Buffer and type, beginning at the first element.
     pub numbers: Typed<'a>,
-    /// Its rows.
+    /// Number of rows.
     pub context: usize,
-    /// Numbers from one to the next, in each dimension.
+    /// Strides of the dimensions, in elements.
     pub strides: [usize; 3],
 }
 
 impl RopeTable<'_> {
-    /// Numbers from its first to its last.
+    /// Returns the number of elements from the first to the last.
     fn reach(&self, width: usize) -> usize {
         let [place_step, channel_step, sine_step] = self.strides;
         (self.context - 1) * place_step + (width - 1) * channel_step + sine_step + 1
     }
 
-    /// What a kernel gets of it, and of rows: all of them and those of a batch entry.
+    /// Returns the kernel argument for `rows` rows, `seq` of them in each batch entry.
     fn angles<A: Float, I: Int>(
         &self,
         width: usize,
@@ -200,13 +199,13 @@ impl RopeTable<'_> {
         )
     }
 
-    /// The types of a launch, of rows and of what they become.
+    /// Returns the types of a launch.
     fn types(&self, [x, output]: [ElemType; 2], places: Option<Typed>) -> [ElemType; 4] {
         let index = places.map_or(ElemType::Int(IntKind::I32), |places| places.1);
         [x, self.numbers.1, output, index]
     }
 
-    /// Channels of a load of a row so wide.
+    /// Returns the channels of a load for rows of this width.
     fn lanes(
         &self,
         client: &Client,
@@ -225,11 +224,11 @@ impl RopeTable<'_> {
     }
 }
 
-/// Pairs of channels of `x`, `[batch, heads, seq, width]`, turned by their row of the table: row `places[batch · seq]`, or those from `first` on. Contiguous but
-/// for the table, in whose type it is computed.
+/// Rotates pairs of channels of `x`, `[batch, heads, seq, width]`, by their row of the table: `places[batch · seq]`, or consecutive rows from `first` on.
+/// Everything but the table is contiguous; computation is in the table's type.
 ///
 /// # Errors
-/// [`KernelError`] if the device lacks a type or cannot index the numbers, or the width is odd.
+/// [`KernelError`] if the device lacks a type or cannot index the elements, or the width is odd.
 pub fn rope(
     client: &Client,
     (x, output): (Typed, Typed),
@@ -261,7 +260,7 @@ pub fn rope(
     let address = address_of(client, numbers.max(reach))?;
     let cubes = spread(client, units.div_ceil(dim as usize) as u64)?;
     // SAFETY: a unit reads and writes one vector of a row below `rows` in heads below `heads`, and reads a row of the table below `context`; the buffers have
-    // the lengths they say (see `buffer`).
+    // the declared lengths (see `buffer`).
     unsafe {
         turn::launch_unchecked(
             client,
@@ -279,11 +278,11 @@ pub fn rope(
     Ok(())
 }
 
-/// [`rope`] of queries and keys, `[batch, heads, seq, width]` each with its heads, of one type: in one launch, but for so many that a unit turns several
-/// heads.
+/// [`rope`] of queries and keys, each `[batch, heads, seq, width]` with its own number of heads, of one type. One launch, unless there are so many rows that
+/// a unit rotates several heads.
 ///
 /// # Errors
-/// As [`rope`], and if there are no queries or no keys.
+/// Those of [`rope`]; also if there are no queries or no keys.
 pub fn rope_both(
     client: &Client,
     inputs: [Typed; 2],
@@ -320,8 +319,8 @@ pub fn rope_both(
     let reach = table.reach(width);
     let address = address_of(client, numbers[0].max(numbers[1]).max(reach).max(units))?;
     let cubes = spread(client, units.div_ceil(dim as usize) as u64)?;
-    // SAFETY: a unit reads and writes one vector of a row below `rows` in heads that there are, and reads a row of the table below `context`; the buffers have
-    // the lengths they say (see `buffer`).
+    // SAFETY: a unit reads and writes one vector of a row below `rows` in an existing head, and reads a row of the table below `context`; the buffers have
+    // the declared lengths (see `buffer`).
     unsafe {
         turn_both::launch_unchecked(
             client,

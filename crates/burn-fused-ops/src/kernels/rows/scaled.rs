@@ -1,11 +1,10 @@
-//! A tensor times numbers that only the device knows.
+//! Product of a tensor with scalars on the device.
 
 use crate::kernels::prelude::*;
 
-/// Units of a cube.
 const UNITS: u32 = 256;
 
-/// `output = input · left · right`, in `A`.
+/// Computes `output = input · left · right`, in `A`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn scale<E: Float, A: Float, O: Float, N: Size>(
     input: &[Vector<E, N>],
@@ -23,10 +22,10 @@ fn scale<E: Float, A: Float, O: Float, N: Size>(
     }
 }
 
-/// `output = input · left · right`: `len` numbers, times one number each of two buffers in the type of sums of `element`.
+/// Computes `output = input · left · right` for `len` elements and two scalars in buffers, in the type of sums of `element`.
 ///
 /// # Errors
-/// [`KernelError`] if the device lacks a type, or cannot index the numbers.
+/// [`KernelError`] if the device lacks a type or cannot index the elements.
 pub fn scaled(
     client: &Client,
     (input, element): (&Handle, ElemType),
@@ -45,7 +44,7 @@ pub fn scaled(
     let units = UNITS.min(client.properties().hardware.max_units_per_cube);
     let address = address_of(client, len)?;
     let cubes = spread(client, vectors.div_ceil(units as usize) as u64)?;
-    // SAFETY: a unit reads and writes one vector below `vectors`; the buffers have the lengths they say (see `buffer`).
+    // SAFETY: a unit reads and writes one vector below `vectors`; the buffers have the declared lengths (see `buffer`).
     unsafe {
         scale::launch_unchecked(
             client,

@@ -1,13 +1,12 @@
-//! How cubes of neighbouring columns and some rows each go over a matrix, and the sums over rows that they leave.
+//! Partition of a matrix into cubes of neighbouring columns and chunks of rows, and sums over rows.
 
 use crate::kernels::prelude::*;
 
-/// Units of a cube.
 const UNITS: usize = 256;
-/// Vectors of a row that a cube has: 512 bytes of half-precision numbers in a piece.
+/// Vectors of a row that a cube has: 512 contiguous bytes in half precision.
 const COLUMN_UNITS: usize = 32;
 
-/// How units share the matrix, known to the compiler.
+/// Comptime grid of units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Grid {
     /// Vectors of a row.
@@ -18,7 +17,7 @@ pub struct Grid {
     pub rows: usize,
 }
 
-/// Writes a unit's sum over its rows, added to those of the units below it, as that of the cube's chunk.
+/// Adds a unit's sum over its rows to those of the units in its column, and writes the total as the cube's chunk.
 #[cube]
 pub fn store_sums<A: Float, N: Size>(
     sums: ComptimeOption<Box<[Vector<A, N>]>>,
@@ -47,13 +46,13 @@ pub fn store_sums<A: Float, N: Size>(
     }
 }
 
-/// What such a launch is made of.
+/// Partition of a matrix.
 pub struct Strips {
     pub grid: Grid,
-    /// Numbers of a vector.
+    /// Elements of a vector.
     pub vector: usize,
     pub address: AddressType,
-    /// Rows of a cube at a time.
+    /// Rows of a cube per step.
     step_rows: usize,
     /// Cubes along a row.
     columns: u32,
@@ -61,10 +60,10 @@ pub struct Strips {
 }
 
 impl Strips {
-    /// Over `[rows, width]` of vectors that divide all `lengths`, with so many rows of a unit at a time.
+    /// Partitions `[rows, width]` with vectors that divide all `lengths` and `unrolled` rows of a unit per step.
     ///
     /// # Errors
-    /// [`KernelError::Limit`] if there are more elements or cubes than the device counts.
+    /// [`KernelError::Limit`] if there are more elements or cubes than the device supports.
     pub fn new(
         client: &Client,
         [rows, width]: [usize; 2],
@@ -104,17 +103,17 @@ impl Strips {
         CubeCount::Static(self.columns, chunks as u32, 1)
     }
 
-    /// Chunks of rows where a cube goes over one.
+    /// Returns the number of chunks of rows when a cube has one chunk.
     ///
     /// # Errors
-    /// [`KernelError::Limit`] if they are more cubes than the device counts.
+    /// [`KernelError::Limit`] if the device does not support that many cubes.
     pub fn chunks(&self, rows: usize) -> Result<usize, KernelError> {
         let chunks = rows.div_ceil(self.step_rows);
         KernelError::check("cubes along rows", self.most_chunks as u64, chunks)?;
         Ok(chunks)
     }
 
-    /// Chunks of a cube and cubes along the rows: as many as there can be, or, where they leave sums, the `cubes` in all that keep a device busy.
+    /// Returns the chunks of a cube and the cubes along the rows: as many cubes as possible, or, where sums are written, about `cubes` in all.
     pub fn steps(&self, rows: usize, cubes: Option<usize>) -> (usize, usize) {
         let steps = rows.div_ceil(self.step_rows);
         let most = cubes.map_or(usize::MAX, |cubes| cubes / self.columns as usize);
@@ -123,10 +122,10 @@ impl Strips {
     }
 }
 
-/// The sums that chunks left, `[chunks, width]`, as one row.
+/// Adds the sums of chunks, `[chunks, width]`, to one row.
 ///
 /// # Errors
-/// As [`column_sums`].
+/// Those of [`column_sums`].
 pub fn sum_up(
     client: &Client,
     partial: Option<Typed>,
@@ -139,7 +138,7 @@ pub fn sum_up(
     }
 }
 
-/// A buffer for the sums of so many chunks.
+/// Allocates a buffer for the sums of chunks, if sums are wanted.
 pub fn partial_sums(
     client: &Client,
     sums: Option<Typed>,

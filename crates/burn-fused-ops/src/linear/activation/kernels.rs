@@ -21,7 +21,7 @@ pub(crate) fn kind(activation: Activation) -> ActivationKind {
     }
 }
 
-/// How a call is launched.
+/// Describes the launches of a call.
 pub(crate) fn text(
     device: &CubeDevice,
     matrix: [usize; 2],
@@ -41,7 +41,7 @@ pub(crate) fn bias_activation(
     }
     let x = into_contiguous(inputs.x);
     let bias = contiguous(inputs.bias);
-    // Where nobody else has x, the result takes its place.
+    // The result overwrites x if no one else holds it.
     let y = match x.can_mut() {
         true => x.clone(),
         false => empty_like(&x, x.dtype),
@@ -71,7 +71,7 @@ pub(crate) fn bias_activation_backward(
     let ActivationSaved { x, bias, grad } = saved;
     let [x, bias] = [x, bias].map(contiguous);
     let grad = into_contiguous(grad);
-    // Where nobody else has the gradient or x, the results take their places.
+    // The results overwrite the gradient and x if no one else holds them.
     let in_place = [grad.can_mut(), x.as_ref().is_some_and(CubeTensor::can_mut)];
     match backward(x.as_ref(), bias.as_ref(), &grad, activation, task, in_place) {
         Ok(grads) => grads,
@@ -108,7 +108,7 @@ fn backward(
         x: x.map(|x| &x.handle),
         bias: bias.map(typed),
         dy: typed(grad),
-        // Without an activation it is there.
+        // Without an activation, the gradient with respect to x is the incoming one.
         dx: (dx.as_ref())
             .filter(|_| activation != Activation::None)
             .map(|dx| &dx.handle),

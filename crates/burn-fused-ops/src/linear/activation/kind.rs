@@ -1,10 +1,10 @@
-//! Which activation.
+//! Kinds of activation.
 
-/// Activation function of `bias_activation`, element by element.
+/// Element-wise activation function of `bias_activation`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Activation {
-    /// The number itself.
+    /// Identity.
     #[default]
     None,
     /// `x · sigmoid(1.702 x)`, the Sparse Transformer's (Child et al., 2019, §5.2).
@@ -20,7 +20,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Self; 6] = [
         Self::None,
         Self::GeluSigmoid,

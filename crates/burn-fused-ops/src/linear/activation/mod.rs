@@ -11,10 +11,10 @@ use crate::linear::values::BiasedRows;
 use burn_blocksparse::internal::prelude::*;
 pub use kind::Activation;
 
-/// `f(x + bias)`, computed in f32 (f64 for f64) and rounded once.
+/// Returns `f(x + bias)`, computed in f32 (f64 for f64) and rounded once.
 ///
-/// It is one step of the autodiff graph, which keeps x and the bias and nothing else; its backward pass makes the gradient with respect to x and sums that by the
-/// bias in one pass. Deterministic.
+/// This is one node of the autodiff graph, which stores only x and the bias. The backward pass computes the gradient with respect to x and sums it to the
+/// bias's in one pass. Deterministic.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -34,7 +34,7 @@ pub use kind::Activation;
 /// - `bias`: `[width]`, of any float dtype
 ///
 /// # Errors
-/// [`OpError`] if the shapes or devices do not fit each other.
+/// [`OpError`] if the shapes or devices do not match.
 pub fn bias_activation<const D: usize>(
     x: Tensor<D>,
     bias: Option<Tensor<1>>,
@@ -53,7 +53,7 @@ impl Activation {
     /// Returns the plan of [`bias_activation`] and its backward pass.
     ///
     /// # Errors
-    /// As [`bias_activation`].
+    /// Those of [`bias_activation`].
     pub fn explain<const D: usize>(
         self,
         x: &Tensor<D>,

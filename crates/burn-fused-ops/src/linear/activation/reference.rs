@@ -8,10 +8,10 @@ use burn_blocksparse::internal::prelude::*;
 const GELU_SLOPE: f64 = 1.702;
 /// `2 √(2/π)`: `(1 + tanh y) / 2` is the sigmoid of `2 y`.
 const TANH_SLOPE: f64 = 1.595_769_121_605_730_7;
-/// Factor of the cube in it.
+/// Factor of the cubic term.
 const TANH_CUBE: f64 = 0.044715;
 
-/// `1 / (1 + exp(−x))`, of numbers whose exponential is finite.
+/// Returns `1 / (1 + exp(−x))`; x is clamped so that the exponential stays finite.
 fn sigmoid<B: Backend>(x: Array<B>) -> Array<B> {
     let most = match x.dtype() {
         FloatDType::F64 => 700.0,
@@ -20,7 +20,7 @@ fn sigmoid<B: Backend>(x: Array<B>) -> Array<B> {
     ((-x.clamp(-most, most)).exp() + 1.0).recip()
 }
 
-/// `1 + erf(x / √2)`
+/// Returns `1 + erf(x / √2)`.
 fn one_and_erf<B: Backend>(x: Array<B>) -> Array<B> {
     (x * std::f64::consts::FRAC_1_SQRT_2).erf() + 1.0
 }
@@ -39,12 +39,12 @@ fn value<B: Backend>(x: Array<B>, activation: Activation) -> Array<B> {
     }
 }
 
-/// `s (1 + x (1 − s))`
+/// Returns `s (1 + x (1 − s))`, the derivative of `x · sigmoid(x)` with `s = sigmoid(x)`.
 fn swish_slope<B: Backend>(s: Array<B>, x: Array<B>) -> Array<B> {
     s.clone() * (x * (-s + 1.0) + 1.0)
 }
 
-/// `grad` times the derivative at x.
+/// Multiplies `grad` by the derivative at x.
 fn by_x<B: Backend>(grad: Array<B>, x: Array<B>, activation: Activation) -> Array<B> {
     let slope = match activation {
         Activation::None => return grad,
@@ -53,7 +53,7 @@ fn by_x<B: Backend>(grad: Array<B>, x: Array<B>, activation: Activation) -> Arra
             swish_slope(sigmoid(scaled.clone()), scaled)
         }
         Activation::GeluTanh => {
-            // Beyond ±30 it is 0 or 1 in every type, and the cube would overflow.
+            // Beyond ±30 the derivative is 0 or 1 in every dtype, and the cube would overflow.
             let x = x.clamp(-30.0, 30.0);
             let square = x.clone() * &x * TANH_CUBE;
             let scaled = x * TANH_SLOPE;
@@ -61,7 +61,7 @@ fn by_x<B: Backend>(grad: Array<B>, x: Array<B>, activation: Activation) -> Arra
             swish_slope(sigmoid(inner), scaled * (square * 3.0 + 1.0))
         }
         Activation::GeluErf => {
-            // Beyond ±30 the density is 0 in every type, and squares would overflow.
+            // Beyond ±30 the density is 0 in every dtype, and the square would overflow.
             let near = x.clone().clamp(-30.0, 30.0);
             let density = (near.clone() * &near * -0.5).exp();
             let density = density * (2.0 * std::f64::consts::PI).sqrt().recip();
@@ -74,7 +74,7 @@ fn by_x<B: Backend>(grad: Array<B>, x: Array<B>, activation: Activation) -> Arra
     grad * slope
 }
 
-/// `x + bias` in the dtype of sums.
+/// Returns `x + bias` in the dtype of sums.
 fn biased<B: Backend>(x: FloatTensor<B>, bias: OptFloat<B>) -> Array<B> {
     let x = Array::<B>(x);
     let sums = accumulate_in(x.dtype());

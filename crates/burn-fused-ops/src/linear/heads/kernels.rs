@@ -12,7 +12,7 @@ fn part((heads, dim): (usize, usize)) -> HeadsPart {
     HeadsPart { heads, dim }
 }
 
-/// How a call is launched.
+/// Describes the launches of a call.
 pub(crate) fn text(
     device: &CubeDevice,
     rows: [usize; 2],
@@ -53,7 +53,7 @@ pub(crate) fn join(
     let tensors = tensors.map(|tensor| tensor.map(into_contiguous));
     let like = (tensors.iter().flatten().next()).expect("at least one tensor");
     let [batch, seq] = call.rows;
-    // Heads of one position lie side by side.
+    // With one position, heads are already contiguous rows.
     if let ([Some(only), None, None], 1, None) = (&tensors, seq, call.bias)
         && only.dtype == call.dtype.into()
     {

@@ -1,4 +1,4 @@
-//! Heads side by side in rows, and tensors by heads.
+//! Splitting rows into heads, and joining heads into rows.
 #[cfg(feature = "cube")]
 pub(crate) mod kernels;
 pub(crate) mod reference;
@@ -8,11 +8,10 @@ use crate::linear::ops::LinearOps;
 use crate::linear::values::{BiasedRows, JoinCall, MOST_PARTS};
 use burn_blocksparse::internal::prelude::*;
 
-/// The rows of a product of queries, keys and values side by side as tensors by heads, which attention reads, with the product's bias added in the
-/// same pass.
+/// Splits rows of concatenated queries, keys and values into tensors by heads, as attention reads them, and adds the product's bias in the same pass.
 ///
-/// `parts` are (heads, width) pairs: one part for each tensor, three at most. It is one step of the autodiff graph, which keeps
-/// nothing; its backward pass joins the gradients and sums that of the bias. Deterministic.
+/// `parts` are (heads, width) pairs, one for each tensor, at most three. This is one node of the autodiff graph, which stores nothing; its backward pass
+/// joins the gradients and sums that of the bias. Deterministic.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -32,7 +31,7 @@ use burn_blocksparse::internal::prelude::*;
 /// - results: `[batch, heads, seq, width]` each, in x's dtype
 ///
 /// # Errors
-/// [`OpError`] if the shapes or devices do not fit each other, or there are no parts or more than three.
+/// [`OpError`] if the shapes or devices do not match, or there are no parts or more than three.
 pub fn split_heads(
     x: Tensor<3>,
     bias: Option<Tensor<1>>,
@@ -46,7 +45,7 @@ pub fn split_heads(
     Ok(tensors.map(Tensor::from_dispatch).collect())
 }
 
-/// Joins heads into rows, for the output projection: the inverse of [`split_heads`] of one part, with gradients.
+/// Joins heads into rows for the output projection: the inverse of [`split_heads`] with one part. Differentiable.
 ///
 /// # Shapes
 /// - `x`: `[batch, heads, seq, width]`
@@ -67,7 +66,7 @@ pub fn join_heads(x: Tensor<4>) -> Result<Tensor<3>, OpError> {
 /// Returns the plan of [`split_heads`] and its backward pass.
 ///
 /// # Errors
-/// As [`split_heads`].
+/// Those of [`split_heads`].
 pub fn explain(
     x: &Tensor<3>,
     bias: Option<&Tensor<1>>,
@@ -96,7 +95,7 @@ fn check_split(
     check_bias(bias, (width, "x's width"), &x.device())
 }
 
-/// The width of all parts, if it is a number.
+/// Returns the width of all parts, or `None` if it overflows.
 pub(crate) fn width_of(parts: &[(usize, usize)]) -> Result<Option<usize>, OpError> {
     blocksparse::ensure! { OpError; (1..=MOST_PARTS).contains(&parts.len()) => "parts", format!("of 1 to {MOST_PARTS} tensors"), parts.len(); }
     let add = |sum: usize, (heads, dim): &(usize, usize)| sum.checked_add(heads.checked_mul(*dim)?);

@@ -8,7 +8,7 @@ pub(crate) fn split<B: Backend>(inputs: BiasedRows<B>, parts: HeadParts) -> Thre
     let dtype = FloatDType::from(x.dtype());
     let [batch, seq, width] = x.shape().dims();
     if batch * seq == 0 {
-        // A slice of a tensor without numbers may begin behind its end, which Flex does not read.
+        // A slice of an empty tensor may begin behind its end, which Flex does not support.
         let device = x.device();
         return ThreeFloats::of_list(parts.map(|part| {
             let (heads, dim) = part?;
@@ -31,7 +31,6 @@ pub(crate) fn split<B: Backend>(inputs: BiasedRows<B>, parts: HeadParts) -> Thre
     }))
 }
 
-/// `like` is on the device.
 pub(crate) fn join<B: Backend>(tensors: ThreeFloats<B>, call: &JoinCall) -> Joined<B> {
     let [batch, seq] = call.rows;
     let tensors = tensors.into_list();

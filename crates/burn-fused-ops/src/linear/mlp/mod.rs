@@ -1,4 +1,4 @@
-//! Two products with an activation between them.
+//! Feed-forward networks: two products with an activation between them.
 
 #[cfg_attr(not(feature = "autodiff"), allow(dead_code))]
 pub(crate) mod steps;
@@ -10,21 +10,20 @@ use crate::linear::values::{MlpCall, MlpInputs};
 use crate::linear::{LinearOptions, check_bias};
 use burn_blocksparse::internal::prelude::*;
 
-/// The weights of [`mlp`], and the bias between them. The second bias belongs to what the result is added to, or to
-/// `bias_activation`.
+/// Weights of [`mlp`] and the bias before the activation. Add the second bias with the operation that consumes the result, or with `bias_activation`.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct MlpParams {
-    /// `[in, hidden]`.
+    /// First weight, `[in, hidden]`.
     pub inner: Tensor<2>,
-    /// `[hidden]`, of any float dtype.
+    /// Bias before the activation, `[hidden]`, of any float dtype.
     pub bias: Option<Tensor<1>>,
-    /// `[hidden, out]`.
+    /// Second weight, `[hidden, out]`.
     pub outer: Tensor<2>,
 }
 
 impl MlpParams {
-    /// Weights without a bias.
+    /// Returns parameters without a bias.
     pub fn new(inner: Tensor<2>, outer: Tensor<2>) -> Self {
         Self {
             inner,
@@ -44,7 +43,7 @@ impl MlpParams {
 #[must_use]
 #[non_exhaustive]
 pub struct MlpOptions {
-    /// The dtype of the factors and of the products; default x's. Sums are f32, f64 for f64.
+    /// Dtype of the factors and of the products; default x's. Sums are f32, f64 for f64.
     pub dtype: Option<FloatDType>,
     /// True if the backward pass computes the first product again instead of storing it.
     pub recompute: bool,
@@ -54,18 +53,18 @@ impl MlpOptions {
     blocksparse::setters! {
         /// Sets the dtype of the factors and of the products.
         dtype: Some(FloatDType),
-        /// Sets whether the backward pass computes the first product again: `hidden` elements of each position less are stored, for a third more time in
-        /// the forward products.
+        /// Sets whether the backward pass computes the first product again. This stores `hidden` elements less for each position and takes a third more time
+        /// for forward products.
         recompute: bool,
     }
 }
 
-/// `f(x · W₁ + b) · W₂`, a transformer's feed-forward network but for its last bias, as [`linear`](crate::linear()),
-/// `bias_activation` and `linear` compute it.
+/// Returns `f(x · W₁ + b) · W₂`: a transformer's feed-forward network without its last bias, equal to [`linear`](crate::linear()), `bias_activation` and
+/// `linear` in sequence.
 ///
-/// It is one step of the autodiff graph. Of the two tensors of the hidden width it keeps the one before the activation, or none, and its backward pass
-/// makes the other again in the pass that differentiates the activation. Everything else is as in those three: gradients with respect to weights are summed in f32,
-/// what is frozen gets none, and the same input gives the same bits.
+/// This is one node of the autodiff graph. Of the two tensors of the hidden width it stores the one before the activation, or none; the backward pass
+/// recomputes the other in the pass that differentiates the activation. The rest is as in those three: gradients with respect to weights are summed in f32,
+/// frozen weights get none, and the same input gives the same bits.
 ///
 /// ```
 /// use burn::tensor::{Device, Distribution, Tensor};
@@ -88,7 +87,7 @@ impl MlpOptions {
 /// - result: `[.., out]`, in `options.dtype`
 ///
 /// # Errors
-/// [`OpError`] if the shapes or devices do not fit each other, or the device does not have the dtype.
+/// [`OpError`] if the shapes or devices do not match, or the device does not support the dtype.
 pub fn mlp<const D: usize>(
     x: Tensor<D>,
     params: MlpParams,
@@ -114,10 +113,10 @@ pub fn mlp<const D: usize>(
 }
 
 impl MlpOptions {
-    /// Returns the plan of [`mlp`]: its matmuls, and what is between them.
+    /// Returns the plan of [`mlp`]: its matmuls, and the activation between them.
     ///
     /// # Errors
-    /// As that call.
+    /// Those of that call.
     pub fn explain<const D: usize>(
         &self,
         x: &Tensor<D>,
@@ -144,7 +143,7 @@ impl MlpOptions {
     }
 }
 
-/// The dtype of the products, if the arguments fit each other.
+/// Checks the arguments and returns the dtype of the products.
 fn check<const D: usize>(
     x: &Tensor<D>,
     params: &MlpParams,

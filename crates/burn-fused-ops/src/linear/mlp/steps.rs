@@ -1,4 +1,4 @@
-//! The backward pass of a feed-forward network, in the operations of products and activations.
+//! The backward pass of a feed-forward network, composed of products and activations.
 
 use crate::linear::activation::kind::Activation;
 use crate::linear::ops::{LinearOps, MlpKept, between, by_active, product};
@@ -8,19 +8,19 @@ use crate::linear::values::{
 };
 use burn_blocksparse::internal::prelude::*;
 
-/// The dtypes of the gradients that are wanted, and lengths.
+/// Dtypes of the wanted gradients, and the lengths of the network.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Task {
     pub x: Option<FloatDType>,
     pub inner: Option<FloatDType>,
     pub bias: Option<FloatDType>,
     pub outer: Option<FloatDType>,
-    /// in, hidden, out.
+    /// Lengths in, hidden and out.
     pub lengths: [usize; 3],
 }
 
 impl Task {
-    /// Of the dtypes of x, the inner weight, the outer one and the bias, and which of their gradients are wanted.
+    /// Returns the task for inputs of these dtypes and these wanted gradients, in the order x, inner weight, outer weight, bias.
     pub(crate) fn new(
         dtypes: [Option<FloatDType>; 4],
         wanted: [bool; 4],
@@ -36,7 +36,7 @@ impl Task {
         }
     }
 
-    /// Returns whether the backward pass reads x, the inner weight, the outer one and the bias.
+    /// Returns whether the backward pass reads x, the inner weight, the outer weight and the bias.
     pub(crate) fn needs(&self, call: MlpCall) -> [bool; 4] {
         let depends = self.depends(call.activation);
         let again = depends && call.recompute;
@@ -48,18 +48,18 @@ impl Task {
         ]
     }
 
-    /// Returns whether the backward pass reads what is between the products.
+    /// Returns whether the backward pass reads the tensor between the products.
     pub(crate) fn depends(&self, activation: Activation) -> bool {
         self.outer.is_some() || (self.before() && activation != Activation::None)
     }
 
-    /// Returns whether something before the activation is differentiated by.
+    /// Returns whether a gradient before the activation is wanted.
     pub(crate) fn before(&self) -> bool {
         self.x.is_some() || self.inner.is_some() || self.bias.is_some()
     }
 }
 
-/// Gradients with respect to x, the inner weight, the outer one and the bias, of what there is as far as one that is wanted needs it.
+/// Computes the wanted gradients with respect to x, the inner weight, the outer weight and the bias, with the intermediate gradients they need.
 pub(crate) fn backward<B: LinearOps>(
     kept: MlpKept<B>,
     bias: Option<FloatTensor<B>>,
@@ -81,7 +81,7 @@ pub(crate) fn backward<B: LinearOps>(
         factors.map(|(x, inner)| product::<B>(x, inner, rows).out.into_one())
     });
     let (mut by_x, mut by_inner, mut by_bias, mut active) = (None, None, None, None);
-    // Without an activation, what it makes is not among the results of its backward pass.
+    // Without an activation, its backward pass does not return the activation.
     let together = task.before() && call.activation != Activation::None;
     if task.outer.is_some() && !together {
         let bias = bias.clone().into();

@@ -1,24 +1,24 @@
-//! Types of tensors. What is quantised lies in blocks with scales of their own; here are the layouts of ggml.
+//! Tensor types and dequantisation. Quantised elements are in blocks with their own scales, in ggml's layouts.
 
 use burn::tensor::{DType, Shape, TensorData, f16};
 
 use Numbers::{Blocks, Plain};
 
-/// A type of tensors that is read.
+/// Supported tensor type.
 pub struct TensorType {
     pub name: &'static str,
     id: u32,
-    /// Of a block.
+    /// Elements of a block.
     pub elements: usize,
-    /// Of a block.
+    /// Bytes of a block.
     pub bytes: usize,
     numbers: Numbers,
 }
 
 enum Numbers {
-    /// As they are.
+    /// Not quantised.
     Plain(DType),
-    /// Of one block, appended.
+    /// Quantised: appends the elements of one block.
     Blocks(fn(&[u8], &mut Vec<f32>)),
 }
 
@@ -52,16 +52,16 @@ static TYPES: [TensorType; 12] = [
     of("Q6_K", 14, [256, 210], Blocks(q6_k)),
 ];
 
-/// Types that are not read, for messages.
+/// Names of unsupported types, for messages.
 const OTHERS: &str = "9=Q8_1 10=Q2_K 11=Q3_K 15=Q8_K 16=IQ2_XXS 17=IQ2_XS 18=IQ3_XXS 19=IQ1_S 20=IQ4_NL 21=IQ3_S 22=IQ2_S \
     23=IQ4_XS 24=I8 25=I16 26=I32 27=I64 29=IQ1_M 34=TQ1_0 35=TQ2_0 39=MXFP4 40=NVFP4 41=Q1_0";
 
-/// The type of a number in the format, if it is read.
+/// Returns the type with this number in the format, if it is supported.
 pub fn of_id(id: u32) -> Option<&'static TensorType> {
     TYPES.iter().find(|kind| kind.id == id)
 }
 
-/// Returns the name of a type that is not read.
+/// Returns the name of an unsupported type.
 pub fn name_of(id: u32) -> String {
     let id = id.to_string();
     let mut others = OTHERS.split(' ').filter_map(|other| other.split_once('='));
@@ -71,13 +71,13 @@ pub fn name_of(id: u32) -> String {
     }
 }
 
-/// The types that are read.
+/// Returns the names of the supported types.
 pub fn names() -> String {
     TYPES.each_ref().map(|kind| kind.name).join(", ")
 }
 
 impl TensorType {
-    /// Of the elements that are read.
+    /// Returns the dtype of the elements after reading.
     pub fn dtype(&self) -> DType {
         match self.numbers {
             Plain(dtype) => dtype,
@@ -85,12 +85,12 @@ impl TensorType {
         }
     }
 
-    /// Of whole blocks, in bytes.
+    /// Returns the bytes of whole blocks.
     pub fn length(&self, elements: usize) -> usize {
         elements / self.elements * self.bytes
     }
 
-    /// The elements in the bytes of a tensor.
+    /// Converts the bytes of a tensor to its elements.
     pub fn data(&self, bytes: Vec<u8>, shape: Vec<usize>) -> TensorData {
         match self.numbers {
             Plain(dtype) => TensorData::from_bytes_vec(bytes, Shape::from(shape), dtype),
@@ -108,13 +108,13 @@ fn half(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
 }
 
-/// 32 integers of four bits: the lower halves of 16 bytes, then the upper ones.
+/// Iterates over 32 four-bit integers: the lower halves of 16 bytes, then the upper ones.
 fn nibbles(bytes: &[u8]) -> impl Iterator<Item = u8> {
     let lower = bytes.iter().map(|byte| byte & 15);
     lower.chain(bytes.iter().map(|byte| byte >> 4))
 }
 
-/// 32 integers of five bits: as [`nibbles`], with the fifth bits in a word before them.
+/// Iterates over 32 five-bit integers: [`nibbles`], with the fifth bits in a word before them.
 fn five_bits(high: &[u8], low: &[u8]) -> impl Iterator<Item = u8> {
     let high = [high[0], high[1], high[2], high[3]];
     let high = u32::from_le_bytes(high);
@@ -122,40 +122,41 @@ fn five_bits(high: &[u8], low: &[u8]) -> impl Iterator<Item = u8> {
     nibbles(low).zip(bits).map(|(low, high)| low | high << 4)
 }
 
-/// Half scale; 16 bytes of numbers less 8.
+/// Half-precision scale; 16 bytes of integers minus 8.
 fn q4_0(block: &[u8], numbers: &mut Vec<f32>) {
     let scale = half(block, 0);
     numbers.extend(nibbles(&block[2..]).map(|q| (f32::from(q) - 8.0) * scale));
 }
 
-/// Half scale and minimum; 16 bytes.
+/// Half-precision scale and minimum; 16 bytes.
 fn q4_1(block: &[u8], numbers: &mut Vec<f32>) {
     let (scale, min) = (half(block, 0), half(block, 2));
     numbers.extend(nibbles(&block[4..]).map(|q| f32::from(q) * scale + min));
 }
 
-/// Half scale; fifth bits; 16 bytes, of numbers less 16.
+/// Half-precision scale; fifth bits; 16 bytes, of integers minus 16.
 fn q5_0(block: &[u8], numbers: &mut Vec<f32>) {
     let scale = half(block, 0);
     let five = five_bits(&block[2..6], &block[6..]);
     numbers.extend(five.map(|q| (f32::from(q) - 16.0) * scale));
 }
 
-/// Half scale and minimum; fifth bits; 16 bytes.
+/// Half-precision scale and minimum; fifth bits; 16 bytes.
 fn q5_1(block: &[u8], numbers: &mut Vec<f32>) {
     let (scale, min) = (half(block, 0), half(block, 2));
     let five = five_bits(&block[4..8], &block[8..]);
     numbers.extend(five.map(|q| f32::from(q) * scale + min));
 }
 
-/// Half scale; 32 signed bytes.
+/// Half-precision scale; 32 signed bytes.
 fn q8_0(block: &[u8], numbers: &mut Vec<f32>) {
     let scale = half(block, 0);
     let signed = block[2..].iter().map(|byte| byte.cast_signed());
     numbers.extend(signed.map(|q| f32::from(q) * scale));
 }
 
-/// The eight scales and the eight minima of six bits each in 12 bytes: the first four of both in a byte each, whose upper two bits are those of the last four.
+/// Unpacks eight scales and eight minima of six bits each from 12 bytes. The first four of both have one byte each, whose upper two bits belong to the last
+/// four.
 fn scales_and_minima(packed: &[u8]) -> [(f32, f32); 8] {
     std::array::from_fn(|part| {
         let (scale, min) = match part {
@@ -170,7 +171,7 @@ fn scales_and_minima(packed: &[u8]) -> [(f32, f32); 8] {
     })
 }
 
-/// Eight parts of 32 numbers: half scale and half scale of the minima, then their parts' own, fifth bits if there are some, and 128 bytes.
+/// Eight parts of 32 elements: half-precision scale and scale of the minima, then the parts' own scales and minima, fifth bits if any, and 128 bytes.
 fn parts_of_32(block: &[u8], fifth: Option<&[u8]>, low: &[u8], numbers: &mut Vec<f32>) {
     let (scale, min) = (half(block, 0), half(block, 2));
     let parts = scales_and_minima(&block[4..16]);
@@ -194,10 +195,10 @@ fn q5_k(block: &[u8], numbers: &mut Vec<f32>) {
     parts_of_32(block, Some(&block[16..48]), &block[48..], numbers);
 }
 
-/// 128 bytes of lower four bits, 64 of upper two, 16 signed scales, and the half scale of these; numbers less 32.
+/// 128 bytes of lower four bits, 64 of upper two bits, 16 signed scales, and their half-precision scale; integers minus 32.
 fn q6_k(block: &[u8], numbers: &mut Vec<f32>) {
     let scale = half(block, 208);
-    // Quarters of halves: 32 numbers, of two scales.
+    // Quarters of each half: 32 elements with two scales.
     for part in 0..8 {
         let (of_half, quarter) = (part / 4, part % 4);
         let low = &block[of_half * 64 + quarter % 2 * 32..][..32];

@@ -5,28 +5,28 @@ use std::io::{BufReader, Read};
 use super::GgufValue;
 use super::blocks;
 
-/// Header of a file: what stands before the tensors.
+/// Header of a file: everything before the tensors.
 #[derive(Debug, Clone)]
 pub struct Header {
     pub metadata: BTreeMap<String, GgufValue>,
     pub tensors: BTreeMap<String, TensorInfo>,
 }
 
-/// Where a tensor is, and of what kind.
+/// Location, shape and type of a tensor.
 #[derive(Debug, Clone)]
 pub struct TensorInfo {
-    /// As PyTorch has it: the last axis is the innermost.
+    /// Shape in PyTorch's order: the last axis is the innermost.
     pub shape: Vec<usize>,
-    /// The number of its type, which may be one that is not read.
+    /// Number of its type, which may be unsupported.
     pub kind: u32,
-    /// From the file's begin.
+    /// Offset from the beginning of the file.
     pub start: u64,
 }
 
-/// As many axes as a tensor of ggml has.
+/// Most axes of a ggml tensor.
 const MAX_DIMS: u32 = 4;
 
-/// Reads a file's header; the reason if it is damaged.
+/// Reads a file's header, or returns why it is damaged.
 pub fn read(file: impl Read, length: u64) -> Result<Header, String> {
     let mut source = Source {
         reader: BufReader::new(file),
@@ -72,7 +72,7 @@ pub fn read(file: impl Read, length: u64) -> Result<Header, String> {
     Ok(Header { metadata, tensors })
 }
 
-/// Turns an offset into a place in the file, all of which is in the file.
+/// Turns an offset in the data into one in the file, and checks that the whole tensor is in the file.
 fn place(info: &mut TensorInfo, data: u64, length: u64) -> Result<(), String> {
     let elements = info
         .shape
@@ -81,7 +81,7 @@ fn place(info: &mut TensorInfo, data: u64, length: u64) -> Result<(), String> {
         .ok_or_else(|| format!("must have fewer elements, got shape {:?}", info.shape))?;
     let offset = info.start;
     let end = match blocks::of_id(info.kind) {
-        // Its length is not known; who asks for it gets an error.
+        // The length of an unsupported type is unknown; reading the tensor is an error.
         None => Some(data),
         Some(kind) => {
             let row = info.shape.last().copied().unwrap_or(1);
@@ -114,7 +114,7 @@ struct Source<R> {
 }
 
 impl<R: Read> Source<R> {
-    /// So many names with what follows each; `what` a nameless one is called, and what stands before a name in errors.
+    /// Reads `count` names, each followed by a value. Errors refer to an unreadable name by `what` and its index, and to others by `before` and the name.
     fn named<T>(
         &mut self,
         count: u64,
@@ -156,7 +156,7 @@ impl<R: Read> Source<R> {
         }
     }
 
-    /// A value of a type, by the type's number in the format.
+    /// Reads a value of the type with this number in the format.
     fn value(&mut self, kind: u32) -> Result<GgufValue, String> {
         Ok(match kind {
             0 | 2 | 4 | 10 => GgufValue::Unsigned(self.unsigned(kind)?),
@@ -173,7 +173,7 @@ impl<R: Read> Source<R> {
     }
 
     fn values(&mut self, kind: u32, count: u64) -> Result<GgufValue, String> {
-        // A string has at least its length.
+        // A string takes at least the bytes of its length.
         self.room(count, if kind == 8 { 8 } else { width(kind) as u64 })?;
         fn all<T>(
             count: u64,
@@ -187,7 +187,7 @@ impl<R: Read> Source<R> {
             6 | 12 => GgufValue::FloatArray(all(count, || self.float(kind))?),
             7 => GgufValue::BoolArray(all(count, || self.bool())?),
             8 => GgufValue::StringArray(all(count, || self.string())?),
-            // ggml has no arrays of arrays, and a file of nothing else would overflow the stack.
+            // ggml has no nested arrays, and a file of nothing but nesting would overflow the stack.
             _ => return Err(format!("no array is of type {kind}")),
         })
     }
@@ -200,7 +200,7 @@ impl<R: Read> Source<R> {
 
     fn signed(&mut self, kind: u32) -> Result<i64, String> {
         let unused = 64 - 8 * width(kind);
-        // Shifted back, the sign fills what was not there.
+        // Shifting back extends the sign.
         Ok((self.unsigned(kind)? << unused).cast_signed() >> unused)
     }
 
@@ -248,7 +248,7 @@ impl<R: Read> Source<R> {
         Ok(())
     }
 
-    /// `count`, if the file has so many more things of so many bytes.
+    /// Returns `count` if the rest of the file can hold that many items of `bytes` bytes.
     fn room(&self, count: u64, bytes: u64) -> Result<usize, String> {
         let left = self.length.saturating_sub(self.at);
         let needed = count.checked_mul(bytes).filter(|&needed| needed <= left);

@@ -6,14 +6,14 @@ use crate::error::{Result, ensure};
 use crate::llama::{Keys, LlamaConfig};
 use crate::{RopeScaling, TransformerError};
 
-/// Values of `general.architecture` that are read.
+/// Supported values of `general.architecture`.
 const ARCHITECTURES: [&str; 3] = ["llama", "qwen2", "qwen3"];
 
-/// The frequencies' factors of Llama 3.1, for which the metadata has no keys.
+/// Frequency factors of Llama 3.1, for which the metadata has no keys.
 const ROPE_FREQS: &str = "rope_freqs.weight";
 
 impl LlamaConfig {
-    /// The configuration that a GGUF file has in its metadata: of `general.architecture` llama, which Mistral's models also have, qwen2 or qwen3.
+    /// Reads the configuration from the metadata of a GGUF file with `general.architecture` llama, which Mistral's models have too, qwen2 or qwen3.
     /// [`KeyMap::llama_gguf`](crate::weights::KeyMap::llama_gguf) is the map for its tensors.
     ///
     /// ```no_run
@@ -30,8 +30,8 @@ impl LlamaConfig {
     /// ```
     ///
     /// # Errors
-    /// If the file is of another architecture, lacks a key or has one of another type, or asks for what [`Llama`](crate::llama::Llama) does not have. Names of keys
-    /// are without the architecture.
+    /// If the file has another architecture, lacks a key or has one of another type, or requires a feature that [`Llama`](crate::llama::Llama) does not have.
+    /// Names of keys in errors omit the architecture.
     pub fn from_gguf(gguf: &Gguf) -> Result<Self> {
         let architecture = gguf.architecture().unwrap_or("none");
         ensure! { ARCHITECTURES.contains(&architecture) =>
@@ -98,7 +98,7 @@ impl<'a> Keys<'a> for GgufKeys<'a> {
 }
 
 impl GgufKeys<'_> {
-    /// Refuses a key that changes what is computed, unless it has the number that changes nothing.
+    /// Rejects a key that changes the computation, unless it has the neutral value.
     fn only(&self, key: &'static str, neutral: f64) -> Result<()> {
         match self.number(key)? {
             Some(number) if number != neutral => Err(self.refused(key, &neutral.to_string())),
@@ -106,7 +106,7 @@ impl GgufKeys<'_> {
         }
     }
 
-    /// That of the embedding, which may have rows that are no token's.
+    /// Returns the size of the embedding, which may have rows without a token.
     fn vocab_size(&self) -> Result<usize> {
         if let Some(&[vocab_size, _]) = self.gguf.shape("token_embd.weight") {
             return Ok(vocab_size);
@@ -121,7 +121,7 @@ impl GgufKeys<'_> {
     fn rope_scaling(&self, context: usize) -> Result<Option<RopeScaling>> {
         let kind = self.get("rope.scaling.type");
         let kind = kind.map_or(Some("linear"), GgufValue::as_str);
-        // Older files have another name; 0 is none.
+        // Older files use another name; 0 means none.
         let factor = match self.number("rope.scaling.factor")? {
             Some(factor) => Some(factor),
             None => self.number("rope.scale_linear")?,

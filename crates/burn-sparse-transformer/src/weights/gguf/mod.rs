@@ -1,9 +1,9 @@
-//! GGUF, llama.cpp's format: metadata, and tensors in blocks of few bits.
+//! GGUF, llama.cpp's format: metadata, and quantised tensors.
 
-// header        what stands before the tensors, read once
-// value         the values of the metadata
-// blocks        the types of tensors, and numbers out of their bytes
-// llama         configurations by the metadata
+// header        everything before the tensors, read once
+// value         values of the metadata
+// blocks        tensor types, and dequantisation
+// llama         configurations from the metadata
 
 mod blocks;
 mod header;
@@ -27,10 +27,10 @@ use header::{Header, TensorInfo};
 
 pub use value::GgufValue;
 
-/// A GGUF file of version 2 or 3, little endian: its metadata in memory, its tensors where they are.
+/// GGUF file of version 2 or 3, little endian. Metadata is in memory; tensors are read on request.
 ///
-/// [`WeightsFile::open`](super::WeightsFile::open) gives the tensors, [`LlamaConfig::from_gguf`](crate::llama::LlamaConfig::from_gguf) the configuration and
-/// [`KeyMap::llama_gguf`](super::KeyMap::llama_gguf) the map of a model. A tokenizer can be made of the metadata.
+/// [`WeightsFile::open`](super::WeightsFile::open) returns the tensors, [`LlamaConfig::from_gguf`](crate::llama::LlamaConfig::from_gguf) the configuration
+/// and [`KeyMap::llama_gguf`](super::KeyMap::llama_gguf) the map of a model. The metadata also describes the tokenizer.
 ///
 /// ```no_run
 /// use burn_sparse_transformer::weights::Gguf;
@@ -48,10 +48,10 @@ pub struct Gguf {
 }
 
 impl Gguf {
-    /// Opens a file and reads what stands before its tensors.
+    /// Opens a file and reads its header.
     ///
     /// # Errors
-    /// [`WeightsError::Read`] if the file cannot be read, is damaged, of another version, big endian or one of several parts.
+    /// [`WeightsError::Read`] if the file cannot be read, is damaged, has another version, is big endian or is one of several parts.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let opened = || {
@@ -70,12 +70,12 @@ impl Gguf {
         &self.path
     }
 
-    /// All keys and their values.
+    /// Returns all keys and their values.
     pub fn metadata(&self) -> &BTreeMap<String, GgufValue> {
         &self.header.metadata
     }
 
-    /// The value of a key, as of `general.architecture`.
+    /// Returns the value of a key, such as `general.architecture`.
     pub fn get(&self, key: &str) -> Option<&GgufValue> {
         self.header.metadata.get(key)
     }
@@ -97,7 +97,7 @@ impl Gguf {
         data.map(Some).map_err(|error| self.failed(error))
     }
 
-    /// The tensors, each read from the file when it is asked for.
+    /// Returns the tensors, each read from the file on request.
     pub(super) fn tensors(&self) -> Result<BTreeMap<String, Stored>> {
         let stored = |(name, info): (&String, &TensorInfo)| {
             let kind = self.known(name, info)?;
@@ -110,7 +110,7 @@ impl Gguf {
         self.header.tensors.iter().map(stored).collect()
     }
 
-    /// The type of a tensor, if it is one that is read.
+    /// Returns the type of a tensor, if it is supported.
     fn known(&self, name: &str, info: &TensorInfo) -> Result<&'static TensorType> {
         blocks::of_id(info.kind).ok_or_else(|| {
             let (got, read) = (blocks::name_of(info.kind), blocks::names());
@@ -131,10 +131,10 @@ fn read(
     info: &TensorInfo,
     kind: &TensorType,
 ) -> Result<TensorData, Error> {
-    // The header's reader has compared it with the file's length.
+    // Bounded by the file's length: the header's reader has checked it.
     let mut bytes = vec![0; kind.length(info.shape.iter().product())];
     {
-        // A reader that panicked left nothing but a place, which is sought anew.
+        // A poisoned lock is harmless: the file position is set anew.
         let mut file = file.lock().unwrap_or_else(PoisonError::into_inner);
         let place = file.seek(SeekFrom::Start(info.start));
         place

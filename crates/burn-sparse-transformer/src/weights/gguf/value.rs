@@ -1,6 +1,6 @@
 use std::fmt;
 
-/// A value of a GGUF file's metadata. Whole numbers have 64 bits here, however many they have in the file, and so have real ones.
+/// Value of a GGUF file's metadata. Integers and floats have 64 bits here, whatever their width in the file.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum GgufValue {
@@ -27,7 +27,7 @@ pub enum GgufValue {
 }
 
 impl GgufValue {
-    /// A string.
+    /// Returns a string.
     pub fn as_str(&self) -> Option<&str> {
         match self {
             Self::String(text) => Some(text),
@@ -35,7 +35,7 @@ impl GgufValue {
         }
     }
 
-    /// A whole number of any type that is not negative.
+    /// Returns a non-negative integer of any integer type.
     pub fn as_u64(&self) -> Option<u64> {
         match *self {
             Self::Unsigned(number) => Some(number),
@@ -44,7 +44,7 @@ impl GgufValue {
         }
     }
 
-    /// A number of any type.
+    /// Returns a number of any type.
     pub fn as_f64(&self) -> Option<f64> {
         match *self {
             Self::Unsigned(number) => Some(number as f64),
@@ -54,7 +54,7 @@ impl GgufValue {
         }
     }
 
-    /// A bool.
+    /// Returns a bool.
     pub fn as_bool(&self) -> Option<bool> {
         match *self {
             Self::Bool(is) => Some(is),
@@ -62,7 +62,7 @@ impl GgufValue {
         }
     }
 
-    /// An array of strings, as `tokenizer.ggml.tokens`.
+    /// Returns an array of strings, such as `tokenizer.ggml.tokens`.
     pub fn as_strings(&self) -> Option<&[String]> {
         match self {
             Self::StringArray(texts) => Some(texts),
@@ -70,7 +70,7 @@ impl GgufValue {
         }
     }
 
-    /// An array of any numeric type, as `tokenizer.ggml.token_type`.
+    /// Returns an array of any numeric type, such as `tokenizer.ggml.token_type`.
     pub fn as_floats(&self) -> Option<Vec<f64>> {
         match self {
             Self::UnsignedArray(numbers) => Some(numbers.iter().map(|&x| x as f64).collect()),

@@ -10,7 +10,7 @@ use crate::kernels::linear::view::{MatrixView, boxes_of};
 use crate::kernels::prelude::*;
 use blocksparse_cubecl::arch::ptx::Half;
 
-/// A map of a matrix with rows of `width`, of which boxes have so many rows and columns.
+/// Returns the tensor map of a matrix `[rows, width]`, read in boxes.
 fn map(
     handle: &Handle,
     [rows, width, pitch]: [usize; 3],
@@ -20,11 +20,11 @@ fn map(
     let shape = [1, 1, rows, width];
     let strides = [rows * pitch, rows * pitch, pitch, 1];
     let boxes = [1, 1, boxes[0], boxes[1]];
-    // SAFETY: the matrix's shape and pitch, whose elements its handle holds.
+    // SAFETY: the handle holds the elements of the matrix's shape and pitch.
     unsafe { boxes_of(handle, shape, strides, boxes, half) }
 }
 
-/// Rows, width and pitch of a matrix with contiguous rows.
+/// Returns rows, width and pitch of a matrix with contiguous rows.
 fn lengths(
     view: &MatrixView,
     factor: &'static str,
@@ -32,7 +32,7 @@ fn lengths(
 ) -> Result<[usize; 3], KernelError> {
     let [batch, rows, width] = view.shape;
     let fits = batch == 1 && view.seq.is_none() && [rows, width] == expected;
-    // Rows of one row may have any pitch.
+    // The pitch of a single row is arbitrary.
     let pitch = if rows == 1 { width } else { view.strides[1] };
     match fits && view.order(2) == Ok(Order::Depth) {
         true => Ok([rows, width, pitch]),
@@ -40,11 +40,11 @@ fn lengths(
     }
 }
 
-/// `out = x · W` (or `x · Wᵀ`), as planned, with a weight packed by [`pack_blocks`](crate::kernels::linear::blocks::pack_blocks): `out` is `[rows, columns]`, contiguous, in the
-/// type of x.
+/// Computes `out = x · W` (or `x · Wᵀ`) as planned, with a weight packed by [`pack_blocks`](crate::kernels::linear::blocks::pack_blocks): `out` is
+/// `[rows, columns]`, contiguous, in the type of x.
 ///
 /// # Errors
-/// [`KernelError::Factor`] if x is not what was planned, or not with contiguous rows. Then nothing was launched.
+/// [`KernelError::Factor`] if x differs from the plan or its rows are not contiguous. Nothing is launched then.
 pub fn multiply_blocks(
     client: &Client,
     plan: &BlockProductPlan,
@@ -77,8 +77,8 @@ pub fn multiply_blocks(
         0,
         0,
     );
-    // SAFETY: TMA reads nothing beyond its maps; rows and columns beyond the result are not written, and `out` has the length it says; lists are the
-    // tables' (see `buffer`).
+    // SAFETY: TMA reads nothing beyond its maps; rows and columns beyond the result are not written, and `out` has the declared length; lists are those of
+    // the tables (see `buffer`).
     unsafe {
         product::product::launch_unchecked(
             client,
@@ -99,10 +99,10 @@ pub fn multiply_blocks(
     Ok(())
 }
 
-/// `xᵀ · dy` over the kept blocks, as planned: `out` is `[parts, blocks, block, block]`, contiguous, in f32, to be added up.
+/// Computes `xᵀ · dy` over the kept blocks as planned: `out` is `[parts, blocks, block, block]`, contiguous, in f32, to be added.
 ///
 /// # Errors
-/// [`KernelError::Factor`] if x or dy is not what was planned, or not with contiguous rows. Then nothing was launched.
+/// [`KernelError::Factor`] if x or dy differs from the plan or its rows are not contiguous. Nothing is launched then.
 pub fn block_gradient(
     client: &Client,
     plan: &BlockGradientPlan,
@@ -127,7 +127,7 @@ pub fn block_gradient(
         plan.part_slabs as u32,
         tables.numbers as u32,
     );
-    // SAFETY: TMA reads nothing beyond its maps; what is written are cells of the weight, of which `out` has one for each part; lists are the tables'
+    // SAFETY: TMA reads nothing beyond its maps; only cells of the weight are written, for which `out` has space in each part; lists are those of the tables
     // (see `buffer`).
     unsafe {
         product::product::launch_unchecked(

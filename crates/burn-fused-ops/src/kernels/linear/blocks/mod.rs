@@ -1,4 +1,4 @@
-//! Products of which a factor is a block-sparse weight, on wgmma and TMA (the line of OpenAI's blocksparse, Gray et al., 2017).
+//! Products with a block-sparse weight on wgmma and TMA (as in OpenAI's blocksparse, Gray et al., 2017).
 //!
 //! ```text
 //! tables     what is kept, as lists of what each tile reads
@@ -9,11 +9,11 @@
 //! launch     its launch
 //! ```
 //!
-//! Forward, a warpgroup has 64 outputs of `cols` rows, transposed: `Wᵀ · xᵀ`. So the narrow side of the tile is the weight's, and blocks of any width keep
-//! the tensor cores as busy as the other side lets them. The depth is what any of the 64 outputs keeps, in slabs of 64 that are gathered from columns of x:
-//! a box of TMA for each block. Weights of blocks narrower than 64 are zero where an output does not keep what its neighbours do. The gradient by
-//! x is the same over the gradient by the result. The gradient by the weight has 64 inputs and the outputs that any of them keeps, gathered likewise, over all rows in
-//! parts that are added up in order.
+//! In the forward pass, a warpgroup computes 64 outputs of `cols` rows, transposed: `Wᵀ · xᵀ`. So the narrow side of the tile is the weight's, and narrow
+//! blocks keep the tensor cores as busy as wide ones. The depth is the union of the inputs that the 64 outputs keep, in slabs of 64 that are gathered from
+//! columns of x: one TMA box per block. For blocks narrower than 64, the packed weight is zero where an output does not keep a block that a neighbour keeps.
+//! The gradient with respect to x is computed in the same way from the gradient with respect to the result. The gradient with respect to the weight has tiles
+//! of 64 inputs and the union of the outputs that they keep, gathered likewise; its depth is all rows, in parts that are added in order.
 
 mod launch;
 mod pack;

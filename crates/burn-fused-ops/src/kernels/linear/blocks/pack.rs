@@ -1,22 +1,22 @@
-//! Kept blocks as tiles of 64 × 64, rounded: packed, or as the dense weight; and back.
+//! Packs kept blocks, rounded, into tiles of 64 × 64 or into the dense weight, and back.
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime conditions.
 #![allow(clippy::collapsible_if, clippy::collapsible_else_if)]
 
 use crate::kernels::linear::blocks::tables::{BlockTables, Direction, GROUP, NONE, Words};
 use crate::kernels::linear::tile::SLAB;
 use crate::kernels::prelude::*;
 
-/// Units of a cube, which has a tile: four of a row.
+/// Units of a cube, which copies one tile: four units per row.
 const UNITS: u32 = 256;
 /// Elements of a vector, and vectors of a unit.
 const VECTOR: usize = 4;
 const VECTORS: usize = SLAB * GROUP / UNITS as usize / VECTOR;
 
-/// Where tiles of 64 × 64 lie in a matrix.
+/// Positions of 64 × 64 tiles in a matrix.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 struct TilePlaces {
-    /// All tiles, and those along a row.
+    /// Number of tiles, and tiles along a row.
     count: usize,
     columns: usize,
     /// Rows and columns of the matrix.
@@ -26,8 +26,7 @@ struct TilePlaces {
     block: usize,
 }
 
-/// Writes tiles of `matrix` from cells of `blocks` where `sources` says, zeros where it says that there is none; or, with `back`, those cells from the
-/// tiles.
+/// Writes tiles of a matrix from the cells of `blocks` that `sources` names, zeros where it names none; or, with `back`, writes those cells from the tiles.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn copy_cells<E: Float, H: Float, N: Size>(
     from: &[Vector<E, N>],
@@ -70,7 +69,7 @@ fn copy_cells<E: Float, H: Float, N: Size>(
     }
 }
 
-/// Copies cells of kept blocks into tiles of a matrix of so many rows and columns, or back.
+/// Copies cells of kept blocks into tiles of a matrix `[rows, width]`, or back.
 fn copy(
     client: &Client,
     tables: &BlockTables,
@@ -83,7 +82,7 @@ fn copy(
     let columns = width.div_ceil(GROUP);
     let count = rows.div_ceil(SLAB) * columns;
     let cubes = spread(client, count as u64)?;
-    // Without blocks there is nothing to read or to write in them, but a buffer of nothing cannot be bound.
+    // Without blocks nothing is read or written, but an empty buffer cannot be bound.
     let (matrix, numbers) = (rows * width / VECTOR, tables.numbers / VECTOR);
     let (from, to) = match (back, tables.numbers) {
         (true, 0) => return Ok(()),
@@ -92,8 +91,8 @@ fn copy(
         (false, _) => (buffer(from, numbers), buffer(to, matrix)),
     };
     let address = address_of(client, (rows * width).max(tables.numbers))?;
-    // SAFETY: cubes are of tiles that exist, what is beyond the matrix is not touched; sources are cells of the weight, which its buffer holds, as the
-    // tables were made of it (see `buffer`).
+    // SAFETY: cubes belong to existing tiles, nothing beyond the matrix is accessed; sources are cells of the weight, which its buffer holds, since the
+    // tables were built from it (see `buffer`).
     unsafe {
         copy_cells::launch_unchecked(
             client,
@@ -116,7 +115,7 @@ fn copy(
 /// Packs a weight `[blocks, block, block]` for gathered products of a direction: `packed` has [`BlockTables::packed_elements`] elements.
 ///
 /// # Errors
-/// [`KernelError::Limit`] if it is more than what the device indexes.
+/// [`KernelError::Limit`] if the device cannot index that many elements.
 pub fn pack_blocks(
     client: &Client,
     tables: &BlockTables,
@@ -129,10 +128,10 @@ pub fn pack_blocks(
     copy(client, tables, &lists.sources, shape, weight, packed, false)
 }
 
-/// Writes a weight `[blocks, block, block]` as the dense one, `[inputs, outputs]`.
+/// Expands a weight `[blocks, block, block]` to the dense one, `[inputs, outputs]`.
 ///
 /// # Errors
-/// As [`pack_blocks`].
+/// Those of [`pack_blocks`].
 pub fn dense_of_blocks(
     client: &Client,
     tables: &BlockTables,
@@ -143,10 +142,10 @@ pub fn dense_of_blocks(
     copy(client, tables, &tables.dense, shape, weight, dense, false)
 }
 
-/// Takes the kept blocks out of a dense matrix `[inputs, outputs]`.
+/// Extracts the kept blocks from a dense matrix `[inputs, outputs]`.
 ///
 /// # Errors
-/// As [`pack_blocks`].
+/// Those of [`pack_blocks`].
 pub fn blocks_of_dense(
     client: &Client,
     tables: &BlockTables,

@@ -1,4 +1,4 @@
-//! How products of a block-sparse weight are cut.
+//! Partition of products with a block-sparse weight.
 
 use std::fmt;
 
@@ -11,13 +11,13 @@ use blocksparse_cubecl::arch::ptx::Half;
 
 /// Rows of a warpgroup's tile of a product, the widest first.
 const COLS: [usize; 3] = [256, 128, 64];
-/// Cycles of a tile's beginning and end.
+/// Cycles of a tile's prologue and epilogue.
 const TILE_CYCLES: usize = 1500;
-/// The most parts of the rows, and bytes a cycle in which they are added up.
+/// Most parts of the rows, and the bandwidth in which they are added, in bytes per cycle.
 const MOST_PARTS: usize = 32;
 const MEMORY_BYTES: usize = 2200;
 
-/// A tile of so many columns, with as many slabs as fit.
+/// Returns a tile with `cols` columns and the most slabs that fit.
 fn tile_of(
     tables: &BlockTables,
     work: Work,
@@ -46,7 +46,7 @@ fn split_of(tables: &BlockTables) -> Split {
     }
 }
 
-/// `x · W` or `dy · Wᵀ` of `[rows, ..]`.
+/// Plan of `x · W` or `dy · Wᵀ` for `[rows, ..]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockProductPlan {
     pub(crate) tile: BlockTile,
@@ -58,7 +58,7 @@ pub struct BlockProductPlan {
 
 impl BlockProductPlan {
     /// # Errors
-    /// Why the kernel does not run it.
+    /// The reason why the kernel does not support it.
     pub fn new(
         client: &Client,
         tables: &BlockTables,
@@ -87,7 +87,7 @@ impl BlockProductPlan {
         } else {
             groups
         };
-        // Narrow tiles where wide ones would leave multiprocessors without any.
+        // Narrow tiles if wide ones would leave multiprocessors idle.
         let tiles = |cols: usize| {
             let of_tile = if split == Split::Right {
                 2 * cols
@@ -109,7 +109,7 @@ impl BlockProductPlan {
     }
 }
 
-/// The sides of a tile.
+/// Returns the height and width of a tile.
 fn sides(tile: &BlockTile) -> [usize; 2] {
     match tile.split {
         Split::Left => [128, tile.cols],
@@ -128,7 +128,7 @@ impl fmt::Display for BlockProductPlan {
     }
 }
 
-/// `xᵀ · dy` over the kept blocks of `[rows, ..]`.
+/// Plan of `xᵀ · dy` over the kept blocks for `[rows, ..]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlockGradientPlan {
     pub(crate) tile: BlockTile,
@@ -141,7 +141,7 @@ pub struct BlockGradientPlan {
 
 impl BlockGradientPlan {
     /// # Errors
-    /// Why the kernel does not run it.
+    /// The reason why the kernel does not support it.
     pub fn new(
         client: &Client,
         tables: &BlockTables,
@@ -187,7 +187,7 @@ impl BlockGradientPlan {
         })
     }
 
-    /// Parts of the rows: the result is `[parts, blocks, block, block]`, to be added up.
+    /// Returns the number of parts of the rows: the result is `[parts, blocks, block, block]`, to be added.
     pub fn parts(&self) -> usize {
         self.parts
     }

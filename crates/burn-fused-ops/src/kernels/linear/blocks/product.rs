@@ -1,6 +1,6 @@
-//! The kernel: persistent cubes, a warp that loads and two warpgroups that multiply, as in [`linear`](crate::kernels::linear).
+//! The kernel: persistent cubes with one warp that loads and two warpgroups that multiply, as in [`linear`](crate::kernels::linear).
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime conditions.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -16,33 +16,33 @@ use blocksparse_cubecl::arch::tma::{
     barrier_expect, barrier_fence, barrier_init, barrier_wait, descriptor, descriptor_of, load_box,
 };
 
-/// What tiles there are.
+/// Tiles of a launch.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct BlockTiles {
-    /// All of them.
+    /// Number of tiles.
     count: u32,
-    /// What is gathered in them differs: groups of outputs, or tiles of the weight.
+    /// Tiles with different gather lists: groups of outputs, or tiles of the weight.
     lists: u32,
     /// Rows and columns of the result of a gathered product.
     rows: u32,
     cols: u32,
-    /// Slabs of a part of the rows, and elements of a part's result, of a gradient by the weight.
+    /// For the gradient with respect to the weight: slabs of a part of the rows, and elements of a part's result.
     part_slabs: u32,
     numbers: u32,
 }
 
-/// A tile.
+/// Position of a tile.
 #[derive(CubeType, Clone, Copy)]
 struct Place {
     list: u32,
-    /// Which rows, or which part of them.
+    /// Index of the tile's rows, or of its part of the rows.
     other: u32,
     /// The first of its packed slabs.
     first: u32,
     count: u32,
 }
 
-/// The tile's first group of 64 outputs.
+/// Returns the tile's first group of 64 outputs.
 #[cube]
 fn group_of(list: u32, #[comptime] t: BlockTile) -> u32 {
     if comptime!(t.split == Split::Left) {
@@ -114,7 +114,7 @@ fn load_gathered(
     }
 }
 
-/// Loads a slab of a gradient by the weight: 64 rows.
+/// Loads a slab of the gradient with respect to the weight: 64 rows.
 #[cube]
 fn load_rows(
     a: u64,
@@ -161,9 +161,10 @@ fn load_rows(
     }
 }
 
-/// `a` and `b` as maps `[1, 1, rows, columns]`. Of a gathered product: `a` is the packed weight, `[slabs · 64, 64]`, `b` what it is multiplied with,
-/// `starts` the slabs before each group, and `out` `[rows, columns]` in words. Of a gradient by the weight: `a` is x, `b` the gradient by the result,
-/// `starts` the first input of each tile, and `out` `[parts, numbers]`. `entries` are columns of `b`.
+/// Computes a product. `a` and `b` are maps `[1, 1, rows, columns]`, and `entries` holds columns of `b`. For a gathered product, `a` is the packed weight,
+/// `[slabs · 64, 64]`, `b` the matrix it is multiplied with, `starts` the slab offset of each group, and `out` is `[rows, columns]` in words. For the
+/// gradient with respect to the weight, `a` is x, `b` the gradient with respect to the result, `starts` the first input of each tile, and `out` is
+/// `[parts, elements]`.
 #[cube(launch_unchecked)]
 pub fn product<S: Size, W: Size>(
     a: &TensorMap<u32, Tiled>,
@@ -209,7 +210,7 @@ pub fn product<S: Size, W: Size>(
                         columns[i] = entries[place.list as usize * comptime!(t.entries()) + i];
                     }
                 } else {
-                    // From the first warpgroup's slab to the second one's.
+                    // Distance from the first warpgroup's slab to the second one's.
                     if comptime!(t.split == Split::Left) {
                         ahead = place.count;
                     }
@@ -219,7 +220,7 @@ pub fn product<S: Size, W: Size>(
                     let bar = base + stage * 8;
                     let at = place.first + slab;
                     if comptime!(t.work != Work::Weight) {
-                        // Before the wait, which hides what reading takes.
+                        // Read before the wait, which hides the latency.
                         #[unroll]
                         for i in 0..comptime!(t.entries()) {
                             columns[i] = entries[at as usize * comptime!(t.entries()) + i];
@@ -282,7 +283,7 @@ pub fn product<S: Size, W: Size>(
     }
 }
 
-/// Writes `[64 outputs, rows]` as `[rows, outputs]`, rounded. A warp has 16 outputs: units trade, so that each has eight outputs of a row at a time.
+/// Writes `[64 outputs, rows]` as `[rows, outputs]`, rounded. A warp has 16 outputs: units exchange, so that each has eight outputs of a row at a time.
 #[cube]
 fn store_rows<S: Size, W: Size>(
     out: &mut [Vector<u32, W>],
@@ -318,7 +319,7 @@ fn store_rows<S: Size, W: Size>(
     }
 }
 
-/// Writes the numbers of kept blocks as they are.
+/// Writes the elements of kept blocks unchanged.
 #[cube]
 fn store_blocks<S: Size, W: Size>(
     out: &mut [Vector<u32, W>],

@@ -1,4 +1,4 @@
-//! What is kept, as lists of what each tile reads.
+//! Gather lists of tiles, computed from the kept blocks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use blocksparse::internal::Slots;
 use blocksparse_cubecl::device_key::{DeviceKey, device_key};
 use blocksparse_cubecl::recording::refuse_upload;
 
-/// No cell.
+/// Marks a missing cell.
 pub const NONE: u32 = u32::MAX;
 /// Outputs, or inputs, of a warpgroup.
 pub const GROUP: usize = SLAB;
 
 /// # Errors
-/// What the kernels do not take.
+/// The limit of the kernels that the layout exceeds.
 fn check(layout: &WeightLayout) -> Result<(), &'static str> {
     let numbers = layout.len().checked_mul(layout.block() * layout.block());
     match numbers.is_some_and(|numbers| numbers < NONE as usize) {
@@ -25,12 +25,12 @@ fn check(layout: &WeightLayout) -> Result<(), &'static str> {
     }
 }
 
-/// Inputs and outputs of a cell: of what tiles are gathered from.
+/// Returns the inputs and outputs of a cell, the unit that tiles are gathered from.
 fn cell_of(layout: &WeightLayout) -> usize {
     layout.block().min(SLAB)
 }
 
-/// Cells: along the inputs and the outputs, and where each begins in the weight, whose blocks are `[inputs, outputs]`, too.
+/// Lists the cells: index along the inputs and along the outputs, and offset in the weight, whose blocks are `[inputs, outputs]`.
 fn cells(layout: &WeightLayout) -> impl Iterator<Item = (u32, u32, u32)> {
     let (block, cell) = (layout.block(), cell_of(layout));
     let side = block / cell;
@@ -48,22 +48,22 @@ fn cells(layout: &WeightLayout) -> impl Iterator<Item = (u32, u32, u32)> {
     })
 }
 
-/// Which product of a weight.
+/// Direction of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Direction {
-    /// `x · W`: tiles of outputs, the depth is inputs.
+    /// `x · W`: tiles of outputs, with inputs as the depth.
     Forward,
-    /// `dy · Wᵀ`: tiles of inputs, the depth is outputs.
+    /// `dy · Wᵀ`: tiles of inputs, with outputs as the depth.
     Backward,
 }
 
-/// Those of a layout, by the device.
+/// Tables of a layout, by device.
 type DeviceTables = Slots<DeviceKey, Option<Arc<BlockTables>>>;
 
-/// The cells of 64 outputs (or inputs): of each column of cells that any of them keeps, which they are.
+/// Cells of 64 outputs (or inputs): for each column of cells that any of them keeps, the offsets of the cells.
 type Union = BTreeMap<u32, Vec<u32>>;
 
-/// Of each group of 64 its union.
+/// Returns the union of each group of 64.
 fn unions(layout: &WeightLayout, direction: Direction) -> Vec<Union> {
     let side = SLAB / cell_of(layout);
     let tall = match direction {
@@ -84,14 +84,14 @@ fn unions(layout: &WeightLayout, direction: Direction) -> Vec<Union> {
     unions
 }
 
-/// What tiles of a [`Direction`] read: on the host, or on a device.
+/// Gather lists of the tiles of a [`Direction`], on the host or on a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TileLists<W = Vec<u32>> {
-    /// Of each group the slabs before it, and all of them.
+    /// Slab offset of each group, and the total.
     pub offsets: W,
-    /// Of each slab the columns of x that its cells begin at; x's width where there is nothing.
+    /// Columns of x at which the cells of each slab begin; x's width for a missing one.
     pub entries: W,
-    /// Of each cell of each slab, as it is packed, where it begins in the weight, or [`NONE`].
+    /// Offset in the weight of each cell of each slab, in packed order, or [`NONE`].
     pub sources: W,
     pub slabs: usize,
     pub groups: usize,
@@ -118,11 +118,11 @@ impl TileLists {
                 .iter()
                 .map(|(across, firsts)| (*across * cell as u32, firsts))
                 .collect();
-            // Sums of nothing are 0: a slab of it.
+            // A group that keeps nothing gets a slab of zeros, so that its sums are 0.
             columns.resize(columns.len().next_multiple_of(side).max(side), of_none);
             for slab in columns.chunks(side) {
                 lists.entries.extend(slab.iter().map(|(first, _)| *first));
-                // As they lie in the weight: rows are inputs.
+                // In the weight's order: rows are inputs.
                 for row in 0..side {
                     for column in 0..side {
                         lists.sources.push(match direction {
@@ -150,7 +150,7 @@ impl TileLists {
     }
 }
 
-/// Of every tile of 64 × 64 of the dense weight, row by row, where its cells begin among the kept blocks, or [`NONE`].
+/// Lists the offset among the kept blocks of each cell of every 64 × 64 tile of the dense weight, row by row, or [`NONE`].
 fn dense_sources(layout: &WeightLayout) -> Vec<u32> {
     let side = SLAB / cell_of(layout);
     let [rows, columns] = [layout.inputs(), layout.outputs()].map(|width| width.div_ceil(SLAB));
@@ -163,7 +163,7 @@ fn dense_sources(layout: &WeightLayout) -> Vec<u32> {
     sources
 }
 
-/// What share of a dense weight's tiles is multiplied in either direction.
+/// Returns the share of a dense weight's tiles that is multiplied, in either direction.
 fn shares(layout: &WeightLayout) -> [f64; 2] {
     let cell = cell_of(layout);
     [Direction::Forward, Direction::Backward].map(|direction| {
@@ -177,38 +177,38 @@ fn shares(layout: &WeightLayout) -> [f64; 2] {
     })
 }
 
-/// What tiles of the gradient with respect to the weight are: on the host, or on a device.
+/// Tiles of the gradient with respect to the weight, on the host or on a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Targets<W = Vec<u32>> {
     /// Outputs of a warpgroup.
     pub cols: usize,
     pub tiles: usize,
-    /// Of each tile its first input.
+    /// First input of each tile.
     pub starts: W,
-    /// Of each tile the outputs that its cells begin at, those of the first warpgroup first; the weight's outputs where there is nothing. Of blocks of 128
-    /// both warpgroups have the same.
+    /// Outputs at which the cells of each tile begin, those of the first warpgroup first; the number of the weight's outputs for a missing one. With blocks
+    /// of 128 both warpgroups have the same.
     pub entries: W,
-    /// Of each warpgroup of a tile, each column of cells and each cell of it, where it begins in the weight, or [`NONE`].
+    /// Offset in the weight of each cell of each column of cells of each warpgroup of a tile, or [`NONE`].
     pub targets: W,
 }
 
-/// Outputs of a warpgroup of a gradient with respect to the weight.
+/// Outputs of a warpgroup of the gradient with respect to the weight.
 const COLS: [usize; 3] = [256, 128, 64];
-/// Bytes a cycle that a multiprocessor reads if nobody else reads the same.
+/// Bytes per cycle that a multiprocessor reads if no other reads the same.
 const READ_BYTES: usize = 28;
 
-/// Cycles of a slab of such a tile, of both warpgroups: of the tensor cores, or of reading it.
+/// Returns the cycles of a slab of such a tile for both warpgroups: the larger of the tensor cores' and those of reading.
 pub(crate) fn slab_cycles(cols: usize, bytes: usize) -> usize {
     (4 * cols).max(bytes / READ_BYTES)
 }
 
 impl Targets {
-    /// The tiles that take least time. Of blocks of 128 the warpgroups have half of the inputs each; else half of the outputs.
+    /// Returns the fastest tiles. With blocks of 128 each warpgroup has half of the inputs, else half of the outputs.
     pub(crate) fn new(layout: &WeightLayout) -> Self {
         let (cell, side) = (cell_of(layout), SLAB / cell_of(layout));
         let unions = unions(layout, Direction::Backward);
         let halves = layout.block() / cell;
-        // Cells of a tile.
+        // Columns of cells of a tile.
         let wide = |cols: usize| {
             if halves == 2 {
                 cols / cell
@@ -271,7 +271,7 @@ pub(crate) struct Words {
 
 impl Words {
     fn new(client: &Client, words: &[u32]) -> Self {
-        // A buffer of nothing cannot be bound.
+        // An empty buffer cannot be bound.
         let words = if words.is_empty() { &[NONE] } else { words };
         Self {
             handle: client.create_from_slice(bytemuck::cast_slice(words)),
@@ -280,7 +280,7 @@ impl Words {
     }
 }
 
-/// What is kept, as kernels read it, on a device.
+/// Gather lists of a layout on a device.
 #[derive(Clone, Debug)]
 pub struct BlockTables {
     pub(crate) block: usize,
@@ -294,10 +294,10 @@ pub struct BlockTables {
 }
 
 impl BlockTables {
-    /// Those of a layout, made and uploaded once for each device.
+    /// Returns the tables of a layout, built and uploaded once for each device.
     ///
     /// # Errors
-    /// What the kernels do not take.
+    /// The limit of the kernels that the layout exceeds.
     pub fn of(client: &Client, layout: &WeightLayout) -> Result<Arc<Self>, &'static str> {
         let known = layout.attachment(DeviceTables::default);
         let new = || Ok(Arc::new(Self::new(client, layout)?));
@@ -321,8 +321,8 @@ impl BlockTables {
         })
     }
 
-    /// Whether a product of a direction takes less time gathered than with a dense weight that has zeros where no block is kept. As measured: reading decides,
-    /// and boxes of few columns are read slowly.
+    /// Returns whether a product of a direction is faster gathered than with a dense weight that is zero outside the kept blocks. Ratios are measured: reads
+    /// decide, and boxes of few columns are read slowly.
     pub fn is_gathered(&self, direction: Direction) -> bool {
         let slowness = match self.block {
             16 => 2.7,
@@ -332,7 +332,7 @@ impl BlockTables {
         self.shares[direction as usize] * slowness < 1.0
     }
 
-    /// The same of the gradient with respect to the weight, which has the tiles of the product by its transpose.
+    /// Returns the same for the gradient with respect to the weight, which has the tiles of the product with its transpose.
     pub fn is_gradient_gathered(&self) -> bool {
         let slowness = match self.block {
             16 => 5.0,
@@ -350,12 +350,12 @@ impl BlockTables {
         self.block.min(SLAB)
     }
 
-    /// Inputs and outputs of the weight.
+    /// Returns the inputs and outputs of the weight.
     pub fn widths(&self) -> [usize; 2] {
         [self.inputs, self.outputs]
     }
 
-    /// Width of what is multiplied, and of the result.
+    /// Returns the widths of the input and of the result.
     pub(crate) fn ends(&self, direction: Direction) -> [usize; 2] {
         match direction {
             Direction::Forward => [self.inputs, self.outputs],
@@ -363,12 +363,12 @@ impl BlockTables {
         }
     }
 
-    /// Elements of the weight as it is packed for products of a direction.
+    /// Returns the elements of the weight packed for products of a direction.
     pub fn packed_elements(&self, direction: Direction) -> usize {
         self.lists(direction).slabs * SLAB * GROUP
     }
 
-    /// Elements of the kept blocks.
+    /// Returns the elements of the kept blocks.
     pub fn elements(&self) -> usize {
         self.numbers
     }
@@ -378,7 +378,7 @@ impl BlockTables {
 mod tests {
     use super::*;
 
-    /// The layout of these blocks, in their order.
+    /// Returns the layout that keeps these blocks, in this order.
     fn kept(block: usize, [ins, outs]: [usize; 2], places: &[(u32, u32)]) -> WeightLayout {
         let mut mask = vec![false; ins * outs];
         for (input, output) in places {
@@ -391,7 +391,7 @@ mod tests {
 
     #[test]
     fn blocks_of_32_share_slabs() {
-        // Outputs 0 and 1 are a group; 2 is one with nothing beside it.
+        // Outputs 0 and 1 form a group; 2 forms one alone.
         let places = [(0, 0), (3, 0), (3, 1), (1, 2)];
         let of = kept(32, [4, 3], &places);
         assert_eq!(check(&of), Ok(()));
@@ -469,7 +469,7 @@ mod tests {
         let places = [(0, 0), (3, 0), (3, 1), (1, 2)];
         let of = kept(32, [4, 3], &places);
         let at = |index: u32| index * 1024;
-        // Two tiles along the inputs, and two along the outputs, of which the last one's second column is beyond the weight.
+        // Two tiles along the inputs and two along the outputs; the last one's second column is beyond the weight.
         assert_eq!(
             dense_sources(&of),
             [

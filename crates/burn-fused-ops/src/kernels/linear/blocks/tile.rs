@@ -1,4 +1,4 @@
-//! The shape of a cube's work.
+//! Comptime shape of a cube's work.
 
 use crate::kernels::linear::asm::{MainLoop, STEPS};
 use crate::kernels::linear::blocks::tables::{Direction, GROUP};
@@ -6,33 +6,33 @@ use crate::kernels::linear::tile::{Order, SLAB};
 use blocksparse_cubecl::arch::ptx::Half;
 use blocksparse_cubecl::arch::tma::{DEPTH, ROW};
 
-/// Bytes before the slabs, for barriers.
+/// Bytes of the barriers, before the slabs.
 const BARRIERS: usize = 1024;
-/// Bytes of a warpgroup's left factor of a slab.
+/// Bytes of a warpgroup's left factor in a slab.
 pub const LEFT_BYTES: usize = GROUP * ROW;
 
-/// What is multiplied.
+/// Product of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Work {
     /// A packed weight with gathered columns.
     Gathered(Direction),
-    /// Columns of x with gathered columns of the gradient by the result.
+    /// Columns of x with gathered columns of the gradient with respect to the result.
     Weight,
 }
 
-/// How the two warpgroups of a cube share a tile.
+/// Partition of a tile between the two warpgroups of a cube.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Split {
-    /// Each has other rows of the same 64 outputs; of a gradient by the weight other outputs of the same 64 inputs.
+    /// Each has other rows of the same 64 outputs; for the gradient with respect to the weight, other outputs of the same 64 inputs.
     Right,
-    /// Each has the other half of a block of 128, with the same right factor.
+    /// Each has one half of a block of 128, with the same right factor.
     Left,
 }
 
-/// The comptime shape of the kernel: its key in the cache of compiled kernels.
+/// Comptime shape of the kernel: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockTile {
-    /// The type of the factors.
+    /// Type of the factors.
     pub half: Half,
     pub work: Work,
     pub split: Split,
@@ -47,24 +47,24 @@ pub struct BlockTile {
 }
 
 impl BlockTile {
-    /// With as many slabs as fit. None: too few do.
+    /// Sets the most slabs that fit in shared memory. None: fewer than two fit.
     pub fn with_stages(mut self, shared: usize) -> Option<Self> {
         let room = shared.checked_sub(BARRIERS)?;
         self.stages = (room / self.slab_bytes()).min(8);
         (self.stages >= 2).then_some(self)
     }
 
-    /// Cells of a slab, or of a group.
+    /// Returns the cells of a slab, or of a group.
     pub fn side(&self) -> usize {
         SLAB / self.cell
     }
 
-    /// Left factors of a slab.
+    /// Returns the left factors of a slab.
     pub fn lefts(&self) -> usize {
         if self.split == Split::Right { 1 } else { 2 }
     }
 
-    /// Right factors of a slab.
+    /// Returns the right factors of a slab.
     pub fn rights(&self) -> usize {
         if self.split == Split::Left { 1 } else { 2 }
     }
@@ -73,7 +73,7 @@ impl BlockTile {
         self.cols * ROW
     }
 
-    /// Where the right factors begin in a slab.
+    /// Returns the offset of the right factors in a slab.
     pub fn right(&self) -> u32 {
         (self.lefts() * LEFT_BYTES) as u32
     }
@@ -94,7 +94,7 @@ impl BlockTile {
         BARRIERS + self.stages * self.slab_bytes()
     }
 
-    /// Boxes of a right factor, and bytes of each.
+    /// Returns the boxes of a right factor.
     pub fn boxes(&self) -> usize {
         match self.work {
             Work::Gathered(_) => self.side(),
@@ -102,7 +102,7 @@ impl BlockTile {
         }
     }
 
-    /// Columns of a slab or a tile that boxes begin at.
+    /// Returns the number of columns of a slab or a tile at which boxes begin.
     pub fn entries(&self) -> usize {
         match self.work {
             Work::Gathered(_) => self.boxes(),
@@ -114,14 +114,14 @@ impl BlockTile {
         self.right_bytes() / self.boxes()
     }
 
-    /// Bytes of a row of the right factor in shared memory, which is the span of its swizzle.
+    /// Returns the bytes of a row of the right factor in shared memory, which is the span of its swizzle.
     pub fn right_row(&self) -> usize {
         2 * self.cell
     }
 
     pub fn main_loop(&self) -> MainLoop {
         let (left, right) = match self.work {
-            // Packed as the weight lies: forward its rows are the depth.
+            // Packed in the weight's order: forward its rows are the depth.
             Work::Gathered(Direction::Forward) => (Order::Across, Order::Depth),
             Work::Gathered(Direction::Backward) => (Order::Depth, Order::Depth),
             Work::Weight => (Order::Across, Order::Across),

@@ -1,21 +1,21 @@
-//! Where numbers lie in shared memory, in bytes.
+//! Swizzled layout of slabs in shared memory; offsets are in bytes.
 //!
-//! A slab of a factor has rows as memory has them: of 64 numbers of the depth, or of all numbers across it. Its pieces of 16 bytes are permuted among
-//! each eight of a row, by the row's number: eight rows of an 8 × 8 matrix then lie in different banks, and so do the pieces of a row.
+//! A slab has the rows that the factor has in memory: 64 elements of the depth, or all elements across it. Within each eight pieces of 16 bytes of a row, the
+//! pieces are permuted by the row's number. So the eight rows of an 8 × 8 matrix lie in different banks, and so do the pieces of a row.
 
 use cubecl::prelude::*;
 
 use crate::kernels::linear::mma::tile::{PIECE, PIECE_NUMBERS};
 use crate::kernels::linear::tile::Order;
 
-/// Where a piece lies in a slab.
+/// Returns the offset of a piece in a slab.
 #[cube]
 pub fn piece_at(row: u32, piece: u32, #[comptime] pieces: usize) -> u32 {
     (row * comptime!(pieces as u32) + (piece ^ (row % 8))) * comptime!(PIECE as u32)
 }
 
-/// Where the row of a lane lies of the four 8 × 8 matrices of a block of 16 × 16, of a warp whose numbers across the depth begin at `across`. The two
-/// halves of the left factor's rows come first, or those of the right factor's depth, as mma.sync wants them.
+/// Returns the offset of a lane's row of the four 8 × 8 matrices of a 16 × 16 block, for a warp whose part begins at `across` in the dimension across the
+/// depth. The two halves of the left factor's rows come first, or those of the right factor's depth, as mma.sync requires.
 #[cube]
 pub fn lane_place(
     across: u32,
@@ -24,7 +24,7 @@ pub fn lane_place(
     #[comptime] order: Order,
     #[comptime] pieces: usize,
 ) -> u32 {
-    // Whether the second of the matrices is below the first and not beside it.
+    // True if the second matrix is below the first, not to its right.
     let is_below = comptime!(left == (order == Order::Depth));
     let row = if comptime!(is_below) {
         lane % 16
@@ -47,7 +47,7 @@ pub fn lane_place(
     }
 }
 
-/// A block is so many blocks further across and along the depth than [`lane_place`]: what of that is beside it, to be xored to the place …
+/// Offset of a block that is `across` and `depth` blocks away from [`lane_place`]: the part along the row, to be xored.
 pub fn beside([across, depth]: [usize; 2], order: Order) -> u32 {
     let blocks = match order {
         Order::Depth => depth,
@@ -56,7 +56,7 @@ pub fn beside([across, depth]: [usize; 2], order: Order) -> u32 {
     (2 * blocks * PIECE) as u32
 }
 
-/// … and what is below it, to be added.
+/// Offset of the same block: the part over rows, to be added.
 pub fn below([across, depth]: [usize; 2], order: Order, pieces: usize) -> usize {
     let blocks = match order {
         Order::Depth => across,
@@ -74,7 +74,7 @@ mod tests {
 
     const ORDERS: [Order; 2] = [Order::Depth, Order::Across];
 
-    /// The factors of all tiles: which it is, its width, the widths of a warp's part, the units that copy it.
+    /// Lists the factors of all tiles: whether it is the left one, its width, the width of a warp's part, and the units that copy it.
     fn factors() -> Vec<(bool, usize, usize, usize)> {
         let of = |variant| {
             let tile = MmaTile::new(Half::Bf16, variant, ORDERS, false, 1 << 20).unwrap();
@@ -86,7 +86,7 @@ mod tests {
         VARIANTS.into_iter().flat_map(of).collect()
     }
 
-    /// Where a number lies.
+    /// Returns the offset of an element.
     fn number_at([across, depth]: [usize; 2], order: Order, width: usize) -> usize {
         let (row, col) = match order {
             Order::Depth => (across, depth),
@@ -111,7 +111,7 @@ mod tests {
         }
     }
 
-    /// As the kernel deals pieces to units: each is copied once, and eight neighbours write to different banks.
+    /// Copies as the kernel assigns pieces to units: each piece is copied once, and eight neighbours write to different banks.
     #[test]
     fn every_piece_is_copied_once() {
         for (_, width, _, units) in factors() {
@@ -143,7 +143,7 @@ mod tests {
         }
     }
 
-    /// What ldmatrix gives a lane is what mma.sync wants of it, and the eight rows of each matrix lie in different banks.
+    /// ldmatrix gives each lane what mma.sync requires, and the eight rows of each matrix lie in different banks.
     #[test]
     fn lanes_get_their_numbers() {
         for (left, width, warp, _) in factors() {
@@ -165,13 +165,13 @@ mod tests {
                             assert_eq!(banks, (0..8).collect::<Vec<_>>());
                             for lane in 0..32usize {
                                 for number in 0..2 {
-                                    // A lane gets two of row lane / 4, or transposed of a column.
+                                    // A lane gets two elements of row lane / 4, or of that column if transposed.
                                     let (of_eight, of_depth) = (lane / 4, lane % 4 * 2 + number);
                                     let got = match order {
                                         Order::Depth => rows[of_eight] + 2 * of_depth,
                                         Order::Across => rows[of_depth] + 2 * of_eight,
                                     };
-                                    // The left operand's second word is of the rows below, the right one's of the depth behind.
+                                    // The left operand's second word belongs to the rows below, the right one's to the next half of the depth.
                                     let (one, other) = (matrix as usize % 2, matrix as usize / 2);
                                     let (low, deep) =
                                         if left { (one, other) } else { (other, one) };

@@ -1,4 +1,4 @@
-//! The kernel: persistent cubes, whose warps all copy and multiply.
+//! The kernel: persistent cubes in which all warps copy and multiply.
 //!
 //! ```text
 //! slabs       64 of the depth, in a ring; a slab is copied while those before it are multiplied, also into the next tile
@@ -6,7 +6,7 @@
 //! once a slab the copies of the next one are waited for, and all warps have read this one: then its place is copied to
 //! ```
 
-// What is known at compile time stays apart from what is not.
+// Comptime conditions stay separate from runtime conditions.
 #![allow(clippy::collapsible_if)]
 
 use cubecl::prelude::*;
@@ -24,22 +24,21 @@ use blocksparse_cubecl::arch::sm80::{
 };
 use blocksparse_cubecl::shared::addressing::Four;
 
-/// A factor in memory.
+/// Factor in memory.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub struct Factor {
-    /// Numbers across the depth.
+    /// Elements across the depth.
     across: u32,
-    /// Bytes from one row to the next, of what is not contiguous.
+    /// Stride of the dimension that is not contiguous, in bytes.
     pitch: u32,
-    /// Pieces of 16 bytes from one matrix to the next of a run.
+    /// Stride between matrices of a run, in pieces of 16 bytes.
     batch: u32,
-    /// Matrices of a run, and pieces from one run to the next.
+    /// Matrices of a run, and the stride between runs in pieces.
     run: u32,
     outer: u32,
 }
 
-/// The PTX of a copy: what is missing is zero. Where pieces are whole or missing, that is a predicate of the instruction; a number of bytes costs six
-/// more.
+/// Returns the PTX of a copy; missing bytes become zero. If pieces are whole or missing, the copy is predicated; a byte count costs six more instructions.
 fn copy_text(whole: bool, below: usize, offset: usize) -> String {
     let copy = format!("cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1], 16");
     match whole {
@@ -52,7 +51,7 @@ fn copy_text(whole: bool, below: usize, offset: usize) -> String {
     }
 }
 
-/// Starts to copy a piece of a row so far `below`, or zeros if there are not more rows `left`, and for what is not in `bytes`.
+/// Starts to copy a piece `below` rows further down. Writes zeros unless more than `below` rows are `left`, and for bytes past `bytes`.
 #[cube]
 fn copy_piece(
     target: u32,
@@ -68,8 +67,8 @@ fn copy_piece(
         n = in(_) val::<u32>(bytes));
 }
 
-/// Starts to copy the pieces `first..last` of this unit, of a slab of a factor that is `width` wide in the tile. `from` is the factor's matrix; the
-/// slab begins at `across` and `depth`, and the matrix ends at `factor.across` and `depth_end`, or at nothing if there is no such slab.
+/// Starts to copy this unit's pieces `first..last` of a slab of a factor that is `width` wide in the tile. `from` is the factor's matrix. The slab begins at
+/// `across` and `depth`; the matrix ends at `factor.across` and `depth_end`, or before everything if there is no such slab.
 #[cube]
 fn copy_slab(
     from: u64,
@@ -114,7 +113,7 @@ fn copy_slab(
     let pitch = u64::cast_from(factor.pitch);
     let step = pitch * comptime!(apart as u64);
     let row = row + comptime!((first * apart) as u32);
-    // From one to the next, because of all rows at once the places would take the registers that sums need.
+    // Incremental: addresses of all rows at once would take the registers that sums need.
     let mut source = from + u64::cast_from(row) * pitch + u64::cast_from(col) * 2;
     let target = target + piece_at(own_row, own_piece, pieces);
     #[unroll]
@@ -126,21 +125,21 @@ fn copy_slab(
     }
 }
 
-/// What is copied next: a slab of a tile, some slabs ahead of what is multiplied.
+/// Slab to copy next, some slabs ahead of the products.
 #[derive(CubeType, CubeTypeMut, Clone, Copy)]
 struct Ahead {
     tile: u32,
     row: u32,
     col: u32,
     depth: u32,
-    /// Slabs of the tile, from this one on.
+    /// Remaining slabs of the tile, this one included.
     slabs: u32,
-    /// The factors' matrices.
+    /// Addresses of the factors' matrices.
     a: u64,
     b: u64,
 }
 
-/// Bytes to a matrix of a batch.
+/// Returns the offset of a matrix of a batch in bytes.
 #[cube]
 fn matrix_offset(factor: &Factor, batch: u32) -> u64 {
     let of_run = u64::cast_from(batch % factor.run) * u64::cast_from(factor.batch);
@@ -148,7 +147,7 @@ fn matrix_offset(factor: &Factor, batch: u32) -> u64 {
     (of_run + runs) * comptime!(PIECE as u64)
 }
 
-/// The first slab of a tile.
+/// Returns the first slab of a tile.
 #[cube]
 fn first_slab(
     tile: u32,
@@ -229,12 +228,12 @@ fn copy_right(
     );
 }
 
-/// Pieces of a factor so wide that a unit copies of a slab.
+/// Returns the pieces of a slab that a unit copies, for a factor of this width.
 fn copies(width: usize, t: MmaTile) -> usize {
     width * SLAB / PIECE_NUMBERS / t.units()
 }
 
-/// Reads the blocks of 16 × 16 of a warp's part of a factor, `step` times 16 along the depth, from the lane's [`lane_place`] in a slab.
+/// Loads the 16 × 16 blocks of a warp's part of a factor at depth `16 · step`, from the lane's [`lane_place`] in a slab.
 #[cube]
 fn load_blocks(
     place: u32,
@@ -256,7 +255,7 @@ fn load_blocks(
     }
 }
 
-/// `a · b`, with rows that begin at multiples of 16 bytes. `out` is `[batch, parts, rows, columns]` in words.
+/// Computes `a · b`; rows begin at multiples of 16 bytes. `out` is `[batch, parts, rows, columns]` in words.
 #[cube(launch_unchecked)]
 pub fn product<W: Size>(
     a: &[u32],
@@ -318,13 +317,13 @@ pub fn product<W: Size>(
         sums[i] = Vector::<f32, Four>::zeroed();
     }
     while tile < tiles.count {
-        // Slabs until what is copied, or what is multiplied, is of the next tile: to look at that in each of them costs more than it seems.
+        // Slabs until either the copies or the products reach the next tile: a check in every slab would be expensive.
         let run = min(ahead.slabs, left_over);
         for _ in 0..run {
             #[unroll]
             for step in 0..STEPS {
                 if comptime!(step == STEPS - 1) {
-                    // All have read the slab, and have copied their pieces of the next one.
+                    // All warps have read the slab, and their copies of the next one are complete.
                     wait_copies_but(comptime!(t.stages - 2));
                     sync_cube();
                     slab += slab_bytes;
@@ -333,7 +332,7 @@ pub fn product<W: Size>(
                 let next = comptime!((step + 1) % STEPS);
                 load_blocks(slab + a_place, &mut rows, next, t.a, ROWS, a_blocks);
                 load_blocks(slab + b_place, &mut cols, next, t.b, t.cols, b_blocks);
-                // Copies are started between products.
+                // Copies are issued between products.
                 if comptime!(step == 0) {
                     copy_left(&ahead, &left, depth_end, &tiles, target, t);
                 }
@@ -409,7 +408,7 @@ pub fn product<W: Size>(
     }
 }
 
-/// Writes sums as they are: of a unit two of each eight columns, of rows from `row` on.
+/// Writes sums unchanged: a unit has two of every eight columns, in rows from `row` on.
 #[cube]
 fn store_wide<W: Size>(
     out: &mut [Vector<u32, W>],
@@ -445,7 +444,7 @@ fn store_wide<W: Size>(
     }
 }
 
-/// Writes sums in half precision. Four units of a row trade, so that each has eight columns of 32.
+/// Writes sums in half precision. Four units of a row exchange, so that each has eight columns of 32.
 #[cube]
 fn store_half<W: Size>(
     out: &mut [Vector<u32, W>],

@@ -1,4 +1,4 @@
-//! The shape of a cube's work.
+//! Comptime shape of a cube's work.
 
 use std::fmt;
 
@@ -7,17 +7,17 @@ use blocksparse_cubecl::arch::ptx::Half;
 
 /// Rows of a warp's sums.
 pub const WARP_ROWS: usize = 64;
-/// Bytes and numbers of what is copied, and read by ldmatrix, at a time.
+/// Bytes and elements of a piece, the unit of copies and of ldmatrix.
 pub const PIECE: usize = 16;
 pub const PIECE_NUMBERS: usize = 8;
-/// Products of 16 of the depth in a slab.
+/// Products of depth 16 in a slab.
 pub const STEPS: usize = SLAB / 16;
-/// The most slabs in shared memory.
+/// Most slabs in shared memory.
 const MOST_SLABS: usize = 4;
-/// What a multiprocessor keeps of its shared memory for each cube.
+/// Shared memory that a multiprocessor reserves for each cube, in bytes.
 const RESERVED: usize = 1024;
 
-/// A shape that tiles may have.
+/// Shape of tiles.
 #[derive(Clone, Copy, Debug)]
 pub struct Variant {
     /// Columns of a tile.
@@ -26,12 +26,12 @@ pub struct Variant {
     pub warp_cols: usize,
     /// Cubes that share a multiprocessor.
     pub cubes: usize,
-    /// Cycles of a slab, all cubes of a multiprocessor at work.
+    /// Cycles of a slab when all cubes of a multiprocessor are at work.
     pub cycles: usize,
 }
 
-/// All shapes. What counts is how often shared memory is read: with 64 × 64 sums a warp reads 4 KB for 64 mma.sync, which take twice as long; with
-/// 64 × 32 it reads 3 KB for half of them. The cycles are estimates from that.
+/// All shapes. Reads of shared memory decide: with 64 × 64 sums a warp reads 4 KB for 64 mma.sync, which take twice as long as the reads; with 64 × 32 it
+/// reads 3 KB for half of them. The cycles are estimates from that.
 pub const VARIANTS: [Variant; 4] = [
     Variant {
         cols: 256,
@@ -59,10 +59,10 @@ pub const VARIANTS: [Variant; 4] = [
     },
 ];
 
-/// The comptime shape of the kernel: its key in the cache of compiled kernels.
+/// Comptime shape of the kernel: its key in the cache of compiled kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MmaTile {
-    /// The type of the factors.
+    /// Type of the factors.
     pub half: Half,
     /// Columns.
     pub cols: usize,
@@ -70,18 +70,18 @@ pub struct MmaTile {
     pub warp_cols: usize,
     /// Slabs in shared memory.
     pub stages: usize,
-    /// How the left factor lies.
+    /// Contiguous dimension of the left factor.
     pub a: Order,
-    /// How the right factor lies.
+    /// Contiguous dimension of the right factor.
     pub b: Order,
-    /// Whether results are f32.
+    /// True if results are f32.
     pub wide: bool,
-    /// Whether rows in memory end with a piece of 16 bytes, and not in one.
+    /// True if rows in memory end at a piece's boundary.
     pub whole: bool,
 }
 
 impl MmaTile {
-    /// A tile with as many slabs as fit, where a cube may have so much shared memory. None: too few do.
+    /// Returns a tile with the most slabs that fit if a cube may use `shared` bytes of shared memory. None: too few fit.
     pub fn new(
         half: Half,
         variant: Variant,
@@ -104,7 +104,7 @@ impl MmaTile {
         (tile.stages >= 2).then_some(tile)
     }
 
-    /// Warps side by side; there are two such rows of them.
+    /// Returns the number of warps along the columns; there are two along the rows.
     pub fn warps_across(&self) -> usize {
         self.cols / self.warp_cols
     }
@@ -113,7 +113,7 @@ impl MmaTile {
         32 * (ROWS / WARP_ROWS) * self.warps_across()
     }
 
-    /// Bytes of the left factor's slab.
+    /// Returns the bytes of the left factor's slab.
     pub fn a_bytes(&self) -> usize {
         2 * ROWS * SLAB
     }
@@ -126,14 +126,14 @@ impl MmaTile {
         self.stages * self.slab_bytes()
     }
 
-    /// Numbers of a result that a unit writes at a time.
+    /// Returns the elements of a result that a unit writes at a time.
     pub fn written(&self) -> usize {
         if self.wide { 2 } else { 8 }
     }
 }
 
 impl Order {
-    /// Pieces of a row of a slab in shared memory, of a factor of so many rows or columns. What is contiguous in memory is so there.
+    /// Returns the pieces of a slab's row in shared memory, for a factor of `width` rows or columns. The contiguous dimension is the same as in memory.
     pub fn pieces(self, width: usize) -> usize {
         match self {
             Self::Depth => SLAB / PIECE_NUMBERS,

@@ -1,8 +1,8 @@
-//! What products run, on described devices.
+//! Plans of products on described devices.
 
 use crate::kernels::linear::plan::*;
 
-/// An H200's.
+/// Values of an H200.
 const MULTIPROCESSORS: usize = 132;
 const SHARED: usize = 232_448;
 
@@ -91,7 +91,7 @@ fn products_on_mma_fit_their_devices() {
     }
 }
 
-/// Pieces of 16 bytes are copied by a predicate where none is cut, in the numbers of either factor that are contiguous.
+/// Copies are predicated if no piece is cut, in the contiguous dimension of both factors.
 #[test]
 fn pieces_are_whole_where_lengths_are_multiples_of_eight() {
     use Order::{Across, Depth};
@@ -114,8 +114,8 @@ fn pieces_are_whole_where_lengths_are_multiples_of_eight() {
     }
 }
 
-/// Sums of exponentials and the highest are of whole runs, the highest within a tile, choices of all columns in a tile, sums over columns of the rows of one
-/// tile, whose sums leave registers room; all are of an f32 result that is not in parts, and on wgmma.
+/// Log-sums and maxima need whole runs, maxima within a tile; top-k choices need all columns in one tile; line sums need the rows of one tile and registers
+/// for the sums. All need an f32 result without parts, and wgmma.
 #[test]
 fn what_becomes_of_sums_is_planned_or_refused() {
     let wide = |batch: usize, lengths: [usize; 3]| ProductRequest {
@@ -201,7 +201,7 @@ fn what_becomes_of_sums_is_planned_or_refused() {
     }
 }
 
-/// Every slab of the depth is in one part, no part is empty, and a cube has at least a tile.
+/// Every slab of the depth is in one part, no part is empty, and a cube has at least one tile.
 #[test]
 fn parts_cover_the_depth() {
     for depth in [1, 8, 64, 65, 511, 512, 4097, 12_288, 49_152, 100_000] {
@@ -254,6 +254,6 @@ fn what_the_kernels_do_not_take_is_said() {
         let refused = plans(request, MULTIPROCESSORS, shared).unwrap_err();
         assert_eq!(refused, expected);
     }
-    // Without parts there are none, however deep the product is.
+    // A request without parts gets none, however deep the product is.
     assert_eq!(best(request([64, 64, 1 << 20], false)).parts(), 1);
 }
