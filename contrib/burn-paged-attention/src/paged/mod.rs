@@ -62,7 +62,7 @@ pub struct PagedOutput {
 ///
 /// # Shapes
 /// - `q`: `[batch, heads, s, d_k]`, the last `s` positions of each sequence; `kv_heads` divides `heads`
-/// the other shapes are at [`PagedKeysValues`]
+/// - The other shapes are at [`PagedKeysValues`]
 ///
 /// # Errors
 /// [`OpError`] if shapes, dtypes, devices or options do not match, or no feature of this crate serves the device. The contents of tables and spans

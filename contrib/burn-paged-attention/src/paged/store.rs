@@ -28,7 +28,7 @@ pub enum PagedStore {
 /// d_v + 8` bytes a slot. Widths are multiples of 4; multiples of 16 are fast.
 #[derive(Clone, Debug)]
 pub struct QuantizedPages {
-    /// Type of the elements.
+    /// Element type.
     pub quantization: Quantization,
     /// `[pages, P, d_k / 4]`, i32: four elements each, the first in the lowest bits.
     pub keys: Tensor<3, Int>,

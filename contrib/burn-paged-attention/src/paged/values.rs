@@ -46,7 +46,7 @@ pub struct PagedCall {
 }
 
 op_values! {
-    /// Output of attention over pages.
+    /// Output of paged attention.
     pub struct PagedRows {
         /// `[batch, heads, s, d_v]`, in the dtype of q.
         pub out: FloatTensor,
@@ -79,7 +79,7 @@ pub struct PackedRows<B: Backend> {
 }
 
 op_values! {
-    /// Keys and values, which are stored alike.
+    /// Keys and values in the same storage format.
     pub struct StoredPages {
         /// Rows of `d_k` elements.
         pub keys: StoredRows,

@@ -28,9 +28,9 @@ use burn_blocksparse::internal::prelude::*;
 /// ```
 ///
 /// # Shapes
-/// `logits`: `[rows, vocab]`; sums are f32 whatever the dtype
+/// - `logits`: `[rows, vocab]`; sums are f32 whatever the dtype
 /// - `draws`: `[rows]`, in `[0, 1)`
-/// `seen`: `[rows, vocab]`, i32, nonzero for seen tokens; used if [`SampleOptions::repetition`] is not 1
+/// - `seen`: `[rows, vocab]`, i32, nonzero for seen tokens; used if [`SampleOptions::repetition`] is not 1
 /// - result: `[rows]`, i32, without autodiff
 ///
 /// # Errors
