@@ -22,6 +22,7 @@ use burn_blocksparse::{AttentionOptions, AttentionTensors, OpError, WeightsMode}
 /// be finite; other slots are never used.
 #[derive(Clone, Debug)]
 pub struct PagedKeysValues {
+    /// Keys and values of the pages.
     pub store: PagedStore,
     /// Heads of keys and values.
     pub kv_heads: usize,

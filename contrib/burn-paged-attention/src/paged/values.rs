@@ -11,6 +11,7 @@ op_values! {
     pub struct PagedInputs {
         /// `[batch, heads, s, d_k]`
         pub q: FloatTensor,
+        /// Keys and values.
         pub pages: StoredPages,
         /// `[batch, T, max_pages]`
         pub table: IntTensor,
@@ -105,6 +106,7 @@ op_values! {
         pub q: FloatTensor,
         /// `[batch, heads, s]`, in the accumulation dtype.
         pub lse: FloatTensor,
+        /// Keys and values.
         pub pages: StoredPages,
         /// `[batch, T, max_pages]`
         pub table: IntTensor,

@@ -73,6 +73,7 @@ impl KvStep {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvUsage {
+    /// Number of tokens of the sequence.
     pub tokens: usize,
     /// Slots of its pages. Each holds a key and value of one KV head of one layer, or of one branch of a layer.
     pub slots: usize,
@@ -126,7 +127,7 @@ struct LayerPages {
     store: Store,
     /// Further branches of native sparse attention.
     branches: Option<Branches>,
-    /// The keys of an indexer, if the layer has one that chooses.
+    /// Keys of the layer's own indexer.
     index: Option<Store>,
 }
 

@@ -202,7 +202,7 @@ pub(super) struct Gathered {
     pub count: usize,
     /// `[batch · kv_heads · count]`: rows among those of all pages.
     pub ids: Tensor<1, Int>,
-    /// `[batch, heads or 1, s, count]`: what is added to the scores.
+    /// `[batch, heads or 1, s, count]`: added to the scores.
     pub bias: Tensor<4>,
     /// `[batch · heads · s · count]`: indices into the relative bias table, all heads concatenated.
     pub distances: Option<Tensor<1, Int>>,

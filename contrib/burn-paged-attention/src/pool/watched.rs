@@ -59,7 +59,6 @@ pub(super) struct Noted {
 }
 
 impl Known {
-    /// The position of a slot's key.
     pub(super) fn position(&self, head: usize, slot: usize) -> usize {
         match self.kept.get(head) {
             Some(kept) if slot < kept.len() => kept[slot] as usize,

@@ -12,6 +12,7 @@ op_values! {
     pub struct SummarizeInputs {
         /// `[pages, 2 or 1, d_k]`
         pub summaries: FloatTensor,
+        /// Keys of the pages.
         pub keys: StoredRows,
         /// `[batch, T, s]`: slots of the new rows; negative: not stored.
         pub slots: IntTensor,
