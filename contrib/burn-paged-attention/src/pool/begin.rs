@@ -29,7 +29,7 @@ pub(super) struct Step {
 #[derive(Debug)]
 pub(super) struct Undo {
     books: UndoBooks,
-    /// None if it stays as it is.
+    /// None if it stays unchanged.
     evictor: Option<Evictor>,
 }
 
@@ -60,9 +60,9 @@ impl UndoBooks {
 /// Changes of the block tables by a call.
 #[derive(Debug)]
 pub(super) struct Advance {
-    /// The first new position of each sequence.
+    /// First new position of each sequence.
     pub starts: Vec<usize>,
-    /// Of each group, of each sequence.
+    /// Per group and sequence.
     pub writes: Vec<Vec<Writes>>,
     /// True if the cache is empty, so that attention runs over the layers' own layout.
     pub is_dense: bool,

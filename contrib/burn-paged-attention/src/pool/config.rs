@@ -127,7 +127,7 @@ impl KvPoolConfig {
         with_pages => pages: Some(usize),
         /// Sets the positions for rotary embeddings, in a pool with [`KvRetention::Window`].
         with_positions => positions: KvPositions,
-        /// Number of keys shared by all sequences of a batch, as by forks of one, from which on they are read once for all. Their queries become rows
+        /// Sets the least number of keys shared by all sequences of a batch, such as forks of one, that are read once for all. Their queries become rows
         /// of one call, whose results are merged with those over each sequence's own keys (FlashInfer's cascade, Ye et al., 2024). Default: 1,024.
         with_cascade => cascade: usize,
     }
