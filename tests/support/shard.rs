@@ -16,7 +16,7 @@ pub fn some_of<T>(rows: impl IntoIterator<Item = T>, one_in: usize) -> impl Iter
     rows.into_iter().skip(part % one_in).step_by(one_in)
 }
 
-/// Parses `K/N`, with N taken as 0.
+/// Parses `K/N`; K = N counts as 0.
 pub fn parse_shard(text: &str) -> Result<(usize, usize), String> {
     let numbers = text.split_once('/').map(|(k, n)| (k.parse(), n.parse()));
     match numbers {

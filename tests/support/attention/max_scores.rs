@@ -100,7 +100,7 @@ pub fn max_scores_change_nothing_else(devices: &[Device]) {
     assert_ran("calls with and without max_scores", ran);
 }
 
-/// Outputs and gradients by name, the largest scores last if they are `asked` for.
+/// Returns outputs and gradients by name; largest scores are last if `asked`.
 fn run(problem: &Problem, case: &Case, device: &Device, asked: bool) -> Results {
     let device = &device.clone().autodiff();
     let [q, k, v, grad_out] = inputs(problem, device, DType::F32);
@@ -122,7 +122,7 @@ fn run(problem: &Problem, case: &Case, device: &Device, asked: bool) -> Results 
     results
 }
 
-/// Layouts that are made on the device, and layouts per batch entry.
+/// Layouts made on the device, and layouts per batch entry.
 pub fn max_scores_of_other_layouts(devices: &[Device]) {
     for index in [0, 1, 4, 5, 8] {
         let case = &device_cases()[index];
@@ -142,7 +142,7 @@ pub fn max_scores_of_other_layouts(devices: &[Device]) {
     }
 }
 
-/// The largest score over two disjoint parts of the keys is the larger one of theirs.
+/// The largest score over two disjoint parts of the keys is the maximum of both.
 pub fn max_scores_of_disjoint_parts(devices: &[Device]) {
     let near = Pattern::from_fn("near, not of some rows", |_, i, j| {
         !(11..33).contains(&i) && (0..16).contains(&(i - j))

@@ -146,7 +146,7 @@ pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
     }
 }
 
-/// What keys got of the attention is the same from a prompt at once and from its tokens one by one, some of which could be taken back; also with options.
+/// The sums of attention per key are the same from a whole prompt and token by token, with and without rollbacks; also with options.
 pub fn sums_of_attention_are_the_same_by_both_roads(devices: &[Device]) {
     let options = config(Pattern::causal())
         .with_rope(Some(RotaryEncodingConfig::new(SEQ, WIDTH / HEADS)))
@@ -192,7 +192,7 @@ struct Pair {
     alone_id: SequenceId,
 }
 
-/// Sequences join, grow, go back and leave in any order, of unequal lengths and over page edges: each gets what it gets in a pool of its own.
+/// Sequences join, grow, roll back and leave in any order, with unequal lengths and over page boundaries: each gets the same as in its own pool.
 pub fn sequences_of_a_batch_get_what_they_get_alone(devices: &[Device]) {
     let adaptive = EvictionBudget::Adaptive { alpha: 0.2 };
     let (heavy, recent) = (14, ROLLBACK + 1);
@@ -229,7 +229,7 @@ fn come_and_go(mha: &SparseMultiHeadAttention, config: EvictionConfig, seed: u64
     };
     let mut pool = pool_of(MOST);
     let mut pairs: Vec<Pair> = Vec::new();
-    // What the run is about has to come about.
+    // Ensures that the run covers evictions and page boundaries.
     let (mut evicted, mut over_edges) = (0, 0);
     for round in 0..ROUNDS {
         while pairs.len() < MOST && (pairs.is_empty() || rng.random_bool(0.5)) {
@@ -251,7 +251,7 @@ fn come_and_go(mha: &SparseMultiHeadAttention, config: EvictionConfig, seed: u64
                 over_edges += usize::from(gone && (len - back) / 16 < len / 16);
             }
         }
-        // Some of them, in any order, of unequally many tokens.
+        // Some of them, in random order, with different numbers of tokens.
         let mut chosen: Vec<usize> = (0..pairs.len()).filter(|_| rng.random_bool(0.7)).collect();
         for at in (1..chosen.len()).rev() {
             chosen.swap(at, rng.random_range(0..=at));

@@ -5,7 +5,7 @@ use burn_sparse_select::{EstimateKind, Selection};
 use crate::judge::estimate::Estimate;
 use crate::prelude::*;
 
-/// A selection, and batch entries, heads of queries and of keys, tokens and width of a call.
+/// A selection; batch entries, query heads, KV heads, tokens and width of a call.
 const CALLS: [(&str, [usize; 5]); 9] = [
     ("topk:128,4", [1, 8, 2, 8_192, 32]),
     // 1,024 groups of 32 heads: more than 2²⁴ products.
