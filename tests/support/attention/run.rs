@@ -273,7 +273,7 @@ where
     }
 }
 
-/// Panics if results have not the same bits.
+/// Panics if results differ in bits.
 pub fn assert_same_bits<A: AsRef<[(&'static str, TensorData)]>>(what: &str, a: A, b: A) {
     let (a, b) = (a.as_ref(), b.as_ref());
     assert_eq!(a.len(), b.len(), "{what}");

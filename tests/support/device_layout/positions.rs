@@ -91,7 +91,7 @@ fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
         let (batches, heads) = (case.patterns[0], case.heads);
         let sides = [case.seq_q, case.seq_kv];
         let [queries, mut keys] = sides.map(|length| positions(batches * heads, length, &mut rng));
-        // Half of those that can have keys at the positions of their queries.
+        // Half of the cases that allow it have keys at the positions of their queries.
         let own = sides[0] == sides[1] && seed % 2 == 1;
         if own {
             keys.clone_from(&queries);
@@ -122,7 +122,7 @@ fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
             let chosen = chosen.unwrap();
             let bounds = if half { half_bounds } else { exact_dtypes };
             for (dtype, tolerance) in bounds(device) {
-                // Numbers of 8 bits are numbers of all types.
+                // bf16 values are exact in both half-precision dtypes.
                 if half {
                     problem.round_to(DType::BF16);
                 }
@@ -134,7 +134,7 @@ fn check(cases: &[(Case, BlockLayout)], devices: &[Device], half: bool) {
     }
 }
 
-/// Counts are those of the places, and what does not fit is said.
+/// Counts match the pairs, and arguments that do not match are errors.
 pub fn positions_are_checked(devices: &[Device]) {
     let (case, layout) = &cases(CHUNKS, OTHERS)[0];
     for device in devices {

@@ -83,7 +83,7 @@ fn model_with_content(content: &str, device: &Device) -> SparseTransformer {
         .unwrap()
 }
 
-/// Of the rows, in runs of a part, `one_in`.
+/// Compares replays with plain decoding for `texts`; in a sharded run for one in `one_in`.
 fn replayed_equals_plain_of_either_dtype(
     texts: &[&str],
     one_in: usize,
@@ -114,7 +114,7 @@ fn replayed_equals_plain(
     let [a, b] = [(); 2].map(|()| pair.join());
     pair.step(&[(a, 5)], 0);
     pair.step(&[(b, 19)], 1);
-    // Over the ends of pages, with lengths that differ.
+    // Crosses page boundaries, with different lengths.
     for seed in 0..20 {
         pair.step(&[(a, 1), (b, 1)], seed);
     }
@@ -130,7 +130,7 @@ fn replayed_equals_plain(
     pair.end(what);
 }
 
-/// A decoder that replays where it can, and a pool that does not.
+/// A decoder that replays if possible, and a pool without capture.
 struct Pair<'a> {
     decoder: GraphDecoder<SparseTransformer>,
     plain: KvPool,
@@ -156,7 +156,7 @@ impl<'a> Pair<'a> {
         }
     }
 
-    /// Does the same with both pools.
+    /// Makes the same call on both pools, and compares the results.
     fn both<T: PartialEq + std::fmt::Debug>(&mut self, mut f: impl FnMut(&mut KvPool) -> T) -> T {
         let plain = f(&mut self.plain);
         assert_eq!(f(&mut self.decoder.pool_mut()), plain);

@@ -268,7 +268,7 @@ impl Problem {
         parts.copied().collect()
     }
 
-    /// The indices of problems of one size as one batch.
+    /// Stacks the indices of problems of one size into a batch.
     pub fn index_of(problems: &[Self], device: &Device, dtype: DType) -> DsaIndex {
         let (batch, first) = (problems.len(), &problems[0]);
         let (heads, width, [seq_q, seq_kv]) = (first.index_heads, first.index_dim, first.seq);
@@ -283,7 +283,7 @@ impl Problem {
         Self::index_of(from_ref(self), device, dtype)
     }
 
-    /// The queries and keys of problems of one size as one batch.
+    /// Stacks the queries and keys of problems of one size into a batch.
     pub fn queries_and_keys_of(problems: &[Self], device: &Device, dtype: DType) -> [Tensor<4>; 2] {
         let (batch, of) = (problems.len(), &problems[0]);
         let all = |part: fn(&Self) -> &[f64]| problems.iter().flat_map(part).copied().collect();

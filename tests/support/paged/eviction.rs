@@ -1,4 +1,4 @@
-//! Pools that evict keys: queries see what is kept, and scores are what attention gives.
+//! Pools with eviction: queries see the retained keys, and scores equal the attention.
 
 use std::sync::Arc;
 
@@ -21,12 +21,12 @@ const KV_HEADS: usize = 2;
 const WIDTH: usize = 32;
 const SEQ: usize = 41;
 
-/// Of the sequences that come and go: how many at a time, a prompt's tokens and all of them, and how many can be taken back.
+/// Most sequences at a time; tokens of a prompt and in total; tokens that can be rolled back.
 const MOST: usize = 4;
 const PROMPT: usize = 40;
 const LONGEST: usize = 120;
 const ROLLBACK: usize = 5;
-/// Calls, and what happens between them.
+/// Number of calls, with random events between them.
 const ROUNDS: usize = 60;
 
 fn config(pattern: Pattern) -> SparseMultiHeadAttentionConfig {
@@ -61,12 +61,12 @@ fn initialised(
     mha
 }
 
-/// Numbers whose products and sums are exact, whatever order and shape a product has, also where its factors are rounded to tf32: Burn's on CUDA.
+/// Rounds to numbers whose products and sums are exact in any order, even if factors are rounded to tf32, as Burn does on CUDA.
 fn on_grid<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     (x * 32.0).round() / 32.0
 }
 
-/// Of rows behind the output's product, and of sums of attention, whose factors are on no grid: Burn multiplies both.
+/// Returns the tolerance of rows after the output projection, and of sums of attention, whose factors are not such numbers; Burn multiplies both.
 fn tolerance(device: &Device, exact: f32) -> f32 {
     if is_cuda(device) { 5e-3 } else { exact }
 }
@@ -84,7 +84,7 @@ fn pool_config(config: EvictionConfig) -> KvPoolConfig {
         .with_eviction(config)
 }
 
-/// After a prompt, single tokens and several at once rows are those of one call whose queries see the keys that were kept.
+/// After a prompt, single tokens and several at once, rows equal those of one call whose queries see the retained keys.
 pub fn queries_see_the_keys_that_stay(devices: &[Device]) {
     let adaptive = EvictionBudget::Adaptive { alpha: 0.2 };
     for device in devices {
