@@ -168,7 +168,7 @@ fn a_million_positions() {
     assert!(text.contains("2 pieces per device (zigzag)"), "{text}");
     assert!(!text.contains("reaches everything"), "{text}");
 
-    // A residue pattern's natural layout is made of strided runs, which are not expanded.
+    // The natural layout of a residue pattern has strided runs, which are not expanded.
     let layout = Pattern::merged_strided(128).layout(8, 1 << 20, 32).unwrap();
     let plan = ShardPlan::new(&layout, 8, 2).unwrap();
     assert!(plan.reach() > 0.99 && plan.to_string().contains("reaches everything"));
