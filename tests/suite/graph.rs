@@ -52,7 +52,7 @@ fn a_layout_that_is_not_warm_is_refused() {
             replayed.run().unwrap();
         }
         refused! { replayed.run() => "the masks of a layout must be on the device before a recording begins…"; }
-        // Only inside.
+        // The error is only raised inside a capture.
         run(&layout(11)).unwrap();
     }
 }

@@ -26,7 +26,7 @@ pub struct PromptLookup {
 }
 
 impl PromptLookup {
-    /// Drafts of up to `tokens` tokens.
+    /// Makes drafts of up to `tokens` tokens.
     pub fn new(tokens: usize) -> Self {
         Self {
             tokens,

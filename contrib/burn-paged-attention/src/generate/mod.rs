@@ -38,7 +38,7 @@ pub struct GenerateOptions {
     pub eviction: Option<EvictionConfig>,
     /// Dtype of stored keys and values. Default: that of the model's matmuls.
     pub kv_dtype: Option<KvDtype>,
-    /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32, or what the layers' selections choose.
+    /// Slots of a page of keys and values: 16, 32, 64 or 128. Default: 32, or what the layers' selections need.
     pub page_size: Option<usize>,
     /// Speculative decoding by prompt lookup. Default: none.
     pub drafts: Option<PromptLookup>,
@@ -159,7 +159,7 @@ pub struct GenerateStep {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FinishReason {
-    /// A stop token or sequence was drawn.
+    /// A stop token or stop sequence was sampled.
     Stop,
     /// [`GenerateOptions::max_new`] tokens were generated.
     Length,

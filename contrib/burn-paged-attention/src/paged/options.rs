@@ -24,7 +24,7 @@ use burn_blocksparse::{AttentionOptions, AttentionTensors, OpError, WeightsMode}
 pub struct PagedKeysValues {
     /// Keys and values of the pages.
     pub store: PagedStore,
-    /// Heads of keys and values.
+    /// Number of KV heads.
     pub kv_heads: usize,
     /// `[batch, T, max_pages]`, i32.
     pub table: Tensor<3, Int>,

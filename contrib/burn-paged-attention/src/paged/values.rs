@@ -36,7 +36,7 @@ op_values! {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct PagedCall {
-    /// Heads of keys and values.
+    /// Number of KV heads.
     pub kv_heads: usize,
     /// Factor of the scores.
     pub scale: f64,

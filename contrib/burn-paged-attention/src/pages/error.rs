@@ -5,7 +5,7 @@ use burn_sparse_transformer::TransformerError;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CacheError {
-    /// An argument is outside its range.
+    /// An argument is out of range.
     #[error("{argument} must be {expected}, got {got}")]
     Argument {
         /// The argument's name.
@@ -18,7 +18,7 @@ pub enum CacheError {
     /// The sequence does not exist, or has left.
     #[error("sequence must be one that joined this pool and has not left it, got {id}")]
     Unknown {
-        /// The sequence asked for.
+        /// The requested sequence.
         id: SequenceId,
     },
     /// A sequence is named twice in one call.
@@ -40,7 +40,7 @@ pub enum CacheError {
         "cannot go back to {asked} tokens: keys are gone, the least is {oldest}; a pool with a longer rollback keeps more"
     )]
     Gone {
-        /// Tokens asked for.
+        /// Requested number of tokens.
         asked: usize,
         /// The fewest tokens that can be rolled back to.
         oldest: usize,
@@ -58,11 +58,11 @@ pub enum CacheError {
     /// The saved sequence is of a different pool.
     #[error("{what} of the saved sequence must be {expected}, got {got}")]
     Mismatch {
-        /// What differs.
+        /// The property that differs.
         what: &'static str,
-        /// What the pool has.
+        /// The pool's value.
         expected: String,
-        /// What was saved.
+        /// The saved value.
         got: String,
     },
     /// The block tables, or those of a saved sequence, are inconsistent.

@@ -34,7 +34,7 @@ impl PagePool {
         let whole = whole.min().unwrap_or(0);
         let sequence = self.sequences.get_mut(&id).expect("it was found");
         let mut chain = std::mem::take(&mut sequence.chain);
-        // Forgotten pages that the sequence still has can be known again.
+        // Forgotten pages that the sequence still has can be registered again.
         while chain
             .last()
             .is_some_and(|last| !self.known.known.contains_key(last))
@@ -51,7 +51,7 @@ impl PagePool {
             }
             let rows = self.sequences[&id].rows.iter();
             let pages: Vec<u32> = rows.map(|row| whole_region(row).pages[depth]).collect();
-            // A page is known once: by what it was first written for.
+            // A page is registered only once, for its first contents.
             if pages.iter().any(|&page| self.known.names(page)) {
                 break;
             }
@@ -70,7 +70,8 @@ impl PagePool {
         Ok(())
     }
 
-    /// Tokens of a prompt whose keys are known: whole pages, less than the prompt so that its last token is computed, and up to where a sequence may stop.
+    /// Returns the number of a prompt's tokens whose keys are known: in whole pages, fewer than the prompt so that its last token is computed, and
+    /// at a boundary of the pattern.
     ///
     /// # Errors
     /// [`CacheError::Argument`] if the pool was made without prefix reuse.

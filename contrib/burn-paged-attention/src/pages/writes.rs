@@ -11,7 +11,7 @@ pub struct Slot {
     pub slot: usize,
 }
 
-/// A key that is stored.
+/// A stored key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotKey {
     /// Its slot.

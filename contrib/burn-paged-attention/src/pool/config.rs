@@ -88,7 +88,8 @@ pub struct KvPoolConfig {
 }
 
 impl KvPoolConfig {
-    /// Capacity for `sequences` sequences of `tokens` tokens each, which grow by one token a call. Keys that later queries reach are retained.
+    /// Makes the configuration of a pool for `sequences` sequences of `tokens` tokens each, which grow by one token per call. Keys that later
+    /// queries reach are retained.
     pub fn new(sequences: usize, tokens: usize) -> Self {
         Self::for_lengths(std::iter::repeat_n(tokens, sequences))
     }

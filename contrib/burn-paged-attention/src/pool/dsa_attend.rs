@@ -58,7 +58,7 @@ impl Layer<'_> {
         let none = Tensor::zeros([batch, 1, seq, NO_VALUES], &new.device());
         group.write_copied(keys, group.index_copies.as_ref(), [new, none])?;
         match &group.road {
-            // Rows after a prompt are chosen by none.
+            // Rows after a prompt's end are later than its queries, so none of these selects them.
             Road::Dense(_) => {
                 let (heads, options) = ([query, key, value], self.attention_options());
                 let seen = match indexed {

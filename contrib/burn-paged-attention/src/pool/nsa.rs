@@ -118,7 +118,7 @@ impl Branches {
         !self.entries.is_quantized()
     }
 
-    /// Bytes of all pages.
+    /// Returns the bytes of all pages.
     pub(super) fn bytes(&self) -> usize {
         let window = self.window.as_ref().map_or(0, Store::bytes);
         self.entries.bytes() + self.tokens.bytes() + window

@@ -11,7 +11,7 @@ use crate::pages::PageCopy;
 use crate::summaries::{PageSummaries, summarize_stored};
 use crate::{PagedStore, Quantization, QuantizedPages};
 
-/// Storage format of a pool for a given model.
+/// Storage format of a pool's elements.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stored {
     Float(FloatDType),

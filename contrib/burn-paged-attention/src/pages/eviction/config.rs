@@ -18,7 +18,7 @@ pub enum EvictionScore {
     /// Mean attention of the last `window` queries, smoothed over `pool` adjacent keys (SnapKV: Li et al., 2024). Keys of the window itself are
     /// always retained.
     Votes {
-        /// Queries that vote.
+        /// Number of queries that vote.
         window: usize,
         /// Width of the smoothing in keys, an odd number; 1 turns it off.
         pool: usize,
