@@ -1,6 +1,6 @@
-//! A device whose backend `burn` has, but whose feature is off in this crate, gives an error instead of a panic. `cargo test -p burn-blocksparse
-//! --no-default-features --features autodiff --test unserved_device` builds `burn` with Flex and this crate without; in other builds both have it,
-//! and there is nothing to test.
+//! A device whose backend `burn` has, but whose feature is off in this crate, gives an error instead of a panic.
+//! `cargo test -p burn-blocksparse --no-default-features --features autodiff --test unserved_device` builds `burn` with Flex and this crate without;
+//! in other builds both have it, and there is nothing to test.
 #![cfg(not(feature = "flex"))]
 
 #[macro_use]

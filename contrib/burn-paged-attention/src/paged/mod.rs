@@ -31,8 +31,8 @@ pub struct PagedOutput {
     pub lse: Tensor<3>,
 }
 
-/// Computes attention of the last few queries of each sequence to keys and values in pages: `out[i] = Σ_j p[i, j] · v[j]`, `p = softmax(scale · q ·
-/// kᵀ)` over the slots of the sequence's page list ([`PagedKeysValues`]).
+/// Computes attention of the last few queries of each sequence to keys and values in pages: `out[i] = Σ_j p[i, j] · v[j]`,
+/// `p = softmax(scale · q · kᵀ)` over the slots of the sequence's page list ([`PagedKeysValues`]).
 ///
 /// Lengths and tables stay on the device: nothing is read back, and launches depend on shapes alone. A sequence's page list is split among the
 /// multiprocessors; the parts are merged by their lse (Dao et al., "Flash-Decoding", 2023), in a second launch or, with

@@ -30,8 +30,8 @@ pub trait PagedOps: Backend {
         reference::append::<Self>(inputs)
     }
 
-    /// Lists the slots of region one of each page list, from a table `[page_lists, entries]` and spans `[page_lists, 4]`: i32 `[page_lists, entries
-    /// · page]`, `x · page + slot` for entry `x`, padded with negative numbers.
+    /// Lists the slots of region one of each page list, from a table `[page_lists, entries]` and spans `[page_lists, 4]`: i32
+    /// `[page_lists, entries · page]`, `x · page + slot` for entry `x`, padded with negative numbers.
     #[fusion(dtype = DType::I32, shape = [table[0], table[1] * page].into())]
     fn page_list_slots(
         table: IntTensor<Self>,

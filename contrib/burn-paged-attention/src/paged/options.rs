@@ -81,9 +81,9 @@ impl PagedKeysValues {
         }
     }
 
-    /// Attends to single slots, as [`choose_in_pages`](crate::dsa::choose_in_pages) lists them: i32 `[page_lists, kv_heads, most]` with `page · P +
-    /// slot` of each KV head, padded with negative numbers. `spans` are those of the page lists that the slots were chosen from, with region one
-    /// alone: their lengths, at most `most`, are the numbers of valid slots.
+    /// Attends to single slots, as [`choose_in_pages`](crate::dsa::choose_in_pages) lists them: i32 `[page_lists, kv_heads, most]` with
+    /// `page · P + slot` of each KV head, padded with negative numbers. `spans` are those of the page lists that the slots were chosen from, with
+    /// region one alone: their lengths, at most `most`, are the numbers of valid slots.
     pub fn of_slots(store: PagedStore, slots: Tensor<3, Int>, spans: &Tensor<3, Int>) -> Self {
         let [page_lists, kv_heads, most] = slots.dims();
         let spans = spans.clone().clamp_max(most as i32);

@@ -210,8 +210,8 @@ impl<B: Backend> Rows<B> {
         firsts.map(move |first| first..first + together)
     }
 
-    /// Attends with scaled queries `[1, heads, group_rows, width]`. Returns the output `[1, heads, group_rows, value_width]` and the lse `[1, heads,
-    /// group_rows, 1]`.
+    /// Attends with scaled queries `[1, heads, group_rows, width]`. Returns the output `[1, heads, group_rows, value_width]` and the lse
+    /// `[1, heads, group_rows, 1]`.
     fn attend(&self, q: Array<B>, entry: usize, heads: Range<usize>) -> [Array<B>; 2] {
         let device = q.0.device();
         let ([_, _, group_rows], [_, _, value_width]) = (self.shape, self.values.dims());

@@ -24,8 +24,8 @@ pub enum PagedStore {
     Quantized(QuantizedPages),
 }
 
-/// Keys and values with eight bits per element and an f32 scale for each key and each value of a head ([`Quantization`] defines the formats): `d_k +
-/// d_v + 8` bytes a slot. Widths are multiples of 4; multiples of 16 are fast.
+/// Keys and values with eight bits per element and an f32 scale for each key and each value of a head ([`Quantization`] defines the formats):
+/// `d_k + d_v + 8` bytes a slot. Widths are multiples of 4; multiples of 16 are fast.
 #[derive(Clone, Debug)]
 pub struct QuantizedPages {
     /// Element type.

@@ -155,8 +155,9 @@ impl PageLists {
 }
 
 impl Layer<'_> {
-    /// Computes attention of queries `[batch, heads, s, d_k]`, each with its own page list, to what `choose` selects for a piece's rows `[rows,
-    /// heads, d_k]`: pages if the layer selects pages, otherwise slots of keys. If the lists are no longer than the selection, nothing is selected.
+    /// Computes attention of queries `[batch, heads, s, d_k]`, each with its own page list, to what `choose` selects for a piece's rows
+    /// `[rows, heads, d_k]`: pages if the layer selects pages, otherwise slots of keys. If the lists are no longer than the selection, nothing is
+    /// selected.
     pub(super) fn attend_chosen(
         &self,
         query: Tensor<4>,

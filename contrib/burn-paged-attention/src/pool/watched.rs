@@ -336,8 +336,8 @@ impl Evictor {
         layers.map(of).sum()
     }
 
-    /// Returns the attention that keys got from all queries, in the first `slots` slots of a layer, for sequences with their lengths: `[sequences ·
-    /// kv_heads, slots]`.
+    /// Returns the attention that keys got from all queries, in the first `slots` slots of a layer, for sequences with their lengths:
+    /// `[sequences · kv_heads, slots]`.
     pub(super) fn total(
         &self,
         layer: usize,

@@ -108,9 +108,9 @@ pub struct Joined {
     lse: Box<[f32]>,
 }
 
-/// Joins the shares of a page list if this cube's share is the last to be written: `lse = ln(Σ_x exp(lse_x) + exp(sink))` and `out = Σ_x exp(lse_x −
-/// lse) · out_x` for the cube's queries, in the order of the shares, like [`merge`](crate::kernels::paged::merge::merge). `head` is the KV head
-/// counted over all sequences; `shared` has one element.
+/// Joins the shares of a page list if this cube's share is the last to be written: `lse = ln(Σ_x exp(lse_x) + exp(sink))` and
+/// `out = Σ_x exp(lse_x − lse) · out_x` for the cube's queries, in the order of the shares, like [`merge`](crate::kernels::paged::merge::merge).
+/// `head` is the KV head counted over all sequences; `shared` has one element.
 #[cube]
 pub fn join_shares(
     from: &ShareOuts<f32>,
