@@ -73,7 +73,7 @@ fn indexers_choose_from_pages_what_they_choose_in_the_whole() {
     }
 }
 
-/// The indexers' loss decreases by steps that change nothing else; a loss over the selection trains both.
+/// A warm-up lowers the indexers' loss and changes nothing else; steps with the selection then lower the model's loss.
 #[test]
 fn indexers_learn_on_each_device() {
     for device in devices() {

@@ -438,7 +438,7 @@ impl KvPool {
         self.verify_kept()
     }
 
-    /// Makes the same call on the block tables of every pattern. What one allows all allow, unless the caller has checked them before.
+    /// Makes the same call on the block tables of every pattern. If it may succeed on some and fail on others, the caller has to check first.
     fn each<T>(
         &mut self,
         mut f: impl FnMut(&mut PagePool) -> Result<T, CacheError>,

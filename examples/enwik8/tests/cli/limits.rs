@@ -95,7 +95,7 @@ fn sizes_of_other_commands_have_limits() {
         "recall --selection topk:8,2 --windows N",
         "sample-images --count N",
         "sample-images --zoom N",
-        // Patterns with few distinct columns, which are all visited.
+        // The columns are limited, because all of them are visited.
         "draw --pattern dense --seq N",
         "draw --heads N",
         "draw --block N",
