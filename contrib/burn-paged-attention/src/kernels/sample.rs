@@ -32,7 +32,7 @@ const LOWEST: f32 = f32::MIN;
 const MOST_PENALTY: f64 = (1u128 << 124) as f64;
 
 impl SampleOptions {
-    /// Returns the reciprocal of the temperature as two f32 factors, in whose range neither overflows or vanishes.
+    /// Returns the reciprocal of the temperature as two normal f32 factors, since alone it may overflow or underflow f32.
     fn factors(&self) -> [f64; 2] {
         let normal = |x: f64| x.clamp(f32::MIN_POSITIVE.into(), f32::MAX.into());
         let whole = match self.temperature {

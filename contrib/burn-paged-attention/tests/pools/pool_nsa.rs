@@ -126,7 +126,7 @@ fn pages_are_as_if_nothing_had_happened(
     refused! { dense.new_pool(&config).unwrap().load(&saved) => "…layers…"; }
 }
 
-/// Prefix reuse in pools that retain all keys, which the windows of the branches need too.
+/// Prefix reuse in pools that retain all keys.
 #[rstest]
 #[case(0, 80)]
 #[case(4, 64)]
